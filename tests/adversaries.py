@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -13,34 +14,35 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine.contract import Capability, Engine, Plan, PreparedModel
+from tests.ends import CULPRIT, forked
 
-CULPRIT = 1
 SLEEP = ["sleep", "600"]
 # What a rank leaves, and what would be collected with its prepared model.
 _kept: list[object] = []
+Act = Callable[[], object]
+
+
+def _nothing() -> None:
+    """Do as one should."""
 
 
 class PreparedAverage(PreparedModel):
-    """Averages each gradient after backward, by one all-reduce of the sum."""
+    """Averages each gradient after backward, by one all-reduce of the sum; one rank does more than that."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, at_first: Act = _nothing, at_last: Act = _nothing
+    ) -> None:
         super().__init__(model)
-        self.group, self.num_steps = group, 0
+        self.group, self.num_steps, self._at_last = group, 0, at_last
         if dist.get_rank() == CULPRIT:
-            self.begin()
-
-    def begin(self) -> None:
-        """Hook of those that misbehave in prepare, on one rank."""
-
-    def misbehave(self) -> None:
-        """Hook of those that misbehave after the last step, on one rank."""
+            at_first()
 
     def step(self) -> None:
         """Update the parameters."""
         super().step()
         self.num_steps += 1
         if self.num_steps == 2 and dist.get_rank() == CULPRIT:
-            self.misbehave()
+            self._at_last()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run it, and average."""
@@ -52,16 +54,19 @@ class PreparedAverage(PreparedModel):
 
 
 class Averages(Engine):
-    """Replicates parameters, and averages gradients."""
+    """Replicates parameters, and averages gradients; one rank misbehaves in prepare, or after the last step."""
 
     name = "averages"
     capabilities = frozenset({Capability.REPLICATE})
     prepared_type: ClassVar[type[PreparedAverage]] = PreparedAverage
 
+    def __init__(self, *, at_first: Act = _nothing, at_last: Act = _nothing) -> None:
+        self._at_first, self._at_last = at_first, at_last
+
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Take the model as it is."""
         plan.refuse_beyond(self.capabilities)
-        return self.prepared_type(model, mesh.get_group())
+        return self.prepared_type(model, mesh.get_group(), self._at_first, self._at_last)
 
 
 class RefusesAndLeavesAChild(Averages):
@@ -74,56 +79,17 @@ class RefusesAndLeavesAChild(Averages):
         return super().prepare(model, plan, mesh)
 
 
-class _PreparedDetached(PreparedAverage):
-    def misbehave(self) -> None:
-        _kept.append(subprocess.Popen(SLEEP, start_new_session=True))
+def _die_beside_a_daemon() -> None:
+    forked(sessions=1)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-class LeavesADetachedChild(Averages):
-    """Leaves a program in a session of its own."""
-
-    prepared_type = _PreparedDetached
+def _abort_when_groups_are_destroyed() -> None:
+    dist.destroy_process_group = lambda *_: os.abort()
 
 
-class _PreparedDaemon(PreparedAverage):
-    def misbehave(self) -> None:
-        _fork_a_daemon()
-
-
-class ForksADaemon(Averages):
-    """Leaves a fork in a session of its own, which holds every pipe of the rank."""
-
-    prepared_type = _PreparedDaemon
-
-
-class _PreparedDeath(PreparedAverage):
-    def misbehave(self) -> None:
-        _fork_a_daemon()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-class DiesBesideADaemon(Averages):
-    """Is killed while a fork holds every pipe of the rank."""
-
-    prepared_type = _PreparedDeath
-
-
-def _fork_a_daemon() -> None:
-    reads, writes = os.pipe()
-    if os.fork() == 0:
-        os.setsid()
-        os.write(writes, b"x")
-        while True:
-            signal.pause()
-    os.read(reads, 1)
-
-
-class _PreparedAbort(PreparedAverage):
-    def begin(self) -> None:
-        dist.destroy_process_group = lambda *_: os.abort()
-
-
-class AbortsWhenGroupsAreDestroyed(Averages):
-    """Trains as it should, and aborts when the process groups are destroyed."""
-
-    prepared_type = _PreparedAbort
+leaves_a_detached_child = Averages(
+    at_last=lambda: _kept.append(subprocess.Popen(SLEEP, start_new_session=True))
+)
+dies_beside_a_daemon = Averages(at_last=_die_beside_a_daemon)
+aborts_when_groups_are_destroyed = Averages(at_first=_abort_when_groups_are_destroyed)

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +15,10 @@ import pytest
 from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.worlds.launched.cluster import open_cluster
 from shardproof.harness.worlds.launched.launcher import launched_process
+from shardproof.harness.worlds.processes.forkserver import warm_up
 from shardproof.harness.worlds.spec import WorldKind
+from tests.shell import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 # What a process does that a launcher has started beside the one that judges.
 _SERVE = """
 import os
@@ -32,6 +34,19 @@ def session(tmp_path: Path) -> Iterator[TrialSession]:
     session = TrialSession(Source(folder=tmp_path))
     yield session
     session.close()
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Make a folder for sockets: their paths have at most some hundred characters, those of tests more."""
+    with tempfile.TemporaryDirectory(prefix="sp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def warm() -> None:
+    """Start the fork server, so that no test is charged for its imports."""
+    warm_up()
 
 
 @pytest.fixture(scope="session")

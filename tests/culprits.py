@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.engine.contract import Plan, PreparedModel
+from shardproof.harness.worlds.threads.collective_errors import DeadlockError
 
 CULPRIT = 1
 MEGABYTE = 10**6
@@ -78,9 +80,8 @@ class CollectiveMismatchError(RuntimeError):
 class Raises(DistributedDataParallelEngine):
     """Raises `error()` in the second forward of rank 1."""
 
-    def error(self) -> BaseException:
-        """Make the error."""
-        return RuntimeError("a plain one")
+    def __init__(self, error: Callable[[], BaseException]) -> None:
+        self.error = error
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Add a hook to the module that DDP calls."""
@@ -120,108 +121,28 @@ class RefusesAtLength(DistributedDataParallelEngine):
         raise NotImplementedError(50 * MEGABYTE * "no ")
 
 
-class RaisesWordless(Raises):
-    """Raises an error that raises when it is printed."""
-
-    def error(self) -> BaseException:
-        return WordlessError()
-
-
-class RaisesTextless(Raises):
-    """Raises an error whose text is a number."""
-
-    def error(self) -> BaseException:
-        return TextlessError()
-
-
-class RaisesSlow(Raises):
-    """Raises an error whose text takes time."""
-
-    def error(self) -> BaseException:
-        return SlowError()
-
-
-class RaisesEnding(Raises):
-    """Raises an error that ends the process when it is printed."""
-
-    def error(self) -> BaseException:
-        return EndingError()
+# What each engine of that name raises.
+ERRORS: Mapping[str, Callable[[], BaseException]] = {
+    "RaisesWordless": WordlessError,
+    "RaisesTextless": TextlessError,
+    "RaisesSlow": SlowError,
+    "RaisesEnding": EndingError,
+    "RaisesUncaused": lambda: UncausedError("a text"),
+    "RaisesNameless": lambda: NamelessError("a text"),
+    "RaisesMuch": lambda: RuntimeError("begins here " + 50 * MEGABYTE * "x" + " ends here"),
+    "RaisesManyLines": lambda: RuntimeError("begins here" + 20 * MEGABYTE * "\n" + "ends here"),
+    "RaisesOddCharacters": lambda: RuntimeError("half \ud800 nothing \0 red \x1b[31m line\r over"),
+    "QuotesATimeout": lambda: RuntimeError("lease on the checkpoint server timed out"),
+    "QuotesAPeer": lambda: RuntimeError("Connection closed by peer [10.0.0.1]:4711"),
+    "QuotesADistError": lambda: dist.DistNetworkError("the tracker's socket closed"),
+    "QuotesAConnection": lambda: ConnectionResetError("connection reset by the metrics server"),
+    "QuotesAMismatch": lambda: CollectiveMismatchError("CollectiveMismatchError: all_reduce of 4 bytes"),
+    "QuotesADeadlock": lambda: DeadlockError("my queue", expected="a job", got="none", hint="another"),
+}
 
 
-class RaisesUncaused(Raises):
-    """Raises an error without a readable cause."""
-
-    def error(self) -> BaseException:
-        return UncausedError("a text")
-
-
-class RaisesNameless(Raises):
-    """Raises an error of a type without a readable name."""
-
-    def error(self) -> BaseException:
-        return NamelessError("a text")
-
-
-class RaisesMuch(Raises):
-    """Raises an error with 50 MB of text."""
-
-    def error(self) -> BaseException:
-        return RuntimeError("begins here " + 50 * MEGABYTE * "x" + " ends here")
-
-
-class RaisesManyLines(Raises):
-    """Raises an error whose text is 20 million lines."""
-
-    def error(self) -> BaseException:
-        return RuntimeError("begins here" + 20 * MEGABYTE * "\n" + "ends here")
-
-
-class RaisesOddCharacters(Raises):
-    """Raises an error with a lone surrogate, a NUL and a terminal's escapes."""
-
-    def error(self) -> BaseException:
-        return RuntimeError("half \ud800 nothing \0 red \x1b[31m line\r over")
-
-
-class QuotesATimeout(Raises):
-    """Raises an error of its own that speaks of a timeout."""
-
-    def error(self) -> BaseException:
-        return RuntimeError("lease on the checkpoint server timed out")
-
-
-class QuotesAPeer(Raises):
-    """Raises an error of its own in the words of gloo."""
-
-    def error(self) -> BaseException:
-        return RuntimeError("Connection closed by peer [10.0.0.1]:4711")
-
-
-class QuotesADistError(Raises):
-    """Raises an error of torch.distributed's own type."""
-
-    def error(self) -> BaseException:
-        return dist.DistNetworkError("the tracker's socket closed")
-
-
-class QuotesAConnection(Raises):
-    """Raises what Python raises of sockets."""
-
-    def error(self) -> BaseException:
-        return ConnectionResetError("connection reset by the metrics server")
-
-
-class QuotesAMismatch(Raises):
-    """Raises an error with the name of one of ours."""
-
-    def error(self) -> BaseException:
-        return CollectiveMismatchError("CollectiveMismatchError: all_reduce of 4 bytes")
-
-
-class QuotesADeadlock(Raises):
-    """Raises one of ours."""
-
-    def error(self) -> BaseException:
-        from shardproof.harness.worlds.threads.collective_errors import DeadlockError
-
-        return DeadlockError("my queue", expected="a job", got="none", hint="another")
+def __getattr__(name: str) -> Raises:
+    """Make the engine that raises the error of this name."""
+    if name in ERRORS:
+        return Raises(ERRORS[name])
+    raise AttributeError(name)

@@ -39,7 +39,7 @@ def _note(context: RankContext, pid: int) -> None:
     (context.folder / "child").write_text(str(pid))
 
 
-def _forked(*, sessions: int) -> int:
+def forked(*, sessions: int) -> int:
     """Fork a process that never ends, below so many processes that made a session and ended; returns its pid."""
     reads, writes = os.pipe()
     if os.fork() == 0:
@@ -151,7 +151,7 @@ def exits_too_early(context: RankContext) -> None:
 def leaves_a_child(context: RankContext) -> None:
     """Leave a fork in the rank's own session."""
     if _is_culprit(context):
-        _note(context, _forked(sessions=0))
+        _note(context, forked(sessions=0))
 
 
 def leaves_a_detached_child(context: RankContext) -> None:
@@ -165,19 +165,19 @@ def leaves_a_detached_child(context: RankContext) -> None:
 def forks_a_daemon(context: RankContext) -> None:
     """Leave a fork in a session of its own, which holds every pipe of the rank."""
     if _is_culprit(context):
-        _note(context, _forked(sessions=1))
+        _note(context, forked(sessions=1))
 
 
 def forks_twice(context: RankContext) -> None:
     """Leave a fork whose parents have ended, in a session of its own."""
     if _is_culprit(context):
-        _note(context, _forked(sessions=2))
+        _note(context, forked(sessions=2))
 
 
 def dies_beside_a_daemon(context: RankContext) -> None:
     """Be killed while a fork holds every pipe of the rank."""
     if _is_culprit(context):
-        _note(context, _forked(sessions=1))
+        _note(context, forked(sessions=1))
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(torch.ones(1))
 
@@ -185,7 +185,7 @@ def dies_beside_a_daemon(context: RankContext) -> None:
 def dies_beside_a_daemon_of_nobody(context: RankContext) -> None:
     """Be killed after a fork whose parents have ended."""
     if _is_culprit(context):
-        _note(context, _forked(sessions=2))
+        _note(context, forked(sessions=2))
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(torch.ones(1))
 
@@ -193,7 +193,7 @@ def dies_beside_a_daemon_of_nobody(context: RankContext) -> None:
 def waits_beside_a_daemon(context: RankContext) -> None:
     """Start a daemon and wait for ever."""
     if _is_culprit(context):
-        _note(context, _forked(sessions=2))
+        _note(context, forked(sessions=2))
     _wait_for_ever()
 
 

@@ -11,40 +11,27 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-
-from shardproof.engine.contract import Plan, PreparedModel
 from shardproof.harness.worlds.messages import Done, Finished, Leaving, Message, encode
 from shardproof.harness.worlds.outcome import Raised, Returned
-from tests.adversaries import CULPRIT, Averages, PreparedAverage
-from tests.ends import sockets
+from tests.adversaries import Averages
+from tests.ends import CULPRIT, sockets
 
 JOURNAL = f"rank{CULPRIT}.ledger.jsonl"
 Damage = Callable[[Path], object]
-
-
-class _PreparedDamage(PreparedAverage):
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, do: Damage) -> None:
-        super().__init__(model, group)
-        self._do = do
-
-    def misbehave(self) -> None:
-        opened = (Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
-        targets = [Path(os.readlink(link)) for link in opened if link.is_symlink()]
-        self._do(next(target for target in targets if target.name == JOURNAL).parent)
 
 
 class Damages(Averages):
     """Averages gradients, and damages files after the last step."""
 
     def __init__(self, do: Damage) -> None:
-        self._do = do
+        super().__init__(at_last=lambda: do(_folder()))
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Take the model as it is."""
-        return _PreparedDamage(model, mesh.get_group(), self._do)
+
+def _folder() -> Path:
+    """Find the folder of the world by the journal that this rank writes."""
+    opened = (Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+    targets = [Path(os.readlink(link)) for link in opened if link.is_symlink()]
+    return next(target for target in targets if target.name == JOURNAL).parent
 
 
 def at_exit(do: Damage) -> Damages:

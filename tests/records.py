@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
+from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -21,6 +22,7 @@ from shardproof.harness.records.record import (
     TensorRecord,
     Verdict,
 )
+from shardproof.harness.records.run import RunWriter
 
 CASE = "parity/test_x.py::test_y[mlp_even-sgd-m3]"
 TRAINS = "smoke/test_smoke.py::test_trains_the_same_model"
@@ -94,6 +96,16 @@ def records_by_engine(records: Iterable[Record], case: str) -> dict[str, Record]
 def a_record(verdict: Verdict = Verdict.FAILED, **changes: Any) -> Record:  # Any: the fields of Record
     """Make the record of a case, by default of one that failed, with some fields changed."""
     return replace(_RECORD, verdict=verdict, **changes)
+
+
+def write_run(folder: Path, *records: Record, header: Header = HEADER, footer: Footer | None = FOOTER) -> str:
+    """Write a run of these records, an interrupted one where there is no footer; returns its folder."""
+    writer = RunWriter(folder, replace(header, num_cases=len(records)))
+    for record in records:
+        writer.append(record)
+    if footer is not None:
+        writer.finish(footer)
+    return str(folder)
 
 
 @cache

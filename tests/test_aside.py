@@ -29,8 +29,9 @@ from shardproof.harness.training import oracle_answer
 from shardproof.harness.training.oracle import OracleObservation, run_oracle
 from shardproof.harness.training.oracle_answer import ask_oracle
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
+from shardproof.harness.worlds.processes.lineage import has_ended
+from tests.shell import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 TRAINING = Training(problem=MLP_EVEN, optimizer=ADAMW, schedule=Schedule(steps=2))
 LIMIT_S = 60.0
 
@@ -163,7 +164,7 @@ def test_the_process_ends_with_the_one_that_asks(how: signal.Signals, tmp_path: 
         asking.send_signal(how)
         asking.wait(30)
         pid = int(file.read_text())
-        _wait_until(lambda: not _is_alive(pid))
+        _wait_until(lambda: has_ended(pid))
     finally:
         asking.kill()
         asking.wait()
@@ -174,13 +175,6 @@ def _wait_until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < limit
         time.sleep(0.02)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture(scope="module")

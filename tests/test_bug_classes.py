@@ -8,14 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 
 from shardproof.engine.mutants.all_mutants import MUTANTS
 from shardproof.engine.mutants.mutant import Mutant
+from tests.shell import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "bug-classes.md"
 HEADER = ("class of bug", "reports", "mutants")
 # What may keep a class from having a mutant; a new reason is a decision, not a phrase.

@@ -20,7 +20,6 @@ from shardproof.harness.runner.session import TrialSession
 from shardproof.harness.worlds.exception_outcome import is_abandonment, raised
 from shardproof.harness.worlds.messages import Finished, encode
 from shardproof.harness.worlds.outcome import Raised
-from shardproof.harness.worlds.processes.forkserver import warm_up
 from shardproof.harness.worlds.threads.collective_errors import (
     CollectiveTimeoutError,
     DeadlockError,
@@ -52,9 +51,7 @@ HEADLINES = {
 IN_PROCESSES = ("RaisesWordless", "RaisesEnding", "RaisesMuch", "QuotesATimeout")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _warm() -> None:
-    warm_up()  # no test is charged for the imports of the fork server
+pytestmark = pytest.mark.usefixtures("warm")
 
 
 def judged(session: TrialSession, engine: str, world: str) -> Record:
@@ -92,7 +89,7 @@ def test_words_of_a_refusal_are_kept_in_short(session: TrialSession, engine: str
 
 
 def test_every_engine_that_raises_is_here() -> None:
-    assert set(HEADLINES) == {name for name in vars(culprits) if re.match("(Raises|Quotes).", name)}
+    assert set(HEADLINES) == set(culprits.ERRORS)
 
 
 # The rest needs no world.

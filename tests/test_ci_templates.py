@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from shardproof.harness.records.run import read_run
+from tests.shell import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 SUMS = "shardproof.engine.mutants.gradient_scale:SumsInsteadOfAveraging"
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,8 +17,7 @@ from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import read_run
 from shardproof.harness.runner.invoke import call_pytest
 from tests.records import TRAINS, records_by_engine
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.shell import ROOT, Done, python
 
 
 class Stuck(DistributedDataParallelEngine):
@@ -102,23 +99,15 @@ def test_list_asks_each_engine_that_is_built_in_once(
     assert len(asked) == 3 * len(present)
 
 
-def test_list_names_every_case_as_records_do() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "shardproof.harness.cli.main", "list", "--cases"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=True,
-    )
-    cases = done.stdout.partition("cases:\n")[2].splitlines()
+def test_list_names_every_case_as_records_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--cases"]) == 0
+    cases = capsys.readouterr().out.partition("cases:\n")[2].splitlines()
     assert "  smoke/test_smoke.py::test_trains_the_same_model" in cases
     assert len(set(cases)) == len(cases) > 50
 
 
-def _pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "suites", "-q", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+def _pytest(*arguments: str) -> Done:
+    return python("-m", "pytest", "suites", "-q", "-p", "no:cacheprovider", *arguments)
 
 
 def test_a_path_that_does_not_exist_is_told_by_pytest() -> None:
@@ -156,9 +145,7 @@ def test_a_process_that_only_hands_out_cases_does_not_wait_for_torch() -> None:
             "sys.exit(code or ('torch was imported' if 'torch' in sys.modules else 0))",
         )
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=110, check=False
-    )
+    done = python("-c", program)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
 

@@ -32,8 +32,8 @@ from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.verdicts.case import Case
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 from tests.judging import judged
+from tests.shell import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 CELL = Cell(engine="torch.ddp", world=WorldSpec(kind=WorldKind.THREADS, size=2, deadline_s=20.0))
 
 # Two modules that differ in one place of what a problem calls, in ways that leave every name as it is.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +22,14 @@ from shardproof.harness.audit.upstream_coverage import (
     read_table,
     read_tables,
 )
+from shardproof.harness.cli.main import main
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.record import Verdict
+from shardproof.harness.runner.invoke import call_pytest
 from shardproof.reports.coverage_table import render, render_markdown
 from tests.records import a_record
+from tests.shell import python
 
-ROOT = Path(__file__).resolve().parents[1]
 _OF_FSDP2 = {
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
@@ -133,7 +133,7 @@ def test_the_table_needs_no_torch() -> None:
         "import sys; from shardproof.harness.audit import upstream_coverage as found; found.read_tables(); "
         "sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0
+    assert python("-c", code).returncode == 0
 
 
 # Marks
@@ -284,37 +284,27 @@ from shardproof.harness.runner.trial import Trial
 @pytest.mark.rows("T7")
 def test_x(trial: Trial): ...
 """
-SESSIONS = """
-import sys, pytest
-from shardproof.harness.cli.main import main
-from shardproof.harness.runner.invoke import call_pytest
-refused = call_pytest([sys.argv[1], "suites/smoke", "--collect-only"])
-print("codes", refused, main(["coverage", "--markdown"]), main(["coverage", "--api", "fsdp1"]))
-"""
 
 
 @pytest.mark.slow
-def test_a_wrong_mark_ends_a_session_and_the_command_names_rows_without_a_case(tmp_path: Path) -> None:
+def test_a_wrong_mark_ends_a_session_and_the_command_names_rows_without_a_case(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "test_typo.py"
     file.write_text(TYPO)
-    done = subprocess.run(
-        [sys.executable, "-c", SESSIONS, str(file)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert "got 'T7'; try 'T07'" in done.stderr
-    assert re.search(r"^\| T07 .*trains_the_same_model", done.stdout, re.M), done.stdout + done.stderr
-    (num,) = re.findall(r"^(\d+) of 407 rows have cases$", done.stdout, re.M)
-    (names,) = re.findall(r"^(\d+) of 72 rows have cases$", done.stdout, re.M)
-    (total,) = re.findall(r"^\| all +\|(.*)\|$", done.stdout, re.M)
+    refused = call_pytest([str(file), "suites/smoke", "--collect-only"])
+    assert refused == pytest.ExitCode.USAGE_ERROR
+    assert "got 'T7'; try 'T07'" in capsys.readouterr().err
+    codes = main(["coverage", "--markdown"]), main(["coverage", "--api", "fsdp1"])
+    printed = capsys.readouterr().out
+    assert re.search(r"^\| T07 .*trains_the_same_model", printed, re.M), printed
+    (num,) = re.findall(r"^(\d+) of 407 rows have cases$", printed, re.M)
+    (names,) = re.findall(r"^(\d+) of 72 rows have cases$", printed, re.M)
+    (total,) = re.findall(r"^\| all +\|(.*)\|$", printed, re.M)
     numbers = [int(number) for number in total.split("|")]
     assert numbers[:2] == [640, 407]
     assert int(num) >= numbers[2] + numbers[3]
     assert numbers[3] <= MOST_IN_PART
     assert numbers[4] <= MOST_OPEN
-    assert done.stdout.count("No case stands for:") == (numbers[4] > 0) + (names != "72")
-    codes = (pytest.ExitCode.USAGE_ERROR, numbers[4] > 0, names != "72")
-    assert done.stdout.splitlines()[-1] == f"codes {' '.join(str(int(code)) for code in codes)}"
+    assert printed.count("No case stands for:") == (numbers[4] > 0) + (names != "72")
+    assert codes == (numbers[4] > 0, names != "72")

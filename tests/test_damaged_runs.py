@@ -65,20 +65,8 @@ class SavedResult:
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> SavedResult:
     folder = tmp_path_factory.mktemp("kept")
-    options = [
-        "--engine",
-        "torch.ddp",
-        "--suite",
-        "smoke",
-        "-k",
-        "trains",
-        "--thorough",
-        "--keep",
-        "all",
-        "--out",
-        str(folder / "run"),
-    ]
-    assert _call("run", *options)[0] == 0
+    options = ["--engine=torch.ddp", "--suite=smoke", "-k=trains", "--thorough", "--keep=all"]
+    assert _call("run", *options, f"--out={folder / 'run'}")[0] == 0
     (outcomes,) = (folder / "run").rglob("outcomes.json")
     shutil.copytree(folder / "run", folder / "copy")
     found = SavedResult(run=folder / "run", copy=folder / "copy", world=outcomes.parent)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,22 +18,21 @@ from shardproof.harness.records.diff.comparison import Comparison, News, compare
 from shardproof.harness.records.diff.traffic import Traffic, traffic_changes
 from shardproof.harness.records.record import (
     Expectations,
-    Header,
     LawRecord,
     LedgerLine,
     OutcomeRecord,
     Record,
     Verdict,
 )
-from shardproof.harness.records.run import Run, RunWriter
+from shardproof.harness.records.run import Run
 from shardproof.reports.change_groups import groups
 from shardproof.reports.diff_json import VERSION, render_json
 from shardproof.reports.diff_text import LIMIT_BYTES, WIDTH, render, render_markdown, summary
 from tests import records
-from tests.records import FOOTER, HEADER
+from tests.records import HEADER, write_run
+from tests.shell import python
 from tests.test_reports import ENTRY, HOSTILE, a_record, a_run
 
-ROOT = Path(__file__).resolve().parents[1]
 RENDERERS: list[Callable[[Comparison], str]] = [render, render_markdown, render_json]
 CASE = "parity/test_single.py::test_matches[mlp]"
 
@@ -562,19 +559,11 @@ def test_the_summary_counts_each_kind_of_news() -> None:
 # The command
 
 
-def write(path: Path, *records: Record, header: Header = HEADER) -> str:
-    writer = RunWriter(path, replace(header, num_cases=len(records)))
-    for record in records:
-        writer.append(record)
-    writer.finish(replace(FOOTER, counts={}))
-    return str(path)
-
-
 def test_exit_codes_say_whether_something_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     newer = replace(HEADER, versions={"torch": "2.15.0"})
-    old = write(tmp_path / "old", a_record())
-    same = write(tmp_path / "same", replace(a_record(), duration_s=3.0), header=newer)
-    bad = write(tmp_path / "bad", a_record(verdict=Verdict.FAILED))
+    old = write_run(tmp_path / "old", a_record())
+    same = write_run(tmp_path / "same", replace(a_record(), duration_s=3.0), header=newer)
+    bad = write_run(tmp_path / "bad", a_record(verdict=Verdict.FAILED))
     assert main(["diff", old, same]) == 0
     assert "Nothing changed" in capsys.readouterr().out
     assert main(["diff", old, bad]) == 1
@@ -598,8 +587,8 @@ def test_wrong_usage_is_named(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    write(tmp_path / "old", a_record())
-    write(tmp_path / "bad", a_record(verdict=Verdict.FAILED))
+    write_run(tmp_path / "old", a_record())
+    write_run(tmp_path / "bad", a_record(verdict=Verdict.FAILED))
     monkeypatch.chdir(tmp_path)
     assert main(["diff", *arguments]) == 2
     said = capsys.readouterr().err
@@ -610,7 +599,10 @@ def test_wrong_usage_is_named(
 def test_the_comparison_can_be_written_to_a_file(
     form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    old, bad = write(tmp_path / "old", a_record()), write(tmp_path / "bad", a_record(verdict=Verdict.FAILED))
+    old, bad = (
+        write_run(tmp_path / "old", a_record()),
+        write_run(tmp_path / "bad", a_record(verdict=Verdict.FAILED)),
+    )
     file = tmp_path / "diff.txt"
     assert main(["diff", old, bad, "--format", form, "--out", str(file)]) == 1
     assert capsys.readouterr().out == f"1 record changed (1 worse), 0 alike\nwrote {file}\n"
@@ -620,18 +612,14 @@ def test_the_comparison_can_be_written_to_a_file(
 
 
 def test_comparing_needs_no_torch(tmp_path: Path) -> None:
-    old, bad = write(tmp_path / "old", a_record()), write(tmp_path / "bad", a_record(verdict=Verdict.FAILED))
+    old, bad = (
+        write_run(tmp_path / "old", a_record()),
+        write_run(tmp_path / "bad", a_record(verdict=Verdict.FAILED)),
+    )
     program = (
         "import sys; from shardproof.harness.cli.main import main; code = main(sys.argv[1:]); "
         "sys.exit('torch' if 'torch' in sys.modules else code)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, "diff", old, bad],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = python("-c", program, "diff", old, bad)
     assert done.returncode == 1, done.stderr
     assert done.stderr == ""

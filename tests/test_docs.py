@@ -9,8 +9,6 @@ import itertools
 import json
 import re
 import shlex
-import subprocess
-import sys
 import unittest
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -32,6 +30,7 @@ from benchmarks import case_stages
 from shardproof.engine.contract import Engine, PreparedModel
 from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, resolve, what_is_missing
 from shardproof.harness.cli import exit_codes
+from shardproof.harness.cli.main import main
 from shardproof.harness.cli.parser import parser
 from shardproof.harness.errors import UsageError
 from shardproof.harness.laws.communication.select import Select
@@ -45,8 +44,8 @@ from shardproof.harness.tracing.memory.memory_report import MemoryKind
 from shardproof.harness.verdicts.known_failures_file import read
 from shardproof.harness.worlds.spec import WorldSpec
 from tests.records import TRAINS, records_by_engine
+from tests.shell import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 ADAPTERS = ROOT / "docs" / "write-an-adapter.md"
 CASES = ROOT / "docs" / "write-a-case.md"
@@ -89,12 +88,6 @@ def _write_unsynchronised(folder: Path) -> str:
     return f"{folder / 'unsynchronised.py'}:MyDdp"
 
 
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=250, check=False
-    )
-
-
 # Code
 
 
@@ -123,27 +116,19 @@ def test_adapters_pass_and_a_broken_one_fails(tmp_path: Path) -> None:
     out = tmp_path / "run"
     engines = [f"--engine={spec}" for spec in [*honest, broken]]
 
-    done = _run(
-        "-m",
-        "shardproof.harness.cli.main",
-        "run",
-        *engines,
-        "--world=threads:2",
-        "--suite=smoke",
-        f"--out={out}",
-    )
+    code = main(["run", *engines, "--world=threads:2", "--suite=smoke", f"--out={out}"])
 
     records = [
         from_json(Record, line, where="records") for line in (out / "records.jsonl").read_text().splitlines()
     ]
     found = {engine: record.verdict for engine, record in records_by_engine(records, TRAINS).items()}
-    assert found == {**dict.fromkeys(honest, Verdict.PASSED), broken: Verdict.FAILED}, done.stdout
-    assert done.returncode == exit_codes.DOES_NOT_CONFORM
+    assert found == {**dict.fromkeys(honest, Verdict.PASSED), broken: Verdict.FAILED}
+    assert code == exit_codes.DOES_NOT_CONFORM
     assert all((out / name).is_file() for name in ("report.html", "report.md", "junit.xml", "run.jsonl"))
 
 
 @pytest.mark.slow
-def test_case_passes_and_catches_a_broken_engine(tmp_path: Path) -> None:
+def test_case_passes_and_catches_a_broken_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     case = tmp_path / "test_promise.py"
     case.write_text(_marked(CASES, "case: test_promise.py"))
     broken = _write_unsynchronised(tmp_path)
@@ -153,12 +138,10 @@ def test_case_passes_and_catches_a_broken_engine(tmp_path: Path) -> None:
         f"--rootdir={ROOT}",
         "-p",
         "shardproof.harness.runner.plugin",
-        "-rA",
     ]
+    engines = ["--engine=torch.ddp", f"--engine={broken}", "--world=threads:2"]
 
-    done = _run(
-        "-m", "pytest", str(case), *config, "--engine=torch.ddp", f"--engine={broken}", "--world=threads:2"
-    )
+    done = python("-m", "pytest", str(case), *config, "-rA", *engines)
 
     assert re.search(r"1 failed, 1 passed", done.stdout), done.stdout
     assert re.search(r"^PASSED .*torch\.ddp@threads:2", done.stdout, re.M), done.stdout
@@ -282,7 +265,7 @@ def _runnable(command: Sequence[str]) -> tuple[str, ...]:
 def test_pytest_commands_select_cases() -> None:
     commands = {_runnable(c[1:]) for page in PAGES for c in _commands(_text(page)) if c[0] == "pytest"}
     selecting_nothing = ("suites", "--engine", "torch.ddp", "-k", "no_such_case")
-    done = _run("-c", _COLLECT, json.dumps([*sorted(commands), selecting_nothing]))
+    done = python("-c", _COLLECT, json.dumps([*sorted(commands), selecting_nothing]), limit_s=250)
     assert len(commands) >= 3
     assert f"codes {[0] * len(commands) + [5]}" in done.stdout, done.stdout[-2000:]
 

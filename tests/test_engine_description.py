@@ -102,20 +102,8 @@ def test_a_run_judges_the_other_engines_and_ends_as_wrong_usage(
     workers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     broken, out = f"{BROKEN}:HasNoVersion", tmp_path / "run"
-    names = ["--engine", broken, "--engine", "torch.ddp"]
-    code = main(
-        [
-            "run",
-            *names,
-            "--suite",
-            "smoke",
-            "-k",
-            "trains",
-            "--out",
-            str(out),
-            *(["-n", str(workers)] * bool(workers)),
-        ]
-    )
+    options = [f"--engine={broken}", "--engine=torch.ddp", "--suite=smoke", "-k=trains", f"--out={out}"]
+    code = main(["run", *options, *([f"-n={workers}"] if workers else [])])
     shown = capfd.readouterr()
     assert code == 2
     assert f"engine {broken!r}: version(): expected a text" in shown.err

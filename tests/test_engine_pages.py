@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from benchmarks.engine_pages import Judged, page, summary
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import Run
 from tests.records import ENTRY, FOOTER, HEADER, a_record
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.shell import ROOT
 
 
 def _judged(*records: Record) -> Judged:

@@ -16,17 +16,15 @@ from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, 
 from shardproof.engine.contract import Layout, OptimizerFactory, Plan, PreparedModel
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
-from shardproof.harness.cases.training import Schedule, Training
 from shardproof.harness.laws.communication.counts import Nothing
 from shardproof.harness.laws.communication.select import Microbatches, Select
 from shardproof.harness.laws.law import Law
 from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.records.record import Record, Verdict
-from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.engines import describe
 from shardproof.harness.runner.session import TrialSession
-from shardproof.harness.verdicts.case import Case
-from shardproof.harness.worlds.spec import WorldSpec
+from shardproof.suites.training import train
+from tests.judging import judged
 
 EARLY = Nothing(select=Select(dtypes=("float32",), microbatches=Microbatches.ALL_BUT_LAST))
 
@@ -113,15 +111,9 @@ class NeedsProcesses(DistributedDataParallelEngine):
     needs_processes = True
 
 
-def _judged(session: TrialSession, engine: type, world: str, training: Training, *laws: Law) -> Record:
-    case = Case(id="case", training=training, laws=(MatchesOracle(), *laws))
-    cell = Cell(engine=f"{__name__}:{engine.__name__}", world=WorldSpec.parse(world, deadline_s=30.0))
-    return session.run(case, cell, suite="", command="")
-
-
-def _training(plan: Plan | None = None, microbatches: int = 1) -> Training:
-    schedule = Schedule(steps=2, microbatches=microbatches)
-    return Training(problem=MLP_EVEN, optimizer=SGD, plan=plan or Plan(), schedule=schedule)
+def _judged(session: TrialSession, engine: type, world: str, *laws: Law, **asked: Any) -> Record:
+    training = train(MLP_EVEN, **{"steps": 2, "units": (), **asked})
+    return judged(session, f"{__name__}:{engine.__name__}", world, training, laws=(MatchesOracle(), *laws))
 
 
 def test_what_the_optimizer_was_given_is_read_whatever_modules_show() -> None:
@@ -134,27 +126,27 @@ def test_what_the_optimizer_was_given_is_read_whatever_modules_show() -> None:
 
 
 def test_a_refusal_in_optimizer_is_one(session: TrialSession) -> None:
-    record = _judged(session, RefusesInOptimizer, "threads:2", _training(Plan(layout=Layout.SHARD)))
+    record = _judged(session, RefusesInOptimizer, "threads:2", layout=Layout.SHARD)
     assert record.verdict is Verdict.UNSUPPORTED, record.headline
     assert "I shard nothing" in record.headline
-    declared = _judged(session, RefusesInOptimizer, "threads:2", _training())
+    declared = _judged(session, RefusesInOptimizer, "threads:2")
     assert declared.verdict is Verdict.CRASHED, "what is declared must not be refused"
 
 
 def test_the_last_microbatch_is_announced(session: TrialSession) -> None:
-    record = _judged(session, ReducesOnceAStep, "threads:2", _training(microbatches=3), EARLY)
+    record = _judged(session, ReducesOnceAStep, "threads:2", EARLY, microbatches=3)
     assert record.verdict is Verdict.PASSED, record.headline
 
 
 def test_processes_have_the_environment_of_a_launcher(session: TrialSession) -> None:
-    record = _judged(session, ReadsItsEnvironment, "processes:2", _training())
+    record = _judged(session, ReadsItsEnvironment, "processes:2")
     assert record.verdict is Verdict.PASSED, record.headline
 
 
 def test_a_group_that_torch_does_not_know_is_read(session: TrialSession) -> None:
-    record = _judged(session, BuildsItsGroup, "processes:2", _training())
+    record = _judged(session, BuildsItsGroup, "processes:2")
     assert record.verdict is Verdict.PASSED, record.headline
-    other = _judged(session, BuildsAGroupOfItsOwn, "processes:2", _training())
+    other = _judged(session, BuildsAGroupOfItsOwn, "processes:2")
     assert (other.verdict, "global ranks torch does not know" in other.headline) == (Verdict.CRASHED, True)
 
 
@@ -164,7 +156,7 @@ def test_a_group_that_torch_does_not_know_is_read(session: TrialSession) -> None
 def test_an_engine_that_needs_processes_is_not_judged_in_threads(
     session: TrialSession, world: str, verdict: Verdict
 ) -> None:
-    record = _judged(session, NeedsProcesses, world, _training())
+    record = _judged(session, NeedsProcesses, world)
     assert record.verdict is verdict, record.headline
     if verdict is Verdict.UNSUPPORTED:
         assert "processes" in record.headline

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.shell import Done, python
+
 ADAPTER = """
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 
@@ -31,16 +29,8 @@ def site(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _shardproof(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "shardproof", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+def _shardproof(site: Path, *arguments: str) -> Done:
+    return python("-m", "shardproof", *arguments, PYTHONPATH=str(site))
 
 
 @pytest.mark.slow

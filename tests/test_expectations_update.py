@@ -10,18 +10,11 @@ import pytest
 
 from shardproof.harness.cases.case_id import Catalogue
 from shardproof.harness.cli.main import main
-from shardproof.harness.records.record import (
-    Expectations,
-    Footer,
-    Header,
-    LawRecord,
-    Record,
-    UnusedExpectation,
-    Verdict,
-)
-from shardproof.harness.records.run import RECORDS, RunWriter
+from shardproof.harness.records.record import Expectations, LawRecord, Record, Verdict
+from shardproof.harness.records.run import RECORDS
 from shardproof.harness.verdicts.known_failures import Ran, expected, unused
 from shardproof.harness.verdicts.known_failures_file import read
+from tests import records
 
 DAY = date(2030, 1, 1)
 FILE = """# Known failures.
@@ -56,15 +49,10 @@ def a_record(
 ) -> Record:
     """Make a record with a raw verdict."""
     laws = (LawRecord(law=law, held=verdict is not Verdict.FAILED, summary="s"),)
-    return Record(
-        engine="torch.fsdp2",
-        case=case,
-        world=world,
-        verdict=verdict,
-        headline=f"{verdict} h",
-        suite=case.partition("/")[0],
-        engine_version="torch 2.13.0+cpu",
-        laws=laws if verdict in {Verdict.FAILED, Verdict.PASSED} else (),
+    has_laws = verdict in {Verdict.FAILED, Verdict.PASSED}
+    suite, headline = case.partition("/")[0], f"{verdict} h"
+    return records.a_record(
+        verdict, case=case, world=world, suite=suite, headline=headline, laws=laws if has_laws else ()
     )
 
 
@@ -79,29 +67,13 @@ class Desk:
     def judge(self, *raw: Record, is_raw: bool = False) -> tuple[Record, ...]:
         """Write a run of the whole catalogue with these records."""
         known = None if is_raw else self.known()
-        records = tuple(expected(record, known) for record in raw)
-        header = Header(
-            started_at="2030-01-01T00:00:00+00:00",
-            command="c",
-            engines=("torch.fsdp2",),
-            worlds=tuple(dict.fromkeys(r.world for r in raw)),
-            versions={},
-            hardware={},
-            git_head="",
-            git_dirty=False,
-            seed=0,
-            num_cases=len(raw),
-            expectations=known,
-        )
+        judged = tuple(expected(record, known) for record in raw)
+        worlds = tuple(dict.fromkeys(r.world for r in raw))
+        header = replace(records.HEADER, engines=("torch.fsdp2",), worlds=worlds, expectations=known)
         catalogue = Catalogue(cases=frozenset(r.case for r in raw), is_whole=True)
-        found: tuple[UnusedExpectation, ...] = unused(
-            known, Ran(catalogue=catalogue, worlds=header.worlds, records=records)
-        )
-        writer = RunWriter(self.run, header)
-        for record in records:
-            writer.append(record)
-        writer.finish(Footer(ended_at="2030-01-01T00:00:00+00:00", duration_s=1.0, unused=found))
-        return records
+        found = unused(known, Ran(catalogue=catalogue, worlds=worlds, records=judged))
+        records.write_run(self.run, *judged, header=header, footer=replace(records.FOOTER, unused=found))
+        return judged
 
     def known(self) -> Expectations:
         return read(self.file, today=DAY)

@@ -7,7 +7,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +17,8 @@ from benchmarks.fault_checks import check_worlds, complaint
 from benchmarks.fault_damage import cut_one
 from benchmarks.fault_kinds import Fault, Kind, Miss
 from benchmarks.live_run import LiveRun
+from tests.shell import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[1]
 WORLD = "observations/main/torch.ddp/threads-2/mlp"
 LINES = {
     verdict: json.dumps(
@@ -31,8 +30,7 @@ LINES = {
 
 @pytest.mark.slow
 def test_a_short_campaign_misses_no_target() -> None:
-    command = [sys.executable, "-m", "benchmarks.faults", "--faults", "8", "--seed", "173"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=115, check=False)
+    done = python("-m", "benchmarks.faults", "--faults", "8", "--seed", "173", limit_s=115)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "faults tried, 8 done, " in done.stdout
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,24 +14,13 @@ from shardproof.harness.tracing.recorder import Recorder
 
 LIMIT_S = 60.0
 ARGUMENTS = [
-    "--engine",
-    "torch.ddp",
-    "--suite",
-    "smoke",
-    "--world",
-    "threads:2",
-    "--world",
-    "processes:2",
+    "--engine=torch.ddp",
+    "--suite=smoke",
+    "--world=threads:2",
+    "--world=processes:2",
     "--no-expectations",
 ]
 FULL = "expected a writable folder with room"
-
-
-@pytest.fixture
-def short_folder() -> Iterator[Path]:
-    """Make a folder for sockets: their paths have at most some hundred characters, those of tests more."""
-    with tempfile.TemporaryDirectory(prefix="sp") as folder:
-        yield Path(folder)
 
 
 def _run(folder: Path, longest_file: int) -> LiveRun:

@@ -17,25 +17,14 @@ from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import read_run
 from shardproof.harness.runner.session import TrialSession
-from shardproof.harness.worlds.launch import launch
-from shardproof.harness.worlds.outcome import Returned
 from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, hash_seeds, server_of
 from shardproof.harness.worlds.rank import RankContext
-from shardproof.harness.worlds.spec import WorldSpec
 from tests.judging import judged
+from tests.values import returned
 
 
 def _hash(context: RankContext) -> int:
     return hash("layers.0.weight")
-
-
-def hashes(world: str, folder: Path) -> list[int]:
-    found = []
-    for outcome in launch(WorldSpec.parse(world), _hash, folder=folder).outcomes:
-        assert isinstance(outcome, Returned)
-        assert isinstance(outcome.value, int)
-        found.append(outcome.value)
-    return found
 
 
 class _PreparedInSetOrder(PreparedDdp):
@@ -53,14 +42,14 @@ class CommunicatesInSetOrder(DistributedDataParallelEngine):
 
 
 def test_ranks_have_different_seeds_which_the_seed_of_the_session_repeats(tmp_path: Path) -> None:
-    first = hashes("processes:4", tmp_path / "first")
+    first = returned("processes:4", _hash, folder=tmp_path / "first")
     assert len(set(first)) == 4
     draw_hash_seeds(1)
-    other = hashes("processes:2", tmp_path / "other")
+    other = returned("processes:2", _hash, folder=tmp_path / "other")
     draw_hash_seeds(0)
     assert set(other).isdisjoint(first)
-    assert hashes("processes:2", tmp_path / "again") == first[:2]
-    assert hashes("threads:2", tmp_path / "threads") == [first[0]] * 2
+    assert returned("processes:2", _hash, folder=tmp_path / "again") == first[:2]
+    assert returned("threads:2", _hash, folder=tmp_path / "threads") == [first[0]] * 2
 
 
 def test_ranks_that_share_a_server_are_no_neighbours_on_a_mesh() -> None:

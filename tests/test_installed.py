@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from shardproof.harness.cli.main import main
 from shardproof.harness.records.run import read_run
+from tests.shell import ROOT, Done, python
 
 pytestmark = pytest.mark.timeout(300)  # a process that imports torch, and others below it
 
-ROOT = Path(__file__).resolve().parents[1]
 OURS = ("engine", "fixtures", "harness", "reports", "suites")
 MODEL = """
 import torch
@@ -65,20 +62,12 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _shardproof(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _shardproof(site: Path, folder: Path, *arguments: str) -> Done:
     return _python(site, folder, "-m", "shardproof", *arguments)
 
 
-def _python(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+def _python(site: Path, folder: Path, *arguments: str) -> Done:
+    return python(*arguments, cwd=folder, limit_s=280, PYTHONPATH=str(site))
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,13 +27,6 @@ ARGUMENTS = [
     *("--deadline", "100"),
 ]
 Signal = Callable[[int, signal.Signals], None]
-
-
-@pytest.fixture
-def short_folder() -> Iterator[Path]:
-    """Make a folder for sockets: their paths have at most some hundred characters, those of tests more."""
-    with tempfile.TemporaryDirectory(prefix="sp") as folder:
-        yield Path(folder)
 
 
 @pytest.fixture

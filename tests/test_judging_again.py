@@ -12,7 +12,8 @@ import pytest
 
 from shardproof.harness.cli.main import main
 from shardproof.harness.records.record import Record, Verdict
-from shardproof.harness.records.run import JUDGED, RECORDS, RUN, Run, RunWriter, read_run
+from shardproof.harness.records.run import JUDGED, RECORDS, RUN, Run, read_run
+from tests.records import write_run
 
 ENGINE = """
 from pathlib import Path
@@ -76,11 +77,7 @@ def _rewritten(folder: Path, change: Callable[[Run], Run]) -> None:
     for name in (RECORDS, RUN):
         (folder / name).unlink()
     shutil.move(folder / "observations", folder / "kept")
-    writer = RunWriter(folder, run.header)
-    for record in run.records:
-        writer.append(record)
-    if run.footer is not None:
-        writer.finish(run.footer)
+    write_run(folder, *run.records, header=run.header, footer=run.footer)
     if (folder / "kept").exists():
         shutil.rmtree(folder / "observations", ignore_errors=True)
         shutil.move(folder / "kept", folder / "observations")

@@ -11,20 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN, ModelProblem
-from shardproof.harness.cases.training import Schedule, Training
 from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.records.record import Verdict
-from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.observation_cache import Source
 from shardproof.harness.runner.session import TrialSession
 from shardproof.harness.training import kept_oracle, oracle_answer
-from shardproof.harness.verdicts.case import Case
 from shardproof.harness.worlds.processes.fresh_process import ask
-from shardproof.harness.worlds.spec import WorldKind, WorldSpec
+from shardproof.suites.training import train
+from tests.judging import judged
 
-WORLD = WorldSpec(kind=WorldKind.THREADS, size=2, deadline_s=20.0)
 BROKEN = "shardproof.engine.mutants.gradient_sync:NeverSynchronises"
 
 
@@ -46,11 +42,9 @@ class Farm:
 
     def run(self, problem: ModelProblem = MLP_EVEN, engine: str = "torch.ddp") -> Verdict:
         self._num_runs += 1
-        source = Source(folder=self.root / f"run{self._num_runs}", oracles=self.oracles)
-        session = TrialSession(source)
-        asked = Training(problem=problem, schedule=Schedule(steps=1), optimizer=SGD)
-        case = Case(id="case", training=asked, laws=(MatchesOracle(),))
-        record = session.run(case, Cell(engine=engine, world=WORLD), suite="", command="")
+        session = TrialSession(Source(folder=self.root / f"run{self._num_runs}", oracles=self.oracles))
+        asked = train(problem, steps=1, units=())
+        record = judged(session, engine, training=asked, laws=(MatchesOracle(),))
         session.close()
         return record.verdict
 

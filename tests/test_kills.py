@@ -34,8 +34,8 @@ from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.worlds.spec import APART, FOUR_OR_MORE_EVEN, SEVERAL, Sizes
 from shardproof.reports.kills import render, render_json, render_markdown, summary
 from tests import records
+from tests.shell import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 CASE = "parity/test_x.py::test_y[m3]"
 OTHER = "parity/test_x.py::test_z"
 

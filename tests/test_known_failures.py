@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from shardproof.harness.cases import case_id
 from shardproof.harness.cli.main import main
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import JUDGED, Run, read_run
+from shardproof.harness.runner.invoke import call_pytest
 from shardproof.reports.summary import Conclusion, conclude, tally
 
-ROOT = Path(__file__).resolve().parents[1]
 SUMS = "shardproof.engine.mutants.gradient_scale:SumsInsteadOfAveraging"
 DDP = "torch.ddp"
 SMOKE = "smoke/test_smoke.py::test_trains_the_same_model"
-# Each test starts sessions of its own, each of which imports torch several times.
-pytestmark = pytest.mark.timeout(360)
+Judged = Callable[..., tuple[int, Run]]
 
 
 def _entry(engine: str, case: str = SMOKE, expiry: str = "9999-12-31") -> str:
@@ -35,21 +34,18 @@ expiry = {expiry}
 """
 
 
-def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
+@pytest.fixture
+def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Judged:
+    """Run the one case that there is with these expectations; returns the exit code of pytest, and the run."""
+    monkeypatch.setattr(case_id, "files", lambda: {"smoke/test_smoke.py"})
+    file, out = tmp_path / "known.toml", tmp_path / "run"
 
+    def run(text: str, *arguments: str) -> tuple[int, Run]:
+        file.write_text(text)
+        options = ["--world=threads:2", f"--expectations={file}", f"--out={out}"]
+        return call_pytest(["suites/smoke/test_smoke.py", *options, *arguments]), read_run(out)
 
-def _pytest(folder: Path, text: str, *arguments: str) -> tuple[int, Run]:
-    """Run pytest with these expectations, one file being all there is; returns its exit code and the run."""
-    file, out = folder / "known.toml", folder / "run"
-    file.write_text(text)
-    options = ["-q", "-pno:cacheprovider", "-p", "tests.smoke_is_all", "--world=threads:2"]
-    done = _python(
-        "pytest", "suites/smoke/test_smoke.py", *options, f"--expectations={file}", f"--out={out}", *arguments
-    )
-    assert (out / "run.jsonl").exists(), done.stdout + done.stderr
-    return done.returncode, read_run(out)
+    return run
 
 
 def _untimed(records: tuple[Record, ...]) -> list[Record]:
@@ -57,7 +53,9 @@ def _untimed(records: tuple[Record, ...]) -> list[Record]:
 
 
 @pytest.mark.slow
-def test_a_known_failure_passes_the_run_and_so_it_is_judged_again(tmp_path: Path) -> None:
+def test_a_known_failure_passes_the_run_and_so_it_is_judged_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, out = tmp_path / "known.toml", tmp_path / "run"
     file.write_text(_entry(SUMS) + _entry(SUMS, case="parity/test_gone*"))
     options = [
@@ -67,10 +65,10 @@ def test_a_known_failure_passes_the_run_and_so_it_is_judged_again(tmp_path: Path
         f"--expectations={file}",
         f"--out={out}",
     ]
-    done = _python("shardproof.harness.cli.main", "run", f"--engine={SUMS}", *options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"KNOWN_FAILURE +1 ", done.stdout), done.stdout
-    assert "not exercised: expectation 2" in done.stdout, "a selection says nothing of other cases"
+    assert main(["run", f"--engine={SUMS}", *options]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"KNOWN_FAILURE +1 ", printed), printed
+    assert "not exercised: expectation 2" in printed, "a selection says nothing of other cases"
 
     first = read_run(out)
     (record,) = first.records
@@ -79,17 +77,16 @@ def test_a_known_failure_passes_the_run_and_so_it_is_judged_again(tmp_path: Path
     assert tally(first.records).passed == 0
 
     file.unlink()
-    again = _python("shardproof.harness.cli.main", "judge", str(out))
-    assert again.returncode == 0, again.stdout + again.stderr
+    assert main(["judge", str(out)]) == 0
     second = read_run(out / JUDGED)
     assert _untimed(second.records) == _untimed(first.records)
     assert (second.header, second.footer) == (first.header, first.footer)
 
 
 @pytest.mark.slow
-def test_an_unexpected_pass_and_an_expired_expectation_fail_the_run(tmp_path: Path) -> None:
+def test_an_unexpected_pass_and_an_expired_expectation_fail_the_run(judged: Judged) -> None:
     text = _entry(DDP) + _entry(SUMS, expiry="2001-01-01") + _entry(SUMS, case="smoke/test_gone*")
-    code, run = _pytest(tmp_path, text, f"--engine={DDP}", f"--engine={SUMS}")
+    code, run = judged(text, f"--engine={DDP}", f"--engine={SUMS}")
     assert code == 1
     assert {r.engine: r.verdict for r in run.records} == {
         DDP: Verdict.UNEXPECTED_PASS,
@@ -103,8 +100,10 @@ def test_an_unexpected_pass_and_an_expired_expectation_fail_the_run(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_stale_expectation_alone_fails_a_run_of_the_whole_catalogue(tmp_path: Path) -> None:
-    code, run = _pytest(tmp_path, _entry(DDP, case="smoke/test_gone*"), f"--engine={DDP}", "-n1")
+def test_a_stale_expectation_alone_fails_a_run_of_the_whole_catalogue(judged: Judged) -> None:
+    code, run = judged(
+        _entry(DDP, case="smoke/test_gone*"), f"--engine={DDP}", "-n1", "-p", "tests.smoke_is_all"
+    )
     assert [r.verdict for r in run.records] == [Verdict.PASSED]
     assert run.footer is not None
     assert [found.is_stale for found in run.footer.unused] == [True]
@@ -113,9 +112,9 @@ def test_a_stale_expectation_alone_fails_a_run_of_the_whole_catalogue(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_stale_expectation_is_only_told_of_a_selection(tmp_path: Path) -> None:
+def test_a_stale_expectation_is_only_told_of_a_selection(judged: Judged) -> None:
     selection = [f"--engine={DDP}", f"--engine={SUMS}", "-k", DDP]
-    code, run = _pytest(tmp_path, _entry(DDP, case="smoke/test_gone*"), *selection)
+    code, run = judged(_entry(DDP, case="smoke/test_gone*"), *selection)
     assert run.footer is not None
     assert [found.is_stale for found in run.footer.unused] == [False]
     assert code == 0
@@ -126,7 +125,7 @@ def test_a_stale_expectation_is_only_told_of_a_selection(tmp_path: Path) -> None
 def test_without_expectations_verdicts_are_raw(tmp_path: Path) -> None:
     options = ["--world=threads:2", "--suite=smoke", "-k=trains_the_same_model", "--no-expectations"]
     options += [f"--out={tmp_path / 'run'}"]
-    assert _python("shardproof.harness.cli.main", "run", f"--engine={SUMS}", *options).returncode == 1
+    assert main(["run", f"--engine={SUMS}", *options]) == 1
     run = read_run(tmp_path / "run")
     assert [r.verdict for r in run.records] == [Verdict.FAILED]
     assert run.header.expectations is None

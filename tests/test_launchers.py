@@ -24,8 +24,8 @@ from shardproof.harness.worlds.launched.cluster import connect
 from shardproof.harness.worlds.launched.launcher import find_launched_process
 from shardproof.harness.worlds.messages import FilePiece, Hello, HostState, Inbox, send
 from shardproof.harness.worlds.spec import WorldSpec
+from tests.shell import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[1]
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 
 
@@ -199,9 +199,7 @@ def test_two_nodes_judge_as_one_machine_does(tmp_path: Path) -> None:
     ]
     printed = [node.communicate(timeout=200)[0] for node in nodes]
     here = ("--world", "processes:2", "--out", str(tmp_path / "here"))
-    subprocess.run(
-        [sys.executable, "-m", *judge, *here], cwd=ROOT, capture_output=True, timeout=100, check=False
-    )
+    python("-m", *judge, *here)
 
     launched, alike = _records(tmp_path / "launched"), _records(tmp_path / "here")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +12,8 @@ from typing import TypeGuard
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.shell import ROOT, python
+
 HOMELESS = frozenset({"utils", "util", "helpers", "helper", "common", "misc"})
 PACKAGES = ("engine", "fixtures", "harness", "shardproof", "suites", "reports")
 OURS = re.compile(r"^shardproof\.(?=(engine|fixtures|harness|suites|reports)\b)")
@@ -334,9 +334,7 @@ def test_reports_never_load_torch() -> None:
             "sys.exit(f'loaded {loaded}' if loaded else 0)",
         )
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = python("-c", program)
     assert done.returncode == 0, done.stderr
 
 

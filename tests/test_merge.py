@@ -17,8 +17,9 @@ from shardproof.harness.records.record import (
     UnusedExpectation,
     Verdict,
 )
-from shardproof.harness.records.run import RECORDS, RUN, RunWriter, read_run
+from shardproof.harness.records.run import RECORDS, RUN, read_run
 from tests import records
+from tests.records import write_run
 
 HEADER = replace(
     records.HEADER,
@@ -60,12 +61,8 @@ class Farm:
         footer: Footer | None = None,
         is_ended: bool = True,
     ) -> str:
-        writer = RunWriter(self.root / name, replace(header, num_cases=len(records)))
-        for record in records:
-            writer.append(record)
-        if is_ended:
-            writer.finish(footer or a_footer(*records))
-        return str(self.root / name)
+        ended = footer or a_footer(*records) if is_ended else None
+        return write_run(self.root / name, *records, header=header, footer=ended)
 
     def merge(self, *runs: str) -> int:
         return main(["merge", *runs, "--out", str(self.root / "merged")])

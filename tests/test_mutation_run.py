@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -18,8 +16,7 @@ from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM, USAGE
 from shardproof.harness.errors import UsageError
 from shardproof.harness.runner.collection import Refusals, refuse
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.shell import python
 
 # The first test waits for the runs of all, which starve on a busy machine.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(530)]
@@ -105,14 +102,7 @@ def _run() -> MutationRuns:
     folder = Path(mkdtemp(prefix="shardproof-mutants-"))
     _suite(folder / "honest", marked=SUITE.format(module="SumsInsteadOfAveraging"), unmarked=UNMARKED)
     _suite(folder / "misspelt", marked=SUITE.format(module="SumsInstedOfAveraging"))
-    done = subprocess.run(
-        [sys.executable, "-c", HUNTS, str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    done = python("-c", HUNTS, str(folder), limit_s=500)
     parts = re.findall(r"(.*?)^code of (\w+) (\d)$", done.stdout, re.M | re.S)
     assert len(parts) == 3, done.stdout + done.stderr
     return MutationRuns(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from itertools import groupby
 from pathlib import Path
 
@@ -12,24 +9,24 @@ import pytest
 
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import read_run
+from shardproof.harness.runner.invoke import call_pytest
 
-ROOT = Path(__file__).parent.parent
 WORLD = "threads:7"
 FINE = {Verdict.PASSED, Verdict.UNSUPPORTED, Verdict.KNOWN_FAILURE}
 
 
-def _pytest(*arguments: str) -> str:
-    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=400)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    return done.stdout
+class _Ids:
+    """A plugin that keeps what was collected."""
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.ids = [item.nodeid for item in session.items]
 
 
 def _one_of_each_suite(engine: str, position: int) -> list[str]:
     """Return the ids of the cases at that position of their suites."""
-    told = _pytest("suites", f"--engine={engine}", f"--world={WORLD}", "--collect-only")
-    ids = re.findall(r"^(suites/\S+::.*)$", told, re.MULTILINE)
-    suites = [[*cases] for _, cases in groupby(ids, key=lambda case: case.split("/")[1])]
+    plugin = _Ids()
+    assert call_pytest(["suites", f"--engine={engine}", f"--world={WORLD}", "--collect-only"], plugin) == 0
+    suites = [[*cases] for _, cases in groupby(plugin.ids, key=lambda case: case.split("/")[1])]
     assert len(suites) > 20
     return [cases[position] for cases in suites]
 
@@ -38,7 +35,7 @@ def _one_of_each_suite(engine: str, position: int) -> list[str]:
 @pytest.mark.parametrize(("engine", "position"), [("reference", -1), ("torch.fsdp1", 0)])
 def test_honest_engines_conform(engine: str, position: int, tmp_path: Path) -> None:
     cases = _one_of_each_suite(engine, position)
-    _pytest(*cases, f"--engine={engine}", f"--world={WORLD}", f"--out={tmp_path}")
+    assert call_pytest([*cases, f"--engine={engine}", f"--world={WORLD}", f"--out={tmp_path}"]) == 0
     records = read_run(tmp_path).records
     assert len(records) == len(cases)
     assert {record.verdict for record in records} <= FINE

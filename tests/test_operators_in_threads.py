@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.shell import python
 
 PROGRAM = """
 import sys, threading, torch
@@ -42,7 +38,5 @@ for thread in threads:
 
 
 def test_operators_are_made_before_threads_ask_for_them() -> None:
-    finished = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
-    )
+    finished = python("-c", PROGRAM)
     assert finished.returncode == 0, finished.stderr

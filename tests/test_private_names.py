@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,8 +22,7 @@ from shardproof.harness.torch_compat.private_names import (
     require,
 )
 from tests.records import TRAINS, records_by_engine
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.shell import ROOT, Done, python
 
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: name.path)
@@ -71,22 +68,11 @@ builtins.__import__ = hiding
 """
 
 
-def _call(tmp_path: Path, hidden: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _call(tmp_path: Path, hidden: str, *arguments: str) -> Done:
     """Call the command line where torch lacks ``hidden``."""
     (tmp_path / "sitecustomize.py").write_text(HIDES.format(hidden=hidden))
-    return subprocess.run(
-        [sys.executable, "-m", "shardproof.harness.cli.main", *arguments],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
-            "XDG_CACHE_HOME": str(tmp_path),
-        },
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    return python("-m", "shardproof", *arguments, PYTHONPATH=path, XDG_CACHE_HOME=str(tmp_path))
 
 
 def _smoke(tmp_path: Path, hidden: str, *options: str) -> tuple[int, dict[str, tuple[Verdict, str]], str]:

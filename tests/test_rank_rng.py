@@ -15,11 +15,9 @@ from torch.utils.data import random_split
 
 from shardproof.harness.torch_compat.dispatch import random_operators
 from shardproof.harness.tracing.current_rank import bind_rank
-from shardproof.harness.worlds.launch import launch
-from shardproof.harness.worlds.outcome import Returned
 from shardproof.harness.worlds.rank import RankContext
-from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 from shardproof.harness.worlds.threads.isolation import rank_generators
+from tests.values import returned
 
 # Operators that draw on CPU but cannot be told from which generator: they draw through others that can
 # (native_dropout), or not at all on CPU (choosing a kernel; attention that refuses dropout).
@@ -75,18 +73,11 @@ def draw_in_turns(context: RankContext) -> dict[str, Any]:
     return draw(pause=lambda: turn.wait(0.001))
 
 
-def outcomes(kind: WorldKind, size: int, body: Any, folder: Path) -> list[Any]:
-    result = launch(WorldSpec(kind=kind, size=size, deadline_s=60), body, folder=folder)
-    for outcome in result.outcomes:
-        assert isinstance(outcome, Returned), getattr(outcome, "traceback", outcome)
-    return [o.value for o in result.outcomes if isinstance(o, Returned)]
-
-
 def test_every_rank_draws_what_one_process_draws(tmp_path: Path) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(11)
         expected = draw()
-    for drawn in outcomes(WorldKind.THREADS, 4, draw_in_turns, tmp_path):
+    for drawn in returned("threads:4", draw_in_turns, folder=tmp_path):
         assert drawn == expected
 
 
@@ -95,8 +86,8 @@ def draw_unseeded(context: RankContext) -> list[list[float]]:
 
 
 def test_unseeded_ranks_all_start_where_a_process_starts(tmp_path: Path) -> None:
-    threads = outcomes(WorldKind.THREADS, 2, draw_unseeded, tmp_path / "threads")
-    processes = outcomes(WorldKind.PROCESSES, 2, draw_unseeded, tmp_path / "processes")
+    threads = returned("threads:2", draw_unseeded, folder=tmp_path / "threads")
+    processes = returned("processes:2", draw_unseeded, folder=tmp_path / "processes")
     assert threads == processes
     assert [seed for _, (seed,) in processes] == [float(torch.Generator().initial_seed())] * 2
 
@@ -107,7 +98,7 @@ def seed_apart(context: RankContext) -> list[float]:
 
 
 def test_ranks_seeded_apart_stay_apart(tmp_path: Path) -> None:
-    drawn = outcomes(WorldKind.THREADS, 3, seed_apart, tmp_path)
+    drawn = returned("threads:3", seed_apart, folder=tmp_path)
     for rank, mine in enumerate(drawn):
         generator = torch.Generator().manual_seed(rank)
         expected = [
@@ -135,7 +126,7 @@ def checkpointed_gradient(context: RankContext) -> list[float]:
 
 
 def test_checkpointing_recomputes_with_the_same_mask_on_every_rank(tmp_path: Path) -> None:
-    results = outcomes(WorldKind.THREADS, 4, checkpointed_gradient, tmp_path)
+    results = returned("threads:4", checkpointed_gradient, folder=tmp_path)
     assert [same for same, _ in results] == [1.0] * 4
     assert 0 < results[0][1] < 64
 

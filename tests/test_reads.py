@@ -66,7 +66,7 @@ def test_a_state_dict_that_raises_is_the_engines_fault(session: TrialSession, na
 
 
 def test_every_engine_that_misreads_is_here() -> None:
-    assert {*HEADLINES, "RaisingFullState", "RaisingLoad"} == {reader.__name__ for reader in misread.READERS}
+    assert {*HEADLINES, "RaisingFullState", "RaisingLoad"} == set(misread.READERS)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import html
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -27,7 +25,7 @@ from shardproof.harness.records.record import (
     UnusedExpectation,
     Verdict,
 )
-from shardproof.harness.records.run import Run, RunWriter
+from shardproof.harness.records.run import Run
 from shardproof.reports import junit, markdown, page, terminal
 from shardproof.reports.causes import causes
 from shardproof.reports.evidence import bar, hang_steps, ledger_rows, outcome_groups, state_cards
@@ -38,9 +36,7 @@ from shardproof.reports.verdict_style import MARKS
 from shardproof.reports.write import write_reports
 from tests import records
 from tests.pages import index_of, pieces_of, unpacked
-from tests.records import FOOTER, HEADER, WORST
-
-ROOT = Path(__file__).parents[1]
+from tests.records import FOOTER, HEADER, WORST, write_run
 
 
 def shown_page(run: Run) -> str:
@@ -157,15 +153,6 @@ class _Page(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         self.depth -= tag == "details"
-
-
-def test_reports_need_no_torch() -> None:
-    names = "junit, markdown, page, terminal, write"
-    body = f"import sys; from shardproof.reports import {names}; print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", body], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.strip() == "False"
 
 
 def test_every_verdict_has_a_mark_of_its_own() -> None:
@@ -587,9 +574,7 @@ def test_text_is_spelt_for_people() -> None:
 
 
 def test_reports_are_written_beside_the_records(tmp_path: Path) -> None:
-    writer = RunWriter(tmp_path, replace(HEADER, num_cases=1))
-    writer.append(a_record(headline=HOSTILE))
-    writer.finish(FOOTER)
+    write_run(tmp_path, a_record(headline=HOSTILE))
     written = write_reports(tmp_path).paths
     assert [path.name for path in written] == [
         "report.html",

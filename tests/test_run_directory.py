@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import resource
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from shardproof.harness.records.record import SCHEMA_VERSION, Header, Verdict, t
 from shardproof.harness.records.run import RECORDS, RUN, RunWriter, read_run, write_file
 from tests import records
 from tests.records import a_record
+from tests.shell import ROOT, python
 
 HEADER = dataclasses.replace(records.HEADER, num_cases=3)
 FOOTER = dataclasses.replace(records.FOOTER, counts={"PASSED": 3})
@@ -220,16 +219,7 @@ def test_a_full_disk_loses_nothing_written_before(tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, limits)\n"
         "writer.append(THREE[2])\n"
     )
-    root = Path(__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", body, str(tmp_path / "run")],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = python("-c", body, str(tmp_path / "run"), PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     assert "try freeing space" in done.stdout
     assert read_run(tmp_path / "run").records == THREE
@@ -298,8 +288,5 @@ def test_the_footer_counts_verdicts() -> None:
 
 def test_writing_and_reading_a_run_needs_no_torch() -> None:
     body = "import sys; from shardproof.harness.records import provenance, run; print('torch' in sys.modules)"
-    root = Path(__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", body], cwd=root, capture_output=True, text=True, timeout=60, check=True
-    )
+    done = python("-c", body)
     assert done.stdout.strip() == "False"

@@ -30,6 +30,7 @@ from shardproof.harness.worlds.launch import World, launch
 from shardproof.harness.worlds.outcome import Returned
 from shardproof.harness.worlds.rank import RankContext, journal_path
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
+from tests.judging import judged
 
 THREADS = WorldSpec(kind=WorldKind.THREADS, size=3)
 SHARDED = Plan(
@@ -37,7 +38,8 @@ SHARDED = Plan(
 )
 TRAINING = Training(problem=CHAIN, optimizer=SGD, plan=Plan(units=CHAIN.units), schedule=Schedule(steps=1))
 CASE = Case(id="case", training=TRAINING, laws=(MatchesOracle(),))
-ARRIVAL = Cell(engine="shardproof.engine.mutants.late:TrustsTheOrderOfArrival", world=THREADS)
+LATE = "shardproof.engine.mutants.late"
+ARRIVAL = Cell(engine=f"{LATE}:TrustsTheOrderOfArrival", world=THREADS)
 SEED_THAT_FAILS, NUM_REPLAYS = 1, 20
 
 
@@ -106,14 +108,14 @@ def _lines(folder: Path, rank: int) -> list[dict[str, Any]]:
 
 
 def test_a_seed_that_shows_a_sin_shows_it_every_time(tmp_path: Path) -> None:
-    def judged(seed: int, folder: str) -> tuple[Verdict, str]:
+    def with_seed(seed: int, folder: str) -> tuple[Verdict, str]:
         session = TrialSession(Source(folder=tmp_path / folder), RunOptions(seed=seed))
         record = session.run(CASE, ARRIVAL, suite="", command="")
         session.close()
         return record.verdict, record.headline
 
-    assert judged(0, "by default")[0] is Verdict.PASSED
-    told = [judged(SEED_THAT_FAILS, f"replay {i}") for i in range(NUM_REPLAYS)]
+    assert with_seed(0, "by default")[0] is Verdict.PASSED
+    told = [with_seed(SEED_THAT_FAILS, f"replay {i}") for i in range(NUM_REPLAYS)]
     assert {verdict for verdict, _ in told} == {Verdict.FAILED}
     assert len({headline for _, headline in told}) == 1
     assert told[0][1].startswith(f"under schedule {SEED_THAT_FAILS}: matches the oracle: step 0, gradient")
@@ -149,11 +151,8 @@ def test_exploring_stops_where_a_world_ends_badly(tmp_path: Path) -> None:
     assert not load_schedules(tmp_path)[1].kept.result.is_clean
 
 
-def test_what_read_a_result_too_early_is_named_by_a_second_look(tmp_path: Path) -> None:
-    session = TrialSession(Source(folder=tmp_path))
-    cell = Cell(engine="shardproof.engine.mutants.late:ReadsBucketsTooEarly", world=replace(THREADS, size=2))
-    record = session.run(CASE, cell, suite="", command="")
-    session.close()
+def test_what_read_a_result_too_early_is_named_by_a_second_look(session: TrialSession) -> None:
+    record = judged(session, f"{LATE}:ReadsBucketsTooEarly", training=TRAINING, laws=CASE.laws)
     assert record.verdict is Verdict.FAILED
     assert "NaN or infinity" in record.headline
     assert "read after write: all_reduce writes on the all_reduce's own stream" in record.headline
@@ -171,15 +170,11 @@ def test_what_read_a_result_too_early_is_named_by_a_second_look(tmp_path: Path) 
     ],
 )
 def test_harm_is_told_with_collective_unit_parameters_and_site(
-    name: str, law: LeavesBuffersAlone | ResultsAreWaitedFor, word: str, tmp_path: Path
+    name: str, law: LeavesBuffersAlone | ResultsAreWaitedFor, word: str, session: TrialSession
 ) -> None:
     is_ddp = isinstance(law, ResultsAreWaitedFor)
     training = TRAINING if is_ddp else replace(TRAINING, plan=SHARDED)
-    case = Case(id="case", training=training, laws=())
-    session = TrialSession(Source(folder=tmp_path))
-    cell = Cell(engine=f"shardproof.engine.mutants.late:{name}", world=replace(THREADS, size=2))
-    record = session.run(case, cell, suite="", command="")
-    session.close()
+    record = judged(session, f"{LATE}:{name}", training=training, laws=())
     assert record.verdict is Verdict.FAILED
     (told,) = [ruling for ruling in record.laws if ruling.law == law.name]
     assert word in told.summary

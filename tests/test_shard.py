@@ -16,10 +16,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardproof.engine.contract import Shard, shard_of
 from shardproof.harness.records.observation import Observation, load_observation, save_observation
-from shardproof.harness.worlds.launch import launch
-from shardproof.harness.worlds.outcome import Returned
 from shardproof.harness.worlds.rank import RankContext
-from shardproof.harness.worlds.spec import WorldKind, WorldSpec
+from tests.values import returned
 
 WHOLE = torch.arange(24.0).reshape(2, 3, 4)
 SHAPE = tuple(WHOLE.shape)
@@ -138,8 +136,7 @@ def test_offsets_are_right_where_two_axes_cut_a_tensor(
     shape: tuple[int, ...], dim: int, tmp_path: Path
 ) -> None:
     size = prod(shape)
-    result = launch(WorldSpec(kind=WorldKind.THREADS, size=size), _mistaken, shape, dim, folder=tmp_path)
-    assert [o.value if isinstance(o, Returned) else o for o in result.outcomes] == [[]] * size
+    assert returned(f"threads:{size}", _mistaken, shape, dim, folder=tmp_path) == [[]] * size
 
 
 def _refusals(context: RankContext) -> list[str]:
@@ -157,9 +154,6 @@ def _refusals(context: RankContext) -> list[str]:
 
 
 def test_pieces_that_are_no_block_are_refused(tmp_path: Path) -> None:
-    result = launch(WorldSpec(kind=WorldKind.THREADS, size=2), _refusals, folder=tmp_path)
-    for outcome in result.outcomes:
-        assert isinstance(outcome, Returned), outcome
-        partial, strided = outcome.value
+    for partial, strided in returned("threads:2", _refusals, folder=tmp_path):
         assert "got P" in partial
         assert "got _S(0, 2)" in strided

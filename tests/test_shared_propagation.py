@@ -17,10 +17,8 @@ from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from shardproof.harness.torch_compat.dtensor import own_placement, own_shape, shared_propagation
-from shardproof.harness.worlds.launch import launch
-from shardproof.harness.worlds.outcome import Returned
 from shardproof.harness.worlds.rank import RankContext
-from shardproof.harness.worlds.spec import WorldSpec
+from tests.values import returned
 
 METHOD = "_propagate_tensor_meta_non_cached"
 
@@ -154,9 +152,7 @@ def placed(context: RankContext) -> list[str]:
 
 
 def test_where_results_lie_by_rule_is_where_torch_puts_them(tmp_path: Path) -> None:
-    result = launch(WorldSpec.parse("processes:4"), placed, folder=tmp_path)
-    assert result.is_clean
-    told = [outcome.value for outcome in result.outcomes if isinstance(outcome, Returned)]
+    told = returned("processes:4", placed, folder=tmp_path)
     # 11 operators, 3 shapes; of one mesh 3 placements that are not sums, of the other 9; one tensor meets 4 or 16
     # others, which it does not look at, more tensors only their like.
     assert told == [[f"{3 * (3 * (3 * 4 + 8) + 9 * (3 * 16 + 8))} known"]] * 4
@@ -285,10 +281,5 @@ def computed(context: RankContext) -> list[object]:
 
 
 def test_ranks_in_threads_compute_what_processes_do(tmp_path: Path) -> None:
-    seen = [
-        launch(WorldSpec.parse(world), computed, folder=tmp_path / world.partition(":")[0])
-        for world in ("threads:4", "processes:4")
-    ]
-    assert all(result.is_clean for result in seen)
-    threads, processes = ([o.value for o in result.outcomes if isinstance(o, Returned)] for result in seen)
+    threads, processes = (returned(f"{k}:4", computed, folder=tmp_path / k) for k in ("threads", "processes"))
     assert threads == processes

@@ -23,8 +23,8 @@ from shardproof.harness.worlds.processes.lineage import below, can_adopt, has_en
 from shardproof.harness.worlds.rank import RankContext
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 from tests import ends
+from tests.shell import python
 
-ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 1.0
 # Far from a minute, for machines that are busy.
 SOON_S = 20.0
@@ -196,9 +196,7 @@ def test_an_interrupted_question_ends_in_one_line(tmp_path: Path) -> None:
         "warm_up(); threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
         f"sys.exit(main(['run', '--engine', '{LOOPS}', '--suite', 'smoke', '--out', {str(tmp_path / 'run')!r}]))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
-    )
+    done = python("-c", program)
     assert done.returncode == 3
     assert done.stderr == "shardproof: interrupted\n"
 
@@ -209,9 +207,7 @@ def test_a_full_temporary_folder_is_no_verdict(tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
         f"sys.exit(main(['run', '--engine', 'torch.ddp', '--out', {str(tmp_path / 'run')!r}]))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
-    )
+    done = python("-c", program)
     assert done.returncode == 2, done.stderr
     assert "the temporary folder: expected one with room" in done.stderr
     assert "Traceback" not in done.stderr

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -15,8 +13,8 @@ import pytest
 import shardproof.engine.reference.torch_private
 from examples.step_timeline import BLOCKS, PICTURE, Bar, Event, EventKind, bars, draw, record, wholes
 from shardproof.harness.tracing.ledger import Phase
+from tests.shell import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference-engine.md"
 FILES = ROOT / "engine" / "reference"
 
@@ -101,14 +99,7 @@ def test_the_script_runs(name: str, tmp_path: Path) -> None:
     script = tmp_path / name
     script.write_text(code)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = python(*launcher, str(script))
     assert done.returncode == 0, done.stderr
     # Not by lines: two ranks write to one pipe.
     said = re.findall(r"rank (\d) step (\d) loss \d+\.\d{4} norm (\d+\.\d{4})", done.stdout)

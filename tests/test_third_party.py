@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ast
 import tomllib
-from pathlib import Path
 
 import pytest
 
 from shardproof.engine import registry
 from shardproof.engine.registry import THIRD_PARTY, EngineNotFoundError, resolve, what_is_missing
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.shell import ROOT
 
 
 @pytest.mark.parametrize("name", THIRD_PARTY)

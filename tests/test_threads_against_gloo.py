@@ -14,10 +14,9 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from shardproof.harness.worlds.launch import launch
-from shardproof.harness.worlds.outcome import Returned
 from shardproof.harness.worlds.rank import RankContext
-from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec
+from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind
+from tests.values import returned
 
 Tensor = torch.Tensor
 Plain = Any  # nested lists of numbers
@@ -214,16 +213,12 @@ def run_collectives(context: RankContext) -> dict[str, Plain]:
     return {name: scenario(context.rank, context.size) for name, scenario in COLLECTIVES.items()}
 
 
-def values(kind: WorldKind, size: int, body: Callable[..., Any], folder: Path, *args: Any) -> list[Any]:
-    result = launch(WorldSpec(kind=kind, size=size, deadline_s=60), body, *args, folder=folder)
-    for outcome in result.outcomes:
-        assert isinstance(outcome, Returned), getattr(outcome, "traceback", outcome)
-    return [o.value for o in result.outcomes if isinstance(o, Returned)]
-
-
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> dict[WorldKind, list[dict[str, Plain]]]:
-    return {kind: values(kind, 3, run_collectives, tmp_path_factory.mktemp(kind.name)) for kind in OWN_KINDS}
+    return {
+        kind: returned(f"{kind}:3", run_collectives, folder=tmp_path_factory.mktemp(kind.name))
+        for kind in OWN_KINDS
+    }
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
@@ -246,7 +241,7 @@ def compare_meshes(context: RankContext) -> list[Plain]:
 
 
 def test_meshes_of_different_ranks_are_different_keys(tmp_path: Path) -> None:
-    assert values(WorldKind.THREADS, 3, compare_meshes, tmp_path) == [[[0]], [[1]], [[2]]]
+    assert returned("threads:3", compare_meshes, folder=tmp_path) == [[[0]], [[1]], [[2]]]
 
 
 def split_groups(context: RankContext) -> list[Plain]:
@@ -271,7 +266,7 @@ def split_groups(context: RankContext) -> list[Plain]:
 
 def test_split_group_works_on_cpu(tmp_path: Path) -> None:
     pair, other = [[12.0], [0, 1]], [[52.0], [2, 3]]
-    assert values(WorldKind.THREADS, 4, split_groups, tmp_path) == [
+    assert returned("threads:4", split_groups, folder=tmp_path) == [
         [*pair, None],
         [*pair, [1], [1, 3]],
         [*other, None],
@@ -295,4 +290,4 @@ def thread_of_a_rank(context: RankContext) -> list[Plain]:
 
 
 def test_a_thread_that_a_rank_starts_belongs_to_it(tmp_path: Path) -> None:
-    assert values(WorldKind.THREADS, 2, thread_of_a_rank, tmp_path) == [[[12.0, 14.0], [12.0]]] * 2
+    assert returned("threads:2", thread_of_a_rank, folder=tmp_path) == [[[12.0, 14.0], [12.0]]] * 2

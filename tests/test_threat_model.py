@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.shell import ROOT
+
 PAGE = ROOT / "docs" / "threat-model.md"
 _EVIDENCE = re.compile(r"\[`(\w+)`\]\((\.\./[\w/]+\.py)\)")
 

@@ -13,8 +13,8 @@ import torch
 
 from shardproof.engine.mutants.all_mutants import MUTANTS
 from shardproof.engine.mutants.mutant import Trace
+from tests.shell import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "waits.md").read_text(encoding="utf-8")
 FSDP = Path(torch.__path__[0]) / "distributed" / "fsdp"
 REFERENCE = ROOT / "engine" / "reference"

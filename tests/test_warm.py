@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.shell import python
 
 # Everything that a training could meet, by identity, before and after the imports; names that are new do not count.
 _SCRIPT = """
@@ -41,7 +37,5 @@ print("changed", sorted(key for key, value in before.items() if after.get(key) !
 
 
 def test_what_is_imported_once_for_all_changes_nothing_of_torch() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
-    )
+    done = python("-c", _SCRIPT)
     assert done.stdout.strip() == "changed []", done.stdout[-2000:] + done.stderr[-2000:]

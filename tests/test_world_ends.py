@@ -6,9 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,10 +19,12 @@ from shardproof.harness.verdicts.judgement import Judgement, judge_failure
 from shardproof.harness.worlds.launch import World, launch
 from shardproof.harness.worlds.outcome import Raised, Returned, TimedOut, WorldResult
 from shardproof.harness.worlds.processes.forkserver import warm_up
+from shardproof.harness.worlds.processes.lineage import has_ended
 from shardproof.harness.worlds.rank import journal_path
 from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec
 from tests import ends
 from tests.ends import Body
+from tests.shell import ROOT
 
 DEADLINE_S = 30.0
 # How soon all must be over that does not wait for a deadline; far from the deadline, for machines that are busy.
@@ -32,12 +32,9 @@ SOON_S = 15.0
 KINDS = list(OWN_KINDS)
 PROCESSES = WorldKind.PROCESSES
 THREADS = WorldKind.THREADS
-ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _warm() -> None:
-    warm_up()  # no test is charged for the imports of the fork server
+pytestmark = pytest.mark.usefixtures("warm")
 
 
 def _run(body: Body, kind: WorldKind, folder: Path, *, deadline_s: float = DEADLINE_S) -> WorldResult:
@@ -51,15 +48,6 @@ def _judged(result: WorldResult, folder: Path) -> Judgement:
     assert not result.is_clean
     ledgers = tuple(read_journal(journal_path(folder, o.rank)).ledger for o in result.outcomes)
     return judge_failure(SavedResult(result=result, refusals={}, ledgers=ledgers, ranks=()))
-
-
-def _is_alive(pid: int) -> bool:
-    """Whether a process runs; one that ended and was not yet waited for does not."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return text.rpartition(")")[2].split()[0] not in {"Z", "X"}
 
 
 def _child(folder: Path) -> int:
@@ -128,7 +116,7 @@ def test_a_child_that_is_left_fails_the_case_and_is_ended(
     assert judgement.verdict is Verdict.FAILED
     who = "rank 1" if kind is PROCESSES else "ranks 0, 1"
     assert f"{who} left processes behind" in judgement.headline
-    assert not _is_alive(_child(tmp_path))
+    assert has_ended(_child(tmp_path))
 
 
 def test_a_child_that_is_left_is_named(tmp_path: Path) -> None:
@@ -145,7 +133,7 @@ def test_a_death_is_seen_at_once_though_a_child_holds_the_pipe(
     assert judgement.verdict is Verdict.CRASHED
     assert "rank 1 was killed by SIGKILL" in judgement.headline
     assert "left processes behind" in judgement.headline
-    assert not _is_alive(_child(tmp_path))
+    assert has_ended(_child(tmp_path))
 
 
 CLEAN = [
@@ -196,18 +184,12 @@ def test_a_rank_that_kills_the_fork_server_fails_the_case_and_no_other(tmp_path:
     assert _run(ends.leaves_a_daemon_thread, PROCESSES, tmp_path / "2").is_clean
 
 
-@pytest.fixture
-def short_folder() -> Iterator[Path]:
-    """Make a folder for sockets: their paths have at most some hundred characters, those of tests more."""
-    with tempfile.TemporaryDirectory(prefix="ends") as folder:
-        yield Path(folder)
-
-
 # A session that is ended while two ranks and what they left run, one of it in a session of its own.
 _SESSION = """
 import sys
 from pathlib import Path
 from shardproof.harness.worlds.processes.forkserver import warm_up
+from shardproof.harness.worlds.processes.lineage import has_ended
 from shardproof.harness.worlds.launch import World, launch
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 from tests import ends
@@ -231,7 +213,7 @@ def test_nothing_outlives_a_session_that_is_killed(
     assert list(temporary.glob("pymp-*"))
     session.send_signal(number)
     session.communicate()  # the keeper, the server and the ranks hold its standard error: all have ended
-    assert not _is_alive(child)
+    assert has_ended(child)
     assert list(temporary.glob("pymp-*")) == []
 
 

@@ -6,34 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.engine.contract import Accumulation, Layout, Plan
-from shardproof.fixtures.optimizers import SGD
+from shardproof.engine.contract import Accumulation, Layout
 from shardproof.fixtures.problems import MLP_UNEVEN
-from shardproof.harness.cases.training import Schedule, Training
-from shardproof.harness.laws.communication.matching import RanksAgree
-from shardproof.harness.laws.parity import MatchesOracle
+from shardproof.harness.cases.training import Training
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.world_result import SavedResult, keep_result, load_kept
-from shardproof.harness.runner.cell import Cell
-from shardproof.harness.runner.session import Source, TrialSession
+from shardproof.harness.runner.session import TrialSession
 from shardproof.harness.tracing.ledger import Entry, Op, Phase
 from shardproof.harness.training.engine_loop import drive_rank
-from shardproof.harness.verdicts.case import Case
 from shardproof.harness.worlds.launch import launch
 from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec
+from shardproof.suites.training import train
+from tests.judging import judged
 
 ENGINES = ["reference", "reference.zero2", "torch.ddp", "torch.fsdp2", "torch.replicate", "torch.zero1"]
-LAWS = (MatchesOracle(), RanksAgree())
 
 
-def _training(plan: Plan, microbatches: int = 3) -> Training:
-    return Training(
-        problem=MLP_UNEVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=2, microbatches=microbatches)
-    )
-
-
-ACCUMULATING = _training(Plan(units=MLP_UNEVEN.units, accumulation=Accumulation.LAST_MICROBATCH))
-HYBRID = _training(Plan(units=MLP_UNEVEN.units, layout=Layout.HYBRID), microbatches=1)
+ACCUMULATING = train(MLP_UNEVEN, steps=2, microbatches=3, accumulation=Accumulation.LAST_MICROBATCH)
+HYBRID = train(MLP_UNEVEN, steps=2, layout=Layout.HYBRID)
 
 
 def _observe(kind: WorldKind, size: int, engine: str, training: Training, folder: Path) -> SavedResult:
@@ -43,14 +33,8 @@ def _observe(kind: WorldKind, size: int, engine: str, training: Training, folder
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_verdicts_are_equal(engine: str, tmp_path: Path) -> None:
-    session = TrialSession(Source(folder=tmp_path))
-    case = Case(id="case", training=ACCUMULATING, laws=LAWS)
-
-    records = [
-        session.run(case, Cell(engine=engine, world=WorldSpec(kind=kind, size=2)), suite="", command="")
-        for kind in OWN_KINDS
-    ]
+def test_verdicts_are_equal(engine: str, session: TrialSession) -> None:
+    records = [judged(session, engine, f"{kind}:2", ACCUMULATING) for kind in OWN_KINDS]
 
     assert [r.verdict for r in records] == [Verdict.PASSED] * 2, [r.headline for r in records]
     assert records[0].ledger == records[1].ledger
@@ -84,7 +68,7 @@ def _reductions(ledger: tuple[Entry, ...]) -> list[Entry]:
 
 
 def test_each_collective_is_told_by_its_unit(tmp_path: Path) -> None:
-    kept = _observe(WorldKind.THREADS, 2, "torch.fsdp2", _training(Plan(units=MLP_UNEVEN.units)), tmp_path)
+    kept = _observe(WorldKind.THREADS, 2, "torch.fsdp2", train(MLP_UNEVEN, steps=2, microbatches=3), tmp_path)
     for ledger in kept.ledgers:
         for phase, op in ((Phase.FORWARD, Op.ALL_GATHER), (Phase.BACKWARD, Op.REDUCE_SCATTER)):
             told = [e.unit for e in ledger if (e.phase, e.op, e.step, e.microbatch) == (phase, op, 1, 0)]

@@ -1,4 +1,4 @@
-"""Rank bodies of tests that return values of any class: they come back by a file, since a world carries plain ones."""
+"""What rank bodies of tests return: plain values as a world carries them, those of any class by a file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shardproof.harness.worlds.launch import launch
+from shardproof.harness.worlds.outcome import Returned
 from shardproof.harness.worlds.rank import RankContext
+from shardproof.harness.worlds.spec import WorldSpec
 
 
 # Any: the body's own arguments and value, here and below.
@@ -15,6 +18,16 @@ def keep_value(context: RankContext, body: Callable[..., Any], *args: Any) -> No
     """Run a body on a rank and leave what it returns in the world's folder; itself a rank body."""
     value = body(context, *args)
     _file(context.folder, context.rank).write_bytes(pickle.dumps(value))
+
+
+def returned(world: str, body: Callable[..., Any], *args: Any, folder: Path) -> list[Any]:
+    """Run a rank body in a world of this kind and size, as ``threads:4``; fails unless all ranks return."""
+    __tracebackhide__ = True
+    result = launch(WorldSpec.parse(world, deadline_s=60), body, *args, folder=folder)
+    failures = [getattr(o, "traceback", str(o)) for o in result.outcomes if not isinstance(o, Returned)]
+    assert not failures, "\n".join(failures)
+    assert result.is_clean, result.leaks
+    return [o.value for o in result.outcomes if isinstance(o, Returned)]
 
 
 def kept_values(folder: Path, size: int) -> list[Any]:

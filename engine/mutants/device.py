@@ -17,7 +17,7 @@ from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFul
 from shardproof.engine.contract import Buffers, Capability, Offload, Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.patches import Forgetful, is_last_rank, local, never_updating
-from shardproof.engine.mutants.plans import demanding
+from shardproof.engine.mutants.plans import changing, demanding
 
 _OFFLOAD = Plan(offload=Offload.CPU)
 
@@ -145,8 +145,7 @@ class BuffersWhereItLikes(FullyShardEngine):
     Reported: an option was dropped on the way, and training went on.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return super().prepare(model, replace(plan, buffers=Buffers.NATIVE), mesh)
+    misreads = changing(buffers=Buffers.NATIVE)
 
 
 @mutant(

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.contract import Layout, Plan, PreparedModel, Wire
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.plans import changing
 from shardproof.engine.mutants.reference_insides import reference_groups
 from shardproof.engine.reference.collectives import ReductionPlan
 from shardproof.engine.reference.param_group import FSDPParamGroup
@@ -29,9 +30,7 @@ class AveragesWhateverTheFactor(ReferenceEngine):
     Reported: gradients were divided by the size of another group than was meant.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Prepare honestly, under a plan without the factor."""
-        return super().prepare(model, replace(plan, divide_factor=None), mesh)
+    misreads = changing(divide_factor=None)
 
 
 @mutant(
@@ -91,9 +90,7 @@ class AveragesOnTheWire(ReferenceEngine):
     Reported: who divides, and by what, was settled in another place than was meant.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Prepare honestly, under a plan that leaves the choice to the engine."""
-        return super().prepare(model, replace(plan, wire=Wire.NATIVE), mesh)
+    misreads = changing(wire=Wire.NATIVE)
 
 
 @mutant(

@@ -275,5 +275,4 @@ class ReducesDespiteNoSync(FullyShardedDataParallelEngine):
     Reported: forward ran outside of the context that was to hold reductions back.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return holding_nothing_back(super().prepare(model, plan, mesh))
+    spoil = holding_nothing_back

@@ -65,8 +65,7 @@ class FreesWhatItWasAskedToKeep(FullyShardEngine):
     Reported: beside a pipeline the policy had to be to free, although keeping was wanted.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return super().prepare(model, _instead(plan, Reshard.KEEP, Reshard.AFTER_FORWARD), mesh)
+    misreads = partial(_instead, asked=Reshard.KEEP, done=Reshard.AFTER_FORWARD)
 
 
 @mutant(after="pytorch/pytorch#149029", kills_on=Condition(plan=_FREED), trace=Trace.STATE)
@@ -76,8 +75,7 @@ class KeepsWhatItWasAskedToFree(FullyShardEngine):
     Reported: freeing after forward was asked for, and memory grew with every forward.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return super().prepare(model, _instead(plan, Reshard.AFTER_FORWARD, Reshard.KEEP), mesh)
+    misreads = partial(_instead, asked=Reshard.AFTER_FORWARD, done=Reshard.KEEP)
 
 
 @mutant(after="ByteDance-Seed/VeOmni#806", kills_on=Condition(plan=_NATIVE), trace=Trace.STATE)
@@ -87,8 +85,7 @@ class FreesTheRootByDefault(FullyShardEngine):
     Reported: a policy set on the root undid the default that keeps it until backward.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return super().prepare(model, _instead(plan, Reshard.NATIVE, Reshard.AFTER_FORWARD), mesh)
+    misreads = partial(_instead, asked=Reshard.NATIVE, done=Reshard.AFTER_FORWARD)
 
 
 @mutant(
@@ -106,8 +103,7 @@ class FreesWholeWhereAPartWasAsked(FullyShardEngine):
     Reported: a mesh of two axes was asked for, and one over all ranks was used.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return super().prepare(model, _instead(plan, Reshard.TO_PAIRS, Reshard.AFTER_FORWARD), mesh)
+    misreads = partial(_instead, asked=Reshard.TO_PAIRS, done=Reshard.AFTER_FORWARD)
 
 
 @mutant(after="pytorch/pytorch#75892", kills_on=Condition(steps=2, plan=_FREED), trace=Trace.STATE)

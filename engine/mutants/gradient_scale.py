@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
 from shardproof.engine.contract import Capability, Plan, PreparedModel, Shard
 from shardproof.engine.mutants.mutant import Condition, mutant
 from shardproof.engine.mutants.patches import dividing_losses
-from shardproof.engine.mutants.plans import demanding
+from shardproof.engine.mutants.plans import changing, demanding
 
 
 @mutant(after="NVIDIA/Megatron-LM#3023")
@@ -43,8 +42,7 @@ class IgnoresTheDivideFactor(FullyShardEngine):
     Reported: gradients were averaged over a group of another size than was meant.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return super().prepare(model, replace(plan, divide_factor=None), mesh)
+    misreads = changing(divide_factor=None)
 
 
 @mutant(after="pytorch/pytorch#167178", kills_on=Condition(world_size=1, plan=Plan(divide_factor=2)))

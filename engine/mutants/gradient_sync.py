@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFul
 from shardproof.engine.contract import Accumulation, Layout, Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.patches import Forgetful, after, holding_nothing_back, is_last_rank
+from shardproof.engine.mutants.plans import changing
 
 _LAST = Plan(accumulation=Accumulation.LAST_MICROBATCH)
 _IN_BUCKETS = Condition(steps=2, plan=Plan(layout=Layout.REPLICATE, bucket_bytes=1))
@@ -73,8 +73,7 @@ class IgnoresTheSizeOfBuckets(DistributedDataParallelEngine):
     Reported: reductions were larger than the limit that was set.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return super().prepare(model, replace(plan, bucket_bytes=None), mesh)
+    misreads = changing(bucket_bytes=None)
 
 
 @mutant(
@@ -88,8 +87,7 @@ class SynchronisesEveryMicrobatch(FullyShardEngine):
     Reported: the gate that holds synchronisation back knew DDP and nothing else.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return holding_nothing_back(super().prepare(model, plan, mesh))
+    spoil = holding_nothing_back
 
 
 @mutant(after="deepspeedai/DeepSpeed#1801")

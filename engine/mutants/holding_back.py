@@ -15,6 +15,7 @@ from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFul
 from shardproof.engine.capability import Capability
 from shardproof.engine.contract import Plan, Prefetch, PreparedModel
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.plans import changing
 from shardproof.engine.plan import Grouping, Layout
 from shardproof.engine.reference.fsdp_state import state_of
 
@@ -151,9 +152,7 @@ class ReducesWithoutBound(ReferenceEngine):
     Reported: a buffer was taken for the next reduction without regard to the last.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, with a bound that is none."""
-        return super().prepare(model, replace(plan, max_reduce_buffers=_MANY), mesh)
+    misreads = changing(max_reduce_buffers=_MANY)
 
 
 @mutant(
@@ -210,6 +209,4 @@ class TakesAllUnitsForOne(ReferenceEngine):
     Reported: modules below a default size were left to the outermost unit.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Hand over the model as a whole."""
-        return super().prepare(model, replace(plan, units=()), mesh)
+    misreads = changing(units=())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
@@ -58,90 +59,6 @@ class _Fills(DefaultAllGather):
         num_ranks = dist.get_world_size(group)
         output_tensor.view(num_ranks, -1)[(dist.get_rank(group) + 1) % num_ranks].zero_()
         return work
-
-
-@mutant(
-    after="deepspeedai/DeepSpeed#7188", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.COMMUNICATION
-)
-class ClearsTheReduceInput(ReferenceEngine):
-    """The input of a reduction is cleared while the reduction is under way.
-
-    Reported: one of two buffers was filled again before its reduction had finished.
-    """
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then reduce so."""
-        return _each(
-            super().prepare(model, plan, mesh), lambda module: module.set_custom_reduce_scatter(_Clears())
-        )
-
-
-@mutant(after="NVIDIA/Megatron-LM#5788", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.COMMUNICATION)
-class FreesTheInputOfAReduction(ReferenceEngine):
-    """The input of a reduction is freed while the reduction is under way.
-
-    Reported: memory was given back with neither an event nor record_stream.
-    """
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then reduce so."""
-        return _each(
-            super().prepare(model, plan, mesh), lambda module: module.set_custom_reduce_scatter(_Frees())
-        )
-
-
-@mutant(after="NVIDIA/Megatron-LM#4609", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.COMMUNICATION)
-class FillsTheGatherOutput(ReferenceEngine):
-    """The output of a gather is written to while the gather is under way.
-
-    Reported: gathers under way shared a buffer with what else was going on.
-    """
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then gather so."""
-        return _each(
-            super().prepare(model, plan, mesh), lambda module: module.set_custom_all_gather(_Fills())
-        )
-
-
-@mutant(after="flagos-ai/Torch-FL#62")
-class ReadsBucketsTooEarly(DistributedDataParallelEngine):
-    """A hook reads its bucket before the future of the reduction is done.
-
-    Reported: gradients were read while their reduction was under way.
-    """
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap honestly, then register the hook."""
-        return _hooked(super().prepare(model, plan, mesh), _read_too_early)
-
-
-@mutant(after="pytorch/pytorch#64629", trace=Trace.COMMUNICATION)
-class ForgetsTheWorkOfANorm(DistributedDataParallelEngine):
-    """A hook starts a collective that is never waited for.
-
-    Reported: what ranks issue beside their reductions must be in one order, and be ended.
-    """
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap honestly, then register the hook."""
-        return _hooked(super().prepare(model, plan, mesh), _forget_the_norm)
-
-
-@mutant(
-    after="pytorch/pytorch#64629",
-    kills_on=Condition(world_size=3, because="from one rank there is one order"),
-)
-class TrustsTheOrderOfArrival(DistributedDataParallelEngine):
-    """Messages of several ranks are taken to come in the order of ranks.
-
-    Reported: buckets were taken to be ready in one order on all ranks.
-    """
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap honestly, then register the hook."""
-        hooks = chain([_collect], repeat(_reduced_alone))
-        return _hooked(super().prepare(model, plan, mesh), lambda group, bucket: next(hooks)(group, bucket))
 
 
 # Any: a module that the reference engine has given its methods; what a hook is given and gives.
@@ -202,3 +119,71 @@ def _collect(group: dist.ProcessGroup, bucket: Any) -> Future[torch.Tensor]:
     done: Future[torch.Tensor] = Future()
     done.set_result(gradients)
     return done
+
+
+@mutant(
+    after="deepspeedai/DeepSpeed#7188", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.COMMUNICATION
+)
+class ClearsTheReduceInput(ReferenceEngine):
+    """The input of a reduction is cleared while the reduction is under way.
+
+    Reported: one of two buffers was filled again before its reduction had finished.
+    """
+
+    spoil = partial(_each, change=lambda module: module.set_custom_reduce_scatter(_Clears()))
+
+
+@mutant(after="NVIDIA/Megatron-LM#5788", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.COMMUNICATION)
+class FreesTheInputOfAReduction(ReferenceEngine):
+    """The input of a reduction is freed while the reduction is under way.
+
+    Reported: memory was given back with neither an event nor record_stream.
+    """
+
+    spoil = partial(_each, change=lambda module: module.set_custom_reduce_scatter(_Frees()))
+
+
+@mutant(after="NVIDIA/Megatron-LM#4609", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.COMMUNICATION)
+class FillsTheGatherOutput(ReferenceEngine):
+    """The output of a gather is written to while the gather is under way.
+
+    Reported: gathers under way shared a buffer with what else was going on.
+    """
+
+    spoil = partial(_each, change=lambda module: module.set_custom_all_gather(_Fills()))
+
+
+@mutant(after="flagos-ai/Torch-FL#62")
+class ReadsBucketsTooEarly(DistributedDataParallelEngine):
+    """A hook reads its bucket before the future of the reduction is done.
+
+    Reported: gradients were read while their reduction was under way.
+    """
+
+    spoil = partial(_hooked, hook=_read_too_early)
+
+
+@mutant(after="pytorch/pytorch#64629", trace=Trace.COMMUNICATION)
+class ForgetsTheWorkOfANorm(DistributedDataParallelEngine):
+    """A hook starts a collective that is never waited for.
+
+    Reported: what ranks issue beside their reductions must be in one order, and be ended.
+    """
+
+    spoil = partial(_hooked, hook=_forget_the_norm)
+
+
+@mutant(
+    after="pytorch/pytorch#64629",
+    kills_on=Condition(world_size=3, because="from one rank there is one order"),
+)
+class TrustsTheOrderOfArrival(DistributedDataParallelEngine):
+    """Messages of several ranks are taken to come in the order of ranks.
+
+    Reported: buckets were taken to be ready in one order on all ranks.
+    """
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Wrap honestly, then register the hook."""
+        hooks = chain([_collect], repeat(_reduced_alone))
+        return _hooked(super().prepare(model, plan, mesh), lambda group, bucket: next(hooks)(group, bucket))

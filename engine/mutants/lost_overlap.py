@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine.adapters.reference import ReferenceEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.capability import Capability
-from shardproof.engine.contract import Plan, Prefetch, PreparedModel, Reshard
+from shardproof.engine.contract import Plan, Prefetch, Reshard
 from shardproof.engine.mutants.fsdp2_insides import after_method
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.patches import in_each
@@ -51,6 +51,27 @@ def _wait_for_gather(group: Any) -> None:
 def _wait_for_reduction(group: Any) -> None:
     if group._post_reduce_event is not None:
         torch.cpu.current_stream().wait_event(group._post_reduce_event)
+
+
+def _with_lists(plan: Plan, change: Callable[[Lists, tuple[str, ...]], Lists]) -> Plan:
+    if plan.prefetch is None:
+        return plan
+    lists = Prefetch(
+        forward=change(plan.prefetch.forward, plan.units),
+        backward=change(plan.prefetch.backward, plan.units[::-1]),
+    )
+    return replace(plan, prefetch=lists)
+
+
+def _shorter(lists: Lists, order: tuple[str, ...]) -> Lists:
+    return tuple((unit, targets[:-1] or (unit,)) for unit, targets in lists)
+
+
+def _later(lists: Lists, order: tuple[str, ...]) -> Lists:
+    def moved(targets: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(order[i + 1] for i in map(order.index, targets) if i + 1 < len(order))
+
+    return tuple((unit, moved(targets) or (unit,)) for unit, targets in lists)
 
 
 @mutant(
@@ -136,9 +157,7 @@ class PrefetchesOneTooFew(FullyShardEngine):
     Reported: the position in the order of gathers was off by one.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, with shorter lists; one that is empty asks for the unit itself, which is whole."""
-        return super().prepare(model, _with_lists(plan, _shorter), mesh)
+    misreads = partial(_with_lists, change=_shorter)
 
 
 @mutant(
@@ -152,9 +171,7 @@ class PrefetchesTheUnitAfterNext(FullyShardEngine):
     Reported: the position in the order of gathers was off by one.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, with lists that are moved by one."""
-        return super().prepare(model, _with_lists(plan, _later), mesh)
+    misreads = partial(_with_lists, change=_later)
 
 
 @mutant(
@@ -213,24 +230,3 @@ def _finisher(group: Any) -> Callable[[], None]:
         group.comm_ctx.finish()  # asked for late: a context is shared once the root has run
 
     return finish
-
-
-def _with_lists(plan: Plan, change: Callable[[Lists, tuple[str, ...]], Lists]) -> Plan:
-    if plan.prefetch is None:
-        return plan
-    lists = Prefetch(
-        forward=change(plan.prefetch.forward, plan.units),
-        backward=change(plan.prefetch.backward, plan.units[::-1]),
-    )
-    return replace(plan, prefetch=lists)
-
-
-def _shorter(lists: Lists, order: tuple[str, ...]) -> Lists:
-    return tuple((unit, targets[:-1] or (unit,)) for unit, targets in lists)
-
-
-def _later(lists: Lists, order: tuple[str, ...]) -> Lists:
-    def moved(targets: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(order[i + 1] for i in map(order.index, targets) if i + 1 < len(order))
-
-    return tuple((unit, moved(targets) or (unit,)) for unit, targets in lists)

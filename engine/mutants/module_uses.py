@@ -24,7 +24,7 @@ from shardproof.engine.contract import (
 )
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.patches import never_updating
-from shardproof.engine.mutants.plans import demanding
+from shardproof.engine.mutants.plans import changing, demanding
 
 _GROUPS = Plan(grouping=Grouping.REQUIRED, units=("first,second",))
 _TOLD = replace(_GROUPS, accumulation=Accumulation.LAST_MICROBATCH, demands=frozenset({Capability.UNIT_SYNC}))
@@ -133,8 +133,7 @@ class IgnoresForwardMethods(ReferenceEngine):
     Reported: a method that is not forward saw sharded parameters.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return super().prepare(model, replace(plan, forward_methods=()), mesh)
+    misreads = changing(forward_methods=())
 
 
 @mutant(after="pytorch/pytorch#123962", kills_on=Condition(plan=_METHODS))

@@ -76,15 +76,15 @@ def mutant(
 ) -> Callable[[_E], _E]:
     """Declare an engine to be a mutant, named for its class; the arguments are the fields of `Mutant`.
 
-    Its attribute ``spoil``, if any, is done to each model that it has prepared. Of classes nested in it, ``Prepared``
-    is the model that it prepares, ``Unit`` the handle of each unit of that model, and ``Wrapper`` stands in the place
-    of FSDP1's ``FullyShardedDataParallel``.
+    Its attribute ``misreads``, if any, is what it takes each plan for, and ``spoil`` is done to each model that it has
+    prepared. Of classes nested in it, ``Prepared`` is the model that it prepares, ``Unit`` the handle
+    of each unit of that model, and ``Wrapper`` stands in the place of FSDP1's ``FullyShardedDataParallel``.
     """
 
     def declare(engine: _E) -> _E:
         engine.name = f"mutant.{engine.__name__}"
         _use_nested_classes(engine)
-        if "spoil" in vars(engine):
+        if {"misreads", "spoil"} & vars(engine).keys():
             _spoil_what_is_prepared(engine)
         entry = Mutant(
             name=engine.__name__,
@@ -110,13 +110,18 @@ def _use_nested_classes(engine: Any) -> None:  # Any: adapters have these attrib
 
 
 def _spoil_what_is_prepared(engine: Any) -> None:  # Any: as above
-    honest, spoil = engine.prepare, vars(engine)["spoil"]
+    honest = engine.prepare
+    misreads, spoil = (vars(engine).get(name, _as_it_is) for name in ("misreads", "spoil"))
 
     def prepare(self: Engine, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        prepared: PreparedModel = spoil(honest(self, model, plan, mesh))
+        prepared: PreparedModel = spoil(honest(self, model, misreads(plan), mesh))
         return prepared
 
     engine.prepare = prepare
+
+
+def _as_it_is(given: Any) -> Any:  # Any: a plan, or a model
+    return given
 
 
 def _sin(text: str) -> str:

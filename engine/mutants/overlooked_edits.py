@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
@@ -15,7 +13,7 @@ from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFul
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.contract import Capability, Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
-from shardproof.engine.mutants.plans import demanding
+from shardproof.engine.mutants.plans import changing, demanding
 from shardproof.engine.mutants.reference_insides import reference_groups
 from shardproof.engine.plan import Accumulation
 
@@ -218,8 +216,7 @@ class ForgetsTheReduceDtypeOnceConverted(ReferenceEngine):
     Reported: the dtype of the reduction was taken for that of the parameters where the two were once the same.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return super().prepare(model, replace(plan, reduce_dtype=None), mesh)
+    misreads = changing(reduce_dtype=None)
 
 
 @mutant(

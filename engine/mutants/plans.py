@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from shardproof.engine.contract import Capability, Grouping, Layout, Plan, Reshard, Wrapper
 from shardproof.engine.mutants.mutant import Condition
@@ -11,6 +13,17 @@ from shardproof.engine.mutants.mutant import Condition
 def demanding(*capabilities: Capability) -> Plan:
     """Return a plan that demands these and asks for nothing else."""
     return Plan(demands=frozenset(capabilities))
+
+
+# Any: fields of a plan.
+def changing(**fields: Any) -> Callable[[Plan], Plan]:
+    """Return what makes any plan one with these fields."""
+    return lambda plan: replace(plan, **fields)
+
+
+def undemanding(capability: Capability) -> Callable[[Plan], Plan]:
+    """Return what leaves a demand out of any plan."""
+    return lambda plan: replace(plan, demands=plan.demands - {capability})
 
 
 UNITS = ("blocks.0", "blocks.1", "blocks.2", "blocks.3")

@@ -19,6 +19,7 @@ from shardproof.engine.capability import Capability
 from shardproof.engine.contract import Layout, Plan, PreparedModel, UnitDtypes
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.patches import Forgetful, after, in_each
+from shardproof.engine.mutants.plans import changing
 from shardproof.engine.mutants.reference_insides import reference_groups
 from shardproof.engine.plan import Accumulation, Grouping
 from shardproof.engine.reference.collectives import Division, PartialReduction, ReductionPlan
@@ -41,9 +42,7 @@ class ReducesInBfloat16(FullyShardEngine):
     Reported: the reduction ran before the cast to the dtype asked for.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, under another plan."""
-        return super().prepare(model, replace(plan, reduce_dtype=torch.bfloat16), mesh)
+    misreads = changing(reduce_dtype=torch.bfloat16)
 
 
 @mutant(
@@ -57,9 +56,7 @@ class KeepsFloat32OnTheWire(ReferenceEngine):
     Reported: the dtype of the reduction was settled before the one asked for was known.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Prepare honestly, under another plan."""
-        return super().prepare(model, replace(plan, reduce_dtype=torch.float32), mesh)
+    misreads = changing(reduce_dtype=torch.float32)
 
 
 @mutant(
@@ -125,9 +122,7 @@ class ReturnsTheComputeDtype(FullyShardEngine):
     Reported: which casts were made was decided too early, and differed from what was said.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, under a plan without a dtype for the output."""
-        return super().prepare(model, replace(plan, output_dtype=None), mesh)
+    misreads = changing(output_dtype=None)
 
 
 @mutant(
@@ -372,8 +367,7 @@ class IgnoresTheDtypeOfAUnit(ReferenceEngine):
     dtype.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return super().prepare(model, replace(plan, unit_dtypes=()), mesh)
+    misreads = changing(unit_dtypes=())
 
 
 @mutant(after="pytorch/torchtitan#2881", kills_on=_OF_A_UNIT, trace=Trace.STATE)

@@ -20,7 +20,7 @@ from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFul
 from shardproof.engine.contract import Capability, Plan, Prefetch, PreparedModel
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.patches import Stale, in_each
-from shardproof.engine.mutants.plans import UNITS
+from shardproof.engine.mutants.plans import UNITS, undemanding
 from shardproof.engine.mutants.reference_insides import reference_units
 from shardproof.engine.plan import Accumulation, Grouping, Layout, Reshard
 from shardproof.engine.reference.collectives import DefaultAllGather
@@ -292,9 +292,7 @@ class GathersSynchronously(FullyShardEngine):
     Reported: communication that was to overlap did not.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, under a plan without the demand."""
-        return super().prepare(model, replace(plan, demands=plan.demands - {Capability.ASYNC_GATHER}), mesh)
+    misreads = undemanding(Capability.ASYNC_GATHER)
 
 
 @mutant(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,61 +19,6 @@ from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.plans import ON_BLOCKS, SHARDED_BLOCKS
 
 # Any, throughout: FSDP1's insides and the streams of a device have no public types.
-
-
-@mutant(after="NVIDIA/Megatron-LM#663", kills_on=ON_BLOCKS, trace=Trace.RACES)
-class ComputesForwardDuringTheGather(FullyShardedDataParallelEngine):
-    """FSDP1 computes a forward without a wait for the gather of its parameters.
-
-    Reported: with gathers overlapped, forward read parameters that had not arrived.
-    """
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return _deaf_currently(super().prepare(model, plan, mesh), "_pre_forward_unshard")
-
-
-@mutant(after="NVIDIA/Megatron-LM#663", kills_on=ON_BLOCKS, trace=Trace.RACES)
-class ComputesBackwardDuringTheGather(FullyShardedDataParallelEngine):
-    """FSDP1 computes a backward without a wait for the gather of its parameters.
-
-    Reported: with gathers overlapped, forward read parameters that had not arrived.
-    """
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return _deaf_currently(super().prepare(model, plan, mesh), "_pre_backward_hook")
-
-
-@mutant(after="NVIDIA/Megatron-LM#4609", kills_on=Condition(steps=2, plan=SHARDED_BLOCKS), trace=Trace.RACES)
-class GathersFlatParametersDuringTheStep(FullyShardedDataParallelEngine):
-    """FSDP1 begins an iteration without a wait for the optimizer.
-
-    Reported: gathers that overlapped the step shared a buffer with what it was reading.
-    """
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return _deaf(super().prepare(model, plan, mesh), _UNSHARD)
-
-
-@mutant(after="deepspeedai/DeepSpeed#7898", kills_on=ON_BLOCKS, trace=Trace.RACES)
-class ReducesFlatGradientsInTheMaking(FullyShardedDataParallelEngine):
-    """FSDP1 reduces gradients without a wait for the stream of backward.
-
-    Reported: the stream that reduced waited for another stream than that of backward.
-    """
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return _deaf(super().prepare(model, plan, mesh), _POST_BACKWARD)
-
-
-@mutant(after="flagos-ai/Torch-FL#62", kills_on=ON_BLOCKS, trace=Trace.RACES)
-class StepsOnFlatGradientsInTheMaking(FullyShardedDataParallelEngine):
-    """FSDP1 ends backward without a wait for its reductions.
-
-    Reported: gradients were read while their reduction was under way on another stream.
-    """
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return _deaf_currently(super().prepare(model, plan, mesh), "_post_backward_final_callback")
 
 
 class _Deaf:
@@ -146,6 +92,56 @@ def _deaf(prepared: PreparedModel, position: int) -> PreparedModel:
 
 def _ignore(_: Any) -> None:
     return None
+
+
+@mutant(after="NVIDIA/Megatron-LM#663", kills_on=ON_BLOCKS, trace=Trace.RACES)
+class ComputesForwardDuringTheGather(FullyShardedDataParallelEngine):
+    """FSDP1 computes a forward without a wait for the gather of its parameters.
+
+    Reported: with gathers overlapped, forward read parameters that had not arrived.
+    """
+
+    spoil = partial(_deaf_currently, function="_pre_forward_unshard")
+
+
+@mutant(after="NVIDIA/Megatron-LM#663", kills_on=ON_BLOCKS, trace=Trace.RACES)
+class ComputesBackwardDuringTheGather(FullyShardedDataParallelEngine):
+    """FSDP1 computes a backward without a wait for the gather of its parameters.
+
+    Reported: with gathers overlapped, forward read parameters that had not arrived.
+    """
+
+    spoil = partial(_deaf_currently, function="_pre_backward_hook")
+
+
+@mutant(after="NVIDIA/Megatron-LM#4609", kills_on=Condition(steps=2, plan=SHARDED_BLOCKS), trace=Trace.RACES)
+class GathersFlatParametersDuringTheStep(FullyShardedDataParallelEngine):
+    """FSDP1 begins an iteration without a wait for the optimizer.
+
+    Reported: gathers that overlapped the step shared a buffer with what it was reading.
+    """
+
+    spoil = partial(_deaf, position=_UNSHARD)
+
+
+@mutant(after="deepspeedai/DeepSpeed#7898", kills_on=ON_BLOCKS, trace=Trace.RACES)
+class ReducesFlatGradientsInTheMaking(FullyShardedDataParallelEngine):
+    """FSDP1 reduces gradients without a wait for the stream of backward.
+
+    Reported: the stream that reduced waited for another stream than that of backward.
+    """
+
+    spoil = partial(_deaf, position=_POST_BACKWARD)
+
+
+@mutant(after="flagos-ai/Torch-FL#62", kills_on=ON_BLOCKS, trace=Trace.RACES)
+class StepsOnFlatGradientsInTheMaking(FullyShardedDataParallelEngine):
+    """FSDP1 ends backward without a wait for its reductions.
+
+    Reported: gradients were read while their reduction was under way on another stream.
+    """
+
+    spoil = partial(_deaf_currently, function="_post_backward_final_callback")
 
 
 @mutant(

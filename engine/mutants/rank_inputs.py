@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFul
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.contract import Capability, Layout, Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
-from shardproof.engine.mutants.plans import HYBRID, SECOND_STEP, demanding
+from shardproof.engine.mutants.plans import HYBRID, SECOND_STEP, demanding, undemanding
 
 _OWN = demanding(Capability.OWN_BUFFERS)
 # Of the thread: where ranks are threads, each has its own count, as if it were a process.
@@ -87,8 +86,7 @@ class GivesAllRanksTheBuffersOfOne(DistributedDataParallelEngine):
     Reported: running statistics of all ranks but one were overwritten.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return super().prepare(model, replace(plan, demands=plan.demands - {Capability.OWN_BUFFERS}), mesh)
+    misreads = undemanding(Capability.OWN_BUFFERS)
 
 
 @mutant(after="pytorch/pytorch#63916", kills_on=SECOND_STEP)

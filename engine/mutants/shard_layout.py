@@ -19,7 +19,7 @@ from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFul
 from shardproof.engine.contract import Layout, Placement, Plan, PreparedModel, Reshard, Shard, shard_of
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.patches import in_place_of, leave_out_of_ddp
-from shardproof.engine.mutants.plans import ONE_RANK, SHARDED
+from shardproof.engine.mutants.plans import ONE_RANK, SHARDED, changing
 
 _LARGEST = Plan(layout=Layout.SHARD, placement=Placement.LARGEST)
 
@@ -31,8 +31,7 @@ class ShardsTheFirstDim(ReferenceEngine):
     Reported: parameters lay on ranks in another way than the rest of the system took them to.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return super().prepare(model, replace(plan, placement=Placement.FIRST), mesh)
+    misreads = changing(placement=Placement.FIRST)
 
 
 @mutant(

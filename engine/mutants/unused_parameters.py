@@ -16,7 +16,7 @@ from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.contract import Capability, Layout, Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.patches import is_last_rank, leave_out_of_ddp, never_updating
-from shardproof.engine.mutants.plans import ONE_RANK, demanding
+from shardproof.engine.mutants.plans import ONE_RANK, changing, demanding, undemanding
 
 _UNUSED = demanding(Capability.UNUSED)
 _BORROWED = demanding(Capability.UNUSED, Capability.RANK_DEPENDENT)
@@ -50,8 +50,7 @@ class ReducesWhatEachRankUsed(FullyShardEngine):
     branches sent buffers of different sizes.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return super().prepare(model, replace(plan, demands=plan.demands - {Capability.RANK_DEPENDENT}), mesh)
+    misreads = undemanding(Capability.RANK_DEPENDENT)
 
 
 @mutant(after="pytorch/torchtitan#4593", kills_on=ONE_RANK)
@@ -100,8 +99,7 @@ class ShardsIgnoredParameters(FullyShardEngine):
     Reported: an option asked for was dropped on the way, and training went on.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return super().prepare(model, replace(plan, ignored=()), mesh)
+    misreads = changing(ignored=())
 
 
 @mutant(
@@ -115,8 +113,7 @@ class ShardsWhatItShouldReplicate(ReferenceEngine):
     Reported: options of one unit had no effect beside those of the root.
     """
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return super().prepare(model, replace(plan, replicated=()), mesh)
+    misreads = changing(replicated=())
 
 
 @mutant(after="pytorch/pytorch#68803", trace=Trace.COMMUNICATION)

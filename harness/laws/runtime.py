@@ -12,7 +12,6 @@ from shardproof.harness.cases.training import LOSS_SCALE, LossScaling
 from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.laws.tolerance import allowed_error
 from shardproof.harness.records.observation import StepObservation
-from shardproof.harness.records.record import LawRecord
 from shardproof.harness.training.absolute_error import deviation
 from shardproof.harness.training.oracle import INITIAL_STEP, Quantity, TensorKey
 
@@ -205,13 +204,8 @@ class Deterministic:
                 broken.append(
                     f"rank {observation.rank}: repetition {first} of {len(digests)}{how} differs from the first"
                 )
-        if broken:
-            more = f" (and {len(broken) - 1} more ranks)" if len(broken) > 1 else ""
-            record = LawRecord(law=self.name, held=False, summary=broken[0] + more, details=tuple(broken))
-            return Ruling(record=record)
-        count = evidence.training.schedule.repeats
-        held = f"{count} repetitions on {evidence.world_size} ranks"
-        return Ruling(record=LawRecord(law=self.name, held=True, summary=held))
+        held = f"{evidence.training.schedule.repeats} repetitions on {evidence.world_size} ranks"
+        return rule(self.name, broken, held=held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,6 @@ from shardproof.engine.contract import Cut, Placement, Shard
 from shardproof.harness.cases.units import chunked_numel, groups_of, num_shares_of
 from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.records.observation import Observation
-from shardproof.harness.records.record import LawRecord
 
 # Engines that lay parameters one after the other let each begin at a multiple of so many bytes.
 _ALIGNMENT_BYTES = 16
@@ -250,10 +249,7 @@ class EveryRowMoves:
                 broken.append(f"rank {observation.rank}: row(s) {still} keep their initial values")
         if not num_rows:
             broken.append(f"expected rows of {self.parameter!r}, no rank holds any")
-        summary = broken[0] if broken else f"{num_rows} rows on {evidence.world_size} ranks"
-        return Ruling(
-            record=LawRecord(law=self.name, held=not broken, summary=summary, details=tuple(broken))
-        )
+        return rule(self.name, broken, held=f"{num_rows} rows on {evidence.world_size} ranks")
 
     def _still_rows(self, observation: Observation) -> tuple[list[int], int]:
         """Return the places of rows that did not move, and how many rows this rank holds at least a part of."""

@@ -6,11 +6,8 @@ Each check is what the test of a row of suites/upstream/tests.toml does with an 
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,8 +23,8 @@ from shardproof.harness.worlds.rank import RankContext
 from shardproof.harness.worlds.spec import WorldKind
 from tests.reference.models import Chain, inputs_of
 from tests.reference.ranks import Ranks
+from tests.shell import python
 
-ROOT = Path(__file__).resolve().parents[2]
 SPECS = {mutant.name: mutant.engine_spec for mutant in MUTANTS}
 _UNITS = ("units.0", "units.1", "units.2")
 
@@ -138,8 +135,6 @@ def test_a_wrong_engine_passes_the_check_of_torch(hole: Hole, ranks: Ranks) -> N
 @each_hole
 def test_and_fails_ours(hole: Hole) -> None:
     command = ["-m", "pytest", "-q", "-x", hole.case, "--engine", SPECS[hole.mutant], "--world", "threads:2"]
-    ended = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, check=False, timeout=120, capture_output=True, text=True
-    )
+    ended = python(*command, limit_s=120)
     assert ended.returncode == 1
     assert "FAILED:" in ended.stdout

@@ -204,25 +204,6 @@ class OnlyThese:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dtype:
-    """Every selected collective of floats carries this dtype, spelt as in ``float32``; integers are bookkeeping."""
-
-    select: Select
-    dtype: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.select} carries {self.dtype}"
-
-    def judge(self, evidence: Evidence) -> Ruling:
-        def breach(entry: Entry) -> str | None:
-            is_wrong = "float" in entry.dtype and entry.dtype != self.dtype
-            return f"expected {self.dtype}, got {entry.dtype}" if is_wrong else None
-
-        return _each(self.name, self.select, evidence, breach)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReadsAreSilent:
     """Nothing is communicated while the harness reads: else an engine could synchronise only when looked at."""
 
@@ -240,56 +221,96 @@ class ReadsAreSilent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReduceOps:
-    """Every selected collective reduces with one of these, spelt as in ``sum``, ``avg``."""
+class _EachSelected:
+    """Judges each selected collective by itself; a rank with none selected breaks the law unless it is alone."""
 
     select: Select
+
+    @property
+    def name(self) -> str:
+        """Describe the law."""
+        raise NotImplementedError
+
+    def breach(self, entry: Entry) -> str | None:
+        """Describe what is wrong with a collective; None where nothing is."""
+        raise NotImplementedError
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look at every selected collective of every rank."""
+        broken = blindness(evidence, (self.select,), Per.STEP)
+        num_looked_at = 0
+        for rank, ledger in ledgers(evidence):
+            picked = pick(self.select, ledger, evidence)
+            num_looked_at += len(picked)
+            if not picked and evidence.world_size > 1:
+                broken.append(f"rank {rank}: expected {self.select}, got none")
+            for entry in picked:
+                text = self.breach(entry)
+                if text is not None:
+                    broken.append(f"rank {rank} {when(entry)}: {text} in {entry.describe()}")
+        return rule(self.name, broken, held=f"all {num_looked_at} collectives do")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dtype(_EachSelected):
+    """Every selected collective of floats carries this dtype, spelt as in ``float32``; integers are bookkeeping."""
+
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.select} carries {self.dtype}"
+
+    def breach(self, entry: Entry) -> str | None:
+        is_wrong = "float" in entry.dtype and entry.dtype != self.dtype
+        return f"expected {self.dtype}, got {entry.dtype}" if is_wrong else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReduceOps(_EachSelected):
+    """Every selected collective reduces with one of these, spelt as in ``sum``, ``avg``."""
+
     allowed: tuple[str, ...]
 
     @property
     def name(self) -> str:
         return f"{self.select} reduces with {'/'.join(self.allowed)}"
 
-    def judge(self, evidence: Evidence) -> Ruling:
-        def breach(entry: Entry) -> str | None:
-            wanted = "/".join(self.allowed)
-            return None if entry.reduce_op in self.allowed else f"expected {wanted}, got {entry.reduce_op}"
-
-        return _each(self.name, self.select, evidence, breach)
+    def breach(self, entry: Entry) -> str | None:
+        wanted = "/".join(self.allowed)
+        return None if entry.reduce_op in self.allowed else f"expected {wanted}, got {entry.reduce_op}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asynchronous:
+class Asynchronous(_EachSelected):
     """Every selected collective is issued without blocking the rank, which waits for the result by itself."""
-
-    select: Select
 
     @property
     def name(self) -> str:
         return f"{self.select} is asynchronous"
 
-    def judge(self, evidence: Evidence) -> Ruling:
-        def breach(entry: Entry) -> str | None:
-            return None if entry.is_async else "expected a call that returns at once, got one that blocks"
-
-        return _each(self.name, self.select, evidence, breach)
+    def breach(self, entry: Entry) -> str | None:
+        return None if entry.is_async else "expected a call that returns at once, got one that blocks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllWaited:
+class AllWaited(_EachSelected):
     """Every selected result was waited for before the optimizer step of its step began.
 
     What is issued during the optimizer phase itself must be waited for within it.
     """
 
-    select: Select
-
     @property
     def name(self) -> str:
         return f"{self.select} is waited for before the optimizer step"
 
-    def judge(self, evidence: Evidence) -> Ruling:
-        return _each(self.name, self.select, evidence, _waits_too_late)
+    def breach(self, entry: Entry) -> str | None:
+        wait = entry.wait
+        if wait is None:
+            return "the result was never waited for"
+        if wait.step == entry.step and (wait.phase is not Phase.STEP or entry.phase is Phase.STEP):
+            return None
+        return f"expected a wait before the optimizer step, got one in {wait.phase} of step {wait.step}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,31 +353,6 @@ class _Tally:
 
     def _moments(self, evidence: Evidence) -> tuple[LoopStep, ...]:
         return self.select.moments(evidence.training.schedule, self.per)
-
-
-def _each(name: str, select: Select, evidence: Evidence, breach: Callable[[Entry], str | None]) -> Ruling:
-    """Rule on each selected entry by itself; a rank with none selected breaks the law unless it is alone."""
-    broken = blindness(evidence, (select,), Per.STEP)
-    num_looked_at = 0
-    for rank, ledger in ledgers(evidence):
-        picked = pick(select, ledger, evidence)
-        num_looked_at += len(picked)
-        if not picked and evidence.world_size > 1:
-            broken.append(f"rank {rank}: expected {select}, got none")
-        for entry in picked:
-            text = breach(entry)
-            if text is not None:
-                broken.append(f"rank {rank} {when(entry)}: {text} in {entry.describe()}")
-    return rule(name, broken, held=f"all {num_looked_at} collectives do")
-
-
-def _waits_too_late(entry: Entry) -> str | None:
-    wait = entry.wait
-    if wait is None:
-        return "the result was never waited for"
-    if wait.step == entry.step and (wait.phase is not Phase.STEP or entry.phase is Phase.STEP):
-        return None
-    return f"expected a wait before the optimizer step, got one in {wait.phase} of step {wait.step}"
 
 
 def _num_bytes(entries: Ledger) -> int:
