@@ -31,6 +31,7 @@ from shardproof.harness.runner.record_writer import (
 from shardproof.harness.runner.selection import NUM_ELSEWHERE
 from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.runner.trial import Trial
+from shardproof.harness.torch_compat.accelerators import require_device
 from shardproof.harness.worlds.processes.forkserver import NUM_SERVERS, warm_up
 from shardproof.harness.worlds.spec import ANY, Sizes, WorldKind
 
@@ -66,6 +67,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         try:
             if not is_launched(config.getoption("--world")):
                 refuse_launcher(os.environ)
+            if CELLS_ARE_CHOSEN not in config.stash:
+                for device in dict.fromkeys(cell.world.device for cell in config.stash[CELLS]):
+                    require_device(device)
         except UsageError as error:
             refuse(config, items, error)
     catalogue = collected([item.nodeid for item in items], config.args)

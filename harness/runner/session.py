@@ -111,8 +111,7 @@ class TrialSession:
     def _judged(self, case: Case, training: Training, cell: Cell, engine: EngineDescription) -> _Judged:
         """Judge what was seen under each schedule; the first that did not pass, else the first."""
         declared = engine.capabilities
-        is_shared = engine.needs_processes and cell.world.kind.shares_a_process
-        lacks = "a process for each rank (try --world processes:N)" if is_shared else ""
+        lacks = engine.lacks_in(cell.world)
         oracle = self._oracle(case, cell)
         found: list[_Judged] = []
         for seed, kept in self._archive.observations(

@@ -56,7 +56,7 @@ class WatchedWork(dist.Work):
 
     def __del__(self) -> None:
         """Stay for C++, which may still hold the other half, but without the tensors, once Python has let go."""
-        if self._is_over and self._valuer is not None:  # else a device may still be at it
+        if self._is_over:
             self._inner = _Over()
         self._works.keep(self)
 
@@ -103,7 +103,7 @@ class WatchedWork(dist.Work):
         is_completed = self._inner.is_completed()
         if is_completed:
             self._begin(is_over=True)
-            self._is_over = True
+            self._is_over = self._valuer is not None  # streams of a device have yet to wait
         return is_completed
 
     def is_success(self) -> bool:
@@ -128,7 +128,7 @@ class WatchedWork(dist.Work):
 
 
 class _Over(dist.Work):
-    """What is left of a work on a CPU that is over and that only C++ may hold: it can wait again, and no more."""
+    """What is left of a work that is over and that only C++ may hold: it can wait again, and no more."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
