@@ -45,6 +45,19 @@ Tensors flat(const Lists& lists) {
   return all;
 }
 
+template <class Value>
+Value times(const Value& value, const at::Scalar& factor) {
+  if constexpr (std::is_same_v<Value, Tensor>) {
+    return value.mul(factor);
+  } else {
+    Value found;
+    for (const auto& each : value) {
+      found.push_back(times(each, factor));
+    }
+    return found;
+  }
+}
+
 // The work of gloo, whose results are the device's tensors.
 struct DeviceWork final : c10d::Work {
   DeviceWork(Works inner, Tensors outputs)
@@ -201,8 +214,33 @@ struct DeviceBackend final : c10d::Backend {
   template <class Method, class Outputs, class... Others>
   Works call(Method method, Outputs& outputs, Others&... others) {
     auto arguments = std::make_tuple(over(outputs), over(others)...);
+    auto& options = std::get<sizeof...(Others)>(arguments);
+    if constexpr (requires { options.reduceOp; }) {
+      multiply(std::get<sizeof...(Others) - 1>(arguments), options, sizeof...(Others) == 1);
+    }
     auto work = std::apply([&](auto&... given) { return (inner.get()->*method)(given...); }, arguments);
     return c10::make_intrusive<DeviceWork>(std::move(work), flat(outputs));
+  }
+
+  // Multiply what is to be summed, as gloo does not: in place where the sum goes, else in a copy.
+  template <class Summed, class Options>
+  static void multiply(Summed& summed, Options& options, bool is_in_place) {
+    if (options.reduceOp != c10d::ReduceOp::PREMUL_SUM) {
+      return;
+    }
+    const auto* given = static_cast<const c10d::PreMulSumSupplement*>(options.reduceOp.supplement_.get());
+    const at::Scalar factor =
+        given->tensor_factor.defined() ? over(given->tensor_factor).item() : at::Scalar(given->double_factor);
+    auto product = times(summed, factor);
+    if (is_in_place) {
+      const auto to = flat(summed), from = flat(product);
+      for (size_t i = 0; i < to.size(); ++i) {
+        to[i].copy_(from[i]);
+      }
+    } else {
+      summed = std::move(product);
+    }
+    options.reduceOp = c10d::ReduceOp::SUM;
   }
 
   c10::intrusive_ptr<c10d::Backend> inner;

@@ -47,7 +47,8 @@ class WatchedWork(dist.Work):
     ) -> None:
         super().__init__()
         # C++ may ask a work for single numbers when it is over and all others have let go of them, as DDP's join does.
-        self._numbers = [*outputs] if sum(t.numel() for t in outputs) == 1 else None
+        is_asked = valuer is not None and sum(t.numel() for t in outputs) == 1
+        self._numbers = [*outputs] if is_asked else None
         self._inner = inner
         self._hearing = hearing
         self._works = works
