@@ -53,9 +53,8 @@ REDUCTIONS = Overlaps(
 )
 of_waits = pytest.mark.kills("WaitsForEachGather", "WaitsWhereItGathers")
 of_lists = pytest.mark.kills("NeverPrefetches", "PrefetchesOneTooFew", "PrefetchesTheUnitAfterNext")
-not_on_cuda = pytest.mark.device(
-    "!cuda"
-)  # there the watch has yet to be seen at work; `--thorough` asks for it
+# There the watch has yet to be seen at work; `--thorough` asks for it.
+not_on_cuda = pytest.mark.device("!cuda")
 
 
 @not_on_cuda

@@ -68,9 +68,8 @@ of_several_units = pytest.mark.kills(
     "FreesTheCopiedBuffer",
     "RefillsTheReduceInput",
 )
-not_on_cuda = pytest.mark.device(
-    "!cuda"
-)  # there the watch has yet to be seen at work; `--thorough` asks for it
+# There the watch has yet to be seen at work; `--thorough` asks for it.
+not_on_cuda = pytest.mark.device("!cuda")
 of_four = pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 
 

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/ops/copy.h>
 #include <c10/core/CPUAllocator.h>
 #include <torch/library.h>
@@ -27,6 +28,8 @@ at::Tensor tensor_over(c10::Storage storage, c10::DispatchKey key, const at::Ten
   if (like.unsafeGetTensorImpl()->is_wrapped_number()) {
     impl->set_wrapped_number(true);
   }
+  tensor._set_conj(like.is_conj());
+  tensor._set_neg(like.is_neg());
   return tensor;
 }
 
@@ -202,6 +205,10 @@ at::Tensor& set_like(at::Tensor& self, const at::Tensor& source) {
   return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 
+bool is_of_one_form(const at::Tensor&, const at::Tensor& other) {
+  return other.layout() == c10::kStrided; // so that a parameter that moves here stays the parameter that it was
+}
+
 void record_stream(at::Tensor&, c10::Stream) {} // memory is released at once, and by then its work is done
 
 } // namespace
@@ -224,6 +231,32 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", &set_whole_storage);
   m.impl("set_.source_Tensor", &set_like);
   m.impl("record_stream", &record_stream);
+  m.impl("_has_compatible_shallow_copy_type", &is_of_one_form);
+  // What torch would take apart for a device that it does not know.
+  m.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&call_on_cpu>());
+  m.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&call_on_cpu>());
+}
+
+// A copy takes care of these bits itself, as it does on a CPU.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFallthrough());
+}
+
+// Of what autocast rounds, what models of tests use.
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(addmm, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(mm, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(bmm, lower_precision_fp)
 }
 
 } // namespace hostmem
