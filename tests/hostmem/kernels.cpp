@@ -21,8 +21,12 @@ namespace {
 
 constexpr auto kDevice = c10::DeviceType::PrivateUse1;
 
-at::Tensor tensor_over(c10::Storage storage, c10::DispatchKey key, const at::Tensor& like) {
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype());
+// Return a tensor of a form; with keys of a base it is a view, which inference mode leaves as the base is.
+at::Tensor tensor_over(
+    c10::Storage storage, c10::DispatchKey key, const at::Tensor& like, c10::DispatchKeySet of_base = {}) {
+  auto tensor = of_base.empty()
+      ? at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype())
+      : at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, std::move(storage), of_base, like.dtype());
   auto* impl = tensor.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
   if (like.unsafeGetTensorImpl()->is_wrapped_number()) {
@@ -66,7 +70,7 @@ class Borrowing {
               at::DataPtr(storage.mutable_data(), c10::Device(c10::kCPU)),
               c10::GetCPUAllocator(),
               true));
-      lent_.emplace(borrowed.unsafeGetStorageImpl(), storage);
+      lent_.emplace(borrowed.unsafeGetStorageImpl(), Lent{storage, given.key_set()});
     }
     auto tensor = tensor_over(borrowed, c10::DispatchKey::CPU, given);
     originals_.emplace(tensor.unsafeGetTensorImpl(), given);
@@ -101,7 +105,8 @@ class Borrowing {
 
   // Let arguments have the sizes and the memory that their likes on the CPU got, as `out` of an operator does.
   void write_back() {
-    for (const auto& [cpu, storage] : lent_) {
+    for (const auto& [cpu, lent] : lent_) {
+      const auto& storage = lent.storage;
       if (cpu->data() != storage.data()) {
         auto owned = c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(cpu));
         storage.unsafeGetStorageImpl()->set_data_ptr_noswap(taken(owned, storage.device()));
@@ -131,10 +136,10 @@ class Borrowing {
       c10::Device device = device_.has_index() ? device_ : c10::Device(kDevice, current_device());
       auto storage = c10::Storage(c10::make_intrusive<c10::StorageImpl>(
           c10::StorageImpl::use_byte_size_t(), cpu->nbytes(), taken(result.storage(), device), allocator(), true));
-      found = lent_.emplace(cpu, storage).first;
+      found = lent_.emplace(cpu, Lent{storage, {}}).first;
       kept_.push_back(result);
     }
-    return tensor_over(found->second, c10::DispatchKey::PrivateUse1, result);
+    return tensor_over(found->second.storage, c10::DispatchKey::PrivateUse1, result, found->second.keys);
   }
 
   c10::IValue on_device(const c10::IValue& value) {
@@ -152,9 +157,14 @@ class Borrowing {
   }
 
  private:
+  struct Lent {
+    c10::Storage storage;
+    c10::DispatchKeySet keys; // of the argument; none where the memory is a result's
+  };
+
   c10::Device device_ = c10::Device(kDevice);
   std::unordered_map<c10::StorageImpl*, c10::Storage> borrowed_; // by the device's storage
-  std::unordered_map<c10::StorageImpl*, c10::Storage> lent_; // by the CPU's
+  std::unordered_map<c10::StorageImpl*, Lent> lent_; // by the CPU's
   std::unordered_map<c10::TensorImpl*, at::Tensor> originals_; // by the CPU's
   std::vector<at::Tensor> arguments_, kept_;
 };
