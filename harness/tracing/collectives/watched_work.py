@@ -47,8 +47,7 @@ class WatchedWork(dist.Work):
     ) -> None:
         super().__init__()
         # C++ may ask a work for single numbers when it is over and all others have let go of them, as DDP's join does.
-        is_asked = valuer is not None and sum(t.numel() for t in outputs) == 1
-        self._numbers = [*outputs] if is_asked else None
+        self._numbers = [*outputs] if sum(t.numel() for t in outputs) == 1 else None
         self._inner = inner
         self._hearing = hearing
         self._works = works
@@ -70,11 +69,11 @@ class WatchedWork(dist.Work):
         return waited
 
     def get_future(self) -> Any:
+        if self._is_over and self._numbers is not None:
+            numbers: torch.futures.Future[Any] = torch.futures.Future()
+            numbers.set_result(self._numbers)
+            return numbers
         if self._valuer is not None:
-            if self._is_over and self._numbers is not None:
-                numbers: torch.futures.Future[Any] = torch.futures.Future()
-                numbers.set_result(self._numbers)
-                return numbers
             future = late_future(self, self._valuer(self._inner))
             if self._is_over:  # its taker has waited, and need not wait again
                 future.come()
