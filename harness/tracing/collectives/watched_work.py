@@ -125,6 +125,9 @@ class WatchedWork(dist.Work):
     def _end(self) -> None:
         self._hearing.over()
         self._is_over = True
+        if self._numbers is not None:
+            with inside_backend():  # copies, which no census counts: the engine's own it may let go of
+                self._numbers = [number.detach().clone() for number in self._numbers]
 
 
 class _Over(dist.Work):
