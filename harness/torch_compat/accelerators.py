@@ -13,7 +13,15 @@ import torch.distributed as dist
 
 from shardproof.harness.errors import UsageError
 
-__all__ = ["backends_for", "is_here", "num_devices", "require_device", "seed_device", "take_device"]
+__all__ = [
+    "backends_for",
+    "device_of_rank",
+    "is_here",
+    "make_current",
+    "num_devices",
+    "require_device",
+    "seed_device",
+]
 
 
 def num_devices(kind: str) -> int:
@@ -68,16 +76,15 @@ def backends_for(kind: str) -> str:
     return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{_backend(kind)}"
 
 
-def take_device(kind: str, local_rank: int) -> torch.device:
-    """Return a rank's device, and make an accelerator the process's current one.
+def device_of_rank(kind: str, local_rank: int) -> torch.device:
+    """Return a rank's device; a launcher may show each process its own device alone, which is the first then."""
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, local_rank % (num_devices(kind) or 1))
 
-    A launcher may show each process its own device alone: then it is the first.
-    """
-    if kind == "cpu":
-        return torch.device("cpu")
-    device = torch.device(kind, local_rank % num_devices(kind))
-    _module(kind).set_device(device)
-    return device
+
+def make_current(device: torch.device) -> None:
+    """Make an accelerator the process's current one."""
+    if device.type != "cpu":
+        _module(device.type).set_device(device)
 
 
 def seed_device(kind: str, seed: int) -> None:

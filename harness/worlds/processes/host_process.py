@@ -18,7 +18,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from shardproof.harness.torch_compat.accelerators import backends_for, take_device
+from shardproof.harness.torch_compat.accelerators import backends_for, device_of_rank, make_current
 from shardproof.harness.torch_compat.process_groups import FileStore, HashStore, Store, TCPStore
 from shardproof.harness.tracing.collectives.interception import Interceptor, standing_in_c10d
 from shardproof.harness.tracing.current_rank import bind_rank, current_rank
@@ -104,10 +104,11 @@ def _host_process(link: SupervisorLink, spec: HostSpec) -> None:
     world, (rank,) = spec.world, spec.ranks
     recorders: list[Recorder] = []
     os.environ.update(spec.environment)
-    device = take_device(world.device, int(spec.environment["LOCAL_RANK"]))
+    device = device_of_rank(world.device, int(spec.environment["LOCAL_RANK"]))
 
     def enter() -> None:
         if not dist.is_initialized():
+            make_current(device)
             _join(world, backends_for(world.device), _store(spec), rank)
 
     door = Interceptor(
