@@ -79,7 +79,7 @@ def test_clips_a_mixture_of_shards_and_replicas(bench: Bench, norm_type: float) 
 @expects(*CLIPPED)
 def test_counts_what_it_ignores_once(bench: Bench, norm_type: float) -> None:
     """The wrapper ignores the head, whose gradients the ranks make equal themselves."""
-    model = tower()
+    model = tower().to(bench.device)
     head = model.head
     _clip_to_a_quarter(bench, bench.wrapped(model, ignored_states=[head]), norm_type, by_hand=head)
 

@@ -53,12 +53,18 @@ class WatchedWork(dist.Work):
         self._works = works
         self._valuer = valuer
         self._is_over = False
+        self._is_taken = False
 
     def __del__(self) -> None:
         """Stay for C++, which may still hold the other half, but without the tensors, once Python has let go."""
         if self._is_over:
             self._inner = _Over()
         self._works.keep(self)
+
+    def let_go(self) -> None:
+        """Let go of the tensors of a work on a device whose future was taken, once the device is through with it."""
+        if self._is_taken and self._inner.is_completed():
+            self._inner, self._is_taken = _Over(), False
 
     # Any below: dist.Work's own methods are untyped where they hand tensors back.
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -79,6 +85,7 @@ class WatchedWork(dist.Work):
                 future.come()
             return future
         self._begin(is_over=None)
+        self._is_taken = True
         own = self._inner.get_future()
         if own.done():
             self._end()
@@ -152,6 +159,8 @@ class Works:
         outputs: Sequence[torch.Tensor] = (),
     ) -> WatchedWork:
         """Return a work that stands for ``inner``, and keep it until it is waited for."""
+        for kept in tuple(self._kept):
+            kept.let_go()
         work = WatchedWork(inner, hearing, self, valuer, outputs)
         self._waiting[id(work)] = work
         return work
