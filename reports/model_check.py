@@ -97,8 +97,8 @@ def _beyond(run: Run, world: str) -> Iterator[str]:
         yield "order of streams and lifetimes of memory (--thorough)"
     if world.startswith("threads"):
         yield "ranks as processes (--world processes:2)"
-    if not world.endswith("cuda"):
-        yield "GPUs"
+    if world.count(":") < 2:
+        yield "GPUs and other accelerators"
     yield "other numbers of ranks, steps and rows; speed"
 
 

@@ -85,7 +85,8 @@ class Claims:
 
         The loss is weighed so that its mean over ranks is a sum of integers: exact in every world.
         """
-        output: torch.Tensor = root(batch(self.rank, step, dtype))
+        rows = batch(self.rank, step, dtype).to(next(root.parameters()).device)
+        output: torch.Tensor = root(rows)
         (output.sum() * self.size).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return output
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -69,12 +70,19 @@ class DistributedDataParallelEngine(Engine):
         ddp = DistributedDataParallel(
             model,
             process_group=mesh.get_group(),
+            device_ids=_device_ids(model),
             find_unused_parameters=finds_unused,
             bucket_cap_mb=None if plan.bucket_bytes is None else plan.bucket_bytes / 2**20,
             **_buffer_options(plan),
             **self.options,
         )
         return self.prepared_type(ddp, named=model)
+
+
+def _device_ids(model: nn.Module) -> list[torch.device] | None:
+    """Return the accelerator that the model is on: DDP then moves inputs there, as scripts have it do."""
+    device = next(model.parameters()).device
+    return [device] if device.index is not None else None
 
 
 def _buffer_options(plan: Plan) -> dict[str, Any]:

@@ -161,7 +161,7 @@ class KeepsTheModelInArrays(ReferenceEngine):
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        wholes = [bytes(parameter.detach().numpy()) for parameter in model.parameters()]
+        wholes = [bytes(parameter.detach().cpu().numpy()) for parameter in model.parameters()]
         prepared = super().prepare(model, plan, mesh)
         prepared.module.register_forward_pre_hook(lambda *_: _look(wholes))
         return prepared

@@ -213,6 +213,10 @@ def _manage(
         for own, cut in by_mesh.items()
     )
     _keep_sharded_in_state_dicts(groups)
+    for module in _unmanaged_modules(modules):
+        for buffer in module.buffers(recurse=False):
+            if buffer.device.type not in {device.type, "meta"}:
+                buffer.data = buffer.to(device)
     # The modules keep their state.
     FSDPState(modules, groups, device=device, dtypes=dtypes, reshard_after_forward=reshard)
     for module in modules:

@@ -211,11 +211,13 @@ def _marks_of_parameters(definition: pytest.Item) -> list[PytestMark]:
 
 
 def _is_here(world: str) -> bool:
-    if WorldSpec.parse(world).device == "cpu":
+    device = WorldSpec.parse(world).device
+    if device == "cpu":
         return True
-    import torch  # here, because only who collects cases needs it
+    # Here, because it imports torch, which only who collects cases needs.
+    from shardproof.harness.torch_compat.accelerators import is_here
 
-    return torch.cuda.is_available()
+    return is_here(device)
 
 
 def _is_placeholder(item: pytest.Item) -> bool:

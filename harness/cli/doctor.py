@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shardproof.engine.registry import EngineNotFoundError, known_engines, what_is_missing
 from shardproof.harness.runner.engines import describe
+from shardproof.harness.torch_compat.accelerators import num_devices
 from shardproof.harness.torch_compat.releases import TESTED, minor, remark
 from shardproof.harness.worlds.launch import launch
 from shardproof.harness.worlds.outcome import Returned
@@ -37,17 +38,16 @@ class Finding:
 def examine() -> list[Finding]:
     """Check versions and disk, and run a two-rank world of each kind that this machine should manage."""
     specs = [WorldSpec(kind=kind, size=2, deadline_s=30.0) for kind in OWN_KINDS]
-    if torch.cuda.is_available():
-        num_gpus = torch.cuda.device_count()
-        specs.append(
-            WorldSpec(kind=WorldKind.PROCESSES, size=min(2, num_gpus), device="cuda", deadline_s=60.0)
-        )
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        size = min(2, num_devices(accelerator.type))
+        specs.append(WorldSpec(kind=WorldKind.PROCESSES, size=size, device=accelerator.type, deadline_s=60.0))
     worlds = [_world(spec) for spec in specs]
     return [
         _python(),
         _torch(),
         _disk(),
-        _gpus(),
+        _accelerators(accelerator),
         _leftovers(),
         *worlds,
         *(_engine(name) for name in sorted(known_engines()) if not what_is_missing(name)),
@@ -83,9 +83,9 @@ def _disk() -> Finding:
     return Finding(what="disk", is_ok=free >= _NEEDS_FREE_BYTES, detail=detail)
 
 
-def _gpus() -> Finding:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return Finding(what="gpus", is_ok=True, detail=f"{count} (worlds on the CPU need none)")
+def _accelerators(kind: torch.device | None) -> Finding:
+    found = "none" if kind is None else f"{num_devices(kind.type)} of {kind.type}"
+    return Finding(what="accelerators", is_ok=True, detail=f"{found} (worlds on the CPU need none)")
 
 
 def _engine(name: str) -> Finding:

@@ -15,6 +15,7 @@ from shardproof.engine.registry import EngineNotFoundError, resolve
 from shardproof.harness.errors import UnreadableError
 from shardproof.harness.tracing.codec import UNREADABLE, decode, encode
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
+from shardproof.harness.worlds.spec import DEVICES_OF_CUDA, WorldSpec
 
 __all__ = ["EngineDescription", "Engines", "describe", "examine", "keep_description", "load_description"]
 
@@ -36,6 +37,14 @@ class EngineDescription:
     needs_processes: bool = False
     known_as: str = ""
     known_version: str = ""
+
+    def lacks_in(self, world: WorldSpec) -> str:
+        """Return what a world lacks for this engine, and what to try; an empty text where it lacks nothing."""
+        if self.needs_processes and world.kind.shares_a_process:
+            return "a process for each rank (try --world processes:N)"
+        if self.insists_on_cuda and world.device not in DEVICES_OF_CUDA:
+            return "CUDA, or a CPU with a stand-in for it (try --world processes:N)"
+        return ""
 
     def version_on(self, device: str) -> str:
         """Name the release as a record shows it, with a stand-in for torch.cuda where there was one."""

@@ -31,6 +31,8 @@ from shardproof.harness.runner.record_writer import (
 from shardproof.harness.runner.selection import NUM_ELSEWHERE
 from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.runner.trial import Trial
+from shardproof.harness.torch_compat.accelerators import require_device
+from shardproof.harness.verdicts.known_failures import matches
 from shardproof.harness.worlds.processes.forkserver import warm_up
 from shardproof.harness.worlds.spec import ANY, Sizes, WorldKind
 
@@ -66,6 +68,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         try:
             if not is_launched(config.getoption("--world")):
                 refuse_launcher(os.environ)
+            if CELLS_ARE_CHOSEN not in config.stash:
+                for device in dict.fromkeys(cell.world.device for cell in config.stash[CELLS]):
+                    require_device(device)
         except UsageError as error:
             refuse(config, items, error)
     catalogue = collected([item.nodeid for item in items], config.args)
@@ -128,7 +133,7 @@ def trial(request: pytest.FixtureRequest, trial_session: TrialSession, cell: Cel
             cell.world, deadline_s=max(1.0, min(cell.world.deadline_s, limit - _BEFORE_TIMEOUT_S))
         )
         cell = replace(cell, world=world)
-    return Trial(trial_session, cell, request.node)
+    return Trial(trial_session, cell, request.node, lacks=_lacking_device(request.node, cell))
 
 
 @pytest.fixture(scope="session")
@@ -159,9 +164,21 @@ def _why_senseless(item: pytest.Item) -> str:
     if cell is None or cell.is_placeholder:
         return ""
     sizes: list[Sizes] = [marker.args[0] for marker in item.iter_markers("worlds")] or [ANY]
-    devices = {marker.args[0] for marker in item.iter_markers("device")} - {cell.world.device}
-    needs = [*(s.name for s in sizes if not s.suits(cell.world)), *(f"the device {d}" for d in devices)]
+    needs = [s.name for s in sizes if not s.suits(cell.world)]
+    # On an accelerator the run says what it lacks; on a CPU, where most run, nothing is missed.
+    if cell.world.device == "cpu" and (device := _lacking_device(item, cell)):
+        needs.append(device)
     return f"needs {needs[0]}" if needs else ""
+
+
+def _lacking_device(item: pytest.Item, cell: Cell) -> str:
+    patterns = [marker.args[0] for marker in item.iter_markers("device")]
+    lacking = next((p for p in patterns if not matches(p, cell.world.device)), "")
+    return (
+        f"another device than {lacking[1:]}"
+        if lacking.startswith("!")
+        else lacking and f"the device {lacking}"
+    )
 
 
 def _cell(item: pytest.Item) -> Cell | None:

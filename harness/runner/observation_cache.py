@@ -213,7 +213,7 @@ class ObservationCache:
         require(*_features(training, cell))
         keep_description(describe(cell.engine), folder)
         job = (drive_rank, training, cell.engine)
-        # Starting ranks is cheap on the CPU, where a fresh world per case shares nothing; on CUDA it is dear.
+        # Starting ranks is cheap on the CPU, where a fresh world per case shares nothing; on a device it is dear.
         if cell.world.device == "cpu":
             explore(cell.world, seeds, *job, folder=folder)
         else:

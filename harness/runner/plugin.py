@@ -40,7 +40,7 @@ EXPECTATIONS = pytest.StashKey[Expectations | None]()
 
 _MARKS = (
     "worlds(sizes): the worlds that a case makes sense for",
-    "device(name): the only device that can show what a case asks",
+    "device(name): the device that alone can show what a case asks, or !name for all but one",
     "rows(id, ...): the upstream tests that a case stands for",
     "api(name, ...): the names of FullyShardedDataParallel's interface that a case stands for",
     "kills(mutant, ..., world=None): the mutants that a case must kill, in one world or in the first that suits it",

@@ -50,9 +50,10 @@ class TrialSession:
         self._archive = ObservationCache(source)
         self._keeps_all = source.is_replay or source.keep is Keep.ALL
 
-    def run(self, case: Case, cell: Cell, *, suite: str, command: str) -> Record:
+    def run(self, case: Case, cell: Cell, *, suite: str, command: str, lacks: str = "") -> Record:
         """Judge one case in one cell; our own errors become the verdict ERRORED, the caller's are raised.
 
+        A case that needs what the world ``lacks`` is not run.
         Raises UnreadableError if observations are only read again, and these cannot be read.
         """
         started = time.monotonic()
@@ -62,7 +63,11 @@ class TrialSession:
         if not training.needs <= engine.capabilities:
             training = unexercised(training)  # what it would call plays no part in whether a plan is refused
         try:
-            found = self._judged(case, training, cell, engine)
+            found = (
+                _unsupported(lacks, self._effort.seed)
+                if lacks
+                else self._judged(case, training, cell, engine)
+            )
         except Exception as error:  # whatever breaks here is ours, and must not stop the other cases
             if isinstance(error, LostHostError) or (
                 isinstance(error, UsageError) and not self._is_fresh(error)
@@ -112,8 +117,7 @@ class TrialSession:
     def _judged(self, case: Case, training: Training, cell: Cell, engine: EngineDescription) -> _Judged:
         """Judge what was seen under each schedule; the first that did not pass, else the first."""
         declared = engine.capabilities
-        is_shared = engine.needs_processes and cell.world.kind.shares_a_process
-        lacks = "a process for each rank (try --world processes:N)" if is_shared else ""
+        lacks = engine.lacks_in(cell.world)
         oracle = self._oracle(case, cell)
         found: list[_Judged] = []
         for seed, kept in self._archive.observations(
@@ -159,6 +163,11 @@ class TrialSession:
         return replace(
             judgement, headline=f"{judgement.headline}; {summaries}", laws=(*judgement.laws, *races)
         )
+
+
+def _unsupported(lacks: str, seed: int) -> _Judged:
+    headline = f"needs {lacks}, which this world lacks; not run"
+    return _Judged(judgement=Judgement(verdict=Verdict.UNSUPPORTED, headline=headline), seed=seed)
 
 
 def _data_size(case: Case, cell: Cell) -> int:

@@ -33,10 +33,11 @@ _SHOWN_LINES = 20  # of what the ranks printed; the record has more
 class Trial:
     """What a suite's test is given: one engine in one world, and the means to hold it to laws."""
 
-    def __init__(self, session: TrialSession, cell: Cell, item: pytest.Item) -> None:
+    def __init__(self, session: TrialSession, cell: Cell, item: pytest.Item, *, lacks: str = "") -> None:
         self._session = session
         self._cell = cell
         self._item = item
+        self._lacks = lacks  # what the case needs and the world has not
         self._expectations = item.config.stash[EXPECTATIONS]
 
     @property
@@ -69,7 +70,8 @@ class Trial:
             )
         case = Case(id=node.case, training=training, laws=laws, refusal=refusal)
         try:
-            judged = self._session.run(case, self._cell, suite=node.suite, command=self._command(node))
+            command = self._command(node)
+            judged = self._session.run(case, self._cell, suite=node.suite, command=command, lacks=self._lacks)
         except UnreadableError as error:
             self._item.user_properties.append((NOT_JUDGED_PROPERTY, error.why))
             pytest.fail(f"not judged again: {error}", pytrace=False)

@@ -117,7 +117,8 @@ def device_kernel(operator: Any, device_type: str) -> Callable[..., Any] | None:
 
     None where there is no such kernel.
     """
-    key = device_type.upper()
+    key_of = optional("torch._C:_dispatch_key_for_device")
+    key = device_type.upper() if key_of is None else key_of(device_type)
     try:
         kernel: Any = torch.library.get_kernel(operator, key)
     except RuntimeError:

@@ -103,6 +103,11 @@ NAMES = (
         without=Feature.COLLECTIVES,
     ),
     PrivateName(
+        path="torch._C:_dispatch_key_for_device",
+        use="names the key of the kernels of a maker's device",
+        without="operators of a library on accelerators other than CUDA are looked at as a whole",
+    ),
+    PrivateName(
         path="torch._C:_ExcludeDispatchKeyGuard",
         use="writes results as a backend does, unseen by autograd and version counters",
         without=Feature.THREADS,

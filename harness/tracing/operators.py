@@ -142,7 +142,7 @@ class OperatorMode(_Mode or object):  # type: ignore[misc]  # a class of Any
 def _kernel(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
     """Return what calls the kernel of the device that the arguments are on."""
     devices = {tensor.device.type for tensor in _tensors((*args, *kwargs.values()))}
-    return device_kernel(func, "cuda" if "cuda" in devices else "cpu")
+    return device_kernel(func, next(iter(devices - {"cpu"}), "cpu"))
 
 
 class _Operator(NamedTuple):

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from shardproof.harness.torch_compat.accelerators import seed_device
 from shardproof.harness.torch_compat.private_names import optional
 
 __all__ = ["Seeds", "drawing_in", "has_drawn"]
@@ -41,8 +42,7 @@ class Seeds:
         seed = int.from_bytes(hashlib.sha256(place.encode()).digest()[:6], "big")
         # Not torch.manual_seed: it queues a call with its stack for each kind of device that is not there.
         torch.default_generator.manual_seed(seed)
-        if device == "cuda":
-            torch.cuda.manual_seed(seed)
+        seed_device(device, seed)
 
 
 @contextmanager

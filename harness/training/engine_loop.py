@@ -54,6 +54,7 @@ from shardproof.harness.training.reads import calling, read_declared, read_gradi
 from shardproof.harness.training.watches import Watches, watching
 from shardproof.harness.worlds.exception_outcome import kind_of, text_of
 from shardproof.harness.worlds.rank import RankContext
+from shardproof.harness.worlds.spec import DEVICES_OF_CUDA
 
 __all__ = ["drive_rank", "train"]
 
@@ -74,6 +75,8 @@ def drive_rank(context: RankContext, training: Training, engine: str) -> str | N
     adapter = resolve(engine)
     if adapter.needs_processes and context.shares_a_process:
         return "NeedsProcesses: ranks of this world are threads of one process"
+    if adapter.insists_on_cuda and context.device.type not in DEVICES_OF_CUDA:
+        return f"NeedsCuda: ranks of this world are on {context.device.type}"
     is_measured = Watch.ALLOCATOR in training.watch and not context.shares_a_process
     census = Census(context.recorder, is_process_measured=is_measured) if training.is_counted else None
     schedule = training.schedule

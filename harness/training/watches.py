@@ -44,10 +44,11 @@ def watching(
 def watched_streams(recorder: Recorder, device_type: str = "cpu") -> Iterator[RaceDetector]:
     """Watch the calling thread's rank until exit; `observing_operators` reports the operators.
 
-    On a CPU its streams are ones that remember; on CUDA they are its own, and torch tells of them.
+    On CUDA its streams are its own, and torch tells of them; elsewhere they are ones that remember, in place of those
+    of the device's module.
     """
     of_device: AbstractContextManager[RaceDetector] = (
-        watched_cuda_streams(recorder) if device_type == "cuda" else _remembering(recorder)
+        watched_cuda_streams(recorder) if device_type == "cuda" else _remembering(recorder, device_type)
     )
     with of_device as watch:
         set_watch(watch)
@@ -58,6 +59,8 @@ def watched_streams(recorder: Recorder, device_type: str = "cpu") -> Iterator[Ra
 
 
 @contextmanager
-def _remembering(recorder: Recorder) -> Iterator[RaceDetector]:
-    with tracked_streams():
-        yield RaceDetector(recorder)
+def _remembering(recorder: Recorder, device_type: str) -> Iterator[RaceDetector]:
+    with tracked_streams(device_type):
+        watch = RaceDetector(recorder)
+        watch.device_type = device_type
+        yield watch

@@ -113,6 +113,11 @@ def matches(pattern: str, text: str) -> bool:
     return fnmatchcase(text, pattern.replace("[", "[[]"))
 
 
+def matches_world(pattern: str, world: str) -> bool:
+    """Match a world's spelling; a pattern that names no device, as ``*:2``, is of worlds on any device."""
+    return matches(pattern, world if pattern.count(":") > 1 else ":".join(world.split(":")[:2]))
+
+
 def is_refused_throughout(entry: Expectation, records: Sequence[Record]) -> bool:
     """Return whether an entry bears on records, and each of them is a refusal."""
     return {record.verdict for record in records if _concerns(entry, record)} == {Verdict.UNSUPPORTED}
@@ -142,7 +147,7 @@ def _concerns(entry: Expectation, record: Record) -> bool:
     return (
         entry.engine in releases
         and matches(entry.case, record.case)
-        and matches(entry.world, record.world)
+        and matches_world(entry.world, record.world)
         and fit(entry.version, releases[entry.engine]) is Fit.MEETS
     )
 
@@ -195,7 +200,7 @@ def _unused(entry: Expectation, today: str, ran: Ran) -> UnusedExpectation | Non
 
 def _idle_on_cases(entry: Expectation, ran: Ran) -> UnusedExpectation | None:
     is_whole = ran.catalogue.is_whole
-    if not any(matches(entry.world, world) for world in ran.worlds):
+    if not any(matches_world(entry.world, world) for world in ran.worlds):
         return _idle(entry, f"no world of this run is like '{entry.world}'")
     if not any(matches(entry.case, case) for case in ran.catalogue.cases):
         if is_whole:

@@ -178,11 +178,13 @@ def _case(table: Mapping[str, Any], what: str) -> str:
 def _world(table: Mapping[str, Any], what: str) -> str:
     pattern = _text(table, "world", what, default="*")
     sizes = (*range(1, MAX_RANKS + 1), *(2**n for n in range(7, 17)))
-    spellings = (f"{kind}:{size}{device}" for kind in WorldKind for size in sizes for device in ("", ":cuda"))
+    named = [part for part in pattern.split(":")[2:] if part.isidentifier()]  # else any device will do
+    devices = ("", f":{(named or ['cuda'])[0]}")
+    spellings = (f"{kind}:{size}{device}" for kind in WorldKind for size in sizes for device in devices)
     if not any(matches(pattern, spelling) for spelling in spellings):
         raise UsageError(
             f"{what}: world",
-            expected="a glob on KIND:SIZE",
+            expected="a glob on KIND:SIZE or KIND:SIZE:DEVICE",
             got=repr(pattern),
             hint="'threads:*', '*:1' or '!*:1'",
         )

@@ -11,6 +11,7 @@ from typing import Any
 from zlib import crc32
 
 from shardproof.harness.errors import LostHostError, UsageError
+from shardproof.harness.torch_compat.accelerators import require_device
 from shardproof.harness.torch_compat.process_groups import TCPStore
 from shardproof.harness.tracing.journal import read_journal
 from shardproof.harness.worlds.launched.cluster import Cluster, cluster
@@ -66,6 +67,7 @@ class World:
     """The processes of one world, alive between jobs until closed or until a job fails."""
 
     def __init__(self, spec: WorldSpec, folder: Path) -> None:
+        require_device(spec.device)
         folder.mkdir(parents=True, exist_ok=True)
         self.spec = spec
         shares = [spec.ranks] if spec.kind.shares_a_process else [(rank,) for rank in spec.ranks]

@@ -20,7 +20,7 @@ class WorldKind(StrEnum):
     """How ranks live."""
 
     THREADS = "threads"  # threads of one killable process, over our own in-memory collectives
-    PROCESSES = "processes"  # a process each, over gloo on cpu and nccl on cuda
+    PROCESSES = "processes"  # a process each, over gloo on a CPU, over the own backend of other devices
     LAUNCHED = (
         "launched"  # as processes, each beside one that torchrun or srun started, on any number of hosts
     )
@@ -32,6 +32,8 @@ class WorldKind(StrEnum):
         return self in {WorldKind.THREADS, WorldKind.SIMULATED}
 
 
+# Of engines that insist on CUDA: the CPU has a stand-in for it.
+DEVICES_OF_CUDA = ("cpu", "cuda")
 OWN_KINDS = (WorldKind.THREADS, WorldKind.PROCESSES)  # those that exchange data and need no launcher
 
 
@@ -77,13 +79,13 @@ class WorldSpec:
 
     @classmethod
     def parse(cls, text: str, *, deadline_s: float = 60.0) -> WorldSpec:
-        """Read ``threads:4``, ``processes:2`` or ``processes:2:cuda``; raises UsageError for the rest.
+        """Read ``threads:4``, ``processes:2`` or ``processes:2:DEVICE``; raises UsageError for the rest.
 
         ``launched`` has the size that the launcher of this process gave.
         """
         if text.partition(":")[0] == WorldKind.LAUNCHED and not re.match(r"launched:\d", text):
             text = text.replace("launched", f"launched:{launched_process(os.environ).size}", 1)
-        match = re.fullmatch(r"([a-z]+):(\d+)(?::(cpu|cuda))?", text)
+        match = re.fullmatch(r"([a-z]+):(\d+)(?::([a-z]\w*))?", text)
         if match is None or match[1] not in set(WorldKind):
             near = difflib.get_close_matches(text.split(":")[0], list(WorldKind), n=1, cutoff=0.4)
             hint = f"{near[0]}:4" if near else "threads:4"

@@ -23,13 +23,20 @@ from shardproof.fixtures.optimizers import ADAMW
 
 LAWS = (MatchesOracle(), RanksAgree(), AllWaited(select=Select()))
 WITH_OPTIMIZER = {"LowRankAdapters", "OrthogonalUpdates", "SomeParameters"}
+DRAWING = {"MaskedEncoder"}  # other devices draw other numbers than the oracle
 
 # Of what rounds in bfloat16 by itself, a reduction in bfloat16 cannot be told from the model: such a run is no pass.
 FULL = [block for block in FEW_BITS if block.name in {"Float64Table", "OrthogonalUpdates", "SomeParameters"}]
 
 
 @pytest.mark.kills("SumsInsteadOfAveraging", "ForgetsToSynchroniseOneParameter")
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(block, id=block.name, marks=pytest.mark.device("cpu") if block.name in DRAWING else ())
+        for block in BLOCKS
+    ],
+)
 def test_trains_each_block(trial: Trial, block: UserModel) -> None:
     trial.holds(_training(block, microbatches=2), *LAWS)
 

@@ -33,7 +33,7 @@ class Bench(Claims):
     def steps(self, root: Any, ranks: range | None = None, alone: nn.Module | None = None) -> None:
         """Take one step, and claim that it is that of one process with the rows of these ranks."""
         chosen = self.ranks if ranks is None else ranks
-        optimizer = torch.optim.SGD(root.parameters(), lr=LR)
+        optimizer = torch.optim.SGD(root.parameters(), lr=LR, foreach=False)  # some may be DTensors, some not
         self.train(root)
         optimizer.step()
         # Losses are weighed for a mean over all ranks; the mean over some of them is that much larger.

@@ -139,7 +139,7 @@ def _moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 @pytest.mark.parametrize("door", ["fully_shard", "replicate"])
 @expects("gradients of what is ignored", "gradients of others")
 def test_gradients_of_what_is_ignored_are_each_ranks_own(bench: Bench, door: str) -> None:
-    model = tower()
+    model = tower().to(bench.device)
     ignored = {*model.stem.parameters()}
     getattr(bench.door, door)(model, mesh=bench.mesh(), ignored_params=ignored)
     bench.train(model)
@@ -158,7 +158,7 @@ def _without(values: dict[str, torch.Tensor], names: set[str]) -> dict[str, torc
 @pytest.mark.kills("ManagesWhatItShouldIgnore")
 @expects("what is sharded", STEP)
 def test_another_engine_trains_the_rest_and_what_is_ignored(bench: Bench) -> None:
-    model = tower()
+    model = tower().to(bench.device)
     bench.door.fully_shard(model.middle, mesh=bench.mesh(), ignored_params={*model.middle[0].parameters()})
     sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
     bench.same("what is sharded", sharded, ["middle.1.weight", "middle.1.bias"])

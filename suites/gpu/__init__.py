@@ -1,1 +1,1 @@
-"""What only a CUDA device can show; deselected in every other world."""
+"""What only an accelerator can show, most of it CUDA alone; worlds on a CPU have none of these cases."""

@@ -1,4 +1,4 @@
-"""Graphs, fused kernels, memory of collectives, pinned memory: what a CUDA device alone can show."""
+"""Graphs, fused kernels, memory of collectives: what CUDA alone can show; pinned memory: what accelerators can."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from shardproof.fixtures.placements import MANY_PARAMETERS
 from shardproof.fixtures.problems import MLP_EVEN, TRANSFORMER
 from shardproof.suites.training import train
 
-pytestmark = pytest.mark.device("cuda")
+on_cuda = pytest.mark.device("cuda")
 WORLD = "processes:2:cuda"
 WIRES = [
     pytest.param(Wire.SUM, id="sum", marks=pytest.mark.rows("C25")),
@@ -42,6 +42,7 @@ WIRES = [
 ]
 
 
+@on_cuda
 @pytest.mark.rows("T39")
 @pytest.mark.kills("CountsOnTheHost", world=WORLD)
 @pytest.mark.worlds(SEVERAL)
@@ -52,6 +53,7 @@ def test_a_replayed_graph_equals_the_eager_step(trial: Trial) -> None:
     trial.holds(training, MatchesOracle(), Notes(subject=REPLAY, value=EQUAL))
 
 
+@on_cuda
 @pytest.mark.rows("C05")
 @pytest.mark.kills("CopiesGradientsOneByOne", world=WORLD)
 @pytest.mark.worlds(SEVERAL)
@@ -67,6 +69,7 @@ def test_packs_gradients_of_one_group_together(trial: Trial) -> None:
     trial.holds(training, MatchesOracle(), Notes(subject=COPIES, value=FEW), RanksAgree())
 
 
+@on_cuda
 @pytest.mark.rows("C23")
 @pytest.mark.kills("BuffersWhereItLikes", world=WORLD)
 @pytest.mark.worlds(SEVERAL)
@@ -75,6 +78,7 @@ def test_communicates_from_memory_of_the_group(trial: Trial) -> None:
     trial.holds(training, MatchesOracle(), Notes(subject=POOL, value=OWN_POOL), RanksAgree())
 
 
+@on_cuda
 @pytest.mark.kills("SumsInsteadOfAveraging", world=WORLD)
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("wire", WIRES)
@@ -86,6 +90,7 @@ def test_trains_the_same_model_over_symmetric_memory(trial: Trial, wire: Wire) -
     )
 
 
+@pytest.mark.device("!cpu")
 @pytest.mark.rows("T10", "R07")
 @pytest.mark.kills("DropsThePinnedCopy", world=WORLD)
 def test_trains_the_same_transformer_from_pinned_memory(trial: Trial) -> None:

@@ -9,6 +9,7 @@ from shardproof.fixtures.random_draws import DROPPED, DROPPED_AND_RECOMPUTED, NO
 from shardproof.suites.training import train
 
 
+@pytest.mark.device("cpu")  # others draw other numbers than the oracle
 @pytest.mark.kills("SumsInsteadOfAveraging", "DrawsAlikeOnAllRanks")
 @pytest.mark.parametrize(
     "problem",

@@ -79,7 +79,7 @@ def test_clips_a_mixture_of_shards_and_replicas(bench: Bench, norm_type: float) 
 @expects(*CLIPPED)
 def test_counts_what_it_ignores_once(bench: Bench, norm_type: float) -> None:
     """The wrapper ignores the head, whose gradients the ranks make equal themselves."""
-    model = tower()
+    model = tower().to(bench.device)
     head = model.head
     _clip_to_a_quarter(bench, bench.wrapped(model, ignored_states=[head]), norm_type, by_hand=head)
 
@@ -92,7 +92,7 @@ def _clip_to_a_quarter(bench: Bench, root: Any, norm_type: float, by_hand: nn.Mo
     bench.train(root)
     if by_hand is not None:
         for name, parameter in by_hand.named_parameters():
-            parameter.grad = expected[f"head.{name}"].clone()
+            parameter.grad = expected[f"head.{name}"].clone().to(parameter.device)
     total = _norm(expected.values(), norm_type)
     bench.near("the norm", root.clip_grad_norm_(float(total) / 4, norm_type), total, tolerance=_TOLERANCE)
     optimizer.step()

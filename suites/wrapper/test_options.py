@@ -119,7 +119,7 @@ def test_trains_one_model_in_two_replicas(bench: Bench, kind: str, strategy: Sha
 )
 @expects("units", IGNORED, IGNORED_GRADIENTS)
 def test_leaves_ignored_modules_alone(bench: Bench, option: str) -> None:
-    model = tower()
+    model = tower().to(bench.device)
     root = _ignore_head(bench, model, **{option: [model.head]})
     bench.same("units", bench.units_of(root), ["", "middle.0", "middle.1", "stem"])
 
@@ -129,7 +129,7 @@ def test_leaves_ignored_modules_alone(bench: Bench, option: str) -> None:
 @pytest.mark.worlds(SEVERAL)
 @expects(IGNORED, IGNORED_GRADIENTS)
 def test_leaves_ignored_parameters_alone(bench: Bench) -> None:
-    model = tower()
+    model = tower().to(bench.device)
     _ignore_head(bench, model, ignored_states=list(model.head.parameters()))
 
 

@@ -134,7 +134,8 @@ class BranchByBranch:
 class NestInputs:
     """Forward is called with one tensor and a tuple of the others, or with what ``packs`` makes of the two.
 
-    They come from the host, as from a loader.
+    They come from the host, as from a loader; what is packed comes from the device, because torch's engines move what
+    is in tuples, lists and dicts, and no engine promises more.
     """
 
     packs: Callable[[torch.Tensor, tuple[torch.Tensor, ...]], object] | None = None
@@ -144,9 +145,12 @@ class NestInputs:
         """Run one microbatch at a time."""
         for microbatch in range(actor.num_microbatches):
             with actor.synchronisation(microbatch):
-                first, *others = (tensor.cpu() for tensor in actor.batch(microbatch).inputs)
-                packed = () if self.packs is None else (self.packs(first, tuple(others)),)
-                output = actor.forward(microbatch, *(packed or (first, tuple(others))))
+                first, *others = actor.batch(microbatch).inputs
+                if self.packs is None:
+                    given: tuple[object, ...] = (first.cpu(), tuple(tensor.cpu() for tensor in others))
+                else:
+                    given = (self.packs(first, tuple(others)),)
+                output = actor.forward(microbatch, *given)
                 actor.backward(microbatch, actor.loss(microbatch, output))
 
 

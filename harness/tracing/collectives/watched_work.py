@@ -53,12 +53,18 @@ class WatchedWork(dist.Work):
         self._works = works
         self._valuer = valuer
         self._is_over = False
+        self._is_taken = False
 
     def __del__(self) -> None:
         """Stay for C++, which may still hold the other half, but without the tensors, once Python has let go."""
-        if self._is_over and self._valuer is not None:  # else a device may still be at it
+        if self._is_over:
             self._inner = _Over()
         self._works.keep(self)
+
+    def let_go(self) -> None:
+        """Let go of the tensors of a work on a device whose future was taken, once the device is through with it."""
+        if self._is_taken and self._inner.is_completed():
+            self._inner, self._is_taken = _Over(), False
 
     # Any below: dist.Work's own methods are untyped where they hand tensors back.
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -69,16 +75,17 @@ class WatchedWork(dist.Work):
         return waited
 
     def get_future(self) -> Any:
+        if self._is_over and self._numbers is not None:
+            numbers: torch.futures.Future[Any] = torch.futures.Future()
+            numbers.set_result(self._numbers)
+            return numbers
         if self._valuer is not None:
-            if self._is_over and self._numbers is not None:
-                numbers: torch.futures.Future[Any] = torch.futures.Future()
-                numbers.set_result(self._numbers)
-                return numbers
             future = late_future(self, self._valuer(self._inner))
             if self._is_over:  # its taker has waited, and need not wait again
                 future.come()
             return future
         self._begin(is_over=None)
+        self._is_taken = True
         own = self._inner.get_future()
         if own.done():
             self._end()
@@ -103,7 +110,7 @@ class WatchedWork(dist.Work):
         is_completed = self._inner.is_completed()
         if is_completed:
             self._begin(is_over=True)
-            self._is_over = True
+            self._is_over = self._valuer is not None  # streams of a device have yet to wait
         return is_completed
 
     def is_success(self) -> bool:
@@ -125,10 +132,13 @@ class WatchedWork(dist.Work):
     def _end(self) -> None:
         self._hearing.over()
         self._is_over = True
+        if self._numbers is not None:
+            with inside_backend():  # copies, which no census counts: the engine's own it may let go of
+                self._numbers = [number.detach().clone() for number in self._numbers]
 
 
 class _Over(dist.Work):
-    """What is left of a work on a CPU that is over and that only C++ may hold: it can wait again, and no more."""
+    """What is left of a work that is over and that only C++ may hold: it can wait again, and no more."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
@@ -149,6 +159,8 @@ class Works:
         outputs: Sequence[torch.Tensor] = (),
     ) -> WatchedWork:
         """Return a work that stands for ``inner``, and keep it until it is waited for."""
+        for kept in tuple(self._kept):
+            kept.let_go()
         work = WatchedWork(inner, hearing, self, valuer, outputs)
         self._waiting[id(work)] = work
         return work

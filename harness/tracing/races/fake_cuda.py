@@ -22,22 +22,24 @@ import torch
 
 from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.tracing.races.detector import current_watch
-from shardproof.harness.tracing.races.streams import TrackedEvent, TrackedStream, record_stream_of, selection
+from shardproof.harness.tracing.races.streams import (
+    AcceleratorStream,
+    TrackedEvent,
+    record_stream_of,
+    selection,
+)
 
 _CPU = torch.device("cpu")
 # These ask about the device of this machine, not about the engine's.
 _TRUTH = ("torch.", "shardproof.harness.")
 
 
-class CudaStream(TrackedStream):
+class CudaStream(AcceleratorStream):
     """A tracking stream with what a CUDA stream has besides; one that tracks nothing without a watch."""
 
     # Any, here and below: an engine passes what torch.cuda takes, most of which makes no difference here.
     def __init__(self, device: Any = None, priority: int = 0, **options: Any) -> None:
-        super().__init__(priority, **options)
-        self.device = _CPU
-        self.priority = priority
-        self._selections: list[AbstractContextManager[None]] = []
+        super().__init__(_CPU, priority, **options)
 
     @property
     def cuda_stream(self) -> int:
@@ -52,13 +54,9 @@ class CudaStream(TrackedStream):
         recorded.record(self)
         return recorded
 
-    def __enter__(self) -> CudaStream:
-        self._selections.append(_stream(self))
-        self._selections[-1].__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._selections.pop().__exit__(None, None, None)
+    def selecting(self) -> AbstractContextManager[None]:
+        """Return the context that selects this stream, also without a watch."""
+        return _stream(self)
 
 
 class CudaEvent(TrackedEvent):

@@ -1,8 +1,9 @@
-"""Streams and events of a CPU that remember who waited for whom; put in place of torch.cpu's, which do nothing.
+"""Streams and events that remember who waited for whom; put in place of a device module's, such as torch.cpu's.
 
 An engine written for accelerators drives ``torch.cpu`` by the same code as ``torch.cuda``: it makes streams,
 selects them, records events and has streams wait. On a CPU all of that is empty, as operators are done when they
-return; but which waits there are is the engine's own doing, and is the same as on a device.
+return; but which waits there are is the engine's own doing, and is the same as on a device. On an accelerator whose
+streams torch does not trace, all work is then issued to the device's current stream, one after the other.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from functools import cache, partial
+from typing import Any, Self
 
 import torch
 
@@ -23,8 +25,6 @@ from shardproof.harness.tracing.races.detector import DEFAULT, RaceDetector, cur
 
 _Stream = torch.cpu.Stream
 _Event = torch.cpu.Event
-_select = torch.cpu.stream
-_current = torch.cpu.current_stream
 
 
 class TrackedStream(_Stream):
@@ -73,6 +73,29 @@ class TrackedStream(_Stream):
         return True
 
 
+class AcceleratorStream(TrackedStream):
+    """A tracking stream with what an accelerator's has besides: a device, and that it can be entered."""
+
+    # Any: an engine passes what the device's streams take, most of which makes no difference here.
+    def __init__(self, device: Any = None, priority: int = 0, **options: Any) -> None:
+        super().__init__(priority, **options)
+        self.device = device
+        self.priority = priority
+        self._selections: list[AbstractContextManager[None]] = []
+
+    def selecting(self) -> AbstractContextManager[None]:
+        """Return the context that selects this stream."""
+        return selection(self)
+
+    def __enter__(self) -> Self:
+        self._selections.append(self.selecting())
+        self._selections[-1].__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._selections.pop().__exit__(None, None, None)
+
+
 class TrackedEvent(_Event):
     """An event of the rank that records it."""
 
@@ -82,13 +105,15 @@ class TrackedEvent(_Event):
 
     def record(self, stream: Any = None) -> None:
         """Fire when all that is issued on the stream so far is done; on the current one if none is given."""
-        on = torch.cpu.current_stream() if stream is None else stream
+        on = _current_tracked() if stream is None else stream
         if isinstance(on, TrackedStream) and on.watch is not None:
             self._watch, self.fired = on.watch, on.watch.signal(on.timeline)
 
     def wait(self, stream: Any = None) -> None:
         """Let the stream wait; the current one if none is given."""
-        (torch.cpu.current_stream() if stream is None else stream).wait_event(self)
+        waiting = _current_tracked() if stream is None else stream
+        if waiting is not None:
+            waiting.wait_event(self)
 
     def synchronize(self) -> None:
         """Let the host wait."""
@@ -118,22 +143,36 @@ class selection(AbstractContextManager[None]):  # noqa: N801 - reads as the cont
             self._stream.watch.selected = self._outer
 
 
-def _stream(stream: Any) -> AbstractContextManager[Any]:
-    is_tracked = isinstance(stream, TrackedStream) and stream.watch is not None
-    return selection(stream) if is_tracked else _select(stream)
-
-
-def _current_stream(device: Any = None) -> Any:
+def _current_tracked(kind: type[TrackedStream] = TrackedStream) -> Any:
     watch = current_watch()
     if watch is None:
-        return _current(device)
-    return watch.streams.get(watch.selected) or TrackedStream(watch=watch, timeline=watch.selected)
+        return None
+    return watch.streams.get(watch.selected) or kind(watch=watch, timeline=watch.selected)
 
 
-def _synchronize(device: Any = None) -> None:
-    watch = current_watch()
-    if watch is not None:
-        watch.host_waits_for_all()
+def _selecting(select: Any) -> Any:
+    def stream_(stream: Any) -> AbstractContextManager[Any]:
+        is_tracked = isinstance(stream, TrackedStream) and stream.watch is not None
+        return selection(stream) if is_tracked else select(stream)
+
+    return stream_
+
+
+def _current_stream_of(kind: type[TrackedStream], current: Any) -> Any:
+    def current_stream(device: Any = None) -> Any:
+        return _current_tracked(kind) or current(device)
+
+    return current_stream
+
+
+def _synchronizing(synchronize: Any) -> Any:
+    def synchronize_(device: Any = None) -> None:
+        watch = current_watch()
+        if watch is not None:
+            watch.host_waits_for_all()
+        synchronize(device)
+
+    return synchronize_
 
 
 def name_of_variable() -> str:
@@ -162,24 +201,31 @@ def record_stream_of(record: Any) -> Any:
 
 
 @contextmanager
-def tracked_streams() -> Iterator[None]:
-    """Put tracking streams in place of torch.cpu's while any rank of this process is inside."""
-    with _in_place:
+def tracked_streams(device_type: str = "cpu") -> Iterator[None]:
+    """Put tracking streams in place of a device's while any rank of this process is inside."""
+    with _in_place(device_type):
         yield
 
 
-def _replacements() -> Iterator[tuple[Any, str, Any]]:
-    yield torch.cpu, "Stream", TrackedStream
-    yield torch.cpu, "Event", TrackedEvent
-    yield torch.cpu, "stream", _stream
-    yield torch.cpu, "current_stream", _current_stream
-    yield torch.cpu, "synchronize", _synchronize
+def _replacements(device_type: str) -> Iterator[tuple[Any, str, Any]]:
+    module: Any = torch.get_device_module(device_type)
+    kind = TrackedStream if device_type == "cpu" else AcceleratorStream
+    current_stream = _current_stream_of(kind, module.current_stream)
+    yield module, "Stream", kind
+    yield module, "Event", TrackedEvent
+    yield module, "stream", _selecting(module.stream)
+    yield module, "current_stream", current_stream
+    yield module, "synchronize", _synchronizing(module.synchronize)
+    if device_type != "cpu":
+        yield torch.Tensor, "record_stream", record_stream_of(torch.Tensor.record_stream)
     # Not Tensor.record_stream, which raises for a stream of the CPU: under a watch no less.
-    for module, name in guards_of_record_stream():
-        yield module, name, record_stream_of(vars(module)[name])
-    if not torch.accelerator.is_available():
+    for holder, name in guards_of_record_stream() if device_type == "cpu" else ():
+        yield holder, name, record_stream_of(vars(holder)[name])
+    if device_type != "cpu" or not torch.accelerator.is_available():
         # With an event to wait for, FSDP2 asks for the accelerator's stream where it should ask for its device's.
-        yield torch.accelerator, "current_stream", _current_stream
+        yield torch.accelerator, "current_stream", current_stream
 
 
-_in_place = Replacement(_replacements)
+@cache
+def _in_place(device_type: str) -> Replacement:
+    return Replacement(partial(_replacements, device_type))

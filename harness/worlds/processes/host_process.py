@@ -18,6 +18,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from shardproof.harness.torch_compat.accelerators import backends_for, device_of_rank, make_current
 from shardproof.harness.torch_compat.process_groups import FileStore, HashStore, Store, TCPStore
 from shardproof.harness.tracing.collectives.interception import Interceptor, standing_in_c10d
 from shardproof.harness.tracing.current_rank import bind_rank, current_rank
@@ -103,14 +104,12 @@ def _host_process(link: SupervisorLink, spec: HostSpec) -> None:
     world, (rank,) = spec.world, spec.ranks
     recorders: list[Recorder] = []
     os.environ.update(spec.environment)
-    device = _device(spec)
-    backend = "nccl" if world.device == "cuda" else "gloo"
+    device = device_of_rank(world.device, int(spec.environment["LOCAL_RANK"]))
 
     def enter() -> None:
         if not dist.is_initialized():
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            _join(world, backend, _store(spec), rank)
+            make_current(device)
+            _join(world, backends_for(world.device), _store(spec), rank)
 
     door = Interceptor(
         recorder=lambda: recorders[-1] if recorders else None,
@@ -127,14 +126,6 @@ def _host_process(link: SupervisorLink, spec: HostSpec) -> None:
         if dist.is_initialized():
             _destroy_groups(link, rank)
         await_threads(link)
-
-
-def _device(spec: HostSpec) -> torch.device:
-    """Return the rank's device; a launcher may show each process its own GPU alone."""
-    if spec.world.device == "cpu":
-        return torch.device("cpu")
-    number = int(spec.environment["LOCAL_RANK"])
-    return torch.device("cuda", number % (torch.cuda.device_count() or 1))
 
 
 def _store(spec: HostSpec) -> Store:

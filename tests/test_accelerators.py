@@ -1,0 +1,148 @@
+"""Worlds on an accelerator: which there are, and cases and mutants on one that is made of host memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardproof.harness.errors import UsageError
+from shardproof.harness.records.record import Verdict
+from shardproof.harness.records.run import read_run
+from shardproof.harness.torch_compat.accelerators import backends_for, is_here, require_device
+from shardproof.harness.verdicts.known_failures import matches_world
+from shardproof.harness.worlds.launch import launch
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
+
+pytestmark = pytest.mark.timeout(400)  # the first who needs the device builds it, beside others' tests
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "tests" / "hostmem"
+MUTANTS = "shardproof.engine.mutants"
+RACING = f"{MUTANTS}.races_fsdp2:ReducesBeforeGradientsAreThere"
+SUMMING = f"{MUTANTS}.gradient_scale:SumsInsteadOfAveraging"
+UNPINNED = f"{MUTANTS}.device:DropsThePinnedCopy"
+PARITY = "smoke/test_smoke.py::test_trains_the_same_model"
+SHARE = "smoke/test_share.py::test_holds_its_share"
+RACES = "races/test_streams.py::test_streams_wait_whatever_the_layout"
+PINNED = "gpu/test_cuda.py::test_trains_the_same_transformer_from_pinned_memory"
+BUFFERS = "composable/test_training.py::test_steps_leave_nothing_to_a_collector"
+GRAPHS = "gpu/test_cuda.py::test_a_replayed_graph_equals_the_eager_step"
+WORLD = "processes:2:hostmem"
+
+
+@pytest.fixture(scope="module")
+def hostmem() -> Any:  # Any: a module that is loaded by its path
+    """The module that builds the device; nothing is registered in this process."""
+    spec = spec_from_file_location("hostmem_to_build", FOLDER / "hostmem.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def environment(hostmem: Any) -> Mapping[str, str]:
+    """What lets ``import torch`` find the device."""
+    hostmem.build()
+    return {**os.environ, "PYTHONPATH": f"{FOLDER}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+
+
+def _python(environment: Mapping[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_a_world_may_be_on_any_device() -> None:
+    assert str(WorldSpec.parse("processes:2:npu")) == "processes:2:npu"
+    with pytest.raises(UsageError, match="processes:2:npu"):
+        WorldSpec.parse("threads:2:npu")
+    assert is_here("cpu")
+    assert backends_for("cpu") == "gloo"
+
+
+@pytest.mark.parametrize(("device", "got"), [("npu", "an unknown one"), ("mtia", "none of its kind")])
+def test_a_device_that_is_not_here_starts_no_world(device: str, got: str, tmp_path: Path) -> None:
+    spec = WorldSpec(kind=WorldKind.PROCESSES, size=2, device=device)
+    with pytest.raises(UsageError, match=f"the device {device}: expected .* got {got}"):
+        launch(spec, len, folder=tmp_path / "world")
+    assert not (tmp_path / "world").exists()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "world", "is_like"),
+    [
+        ("*:2", "processes:2:npu", True),
+        ("!*:1", "processes:1:npu", False),
+        ("*:*:cuda", "processes:2:cuda", True),
+        ("*:*:cuda", "processes:2:npu", False),
+        ("!*:*:*", "processes:2:npu", False),
+        ("!*:*:*", "threads:2", True),
+    ],
+)
+def test_a_known_failure_is_of_every_device_unless_it_names_one(
+    pattern: str, world: str, is_like: bool
+) -> None:
+    assert matches_world(pattern, world) is is_like
+
+
+def test_a_machine_without_a_compiler_is_said(
+    hostmem: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(hostmem.CannotBuildError, match=r"no no-such-compiler; install"):
+        hostmem.build()
+
+
+NO_BACKEND = """
+import torch.distributed as dist
+from shardproof.harness.torch_compat.accelerators import backends_for, num_devices, require_device
+print(num_devices("hostmem"), backends_for("hostmem"))
+del dist.Backend.default_device_backend_map["hostmem"]
+require_device("hostmem")
+"""
+
+
+def test_a_device_without_a_backend_is_said(environment: Mapping[str, str]) -> None:
+    done = _python(environment, "-c", NO_BACKEND)
+    assert done.stdout == "2 cpu:gloo,hostmem:hostccl\n", done.stderr
+    assert "the device hostmem: expected a backend registered for it, got none" in done.stderr
+
+
+def test_require_device_knows_the_cpu() -> None:
+    require_device("cpu")
+
+
+def test_cases_and_mutants_on_host_memory(environment: Mapping[str, str], tmp_path: Path) -> None:
+    honest = dict.fromkeys((PARITY, SHARE, RACES, PINNED), Verdict.PASSED) | {GRAPHS: Verdict.UNSUPPORTED}
+    replicas = dict.fromkeys((SHARE, PINNED), Verdict.UNSUPPORTED)
+    expected = {
+        "torch.ddp": honest | replicas,
+        "torch.fsdp2": honest | {BUFFERS: Verdict.PASSED},
+        "reference": honest | {BUFFERS: Verdict.PASSED},  # which once left buffers where they were
+        SUMMING: {PARITY: Verdict.FAILED},
+        RACING: {RACES: Verdict.FAILED},
+        UNPINNED: {PINNED: Verdict.FAILED},
+    }
+    pairs = [(engine, case) for engine, verdicts in expected.items() for case in verdicts]
+    chosen = [*(f"--engine={engine}" for engine in expected), f"--world={WORLD}", f"--out={tmp_path / 'run'}"]
+    nodes = [f"suites/{case}[{engine}@{WORLD}]" for engine, case in pairs]
+    done = _python(environment, "-m", "pytest", "-q", "-pno:cacheprovider", *chosen, *nodes)
+    records = {(record.engine, record.case): record for record in read_run(tmp_path / "run").records}
+    got = {pair: record.verdict for pair, record in records.items()}
+    assert got == {pair: expected[pair[0]][pair[1]] for pair in pairs}, done.stdout + done.stderr
+    why = records["torch.fsdp2", GRAPHS].headline
+    assert why == "needs the device cuda, which this world lacks; not run"
+    assert "streams wait for each other" in records[RACING, RACES].headline, (
+        "seen by the watch, not by numbers"
+    )
