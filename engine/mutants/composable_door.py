@@ -186,6 +186,20 @@ class SumsWhatACallerPrepares(ReferenceEngine):
             return replace(door, fully_shard=_summing(door.fully_shard), replicate=_summing(door.replicate))
 
 
+@mutant(after="pytorch/pytorch#158719", kills_on=_CALLS, trace=Trace.STATE)
+class LeavesOutWhatNoRankUsed(ReferenceEngine):
+    """Parameters that no rank used have no gradient, also where they were to have zeros.
+
+    Reported: only parameters with a gradient were packed into the reduce-scatter.
+    """
+
+    class Prepared(_Door):
+        def fully_shard(self, module: Any, **options: Any) -> Any:
+            module = super().fully_shard(module, **options)
+            module.set_reduce_scatter_unused_params = lambda enable: None
+            return module
+
+
 def _summing(apply: Callable[..., Any]) -> Callable[..., Any]:
     def applied(module: Any, **options: Any) -> Any:
         module = apply(module, **options)

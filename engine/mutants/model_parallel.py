@@ -51,7 +51,9 @@ class ScalesByTheTensorRanks(ReferenceEngine):
     def spoil(prepared: PreparedModel) -> PreparedModel:
         for parameter in prepared.module.parameters():
             if (cut := _tensor_cut(parameter)) is not None:
-                parameter.register_post_accumulate_grad_hook(partial(_scale, cut.num_pieces))
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # torch leaves it so
+                    partial(_scale, cut.num_pieces)
+                )
         return prepared
 
 

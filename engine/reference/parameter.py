@@ -267,11 +267,13 @@ class ShardedParam(FSDPParam):
         origin: nn.Parameter,
         locations: tuple[ParamLocation, ...],
         geometry: Geometry,
+        data_axes: frozenset[int],
     ) -> None:
         super().__init__(origin=origin, locations=locations, shape=geometry.shape)
         self.sharded = sharded
         self.geometry = geometry
         self._inner = _described(origin)
+        self._data_axes = data_axes
 
     @property
     def sharded_param(self) -> nn.Parameter:
@@ -343,11 +345,14 @@ class ShardedParam(FSDPParam):
         """Return this rank's part of a tensor-parallel gradient, laid out as the parameter is."""
         if not isinstance(gradient, DTensor) or self._inner is None:
             return gradient
-        if gradient.placements != self._inner.placements:
+        # Over axes of data it is reduced by the engine, whatever part of the sum it is.
+        pairs = enumerate(zip(gradient.placements, self._inner.placements, strict=True))
+        placements = tuple(fresh if axis in self._data_axes else own for axis, (fresh, own) in pairs)
+        if gradient.placements != placements:
             # Cast first: this may reduce over the tensor-parallel axis, and must do so in ``dtype``.
             wide = gradient if dtype is None else gradient.to(dtype)
             assert isinstance(wide, DTensor)
-            gradient = wide.redistribute(placements=self._inner.placements)
+            gradient = wide.redistribute(placements=placements)
         return gradient.to_local()
 
 
@@ -378,7 +383,13 @@ def cut_parameter(
     if shard.is_complex():
         _keep_complex_views_in_place()
     sharded = nn.Parameter(spread, requires_grad=parameter.requires_grad)
-    made = ShardedParam(sharded=sharded, origin=parameter, locations=locations, geometry=geometry)
+    made = ShardedParam(
+        sharded=sharded,
+        origin=parameter,
+        locations=locations,
+        geometry=geometry,
+        data_axes=mesh.data_axes,
+    )
     made.to_sharded()
     return made
 
@@ -389,7 +400,13 @@ def _over_all_axes(shard: torch.Tensor, whole: torch.Tensor, mesh: DataMesh, dim
     inner: tuple[Placement, ...] = ()
     placement: Placement = Shard(dim)
     if isinstance(whole, DTensor):
-        device_mesh, inner = concatenated(mesh.mesh, whole.device_mesh), whole.placements
+        axes = [axis for axis in range(whole.device_mesh.ndim) if axis not in mesh.data_axes]
+        inner = tuple(whole.placements[axis] for axis in axes)
+        if mesh.whole is None:
+            device_mesh = concatenated(mesh.mesh, whole.device_mesh)
+        elif axes:
+            names = mesh.whole.mesh_dim_names or ()
+            device_mesh = concatenated(mesh.mesh, *(mesh.whole[names[axis]] for axis in axes))
         split = _inner_shards(whole, dim)
         # The tensor-parallel axis cut the dim first although it comes last in the mesh.
         placement = strided_shard(dim, split) if split > 1 else placement
