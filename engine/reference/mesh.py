@@ -19,6 +19,7 @@ class Ranks:
 
     shard_group: dist.ProcessGroup | None
     replicate_group: dist.ProcessGroup | None
+    shard_mesh: DeviceMesh | None = None  # the one that the shard group is of, where it is known
 
     @property
     def shard_size(self) -> int:

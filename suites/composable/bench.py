@@ -62,7 +62,7 @@ def layers() -> nn.Sequential:
     return model
 
 
-def cut(bench: Bench) -> tuple[nn.Sequential, DeviceMesh]:
+def cut(bench: Claims) -> tuple[nn.Sequential, DeviceMesh]:
     """Make two layers, the first of which a tensor-parallel axis cuts by rows and the second by columns."""
     mesh = init_device_mesh(bench.device.type, (bench.size // 2, 2), mesh_dim_names=("data", "tensor"))
     model = layers()
@@ -70,16 +70,16 @@ def cut(bench: Bench) -> tuple[nn.Sequential, DeviceMesh]:
     return model, mesh
 
 
-def shared_rows(bench: Bench, num_sharing: int) -> list[torch.Tensor]:
+def shared_rows(bench: Claims, num_sharing: int) -> list[torch.Tensor]:
     """Make the rows of each rank of data, where so many neighbours share them; those of this rank come last."""
     rows = [torch.arange(16.0).view(2, 8) % 5 + index for index in range(bench.size // num_sharing)]
     return [*rows, rows[bench.rank // num_sharing].to(bench.device)]
 
 
-def steps_on_shared_rows(
-    bench: Bench, model: nn.Module, alone: nn.Module, num_sharing: int, scaler: GradScaler | None = None
+def train_on_shared_rows(
+    bench: Claims, model: nn.Module, alone: nn.Module, num_sharing: int, scaler: GradScaler | None = None
 ) -> None:
-    """Take one step, and claim that it is that of one process with all rows."""
+    """Take one step, and one with all rows in one process."""
     *all_rows, own = shared_rows(bench, num_sharing)
     plain = GradScaler(bench.device.type, enabled=False)
     for trained, rows, lr, scale in (
@@ -90,6 +90,11 @@ def steps_on_shared_rows(
         scale.scale(trained(rows).sum()).backward()
         scale.step(optimizer)
         scale.update()
+
+
+def steps_on_shared_rows(bench: Bench, model: nn.Module, alone: nn.Module, *others: Any) -> None:
+    """Claim that a step is that of one process with all rows; the rest is as for `train_on_shared_rows`."""
+    train_on_shared_rows(bench, model, alone, *others)
     bench.near(STEP, whole(model), whole(alone), tolerance=1e-5)
 
 
