@@ -253,9 +253,9 @@ def test_models_that_part_are_averaged_now_and_then(bench: Bench, levels: int) -
     root = bench.wrap(tower())
     optimizer = torch.optim.SGD(root.parameters(), lr=LR)
     sizes = OrderedDict([(2, bench.size // 2), (4, bench.size)])  # of the groups that average, by period
-    averager: Any = (
-        PeriodicModelAverager(period=2, warmup_steps=0) if levels == 1 else HierarchicalModelAverager(sizes)
-    )
+    averager: Any = PeriodicModelAverager(period=2, warmup_steps=0)
+    if levels > 1:
+        averager = HierarchicalModelAverager(sizes)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     with root.no_sync():
         root(batch(bench.rank).to(bench.device)).sum().backward()
     optimizer.step()

@@ -37,7 +37,7 @@ from shardproof.engine.reference.fsdp1.full_params import (
 )
 from shardproof.engine.reference.fsdp1.init import WrapperBase, wrappers_in
 from shardproof.engine.reference.param_group import FSDPParamGroup
-from shardproof.engine.reference.torch_private import concatenated
+from shardproof.engine.reference.torch_private import concatenated, local_tensor
 
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
@@ -96,9 +96,10 @@ def sharded_over(whole: torch.Tensor, group: FSDPParamGroup) -> DTensor:
                 "state_dict: expected a device_mesh of the wrapper of tensors that other axes cut"
             )
         axes, lie = concatenated(group.mesh.shard_mesh, whole.device_mesh), whole.placements
-        local = whole.detach().to_local().clone()
-        same = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
-        everywhere = DTensor.from_local(local, axes, [Replicate(), *lie], **same)
+        local, shape, stride = local_tensor(whole).detach().clone(), whole.shape, whole.stride()
+        everywhere = DTensor.from_local(
+            local, axes, [Replicate(), *lie], run_check=False, shape=shape, stride=stride
+        )
         return everywhere.redistribute(placements=[Shard(0), *lie])
     mesh = DeviceMesh.from_group(group.mesh.shard_group, group.device.type)
     placement = Shard(0) if whole.dim() else Replicate()
