@@ -10,8 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 
@@ -25,20 +24,20 @@ def main(rank: int, store: str) -> None:
             layer = nn.Linear(2, 4, bias=False)
             parallelize_module(layer, mesh["tensor"], ColwiseParallel())
             options = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
-            root = FSDP(layer, device_mesh=mesh["data"], **options)
+            root = FullyShardedDataParallel(layer, device_mesh=mesh["data"], **options)
             optimizer = torch.optim.SGD(root.parameters(), lr=0.1, momentum=0.9)
-            with FSDP.state_dict_type(root, StateDictType.SHARDED_STATE_DICT):
+            with FullyShardedDataParallel.state_dict_type(root, StateDictType.SHARDED_STATE_DICT):
                 if is_first:
                     (root(torch.ones(1, 2)) * torch.tensor([1.0, 2.0]).add(2 * (rank % 2))).sum().backward()
                     optimizer.step()
                 else:
                     try:
-                        made = FSDP.optim_state_dict_to_load(root, optimizer, states[-1])
+                        made = FullyShardedDataParallel.optim_state_dict_to_load(root, optimizer, states[-1])
                     except ValueError as error:
                         print(f"use_orig_params={use_orig_params}: {error}") if rank == 0 else None
                         continue
                     optimizer.load_state_dict(made)
-                states.append(FSDP.optim_state_dict(root, optimizer))
+                states.append(FullyShardedDataParallel.optim_state_dict(root, optimizer))
             rows = states[-1]["state"]["weight"]["momentum_buffer"].full_tensor()[:, 0].tolist()
             print(f"use_orig_params={use_orig_params}: {rows}") if rank == 0 else None
     dist.destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -194,6 +195,36 @@ def test_what_is_ignored_keeps_its_bits(bench: Bench, door: str) -> None:
     assert isinstance(layer, DTensor)
     got = {"layer": layer.full_tensor(), "gain": shown["gain"]}
     bench.near("gradients", got, {"layer": mean, "gain": own}, tolerance=2**-6)
+
+
+# What is left of a gradient, by what a caller does to it.
+_EDITS: dict[str, tuple[float, Callable[[torch.Tensor], torch.Tensor | None]]] = {
+    "cleared": (0, lambda gradient: None),
+    "zeroed": (0, torch.Tensor.zero_),
+    "doubled_in_place": (2, lambda gradient: gradient.mul_(2)),
+    "replaced": (3, lambda gradient: gradient * 3),
+}
+
+
+@pytest.mark.kills("HidesWhatWaits")
+@pytest.mark.parametrize("edit", _EDITS)
+@expects("gradients")
+def test_what_waits_is_reduced_as_the_caller_left_it(bench: Bench, edit: str) -> None:
+    """Between forward and backward gathered parameters show what waits; the caller edits one module's."""
+    model = bench.shard(tower(), units=("stem",), reshard_after_forward=False)
+    model.set_requires_gradient_sync(False)
+    bench.train(model)
+    model.set_requires_gradient_sync(True)
+    output = model(batch(bench.rank, 1).to(bench.device))
+    share, change = _EDITS[edit]
+    for parameter in model.stem.parameters():
+        if parameter.grad is not None:
+            parameter.grad = change(parameter.grad)
+    (output.sum() * bench.size).backward()
+    first, second = (gradients(tower(), bench.ranks, [step]) for step in (0, 1))
+    left = {name: second[name] + first[name] * (share if "stem" in name else 1) for name in first}
+    shown = shown_gradients(model).items()
+    bench.same("gradients", {n: g.full_tensor() for n, g in shown if isinstance(g, DTensor)}, left)
 
 
 class _FailedError(Exception):
