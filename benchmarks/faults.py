@@ -128,14 +128,13 @@ class Live:
 
 
 def campaign(num_faults: int, seed: int, folder: Path) -> list[Fault]:
-    """Run the campaign; returns every fault, those whose target never came included."""
+    """Do so many faults; returns every fault tried, those whose target never came included."""
     rng = random.Random(seed)
     done: list[Fault] = []
     num_cut = int(num_faults * _DAMAGE_SHARE)
     num_full = int(num_faults * _DISK_SHARE)
     number = 0
-    while len(done) < num_faults - num_cut - num_full:
-        left = num_faults - num_cut - num_full - len(done)
+    while (left := num_faults - num_cut - num_full - _num_done(done)) > 0:
         number += 1
         with tempfile.TemporaryDirectory(prefix="sp", dir=folder) as place:
             live = Live(Path(place), rng)
@@ -147,6 +146,10 @@ def campaign(num_faults: int, seed: int, folder: Path) -> list[Fault]:
         _say("full disk", done, num_faults)
     done += _cut(rng, folder, num_cut)
     return done
+
+
+def _num_done(faults: Sequence[Fault]) -> int:
+    return sum(fault.is_done for fault in faults)
 
 
 def _fill_disk(rng: random.Random, folder: Path) -> Fault:
@@ -190,11 +193,9 @@ def table(faults: Sequence[Fault]) -> str:
         verdicts = Counter(verdict for fault in of_kind if fault.is_done for verdict in fault.verdicts)
         missed = Counter(miss for fault in of_kind for miss, _ in fault.misses)
         words = ", ".join(f"{n} {verdict}" for verdict, n in sorted(verdicts.items()))
-        rows.append(
-            [kind, sum(f.is_done for f in of_kind), len(of_kind), words, *(missed[miss] for miss in Miss)]
-        )
+        rows.append([kind, _num_done(of_kind), len(of_kind), words, *(missed[miss] for miss in Miss)])
     total = Counter(miss for fault in faults for miss, _ in fault.misses)
-    rows.append(["all", sum(f.is_done for f in faults), len(faults), "", *(total[miss] for miss in Miss)])
+    rows.append(["all", _num_done(faults), len(faults), "", *(total[miss] for miss in Miss)])
     return tabulate(rows, headers=["fault", "done", "tried", "verdicts", *(miss.value for miss in Miss)])
 
 
@@ -223,15 +224,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     missed = [(fault.kind, miss, text) for fault in faults for miss, text in fault.misses]
     for kind, miss, text in missed:
         print(f"{miss.value}: {kind}: {text}")
-    num_done = sum(fault.is_done for fault in faults)
     took_s = time.monotonic() - begun
-    print(f"{len(faults)} faults tried, {num_done} done, {len(missed)} targets missed, {took_s:.0f} s")
+    print(
+        f"{len(faults)} faults tried, {_num_done(faults)} done, {len(missed)} targets missed, {took_s:.0f} s"
+    )
     return bool(missed)
 
 
 def _say(what: str, done: Sequence[Fault], num: int) -> None:
     missed = sum(len(fault.misses) for fault in done)
-    print(f"{what}: {len(done)} of {num} faults, {missed} targets missed", file=sys.stderr, flush=True)
+    print(f"{what}: {_num_done(done)} of {num} faults, {missed} targets missed", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

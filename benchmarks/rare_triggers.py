@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    warm_up(60.0, num_servers=1)
+    warm_up()
     space = SPACE.within(describe("reference").capabilities)
     seed = random.Random(arguments.seed).randrange(2**32)  # as explore draws it
     programs = list(islice(space.cover(seed, unseen=space.combinations), arguments.programs))

@@ -19,7 +19,7 @@ from shardproof.reports.evidence import headroom, ledger_rows, outcome_groups, p
 from shardproof.reports.expected import address, idle, stale
 from shardproof.reports.markup import Budget, code, escape, listed, num_bytes, table
 from shardproof.reports.matrix import CaseRow, Column, Matrix, arrange, by_severity, label
-from shardproof.reports.summary import conclude, tally, warnings
+from shardproof.reports.summary import conclude, declared_zeros, tally, warnings
 from shardproof.reports.text import clip, duration, printable, size, versions
 from shardproof.reports.verdict_style import MARKS
 
@@ -68,6 +68,7 @@ def _head(run: Run) -> str:
         f"**{counted.score}**: {counted.words}. The score counts every record, opted out or not.",
         *_warnings(run),
         *listed("**Stale expectations, which fail this run:**", stale(run)),
+        *listed("Gradients that were not judged as None:", declared_zeros(run)),
         *listed("Expectations not exercised:", idle(run)),
         table(["", "verdict", "records", "meaning"], rows) if rows else "",
         _origin(run),

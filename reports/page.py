@@ -15,7 +15,7 @@ from shardproof.reports import evidence, expected, text
 from shardproof.reports.causes import causes
 from shardproof.reports.matrix import Column, arrange, by_severity, label
 from shardproof.reports.page_data import index, pack, pieces
-from shardproof.reports.summary import Tally, conclude, tally, warnings
+from shardproof.reports.summary import Tally, conclude, declared_zeros, tally, warnings
 from shardproof.reports.verdict_style import MARKS, VerdictStyle
 
 Key = tuple[str, str, str]
@@ -49,6 +49,7 @@ def render(run: Run, pictures: Mapping[Key, str] = MappingProxyType({})) -> str:
             warnings=warnings(run),
             stale=expected.stale(run),
             idle=expected.idle(run),
+            zeros=declared_zeros(run),
             causes=found,
             known=expected.known(run),
             number=lambda record: numbers[id(record)],

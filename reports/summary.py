@@ -101,3 +101,15 @@ def warnings(run: Run) -> tuple[str, ...]:
     unavailable = run.footer.unavailable if run.footer else {}
     missing = tuple(f"{engine} was not judged: {problem}" for engine, problem in sorted(unavailable.items()))
     return (interrupted if run.is_interrupted else ()) + missing + run.problems
+
+
+def declared_zeros(run: Run) -> tuple[str, ...]:
+    """Return for each engine that declares it how many gradients it showed as zeros where there are none."""
+    found: dict[str, list[int]] = {}
+    for record in run.records:
+        if record.declared_zeros:
+            found.setdefault(record.engine, []).append(record.declared_zeros)
+    return tuple(
+        f"{engine}: {sum(counts)} gradients in {len(counts)} records are zeros instead of None, as its adapter declares"
+        for engine, counts in sorted(found.items())
+    )

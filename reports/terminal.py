@@ -14,7 +14,7 @@ from shardproof.reports import evidence
 from shardproof.reports.causes import Cause, causes
 from shardproof.reports.expected import expectation_text, idle, known, stale
 from shardproof.reports.matrix import Column, Matrix, SuiteRows, arrange, label
-from shardproof.reports.summary import Tally, conclude, tally, warnings
+from shardproof.reports.summary import Tally, conclude, declared_zeros, tally, warnings
 from shardproof.reports.text import duration, one_line, versions
 from shardproof.reports.verdict_style import MARKS
 
@@ -37,6 +37,7 @@ def render(run: Run, *, width: int = _WIDTH) -> str:
         _legend(counted),
         *_headlines(run, width),
         *_known(run),
+        *map(one_line, declared_zeros(run)),
         *_unused(run),
         *_warnings(run),
         _score(run),

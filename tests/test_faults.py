@@ -34,8 +34,7 @@ def test_a_short_campaign_misses_no_target() -> None:
     command = [sys.executable, "-m", "benchmarks.faults", "--faults", "12", "--seed", "173"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=115, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "12 faults tried, " in done.stdout
-    assert ", 0 done, " not in done.stdout
+    assert "faults tried, 12 done, " in done.stdout
 
 
 @pytest.mark.parametrize(("verdict", "misses"), [("PASSED", [Miss.FALSE_GREEN]), ("CRASHED", [])])

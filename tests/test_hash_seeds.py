@@ -19,7 +19,7 @@ from shardproof.harness.records.run import read_run
 from shardproof.harness.runner.session import TrialSession
 from shardproof.harness.worlds.launch import launch
 from shardproof.harness.worlds.outcome import Returned
-from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, hash_seeds
+from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, hash_seeds, server_of
 from shardproof.harness.worlds.rank import RankContext
 from shardproof.harness.worlds.spec import WorldSpec
 from tests.judging import judged
@@ -52,9 +52,9 @@ class CommunicatesInSetOrder(DistributedDataParallelEngine):
     prepared_type = _PreparedInSetOrder
 
 
-def test_neighbours_have_different_seeds_which_the_seed_of_the_session_repeats(tmp_path: Path) -> None:
+def test_ranks_have_different_seeds_which_the_seed_of_the_session_repeats(tmp_path: Path) -> None:
     first = hashes("processes:4", tmp_path / "first")
-    assert first[0] == first[2] != first[1] == first[3]
+    assert len(set(first)) == 4
     draw_hash_seeds(1)
     other = hashes("processes:2", tmp_path / "other")
     draw_hash_seeds(0)
@@ -63,10 +63,18 @@ def test_neighbours_have_different_seeds_which_the_seed_of_the_session_repeats(t
     assert hashes("threads:2", tmp_path / "threads") == [first[0]] * 2
 
 
+def test_ranks_that_share_a_server_are_no_neighbours_on_a_mesh() -> None:
+    servers = [server_of(rank) for rank in range(64)]
+    assert servers[:16] == list(range(16))
+    assert not [
+        (a, a + n) for n in (1, 2, 4, 8, 16, 32) for a in range(64 - n) if servers[a] == servers[a + n]
+    ]
+
+
 def test_seeds_are_drawn_from_the_seed_of_the_session() -> None:
     seeds = [hash_seeds(seed) for seed in range(8)]
     assert seeds == [hash_seeds(seed) for seed in range(8)]
-    assert len({seed for pair in seeds for seed in pair}) == 16
+    assert len({seed for drawn in seeds for seed in drawn}) == 8 * 16
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,15 @@ def test_a_stale_expectation_makes_a_run_red_and_an_idle_one_does_not(render: Ca
     assert failures == ["1", "0"]
 
 
+@pytest.mark.parametrize("render", RENDERERS, ids=lambda render: render.__module__)
+def test_gradients_shown_as_zeros_are_counted_for_each_engine(render: Callable[[Run], str]) -> None:
+    shown = [replace(a_record(case, engine="flat"), declared_zeros=n) for case, n in (("p/a", 4), ("p/b", 3))]
+    text = render(a_run(*shown, a_record("p/c")))
+    words = "flat: 7 gradients in 2 records are zeros instead of None"
+    assert (words in text) is (render is not junit.render)
+    assert "zeros instead of None" not in render(a_run(a_record("p/c")))
+
+
 def test_only_an_address_becomes_a_link() -> None:
     for link in ("javascript:alert(1)", 'https://x" onclick="y', "https://x y", HOSTILE):
         record = replace(a_record(verdict=Verdict.KNOWN_FAILURE), expectation=replace(ENTRY, link=link))

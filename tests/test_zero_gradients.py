@@ -69,6 +69,7 @@ def test_an_engine_declares_zeros_in_its_adapter(
     )
     record = judged(session, f"{__name__}:{engine.__name__}", training=training, laws=(MatchesOracle(),))
     assert (record.verdict, text in record.headline) == (verdict, True), record.headline
+    assert bool(record.declared_zeros) is (engine is DeclaresZeros)
 
 
 NAME = "layers.1.weight"

@@ -53,7 +53,7 @@ def explore_programs(request: ExploreRequest) -> int:
     started = time.monotonic()
     check_spelling(request.engine)
     torch.set_num_threads(1)
-    warm_up(request.deadline_s, num_servers=1)
+    warm_up(request.deadline_s)
     world = WorldSpec.parse(request.world, deadline_s=request.deadline_s)
     space = SPACE.within(describe(request.engine).capabilities)
     exploration = Exploration(

@@ -168,7 +168,8 @@ class Record:
     the one that bore on the verdict or, expired, no longer does. ``hang`` is why ranks could not go on; None
     where they could, or failed otherwise. ``visible`` are the tensors in which errors show least. ``output`` is the
     end of what the ranks' processes printed, unless the verdict is PASSED or UNSUPPORTED. ``known_as`` and
-    ``known_version`` are of the known engine from which this one is derived, if any.
+    ``known_version`` are of the known engine from which this one is derived, if any. ``declared_zeros`` counts the
+    gradients, over all ranks and steps, that the engine shows as zeros where there are none, as its adapter declares.
     """
 
     engine: str
@@ -191,6 +192,7 @@ class Record:
     output: str = ""
     known_as: str = ""
     known_version: str = ""
+    declared_zeros: int = 0
     schema: int = SCHEMA_VERSION
 
     @property
@@ -206,7 +208,7 @@ class Header:
 
     ``shortfalls`` is empty but in the result of judging a run again: what that run lacked, and its records that could
     not be judged again. ``hash_seeds`` are values of ``PYTHONHASHSEED``: the first of all ranks in worlds of threads,
-    in worlds of processes the first of even and the second of odd ranks. ``git_changes`` is a hash of the changes to
+    in worlds of processes one of each rank in turn, for the first 16. ``git_changes`` is a hash of the changes to
     files that git knows, empty if there are none. ``options`` say which cases were selected, and how they were run.
     """
 

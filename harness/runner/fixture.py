@@ -31,7 +31,7 @@ from shardproof.harness.runner.record_writer import (
 from shardproof.harness.runner.selection import NUM_ELSEWHERE
 from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.runner.trial import Trial
-from shardproof.harness.worlds.processes.forkserver import NUM_SERVERS, warm_up
+from shardproof.harness.worlds.processes.forkserver import warm_up
 from shardproof.harness.worlds.spec import ANY, Sizes, WorldKind
 
 __all__ = ["Trial"]
@@ -113,8 +113,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         config.workeroutput[LEFT_OUT_FROM_WORKER] = config.stash.get(LEFT_OUT, {})
     if will_run(config) and any("trial" in getattr(item, "fixturenames", ()) for item in session.items):
         try:
-            are_processes = any(_is_of_processes(item) for item in session.items)
-            warm_up(config.getoption("--deadline"), num_servers=NUM_SERVERS if are_processes else 1)
+            num_ranks = max(map(_num_servers, session.items), default=1)
+            warm_up(config.getoption("--deadline"), num_ranks=num_ranks)
         except HarnessBug as error:
             pytest.exit(str(error), returncode=pytest.ExitCode.INTERNAL_ERROR)
 
@@ -169,9 +169,10 @@ def _cell(item: pytest.Item) -> Cell | None:
     return callspec.params.get("cell") if callspec is not None else None
 
 
-def _is_of_processes(item: pytest.Item) -> bool:
+def _num_servers(item: pytest.Item) -> int:
+    """Return how many fork servers an item needs: one for each rank that is a process, else one."""
     cell = _cell(item)
-    return cell is not None and cell.world.kind is WorldKind.PROCESSES and cell.world.size > 1
+    return cell.world.size if cell is not None and cell.world.kind is WorldKind.PROCESSES else 1
 
 
 def _is_known(item: pytest.Item, known: set[tuple[str, str, str]] | None) -> bool:

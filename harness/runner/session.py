@@ -89,6 +89,7 @@ class TrialSession:
             laws=judgement.laws,
             worst=judgement.worst,
             visible=judgement.visible,
+            declared_zeros=judgement.declared_zeros,
             ledger=found.ledger,
             outcomes=judgement.outcomes,
             hang=judgement.hang,

@@ -15,6 +15,7 @@ from shardproof.harness.laws.law import Evidence, Law, Ruling
 from shardproof.harness.laws.memory.lifetimes import UserTensorsLive
 from shardproof.harness.laws.memory.share import MemoryIsExplained
 from shardproof.harness.laws.runtime import NoRaces
+from shardproof.harness.laws.structure import num_declared_zeros
 from shardproof.harness.records.hang import HangReport
 from shardproof.harness.records.record import LawRecord, OutcomeRecord, TensorRecord, Verdict, VisibleError
 from shardproof.harness.records.world_result import SavedResult
@@ -57,6 +58,7 @@ class Judgement:
     visible: tuple[VisibleError, ...] = ()
     outcomes: tuple[OutcomeRecord, ...] = ()
     hang: HangReport | None = None
+    declared_zeros: int = 0
 
 
 def judge(
@@ -248,16 +250,21 @@ def _judge_laws(case: Case, kept: SavedResult, oracle: OracleObservation, simula
     asked = tuple(law for law in case.laws if law not in always)
     rulings = [law.judge(evidence) for law in (*always, *asked)]
     broken = [r for r in rulings if not r.record.held]
-    worst = _worst(broken or rulings)
-    records = tuple(r.record for r in rulings)
+    found = Judgement(
+        verdict=Verdict.FAILED,
+        headline=_headline(broken[0]) if broken else "",
+        laws=tuple(r.record for r in rulings),
+        worst=_worst(broken or rulings),
+        declared_zeros=num_declared_zeros(evidence),
+    )
     if broken:
-        return Judgement(verdict=Verdict.FAILED, headline=_headline(broken[0]), laws=records, worst=worst)
+        return found
     reason = None if simulated else vacuous_because(evidence)  # a law of ledgers is never vacuous, but blind
     if reason is not None:
-        return Judgement(verdict=Verdict.VACUOUS, headline=reason, laws=records, worst=worst)
+        return replace(found, verdict=Verdict.VACUOUS, headline=reason)
     held = "; ".join(_headline(r) for r in rulings)
-    visible = least_visible(evidence) if worst is not None else ()
-    return Judgement(verdict=Verdict.PASSED, headline=held, laws=records, worst=worst, visible=visible)
+    visible = least_visible(evidence) if found.worst is not None else ()
+    return replace(found, verdict=Verdict.PASSED, headline=held, visible=visible)
 
 
 def _headline(ruling: Ruling) -> str:

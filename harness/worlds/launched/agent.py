@@ -22,7 +22,7 @@ from shardproof.harness.worlds.launched.agent_link import Command
 from shardproof.harness.worlds.launched.cluster import meet_supervisor, releases
 from shardproof.harness.worlds.launched.launcher import LaunchedProcess
 from shardproof.harness.worlds.messages import FilePiece, Hello, HostSpec, HostState, send
-from shardproof.harness.worlds.processes.forkserver import NUM_SERVERS, draw_hash_seeds, warm_up
+from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, server_of, warm_up
 from shardproof.harness.worlds.processes.host_handle import HostHandle
 from shardproof.harness.worlds.processes.leftovers import Leftovers
 
@@ -108,7 +108,7 @@ class _Agent:
 
     def warm(self, seed: int) -> None:
         """Start the fork server, with the hash seed that the rank has in other worlds of processes."""
-        draw_hash_seeds(seed, first=self._process.rank % NUM_SERVERS)
+        draw_hash_seeds(seed, first=server_of(self._process.rank))
         warm_up()
 
     def start(self, spec: HostSpec, path: Iterable[str]) -> None:

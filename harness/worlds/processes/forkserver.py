@@ -1,10 +1,10 @@
 """The fork servers: warm processes of a session, of which every host is a fork.
 
-[Note: two servers] Python draws the seed of its string hashes, and with it the order of sets, when it starts. On a
-cluster each rank has its own, so an engine that communicates in the order of a set does so differently on each. A fork
-has the seed of its server. So there are two servers with different seeds: hosts of even ranks, and all that is not a
-rank, are forks of the first; hosts of odd ranks are forks of the second, which starts when it is needed. Threads of one
-process share a seed.
+[Note: a server per rank] Python draws the seed of its string hashes, and with it the order of sets, when it starts. On
+a cluster each rank has its own, so an engine that communicates in the order of a set does so differently on each. A
+fork has the seed of its server. So each rank of a world of processes has a server of its own, which starts when it is
+needed; what is not a rank is a fork of the first. From rank 16 on ranks share the seeds of earlier ones, so that a
+large world does not import torch a hundred times. Threads of one process share a seed.
 
 [Note: a server that does not answer] A server may be stopped, killed, or stuck in its imports. So each wait for it has
 a limit. A server that misses one is ended with its keeper and everything below them. The next call starts another.
@@ -47,10 +47,10 @@ REPORT_LIMIT_S = 1.0
 _POLL_S = 0.01
 
 
-NUM_SERVERS = 2
+_MAX_SERVERS = 16
 
 # Any: multiprocessing has no public name for a server; the first is its own.
-_servers: list[Any] = [forkserver._forkserver, *(forkserver.ForkServer() for _ in range(1, NUM_SERVERS))]
+_servers: list[Any] = [forkserver._forkserver, *(forkserver.ForkServer() for _ in range(1, _MAX_SERVERS))]
 _server_of: WeakKeyDictionary[ForkServerProcess, int] = WeakKeyDictionary()
 _connecting = threading.Lock()
 _seed, _first = 0, 0
@@ -60,14 +60,19 @@ def draw_hash_seeds(seed: int, first: int = 0) -> None:
     """Draw the hash seeds of a session; servers with others are ended. ``first`` has the first server take another."""
     global _seed, _first
     if (seed, first) != (_seed, _first):
-        for number in range(NUM_SERVERS):
+        for number in range(_MAX_SERVERS):
             end_server(number)
     _seed, _first = seed, first
 
 
+def server_of(rank: int) -> int:
+    """Return the number of a rank's server; neighbours have different ones, and so have ranks that are 16 apart."""
+    return (rank + rank // _MAX_SERVERS) % _MAX_SERVERS
+
+
 def hash_seeds(seed: int) -> tuple[int, ...]:
-    """Return ``PYTHONHASHSEED`` of each server for the seed of a session's first schedule."""
-    return tuple(random.Random(f"{seed}/{server}").randrange(1, 2**32) for server in range(NUM_SERVERS))
+    """Return ``PYTHONHASHSEED`` of each server, for the seed of a session's first schedule."""
+    return tuple(random.Random(f"{seed}/{server}").randrange(1, 2**32) for server in range(_MAX_SERVERS))
 
 
 @cache
@@ -136,12 +141,13 @@ def end_server(server: int = 0) -> None:
         time.sleep(_POLL_S)
 
 
-def warm_up(limit_s: float = _IMPORTS_LIMIT_S, *, num_servers: int = 1) -> None:
-    """Wait until the servers have done their imports, so that no case is charged for them."""
+def warm_up(limit_s: float = _IMPORTS_LIMIT_S, *, num_ranks: int = 1) -> None:
+    """Wait until the servers of so many ranks have done their imports, so that no case is charged for them."""
     forkserver_context()
-    for server in range(num_servers):
+    servers = range(min(num_ranks, _MAX_SERVERS))
+    for server in servers:
         _ensure_server(server)
-    for server in range(num_servers):
+    for server in servers:
         process = started(_nothing, limit_s=limit_s, server=server)
         process.join(limit_s)
         end(process)
@@ -235,7 +241,7 @@ def _ensure_server(number: int = 0) -> None:
     parent's; and its hash seed.
     """
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    seed = hash_seeds(_seed)[(number + _first) % NUM_SERVERS]
+    seed = hash_seeds(_seed)[(number + _first) % _MAX_SERVERS]
     wanted = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONHASHSEED": str(seed)}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)

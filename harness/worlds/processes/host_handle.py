@@ -26,13 +26,13 @@ from shardproof.harness.worlds.messages import (
 from shardproof.harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
 from shardproof.harness.worlds.output import drop_empty, printed
 from shardproof.harness.worlds.processes.forkserver import (
-    NUM_SERVERS,
     REPORT_LIMIT_S,
     STATUS_WITHOUT_SERVER,
     end,
     end_server,
     forkserver_context,
     kill,
+    server_of,
     started,
 )
 from shardproof.harness.worlds.processes.host_process import host_main
@@ -71,8 +71,8 @@ class HostHandle:
 
     @property
     def _server_number(self) -> int:
-        """Which fork server the host comes from; see [Note: two servers]. An agent has one, for its rank."""
-        return self.spec.ranks[0] % NUM_SERVERS if self.spec.world.kind is WorldKind.PROCESSES else 0
+        """Which fork server the host comes from; see [Note: a server per rank]. An agent has one, for its rank."""
+        return server_of(self.spec.ranks[0]) if self.spec.world.kind is WorldKind.PROCESSES else 0
 
     @property
     def awaited(self) -> list[Connection | int]:

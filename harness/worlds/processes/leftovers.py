@@ -17,9 +17,9 @@ from shardproof.harness.worlds.processes.lineage import (
     Process,
     below,
     command,
-    has_ended,
     is_running,
     parent_of,
+    process_of,
     signalled,
 )
 
@@ -37,12 +37,8 @@ class Leftovers:
     def __init__(self, hosts: Sequence[HostHandle]) -> None:
         self._hosts = tuple(hosts)
         servers = {server for host in hosts if (server := parent_of(host.pid)) is not None}
-        keepers = {server: parent_of(server) for server in sorted(servers)}
-        # Without a keeper a server is our own child, and our other children are not ours to end.
-        self._keepers = {
-            server: keeper for server, keeper in keepers.items() if keeper not in {None, os.getpid()}
-        }
-        self._servers = tuple(keepers)
+        self._servers = tuple(sorted(servers))
+        self._keepers = {s: keeper for s in self._servers if (keeper := _keeper_of(s)) is not None}
         self._seen: dict[HostHandle, list[Process]] = {}
         self._before = {process.pid for process in self._orphans()}
 
@@ -73,10 +69,7 @@ class Leftovers:
     @property
     def _is_restarting(self) -> bool:
         """Whether a server has ended and its keeper has not: no server can be started until it has."""
-        return any(
-            not command(server) and keeper is not None and not has_ended(keeper)
-            for server, keeper in self._keepers.items()
-        )
+        return any(not command(server) and is_running(keeper) for server, keeper in self._keepers.items())
 
     def _left(self) -> dict[tuple[int, ...], list[str]]:
         """Name what ranks left, by rank; what is below a rank that was stopped is no leftover."""
@@ -110,8 +103,8 @@ class Leftovers:
         return [
             process
             for server, keeper in self._keepers.items()
-            if keeper is not None
-            for process in below(keeper, without=server)
+            if is_running(keeper)
+            for process in below(keeper.pid, without=server)
         ]
 
     def _name(self, process: Process) -> str:
@@ -120,6 +113,16 @@ class Leftovers:
         name = "a fork of the rank" if is_fork else repr(words[:_LONGEST_NAME])
         is_detached = all(process.session != host.pid for host in self._hosts)
         return f"{name} in a session of its own" if is_detached else name
+
+
+def _keeper_of(server: int) -> Process | None:
+    """Return the keeper of a server: its parent, and our child.
+
+    Without a keeper the server itself is our child, and our other children are not ours to end. Where the keeper was
+    killed just now, the server's parent is the machine's first process, below which is everything that runs.
+    """
+    keeper = process_of(parent_of(server) or 0)
+    return keeper if keeper is not None and keeper.parent == os.getpid() else None
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

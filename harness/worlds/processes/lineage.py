@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
+_FIRST = 1  # the machine's first process; 0 and below stand for groups of processes, or for all
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
@@ -48,71 +49,8 @@ def die_with_parent() -> None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def parent_of(pid: int) -> int | None:
-    """Return the parent of a process; None if it has ended or cannot be looked up."""
-    process = _process(pid)
-    return None if process is None else process.parent
-
-
-def command(pid: int) -> str:
-    """Return the command line of a process; empty if it has ended or cannot be looked up."""
-    return _read(_PROC / str(pid) / "cmdline").replace("\0", " ").strip()
-
-
-def has_ended(pid: int) -> bool:
-    """Whether a process has ended, waited for or not."""
-    process = _process(pid)
-    return process is None or not process.is_running
-
-
-def is_running(process: Process) -> bool:
-    """Whether this very process still runs; one that ended and was not waited for does not."""
-    now = _process(process.pid)
-    return now is not None and now.is_running and now.started_ticks == process.started_ticks
-
-
-def below(pid: int, *, without: int | None = None) -> list[Process]:
-    """Return the running processes below one, but for the branch of ``without``; the nearest first."""
-    found: list[Process] = []
-    ways = [pid]
-    while ways:
-        for child in _children(ways.pop(0)):
-            if child == without:
-                continue
-            ways.append(child)
-            process = _process(child)
-            if process is not None and process.is_running:
-                found.append(process)
-    return found
-
-
-def signalled(pid: int, number: signal.Signals) -> bool:
-    """Send a signal; returns whether there was a process to take it."""
-    try:
-        os.kill(pid, number)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
-
-
-def _children(pid: int) -> list[int]:
-    """Return the children of a process, from the kernel's own list where it keeps one, else by a walk over all."""
-    try:
-        threads = os.listdir(_PROC / str(pid) / "task")
-        lists = [(_PROC / str(pid) / "task" / thread / "children").read_text() for thread in threads]
-    except FileNotFoundError:
-        return [] if _process(pid) is None else _children_by_walk(pid)
-    except OSError:
-        return []
-    return [int(child) for line in lists for child in line.split()]
-
-
-def _children_by_walk(pid: int) -> list[int]:
-    everything = [_process(int(name)) for name in os.listdir(_PROC) if name.isdigit()]
-    return [process.pid for process in everything if process is not None and process.parent == pid]
-
-
-def _process(pid: int) -> Process | None:
+def process_of(pid: int) -> Process | None:
+    """Look a process up; None if it has ended and was waited for, or cannot be looked up."""
     text = _read(_PROC / str(pid) / "stat")
     if not text:
         return None
@@ -126,6 +64,75 @@ def _process(pid: int) -> Process | None:
         is_running=fields[0] not in "ZX" or int(fields[17]) > 1,
         is_stopped=fields[0] == "T",
     )
+
+
+def parent_of(pid: int) -> int | None:
+    """Return the parent of a process; None if it has ended or cannot be looked up."""
+    process = process_of(pid)
+    return None if process is None else process.parent
+
+
+def command(pid: int) -> str:
+    """Return the command line of a process; empty if it has ended or cannot be looked up."""
+    return _read(_PROC / str(pid) / "cmdline").replace("\0", " ").strip()
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, waited for or not."""
+    process = process_of(pid)
+    return process is None or not process.is_running
+
+
+def is_running(process: Process) -> bool:
+    """Whether this very process still runs; one that ended and was not waited for does not."""
+    now = process_of(process.pid)
+    return now is not None and now.is_running and now.started_ticks == process.started_ticks
+
+
+def below(pid: int, *, without: int | None = None) -> list[Process]:
+    """Return the running processes below one, but for the branch of ``without``; the nearest first.
+
+    Nothing is returned of the machine's first process, which adopts every orphan: all others are below it.
+    """
+    found: list[Process] = []
+    ways = [pid] if pid > _FIRST else []
+    while ways:
+        for child in _children(ways.pop(0)):
+            if child == without:
+                continue
+            ways.append(child)
+            process = process_of(child)
+            if process is not None and process.is_running:
+                found.append(process)
+    return found
+
+
+def signalled(pid: int, number: signal.Signals) -> bool:
+    """Send a signal to one process; returns whether it was there to take it. Numbers that mean many are refused."""
+    if pid <= _FIRST:
+        return False
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def _children(pid: int) -> list[int]:
+    """Return the children of a process, from the kernel's own list where it keeps one, else by a walk over all."""
+    try:
+        threads = os.listdir(_PROC / str(pid) / "task")
+        lists = [(_PROC / str(pid) / "task" / thread / "children").read_text() for thread in threads]
+    except FileNotFoundError:
+        return [] if process_of(pid) is None else _children_by_walk(pid)
+    except OSError:
+        return []
+    return [int(child) for line in lists for child in line.split()]
+
+
+def _children_by_walk(pid: int) -> list[int]:
+    everything = [process_of(int(name)) for name in os.listdir(_PROC) if name.isdigit()]
+    return [process.pid for process in everything if process is not None and process.parent == pid]
 
 
 def _read(path: Path) -> str:

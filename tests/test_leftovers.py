@@ -1,0 +1,72 @@
+"""Nothing but what ranks left is taken for a leftover, whatever became of the processes between."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from shardproof.harness.worlds.processes import leftovers, lineage
+from shardproof.harness.worlds.processes.host_handle import HostHandle
+from shardproof.harness.worlds.processes.leftovers import Leftovers
+from shardproof.harness.worlds.processes.lineage import Process, below, signalled
+
+SESSION, KEEPER, SERVER, HOST, ORPHAN, STRANGER = (
+    os.getpid(),
+    1_000_002,
+    1_000_003,
+    1_000_004,
+    1_000_005,
+    1_000_006,
+)
+WHOLE = {SESSION: 1, KEEPER: SESSION, SERVER: KEEPER, HOST: SERVER, ORPHAN: KEEPER, STRANGER: 1, 1: 0}
+
+
+def seen_in(monkeypatch: pytest.MonkeyPatch, parents: dict[int, int]) -> list[int]:
+    """Return the orphans found in a tree of processes, given as the parent of each."""
+
+    def looked_up(pid: int) -> Process | None:
+        if pid not in parents:
+            return None
+        return Process(pid=pid, parent=parents[pid], session=pid, started_ticks=pid, is_running=True)
+
+    monkeypatch.setattr(lineage, "process_of", looked_up)
+    monkeypatch.setattr(leftovers, "process_of", looked_up)
+    monkeypatch.setattr(
+        lineage, "_children", lambda pid: [p for p, parent in parents.items() if parent == pid]
+    )
+    host = cast(HostHandle, SimpleNamespace(pid=HOST))
+    found: list[Any] = Leftovers([host])._orphans()
+    return [process.pid for process in found]
+
+
+def test_what_the_keeper_adopted_is_an_orphan(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert seen_in(monkeypatch, WHOLE) == [ORPHAN]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        pytest.param({KEEPER: None, SERVER: 1, ORPHAN: 1}, id="the keeper was killed"),
+        pytest.param({SERVER: None, HOST: KEEPER}, id="the server was killed"),
+        pytest.param({KEEPER: None, SERVER: None, HOST: 1, ORPHAN: 1}, id="both were killed"),
+        pytest.param({KEEPER: None, SERVER: SESSION, ORPHAN: 1}, id="the machine lets no process adopt"),
+    ],
+)
+def test_nothing_else_on_the_machine_is_an_orphan(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[int, int | None]
+) -> None:
+    parents = {pid: parent for pid, parent in (WHOLE | changed).items() if parent is not None}
+    assert seen_in(monkeypatch, parents) == []
+
+
+@pytest.mark.parametrize("pid", [-1, 0, 1])
+def test_no_signal_goes_to_the_first_process_or_to_all(monkeypatch: pytest.MonkeyPatch, pid: int) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(pid))
+    assert not signalled(pid, signal.SIGKILL)
+    assert sent == []
+    assert below(pid) == []
