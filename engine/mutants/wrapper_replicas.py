@@ -44,7 +44,7 @@ class StartsEachReplicaOnItsOwn(ReferenceWrapperEngine):
     names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_Apart)
 
 
-class _Summing(FullyShardedDataParallel):
+class _WrapsAndSums(FullyShardedDataParallel):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         for group in self.groups:
@@ -53,12 +53,12 @@ class _Summing(FullyShardedDataParallel):
 
 @mutant(after="NVIDIA/Megatron-LM#3023", kills_on=CALLS)
 class SumsWhatIsWrapped(ReferenceWrapperEngine):
-    """Gradients of what a caller wraps are summed over ranks, not averaged.
+    """Gradients of a module in the wrapper are summed over ranks, not averaged.
 
     Reported: nothing scaled the gradients by 1 / ranks.
     """
 
-    names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_Summing)
+    names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_WrapsAndSums)
 
 
 class _OfFirstPieces(FullyShardedDataParallel):
