@@ -19,6 +19,7 @@ class Capability(Enum):
     SHARD_DIM = "shards each parameter on the dim asked for"
     IGNORE = "leaves the parameters named alone: unsharded, unreduced"
     TENSOR_PARALLEL = "takes parameters that are sharded on a tensor-parallel mesh axis already"
+    MESH_DIMS = "takes parameters that lie on a mesh of all axes, and is named those of data"
     EXPERTS = "keeps the parameters named on a mesh of their own, beside others in one unit"
     COMPARES_RANKS = "refuses a model whose parameters are others on some rank, on every rank"
     PIPELINE = "takes one stage of a pipeline, driven by a schedule of microbatches"

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardproof.engine import reference
 from shardproof.engine.adapters.composable import PreparedComposable, open_door
+from shardproof.engine.adapters.torch_internals import has_mesh_dims
 from shardproof.engine.contract import Capability, Engine, FrontDoor, Plan, PreparedModel, shard_of
 from shardproof.engine.reference.fsdp_state import state_of
 
@@ -78,6 +79,7 @@ class ReferenceEngine(Engine):
         Capability.WRAPPER,
         Capability.ZERO1,
         Capability.ZERO2,
+        *([] if has_mesh_dims() else [Capability.MESH_DIMS]),
     }
     prepared_type: ClassVar[type[PreparedReference]] = PreparedReference
 

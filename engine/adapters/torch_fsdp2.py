@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from shardproof.engine.adapters.composable import PreparedComposable, open_door
-from shardproof.engine.adapters.torch_internals import RELEASE, can_place, placed_on, replicate
+from shardproof.engine.adapters.torch_internals import RELEASE, can_place, has_mesh_dims, placed_on, replicate
 from shardproof.engine.contract import Capability, Engine, FrontDoor, Layout, Plan, PreparedModel
 
 # What a promise is kept by: a release without the method cannot make it.
@@ -30,6 +30,8 @@ def _not_of_this_release() -> Iterator[Capability]:
     yield from (capability for capability, method in _METHODS.items() if not hasattr(FSDPModule, method))
     if not can_place():
         yield Capability.EXPERTS
+    if not has_mesh_dims():
+        yield Capability.MESH_DIMS
     is_newer = RELEASE >= (2, 15)
     # 2.15 reduces in the dtype of the gradients, which is that of the parameters unless a user sets another.
     yield Capability.REDUCE_AS_COMPUTED if is_newer else Capability.REDUCE_AS_STORED

@@ -50,6 +50,11 @@ def can_place() -> bool:
     return hasattr(module, "FSDPMeshInfo") and hasattr(module, "ShardPlacementResult")
 
 
+def has_mesh_dims() -> bool:
+    """Return whether this release has `DataParallelMeshDims`, which is public."""
+    return hasattr(torch.distributed.fsdp, "DataParallelMeshDims")
+
+
 def placed_on(mesh: DeviceMesh) -> Any:  # Any: torch does not publish the type
     """Return what ``shard_placement_fn`` returns for a parameter that lives on a mesh of its own.
 

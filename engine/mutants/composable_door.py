@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -184,6 +185,40 @@ class SumsWhatACallerPrepares(ReferenceEngine):
         def composable(self) -> FrontDoor:
             door = super().composable()
             return replace(door, fully_shard=_summing(door.fully_shard), replicate=_summing(door.replicate))
+
+
+@mutant(after="pytorch/pytorch#158719", kills_on=_CALLS, trace=Trace.STATE)
+class LeavesOutWhatNoRankUsed(ReferenceEngine):
+    """Parameters that no rank used have no gradient, also where they were to have zeros.
+
+    Reported: only parameters with a gradient were packed into the reduce-scatter.
+    """
+
+    class Prepared(_Door):
+        def fully_shard(self, module: Any, **options: Any) -> Any:
+            module = super().fully_shard(module, **options)
+            module.set_reduce_scatter_unused_params = lambda enable: None
+            return module
+
+
+@mutant(after="facebookresearch/fairscale#605", kills_on=_CALLS, trace=Trace.NUMBERS)
+class HidesWhatWaits(ReferenceEngine):
+    """Gradients that wait for their reduction are kept where no caller can clear or change them.
+
+    Reported: gradients that a training loop had cleared for some weights took part in the step.
+    """
+
+    class Prepared(_Door):
+        def fully_shard(self, module: Any, **options: Any) -> Any:
+            module = super().fully_shard(module, **options)
+            for held in (held for group in _groups(module) for held in group.parameters):
+                held.hold_unsharded_grad = partial(_hide, held)
+            return module
+
+
+def _hide(held: Any, dtype: torch.dtype | None) -> None:
+    if held.has_unsharded_grad:
+        held._held_grad = held.pop_unsharded_grad(dtype)
 
 
 def _summing(apply: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from types import MethodType
 from typing import Any
@@ -46,12 +47,14 @@ class ScalesByTheTensorRanks(ReferenceEngine):
     them, and came out exactly twice as large with two.
     """
 
-    class Prepared(PreparedReference):
-        def backward(self, loss: torch.Tensor) -> None:
-            super().backward(loss)
-            for parameter in self.named.parameters():
-                if (cut := _tensor_cut(parameter)) is not None and parameter.grad is not None:
-                    parameter.grad.mul_(cut.num_pieces)
+    @staticmethod
+    def spoil(prepared: PreparedModel) -> PreparedModel:
+        for parameter in prepared.module.parameters():
+            if (cut := _tensor_cut(parameter)) is not None:
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # torch leaves it so
+                    partial(_scale, cut.num_pieces)
+                )
+        return prepared
 
 
 @mutant(after="pytorch/torchtitan#1551", kills_on=Condition(plan=_EXPERTS))
@@ -235,6 +238,11 @@ def _tensor_cut(parameter: torch.Tensor) -> _Cut | None:
     if isinstance(parameter.placements[axis], Replicate):
         return None
     return _Cut(num_pieces=mesh.size(axis), index=coordinate[axis])
+
+
+def _scale(factor: int, parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(factor)
 
 
 def _cuts_of_rows(parameter: DTensor) -> int:

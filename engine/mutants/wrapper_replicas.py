@@ -1,17 +1,24 @@
-"""Mutants of our own wrapper that forget replicas."""
+"""Mutants of our own wrapper that forget replicas, or what other axes cut."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardproof.engine.adapters.reference_wrapper import NAMES, ReferenceWrapperEngine
 from shardproof.engine.contract import WrapperNames
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.plans import CALLS
 from shardproof.engine.plan import Layout, Plan
 from shardproof.engine.reference import FullyShardedDataParallel
+from shardproof.engine.reference.fsdp1.flat import FlatPiece
+from shardproof.engine.reference.fsdp1.full_params import layout_of
 from shardproof.engine.wrapper import Wrapper
 
 
@@ -35,3 +42,43 @@ class StartsEachReplicaOnItsOwn(ReferenceWrapperEngine):
     """
 
     names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_Apart)
+
+
+class _WrapsAndSums(FullyShardedDataParallel):
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        for group in self.groups:
+            group.divide_factor = 1.0
+
+
+@mutant(after="NVIDIA/Megatron-LM#3023", kills_on=CALLS)
+class SumsWhatIsWrapped(ReferenceWrapperEngine):
+    """Gradients of a module in the wrapper are summed over ranks, not averaged.
+
+    Reported: nothing scaled the gradients by 1 / ranks.
+    """
+
+    names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_WrapsAndSums)
+
+
+class _OfFirstPieces(FullyShardedDataParallel):
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        for group in self.groups:
+            for piece in layout_of(group).parameters:
+                piece.own_part = partial(_first, piece)  # type: ignore[method-assign]  # of this one
+
+
+def _first(piece: FlatPiece, value: torch.Tensor) -> torch.Tensor:
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole[tuple(slice(size) for size in piece.shape)]
+
+
+@mutant(after="ROCm/Megatron-LM#63", kills_on=CALLS, trace=Trace.STATE)
+class LoadsTheFirstPieceEverywhere(ReferenceWrapperEngine):
+    """Every rank of a tensor-parallel axis loads what the first one is to have.
+
+    Reported: pieces of a layer were put together in a wrong order when a checkpoint was loaded.
+    """
+
+    names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_OfFirstPieces)

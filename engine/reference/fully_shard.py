@@ -16,11 +16,17 @@ from torch.distributed.tensor import DTensor, Shard
 from shardproof.engine.reference.fsdp_module import FSDPModule, ReplicateModule, managed_class
 from shardproof.engine.reference.fsdp_state import FSDPState, state_of
 from shardproof.engine.reference.geometry import plan_cut
-from shardproof.engine.reference.mesh import DataMesh, compute_device, replicating_mesh, sharding_mesh
+from shardproof.engine.reference.mesh import (
+    DataMesh,
+    compute_device,
+    mesh_of_axes,
+    replicating_mesh,
+    sharding_mesh,
+)
 from shardproof.engine.reference.param_group import FSDPParamGroup
 from shardproof.engine.reference.param_layout import PerParameterLayout
 from shardproof.engine.reference.parameter import ParamLocation, ShardedParam, cut_parameter
-from shardproof.engine.reference.policies import DTypes, ShardPlacementResult
+from shardproof.engine.reference.policies import DTypes, MeshDims, ShardPlacementResult
 
 Modules = TypeVar("Modules", nn.Module, list[nn.Module])
 PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
@@ -38,6 +44,7 @@ def fully_shard(
     mp_policy: DTypes = _DEFAULT_DTYPES,
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: MeshDims | None = None,
 ) -> Modules:
     """Shard the parameters of ``module`` that no earlier call has taken, as one communication group.
 
@@ -47,12 +54,17 @@ def fully_shard(
     ``mesh``: 1-D shards, 2-D (named) replicates over axis 0 and shards over axis 1; None: all ranks.
     ``reshard_after_forward``: True frees whole parameters after forward and gathers them again for backward;
     False keeps them; a number k leaves each rank the part that k neighbours gather again; None is True but for
-    the root. ``shard_placement_fn``: per parameter the dim to shard, or a mesh of its own.
+    the root. ``shard_placement_fn``: per parameter the dim to shard, or a mesh of its own. ``dp_mesh_dims``: which axes
+    of ``mesh`` are those of data, where parameters are DTensors on all of its axes.
 
     Raises ValueError, TypeError, RuntimeError or NotImplementedError for what cannot be sharded.
     """
-    data_mesh = sharding_mesh(mesh)
+    data_mesh = sharding_mesh(mesh) if dp_mesh_dims is None else mesh_of_axes(mesh, dp_mesh_dims)
     modules = _checked(module, "fully_shard")
+    if dp_mesh_dims is not None and type(reshard_after_forward) is int:
+        raise NotImplementedError(
+            f"reshard_after_forward={reshard_after_forward}: expected True or False beside dp_mesh_dims"
+        )
     reshard = _reshard_policy(reshard_after_forward, data_mesh)
     _manage(
         modules,
@@ -62,7 +74,7 @@ def fully_shard(
         offload=offload_policy,
         ignored=ignored_params,
         placement_fn=shard_placement_fn,
-        reshard=reshard,
+        reshard=False if data_mesh.shard_axis is None else reshard,
     )
     return module
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardproof.engine.reference.mesh import DataMesh
 from shardproof.engine.reference.torch_private import local_tensor
@@ -96,6 +96,7 @@ def plan_cut(parameter: nn.Parameter, name: str, mesh: DataMesh, placement: Shar
     Raises ValueError for scalars and NotImplementedError for what cannot be sharded: tensors that are not
     contiguous, and uneven dims other than 0.
     """
+    _check_axes(parameter, name, mesh)
     local = local_part(parameter)
     if local.dim() == 0:
         raise ValueError(
@@ -116,6 +117,27 @@ def plan_cut(parameter: nn.Parameter, name: str, mesh: DataMesh, placement: Shar
             f"{tuple(local.shape)} over {geometry.ranks} ranks; return a dim that they divide, or Shard(0)"
         )
     return geometry
+
+
+def _check_axes(parameter: nn.Parameter, name: str, mesh: DataMesh) -> None:
+    """Raise ValueError for a parameter that is not whole along the data axes of the mesh that has all axes."""
+    if mesh.whole is None:
+        return
+    if not isinstance(parameter, DTensor):
+        raise ValueError(
+            f"dp_mesh_dims: expected DTensors on {mesh.whole}, got a plain tensor for {name!r}; try distribute_module"
+        )
+    if parameter.device_mesh != mesh.whole:
+        raise ValueError(
+            f"dp_mesh_dims: expected {name!r} on the same mesh as was given, {mesh.whole}, got one on "
+            f"{parameter.device_mesh}; distribute it over all axes"
+        )
+    cut = [axis for axis in sorted(mesh.data_axes) if not isinstance(parameter.placements[axis], Replicate)]
+    if cut:
+        raise ValueError(
+            f"dp_mesh_dims: expected Replicate() of {name!r} along the axes of data, got {parameter.placements}; "
+            f"leave axes {cut} to fully_shard"
+        )
 
 
 def local_part(parameter: nn.Parameter) -> torch.Tensor:

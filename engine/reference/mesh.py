@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate
+
+from shardproof.engine.reference.policies import MeshDims
+from shardproof.engine.reference.torch_private import concatenated, joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +19,7 @@ class Ranks:
 
     shard_group: dist.ProcessGroup | None
     replicate_group: dist.ProcessGroup | None
+    shard_mesh: DeviceMesh | None = None  # the one that the shard group is of, where it is known
 
     @property
     def shard_size(self) -> int:
@@ -40,10 +44,15 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataMesh(Ranks):
-    """The ranks of a 1-D or 2-D device mesh, read as an axis that shards, an axis that replicates, or both."""
+    """The ranks of a 1-D or 2-D device mesh, read as an axis that shards, an axis that replicates, or both.
+
+    Where parameters lie on a mesh of all axes, ``whole`` is that, and ``data_axes`` are those that ``mesh`` is made of.
+    """
 
     mesh: DeviceMesh
     shard_axis: int | None
+    whole: DeviceMesh | None = None
+    data_axes: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, mesh: DeviceMesh, *, shard_axis: int | None, replicate_axis: int | None) -> DataMesh:
@@ -79,6 +88,28 @@ def sharding_mesh(mesh: DeviceMesh | None) -> DataMesh:
             "try init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
         )
     return DataMesh.of(mesh, shard_axis=1, replicate_axis=0)
+
+
+def mesh_of_axes(mesh: DeviceMesh | None, dims: MeshDims) -> DataMesh:
+    """Read the axes of ``mesh`` that ``dims`` names as those of data; raises ValueError for none, or unknown ones."""
+    whole = _world_mesh(("shard",)) if mesh is None else mesh
+    known = whole.mesh_dim_names or ()
+    shards, replicas = tuple(dims.shard_names), tuple(dims.replicate_names)
+    if not shards and not replicas:
+        raise ValueError(
+            "dp_mesh_dims: expected at least one of shard or replicate, got neither; name an axis"
+        )
+    if unknown := [name for name in (*shards, *replicas) if name not in known]:
+        raise ValueError(
+            f"dp_mesh_dims: expected names of axes among {known}, got {unknown}, not found there"
+        )
+    parts = [joined(whole, names) for names in (replicas, shards) if names]
+    data = DataMesh.of(
+        parts[0] if len(parts) == 1 else concatenated(*parts),
+        shard_axis=len(parts) - 1 if shards else None,
+        replicate_axis=0 if replicas else None,
+    )
+    return replace(data, whole=whole, data_axes=frozenset(known.index(name) for name in (*shards, *replicas)))
 
 
 def replicating_mesh(mesh: DeviceMesh | None) -> DataMesh:

@@ -131,7 +131,12 @@ class FSDPParam(ABC):
     """
 
     def __init__(
-        self, *, origin: nn.Parameter, locations: tuple[ParamLocation, ...], shape: torch.Size
+        self,
+        *,
+        origin: nn.Parameter,
+        locations: tuple[ParamLocation, ...],
+        shape: torch.Size,
+        data_axes: frozenset[int] = frozenset(),
     ) -> None:
         self.locations = locations
         self.shape = shape
@@ -142,6 +147,8 @@ class FSDPParam(ABC):
         self.unsharded_param: nn.Parameter | None = None
         self._held_grad: torch.Tensor | None = None
         self._step_listener = StepListener()
+        self.inner = _described(origin)
+        self._data_axes = data_axes
 
     def listen_to_steps(self, on_step: Callable[[], None]) -> None:
         """Call ``on_step`` when one of torch's optimizers has stepped over this parameter."""
@@ -230,6 +237,10 @@ class FSDPParam(ABC):
             self.shape, dtype=dtype or self.unsharded_param.dtype, device=self.unsharded_param.device
         )
 
+    def laid_out(self, whole: torch.Tensor) -> torch.Tensor:
+        """Wrap what data-parallel ranks share as the DTensor of other axes that the parameter was, if it was one."""
+        return whole if self.inner is None else sharded_like(self.inner, whole)
+
     def drop_unsharded_grad(self) -> None:
         """Forget unsharded gradients: those of an iteration that failed."""
         self._held_grad = None
@@ -250,8 +261,18 @@ class FSDPParam(ABC):
             self._is_hooked = True
 
     def _plain(self, gradient: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        """Return a whole gradient as a plain tensor."""
-        return gradient
+        """Return this rank's part of a tensor-parallel gradient, laid out as the parameter is."""
+        if not isinstance(gradient, DTensor) or self.inner is None:
+            return gradient
+        # Over axes of data it is reduced by the engine, whatever part of the sum it is.
+        pairs = enumerate(zip(gradient.placements, self.inner.placements, strict=True))
+        placements = tuple(fresh if axis in self._data_axes else own for axis, (fresh, own) in pairs)
+        if gradient.placements != placements:
+            # Cast first: this may reduce over the tensor-parallel axis, and must do so in ``dtype``.
+            wide = gradient if dtype is None else gradient.to(dtype)
+            assert isinstance(wide, DTensor)
+            gradient = wide.redistribute(placements=placements)
+        return gradient.to_local()
 
 
 class ShardedParam(FSDPParam):
@@ -267,11 +288,11 @@ class ShardedParam(FSDPParam):
         origin: nn.Parameter,
         locations: tuple[ParamLocation, ...],
         geometry: Geometry,
+        data_axes: frozenset[int],
     ) -> None:
-        super().__init__(origin=origin, locations=locations, shape=geometry.shape)
+        super().__init__(origin=origin, locations=locations, shape=geometry.shape, data_axes=data_axes)
         self.sharded = sharded
         self.geometry = geometry
-        self._inner = _described(origin)
 
     @property
     def sharded_param(self) -> nn.Parameter:
@@ -336,19 +357,7 @@ class ShardedParam(FSDPParam):
     def _whole(self, memory: torch.Tensor) -> torch.Tensor:
         # .data: a version counter of its own, so that gathering again does not look to autograd like an
         # in-place change of what forward saved.
-        whole = self.geometry.whole_part(memory).data
-        return whole if self._inner is None else sharded_like(self._inner, whole)
-
-    def _plain(self, gradient: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        """Return this rank's part of a tensor-parallel gradient, laid out as the parameter is."""
-        if not isinstance(gradient, DTensor) or self._inner is None:
-            return gradient
-        if gradient.placements != self._inner.placements:
-            # Cast first: this may reduce over the tensor-parallel axis, and must do so in ``dtype``.
-            wide = gradient if dtype is None else gradient.to(dtype)
-            assert isinstance(wide, DTensor)
-            gradient = wide.redistribute(placements=self._inner.placements)
-        return gradient.to_local()
+        return self.laid_out(self.geometry.whole_part(memory).data)
 
 
 def _described(origin: nn.Parameter) -> DTensor | None:
@@ -378,7 +387,13 @@ def cut_parameter(
     if shard.is_complex():
         _keep_complex_views_in_place()
     sharded = nn.Parameter(spread, requires_grad=parameter.requires_grad)
-    made = ShardedParam(sharded=sharded, origin=parameter, locations=locations, geometry=geometry)
+    made = ShardedParam(
+        sharded=sharded,
+        origin=parameter,
+        locations=locations,
+        geometry=geometry,
+        data_axes=mesh.data_axes,
+    )
     made.to_sharded()
     return made
 
@@ -389,7 +404,13 @@ def _over_all_axes(shard: torch.Tensor, whole: torch.Tensor, mesh: DataMesh, dim
     inner: tuple[Placement, ...] = ()
     placement: Placement = Shard(dim)
     if isinstance(whole, DTensor):
-        device_mesh, inner = concatenated(mesh.mesh, whole.device_mesh), whole.placements
+        axes = [axis for axis in range(whole.device_mesh.ndim) if axis not in mesh.data_axes]
+        inner = tuple(whole.placements[axis] for axis in axes)
+        if mesh.whole is None:
+            device_mesh = concatenated(mesh.mesh, whole.device_mesh)
+        elif axes:
+            names = mesh.whole.mesh_dim_names or ()
+            device_mesh = concatenated(mesh.mesh, *(mesh.whole[names[axis]] for axis in axes))
         split = _inner_shards(whole, dim)
         # The tensor-parallel axis cut the dim first although it comes last in the mesh.
         placement = strided_shard(dim, split) if split > 1 else placement

@@ -37,6 +37,20 @@ class DTypes(Protocol):
         ...
 
 
+class MeshDims(Protocol):
+    """The fields read of torch's ``DataParallelMeshDims``: which axes of a mesh of all axes are those of data."""
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """Names of the axes to shard over, as one."""
+        ...
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """Names of the axes to replicate over, as one."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlacementResult:
     """What ``shard_placement_fn`` may return to put one parameter on a data-parallel mesh of its own.

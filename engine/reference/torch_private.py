@@ -21,6 +21,7 @@ __all__ = [
     "concatenated",
     "eager",
     "inside_backward",
+    "joined",
     "local_tensor",
     "post_accumulate_hooks",
     "run_where_shards_lie",
@@ -120,6 +121,11 @@ def post_accumulate_hooks(parameter: nn.Parameter) -> list[Callable[[torch.Tenso
 def concatenated(*meshes: DeviceMesh) -> DeviceMesh:
     """Join meshes that were cut from one root mesh; slicing by name is public only on the root itself."""
     return DeviceMesh._concatenate(list(meshes))
+
+
+def joined(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Return these axes of ``mesh`` as one axis."""
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

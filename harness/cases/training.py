@@ -167,10 +167,13 @@ class StateForm(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """After ``after_steps`` steps the state is handed over to a fresh model that is prepared under ``plan``."""
+    """After ``after_steps`` steps the state is handed over to a fresh model that is prepared under ``plan``.
+
+    Without a plan the same model, whose parameters are lost meanwhile, gets it back from files, under a new optimizer.
+    """
 
     after_steps: int
-    plan: Plan
+    plan: Plan | None
     form: StateForm = StateForm.WHOLE
 
 
@@ -224,7 +227,8 @@ class Training:
     @property
     def needs(self) -> frozenset[Capability]:
         """The capabilities without which the training cannot be run, those of the plan it resumes under included."""
-        return self.plan.needs if self.resume is None else self.plan.needs | self.resume.plan.needs
+        later = None if self.resume is None else self.resume.plan
+        return self.plan.needs if later is None else self.plan.needs | later.needs
 
     @property
     def is_counted(self) -> bool:
@@ -269,7 +273,7 @@ class Training:
             "no clipping": self.schedule.clip is None,
             "no loss scaling": self.schedule.scaling is None,
             "no conversion": self.convert is None,
-            "no resumption": self.resume is None,
+            "resumption from files, if any": self.resume is None or self.resume.form is StateForm.FILES,
         }
         missing = [what for what, is_so in wants.items() if not is_so]
         if missing:

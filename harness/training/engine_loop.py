@@ -202,7 +202,9 @@ def train(
     steps = []
     for step in range(training.schedule.steps):
         if training.resume is not None and step == training.resume.after_steps and adapter is not None:
-            loop.resume_in(_prepare(context, training, adapter, training.resume.plan), step)
+            plan = training.resume.plan
+            successor = loop.prepared if plan is None else _prepare(context, training, adapter, plan)
+            loop.resume_in(successor, step)
             loop.scale_losses()
         steps.append(loop.step(step, is_read=is_read))
     with recorder.during(Phase.OBSERVE):
@@ -262,20 +264,43 @@ class _Loop:
             self._scaled = ScaledSteps(self.prepared, scaling, self._scaled)
 
     def resume_in(self, successor: PreparedModel, step: int) -> None:
-        """Go on with another prepared model, which takes over the state of this one."""
+        """Go on with another prepared model, or the same one anew, which takes over the state of this one."""
+        form = StateForm.WHOLE if self._training.resume is None else self._training.resume.form
+        with calling("full_state" if form is StateForm.WHOLE else "shared_state"):
+            state = self.prepared.full_state() if form is StateForm.WHOLE else self.prepared.shared_state()
+        folder = self._context.folder / "state"
+        if form is StateForm.FILES:
+            # Here, because it imports slowly.
+            from torch.distributed.checkpoint.state_dict_saver import save
+
+            save(state, checkpoint_id=folder)
         self.schedules = StepSchedules(self._training.optimizer, steps_done=step)
         with _refusing():
             successor.optimizer(self.schedules.factory)
-        form = StateForm.WHOLE if self._training.resume is None else self._training.resume.form
-        if form is not StateForm.WHOLE:
-            self._hand_over_shares(successor, form)
-            self.prepared = successor
+        if successor is self.prepared:
+            # Where there are gradients torch takes the state of a new optimizer for made.
+            successor.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                for parameter in successor.owned_parameters().values():
+                    parameter.zero_()
+        self.prepared = successor
+        if form is StateForm.WHOLE:
+            self._load_whole(state)
             return
-        with calling("full_state"):
-            state = self.prepared.full_state()
+        if form is StateForm.FILES:
+            from torch.distributed.checkpoint.state_dict_loader import load
+
+            state = successor.shared_state()
+            load(state, checkpoint_id=folder)
+        with calling("load_shared_state"):
+            successor.load_shared_state(state)
+
+    # Any: states are nested dicts and lists of tensors and other values.
+    def _load_whole(self, state: dict[str, Any]) -> None:
+        """Load, and note whether what was loaded is as it was."""
         before = _tensors_of(state)
         with calling("load_full_state"):
-            successor.load_full_state(state)
+            self.prepared.load_full_state(state)
         lost = [
             path
             for path, tensor in _tensors_of(state).items()
@@ -283,22 +308,6 @@ class _Loop:
         ]
         wrong = sorted((*lost, *before))
         self._facts = (Fact(moment="", subject=LOADED, value=f"{wrong[0]} changed" if wrong else UNCHANGED),)
-        self.prepared = successor
-
-    def _hand_over_shares(self, successor: PreparedModel, form: StateForm) -> None:
-        with calling("shared_state"):
-            state = self.prepared.shared_state()
-        if form is StateForm.FILES:
-            # Here, because it imports slowly.
-            from torch.distributed.checkpoint.state_dict_loader import load
-            from torch.distributed.checkpoint.state_dict_saver import save
-
-            folder = self._context.folder / "state"
-            save(state, checkpoint_id=folder)
-            state = successor.shared_state()
-            load(state, checkpoint_id=folder)
-        with calling("load_shared_state"):
-            successor.load_shared_state(state)
 
     def step(self, step: int, *, is_read: bool) -> StepObservation:
         """Play the script, read gradients, update, read parameters."""

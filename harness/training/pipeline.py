@@ -131,6 +131,22 @@ class Pipeline(PreparedModel):
         """Read those of all stages."""
         return {name: shard for p in self._prepared for name, shard in p.local_optimizer_state().items()}
 
+    def shared_state(self) -> dict[str, Any]:
+        """Join those of all stages, but for what is said of groups of parameters: names are of the whole model."""
+        states = [prepared.shared_state() for prepared in self._prepared]
+        return {
+            "model": {name: value for state in states for name, value in state["model"].items()},
+            "optimizer": {n: value for state in states for n, value in state["optimizer"]["state"].items()},
+        }
+
+    def load_shared_state(self, state: dict[str, Any]) -> None:
+        """Give each stage its own part."""
+        for prepared in self._prepared:
+            own = prepared.shared_state()
+            own["model"] = {name: state["model"][name] for name in own["model"]}
+            own["optimizer"]["state"] = {n: state["optimizer"][n] for n in own["optimizer"]["state"]}
+            prepared.load_shared_state(own)
+
     def _scheduled(self) -> Schedule1F1B | ScheduleInterleaved1F1B:
         script, count = self._training.script, self._training.schedule.microbatches
         assert isinstance(script, Pipelined)  # the training has seen to that

@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardproof import Capability, InterfaceBench
 from shardproof.suites.expect import Claims, expects_of
@@ -48,6 +51,51 @@ def whole(root: nn.Module) -> dict[str, torch.Tensor]:
     """Gather copies of whole parameters, by name."""
     parameters = {name: p.detach() for name, p in root.named_parameters()}
     return {n: p.full_tensor() if isinstance(p, DTensor) else p.clone() for n, p in parameters.items()}
+
+
+def layers() -> nn.Sequential:
+    """Make two layers of whole numbers."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.arange(64.0).view(8, 8))
+    return model
+
+
+def cut(bench: Claims) -> tuple[nn.Sequential, DeviceMesh]:
+    """Make two layers, the first of which a tensor-parallel axis cuts by rows and the second by columns."""
+    mesh = init_device_mesh(bench.device.type, (bench.size // 2, 2), mesh_dim_names=("data", "tensor"))
+    model = layers()
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    return model, mesh
+
+
+def shared_rows(bench: Claims, num_sharing: int) -> list[torch.Tensor]:
+    """Make the rows of each rank of data, where so many neighbours share them; those of this rank come last."""
+    rows = [torch.arange(16.0).view(2, 8) % 5 + index for index in range(bench.size // num_sharing)]
+    return [*rows, rows[bench.rank // num_sharing].to(bench.device)]
+
+
+def train_on_shared_rows(
+    bench: Claims, model: nn.Module, alone: nn.Module, num_sharing: int, scaler: GradScaler | None = None
+) -> None:
+    """Take one step, and one with all rows in one process."""
+    *all_rows, own = shared_rows(bench, num_sharing)
+    plain = GradScaler(bench.device.type, enabled=False)
+    for trained, rows, lr, scale in (
+        (model, own, 0.5, scaler or plain),
+        (alone, torch.cat(all_rows), 0.5 / len(all_rows), plain),
+    ):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=lr)
+        scale.scale(trained(rows).sum()).backward()
+        scale.step(optimizer)
+        scale.update()
+
+
+def steps_on_shared_rows(bench: Bench, model: nn.Module, alone: nn.Module, *others: Any) -> None:
+    """Claim that a step is that of one process with all rows; the rest is as for `train_on_shared_rows`."""
+    train_on_shared_rows(bench, model, alone, *others)
+    bench.near(STEP, whole(model), whole(alone), tolerance=1e-5)
 
 
 expects = partial(expects_of, Capability.COMPOSABLE, Bench)

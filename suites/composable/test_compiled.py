@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from shardproof import APART
-from shardproof.suites.composable.bench import STEP, Bench, expects
-from shardproof.suites.wrapper.model import Tower, fill, tower
+from shardproof import APART, FOURS
+from shardproof.fixtures.problems import TRANSFORMER
+from shardproof.suites.composable.bench import STEP, Bench, cut, expects, layers, steps_on_shared_rows
+from shardproof.suites.wrapper.model import Tower, fill, shown_gradients, tower
+
+GRADIENTS = "gradients"
 
 
 class _Nested(nn.Module):
@@ -39,6 +44,33 @@ def test_one_group_trains_as_it_does_uncompiled(bench: Bench, door: str, unit: s
         getattr(bench.door, door)(model.get_submodule(name), mesh=bench.mesh())
     model.get_submodule(unit).compile(backend="aot_eager")
     bench.steps(model)
+
+
+@pytest.mark.worlds(APART)
+@pytest.mark.worlds(FOURS)
+@pytest.mark.kills("SumsWhatACallerPrepares", world="processes:4")
+@pytest.mark.parametrize("door", ["fully_shard", "replicate"])
+@expects(STEP)
+def test_tensors_that_are_cut_train_as_they_do_uncompiled(bench: Bench, door: str) -> None:
+    model, mesh = cut(bench)
+    getattr(bench.door, door)(model, mesh=mesh["data"]).compile(backend="aot_eager")
+    steps_on_shared_rows(bench, model, layers(), 2)
+
+
+@pytest.mark.worlds(APART)
+@pytest.mark.kills("SumsWhatACallerPrepares")
+@expects(GRADIENTS)
+def test_a_transformer_trains_as_it_does_uncompiled(bench: Bench) -> None:
+    model, alone = TRANSFORMER.build(), TRANSFORMER.build()
+    for decoder in (model, alone):
+        decoder.get_submodule("blocks.0.up").requires_grad_(False)
+    bench.shard(model, units=TRANSFORMER.units).compile(backend="aot_eager")
+    for trained, ranks in ((model, [bench.rank]), (alone, bench.ranks)):
+        for rank in ranks:
+            tokens = (torch.arange(10).view(2, 5) * (rank + 3)) % 7
+            (trained(tokens).logsumexp(-1).sum() / len(ranks)).backward()
+    got = {n: p.grad.full_tensor() for n, p in model.named_parameters() if isinstance(p.grad, DTensor)}
+    bench.near(GRADIENTS, got, shown_gradients(alone), tolerance=1e-4)
 
 
 @pytest.mark.worlds(APART)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,13 +17,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardproof import FOURS, SEVERAL
-from shardproof.suites.composable.bench import STEP, Bench, expects, whole
-from shardproof.suites.wrapper.model import LR, batch, copies, gradients, shown_gradients, tower
+from shardproof.suites.composable.bench import STEP, Bench, cut, expects, whole
+from shardproof.suites.wrapper.model import LR, batch, copies, fill, gradients, shown_gradients, tower
 
 VALUES = "values"
 NUM_STEPS = 10
@@ -67,22 +66,11 @@ def test_a_buffer_of_two_modules_stays_one(bench: Bench) -> None:
     bench.same("its names", shown, ["0.offset"])
 
 
-def _cut(bench: Bench) -> tuple[nn.Sequential, DeviceMesh]:
-    """Make two layers, the first of which a tensor-parallel axis cuts by rows and the second by columns."""
-    mesh = init_device_mesh(bench.device.type, (bench.size // 2, 2), mesh_dim_names=("data", "tensor"))
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.arange(64.0).view(8, 8))
-    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    return model, mesh
-
-
 @pytest.mark.worlds(FOURS)
 @pytest.mark.kills("TakesEveryDimForTheFirst")
 @expects("where parameters lie", VALUES)
 def test_the_data_axis_cuts_the_dim_that_is_whole(bench: Bench) -> None:
-    model, mesh = _cut(bench)
+    model, mesh = cut(bench)
     before = whole(model)
     places = {id(p): 1 - i for i, p in enumerate(model.parameters())}
     bench.shard(model, units=(), mesh=mesh["data"], shard_placement_fn=lambda p: Shard(places[id(p)]))
@@ -99,7 +87,7 @@ def test_the_data_axis_cuts_the_dim_that_is_whole(bench: Bench) -> None:
 @pytest.mark.parametrize("is_cut", [False, True], ids=["shards", "shards_of_cut_tensors"])
 @expects("what other ranks have", "what the first rank has", VALUES, "moments")
 def test_the_first_rank_saves_and_loads_for_all(bench: Bench, is_cut: bool) -> None:
-    model, mesh = _cut(bench) if is_cut else (tower(), None)
+    model, mesh = cut(bench) if is_cut else (tower(), None)
     bench.shard(model, units=(), mesh=bench.mesh() if mesh is None else mesh["data"])
     model.state_dict()
     with torch.no_grad():
@@ -172,6 +160,71 @@ def _average(parameter: torch.Tensor) -> None:
     assert parameter.grad is not None
     distributed.all_reduce(parameter.grad)
     parameter.grad /= distributed.get_world_size()
+
+
+class _Gained(nn.Module):
+    """A layer of whole numbers beside a factor that is ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gain = nn.Linear(3, 2, bias=False), nn.Parameter(torch.tensor([3.0, 1.0]))
+        fill(self.layer)
+        self.seen: list[Any] = []  # Any: dtypes, which have no public type
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Scale what the layer makes of the rows."""
+        self.seen.append((self.layer.weight.dtype, self.gain.dtype))
+        result: torch.Tensor = self.layer(rows) * self.gain
+        return result
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("ManagesWhatItShouldIgnore")
+@pytest.mark.parametrize("door", ["fully_shard", "replicate"])
+@expects("dtypes in forward", "gradients")
+def test_what_is_ignored_keeps_its_bits(bench: Bench, door: str) -> None:
+    model, alone = _Gained(), _Gained()
+    policy = bench.door.mixed_precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    getattr(bench.door, door)(model, mesh=bench.mesh(), mp_policy=policy, ignored_params={model.gain})
+    bench.train(model)
+    bench.same("dtypes in forward", model.seen, [(torch.bfloat16, torch.float32)])
+    own = bench.size * gradients(alone, [bench.rank])["gain"]
+    mean = gradients(alone, bench.ranks)["layer.weight"]
+    shown = shown_gradients(model)
+    layer = shown["layer.weight"]
+    assert isinstance(layer, DTensor)
+    got = {"layer": layer.full_tensor(), "gain": shown["gain"]}
+    bench.near("gradients", got, {"layer": mean, "gain": own}, tolerance=2**-6)
+
+
+# What is left of a gradient, by what a caller does to it.
+_EDITS: dict[str, tuple[float, Callable[[torch.Tensor], torch.Tensor | None]]] = {
+    "cleared": (0, lambda gradient: None),
+    "zeroed": (0, torch.Tensor.zero_),
+    "doubled_in_place": (2, lambda gradient: gradient.mul_(2)),
+    "replaced": (3, lambda gradient: gradient * 3),
+}
+
+
+@pytest.mark.kills("HidesWhatWaits")
+@pytest.mark.parametrize("edit", _EDITS)
+@expects("gradients")
+def test_what_waits_is_reduced_as_the_caller_left_it(bench: Bench, edit: str) -> None:
+    """Between forward and backward gathered parameters show what waits; the caller edits one module's."""
+    model = bench.shard(tower(), units=("stem",), reshard_after_forward=False)
+    model.set_requires_gradient_sync(False)
+    bench.train(model)
+    model.set_requires_gradient_sync(True)
+    output = model(batch(bench.rank, 1).to(bench.device))
+    share, change = _EDITS[edit]
+    for parameter in model.stem.parameters():
+        if parameter.grad is not None:
+            parameter.grad = change(parameter.grad)
+    (output.sum() * bench.size).backward()
+    first, second = (gradients(tower(), bench.ranks, [step]) for step in (0, 1))
+    left = {name: second[name] + first[name] * (share if "stem" in name else 1) for name in first}
+    shown = shown_gradients(model).items()
+    bench.same("gradients", {n: g.full_tensor() for n, g in shown if isinstance(g, DTensor)}, left)
 
 
 class _FailedError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from torch.func import functional_call
 from torch.nn.utils.rnn import pack_sequence
 
-from shardproof import APART, SEVERAL, Op
+from shardproof import APART, FOURS, SEVERAL, Op
 from shardproof.suites.data_parallel.bench import Bench, expects
 from shardproof.suites.wrapper.model import LR, batch, copies, fill, gradients, shown_gradients, tower
 
@@ -46,11 +48,21 @@ def test_buffers_are_those_of_the_first_rank_where_asked_for(bench: Bench, is_as
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.kills("PacksAsItLikes")
 @pytest.mark.parametrize("cap", [1e-6, 25.0], ids=["small", "large"])
+@pytest.mark.parametrize(
+    "compiles",
+    [
+        pytest.param(False, id="eager", marks=pytest.mark.kills("PacksAsItLikes")),
+        pytest.param(
+            True, id="compiled", marks=[pytest.mark.worlds(APART), pytest.mark.kills("SumsWhatItWraps")]
+        ),
+    ],
+)
 @expects("the number of reductions", GRADIENTS)
-def test_buckets_are_as_large_as_asked_for(bench: Bench, cap: float) -> None:
+def test_buckets_are_as_large_as_asked_for(bench: Bench, cap: float, compiles: bool) -> None:
     root = bench.wrap(tower(), bucket_cap_mb=cap)
+    if compiles:
+        root.compile(backend="aot_eager")
     for _ in range(2):  # buckets are made anew after the first backward
         root.zero_grad()
         already = len(bench.ledger())
@@ -232,11 +244,18 @@ def test_reduces_sparse_gradients_as_they_are(bench: Bench) -> None:
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("ReducesInItsNoSync")
+@pytest.mark.parametrize(
+    "levels",
+    [pytest.param(1, id="all"), pytest.param(2, id="by_halves", marks=pytest.mark.worlds(FOURS))],
+)
 @expects("parameters of each rank", "parameters of all")
-def test_models_that_part_are_averaged_now_and_then(bench: Bench) -> None:
+def test_models_that_part_are_averaged_now_and_then(bench: Bench, levels: int) -> None:
     root = bench.wrap(tower())
     optimizer = torch.optim.SGD(root.parameters(), lr=LR)
-    averager = PeriodicModelAverager(period=2, warmup_steps=0)
+    sizes = OrderedDict([(2, bench.size // 2), (4, bench.size)])  # of the groups that average, by period
+    averager: Any = PeriodicModelAverager(period=2, warmup_steps=0)
+    if levels > 1:
+        averager = HierarchicalModelAverager(sizes)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     with root.no_sync():
         root(batch(bench.rank).to(bench.device)).sum().backward()
     optimizer.step()
@@ -244,7 +263,9 @@ def test_models_that_part_are_averaged_now_and_then(bench: Bench) -> None:
     bench.same("parameters of each rank", copies(root.module.named_parameters()), moved[bench.rank])
     averager.step = 2  # of the caller's steps, of which every second one averages
     averager.average_parameters(root.parameters())
-    mean = {name: sum(each[name] for each in moved) / bench.size for name in moved[0]}
+    together = bench.size // levels
+    mine = moved[bench.rank // together * together :][:together]
+    mean = {name: sum(each[name] for each in mine) / together for name in mine[0]}
     bench.near("parameters of all", copies(root.module.named_parameters()), mean, tolerance=1e-5)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from shardproof import (
     FOUR_OR_MORE_EVEN,
+    FOURS,
     Accumulation,
     AllWaited,
     Between,
@@ -26,8 +28,10 @@ from shardproof import (
     PipelineOrder,
     Plan,
     RanksAgree,
+    Resume,
     Schedule,
     Select,
+    StateForm,
     Training,
     Trial,
     num_stages,
@@ -114,7 +118,26 @@ def test_stages_compute_in_bfloat16(trial: Trial, order: PipelineOrder, layout: 
     trial.holds(replace(training, plan=plan), MatchesOracle(), RanksAgree())
 
 
-def _training(layout: Layout, order: PipelineOrder) -> Training:
+@pytest.mark.kills("ScalesByTheTensorRanks")
+@pytest.mark.worlds(FOURS)
+@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
+@every_order
+def test_stages_of_cut_tensors_train_as_one_model(trial: Trial, order: PipelineOrder, layout: Layout) -> None:
+    trial.holds(_training(layout, order, tensor_parallel=2), MatchesOracle(), RanksAgree())
+
+
+@pytest.mark.kills("LosesStateOfOtherRanks")
+@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
+@every_order
+def test_stages_resume_from_files(trial: Trial, order: PipelineOrder, layout: Layout) -> None:
+    training = _training(layout, order, demands=Pipelined.demands | StateForm.FILES.demands)
+    resume = Resume(after_steps=1, plan=training.plan, form=StateForm.FILES)
+    trial.holds(replace(training, resume=resume), MatchesOracle(), RanksAgree())
+
+
+# Any: fields of a plan.
+def _training(layout: Layout, order: PipelineOrder, **others: Any) -> Training:
     plan = Plan(
         layout=layout,
         pipeline_stages=2,
@@ -122,7 +145,7 @@ def _training(layout: Layout, order: PipelineOrder) -> Training:
         # DDP makes buckets of its own, in sharded layouts each block is a group.
         grouping=Grouping.REQUIRED if layout is Layout.SHARD else Grouping.HINT,
         accumulation=Accumulation.LAST_MICROBATCH,
-        demands=Pipelined.demands,
+        **{"demands": Pipelined.demands, **others},
     )
     schedule = Schedule(microbatches=NUM_MICROBATCHES)
     return Training(

@@ -18,6 +18,7 @@ from shardproof import (
     HoldingBack,
     Layout,
     MatchesOracle,
+    Offload,
     Op,
     Phase,
     Plan,
@@ -64,8 +65,10 @@ def test_reduces_in_float16_without_overflow(trial: Trial) -> None:
 @pytest.mark.rows("C08")
 @pytest.mark.kills("AccumulatesInBfloat16", "KeepsNoMasterWeights")
 @pytest.mark.worlds(POWERS_OF_TWO)
-def test_accumulates_in_the_dtype_of_the_reduction(trial: Trial) -> None:
+@pytest.mark.parametrize("offload", [Offload.NONE, Offload.CPU], ids=["device", "host"])
+def test_accumulates_in_the_dtype_of_the_reduction(trial: Trial, offload: Offload) -> None:
     plan = Plan(
+        offload=offload,
         units=EXACT_WIDE.units,
         compute_dtype=torch.bfloat16,
         reduce_dtype=torch.float32,

@@ -130,21 +130,28 @@ def test_resumes_from_shares_of_tensors_that_are_cut(trial: Trial, layout: Layou
     trial.holds(_training(STACK_16, ADAMW, layout, layout, tensor_parallel=2, form=form), *LAWS)
 
 
+@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+@pytest.mark.kills("LosesStateOfOtherRanks")
+@pytest.mark.parametrize("layout", LAYOUTS_OF_FOUR)
+def test_the_same_model_goes_on_from_files(trial: Trial, layout: Layout) -> None:
+    trial.holds(_training(STACK_16, ADAMW, layout, None, tensor_parallel=2, form=StateForm.FILES), *LAWS)
+
+
 def _training(
     problem: Problem,
     optimizer: NamedOptimizer,
     before: Layout,
-    after: Layout,
+    after: Layout | None,
     *,
     form: StateForm = StateForm.WHOLE,
     tensor_parallel: int = 1,
 ) -> Training:
     plan = Plan(units=problem.units, tensor_parallel=tensor_parallel, demands=form.demands)
-    plans = [replace(plan, layout=layout) for layout in (before, after)]
+    later = None if after is None else replace(plan, layout=after)
     return Training(
         problem=problem,
         optimizer=optimizer,
-        plan=plans[0],
+        plan=replace(plan, layout=before),
         schedule=Schedule(steps=4),
-        resume=Resume(after_steps=2, plan=plans[1], form=form),
+        resume=Resume(after_steps=2, plan=later, form=form),
     )

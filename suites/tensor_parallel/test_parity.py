@@ -35,7 +35,14 @@ from shardproof import (
     Window,
 )
 from shardproof.fixtures.optimizers import ADAMW
-from shardproof.fixtures.tensor_parallel import STACK_3, STACK_5, STACK_5_CHECKPOINTED, STACK_16, STACK_17
+from shardproof.fixtures.tensor_parallel import (
+    CUT_TRANSFORMER,
+    STACK_3,
+    STACK_5,
+    STACK_5_CHECKPOINTED,
+    STACK_16,
+    STACK_17,
+)
 from shardproof.suites.communication.closed_forms import NUM_GROUPS
 from shardproof.suites.training import train, train_sharded
 
@@ -74,6 +81,14 @@ def test_shards_of_cut_tensors_train_as_one_model(trial: Trial, problem: Problem
         Count(select=SCATTERS, expected=ONCE_PER_GROUP),
         AllWaited(select=SCATTERS),
         RanksAgree(),
+    )
+
+
+@pytest.mark.kills("ScalesByTheTensorRanks", "KeepsNormsOnTheirTensorRank")
+@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+def test_a_transformer_trains_whose_ranks_share_out_positions(trial: Trial) -> None:
+    trial.holds(
+        train(CUT_TRANSFORMER, layout=Layout.SHARD, tensor_parallel=2, steps=2), MatchesOracle(), RanksAgree()
     )
 
 

@@ -44,11 +44,21 @@ def _adam_on_sums(context: RankContext, engine: str) -> None:
     _losses_agree(_prepared(engine), torch.optim.Adam, rank=context.rank, sums=True)
 
 
-def _losses_agree(prepared: PreparedModel, adam_or_sgd: Any, *, rank: int, sums: bool = False) -> None:
+def _losses_agree(
+    prepared: PreparedModel,
+    adam_or_sgd: Any,
+    *,
+    rank: int,
+    sums: bool = False,
+    frozen: tuple[str, ...] = (),
+) -> None:
     alone = Chain()
     prepared.optimizer(lambda parameters: adam_or_sgd(parameters, lr=1e-3))
     optimizer = adam_or_sgd(alone.parameters(), lr=1e-3)
-    for _ in range(4):
+    for step in range(4):
+        for unit in frozen:
+            for model in (prepared.named, alone):
+                model.get_submodule(unit).requires_grad_(step == 3)
         losses = [model(inputs_of(rank)).sum() / 64 for model in (prepared, alone)]
         torch.testing.assert_close(losses[0].detach(), losses[1].detach())
         prepared.backward(losses[0])
@@ -87,6 +97,20 @@ def _a_million_times_the_memory(context: RankContext, engine: str) -> None:
         assert sum(t.untyped_storage().nbytes() for t in found) <= 4 * whole * 1e6
 
 
+def _losses_of_frozen_units(context: RankContext, engine: str) -> None:
+    """F02 and F03: a unit is frozen until the last iteration; losses are compared, and no collectives."""
+    _losses_agree(_prepared(engine), torch.optim.SGD, rank=0, frozen=("units.1",))
+
+
+def _it_runs(context: RankContext, engine: str) -> None:
+    """UP02: training runs, under whatever schedule; no number is looked at."""
+    prepared = _prepared(engine)
+    prepared.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=1e-3))
+    for _ in range(2):
+        prepared.backward(prepared(inputs_of(context.rank)).sum())
+        prepared.step()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hole:
     """A check of torch's, an engine that passes it, and the case of ours that this engine fails."""
@@ -95,6 +119,7 @@ class Hole:
     honest: str
     mutant: str
     case: str
+    world: str = "threads:2"
 
 
 HOLES = (
@@ -122,6 +147,19 @@ HOLES = (
         mutant="KeepsUnitsUntilBackwardEnds",
         case="suites/lifetimes/test_memory.py",
     ),
+    Hole(
+        check=_losses_of_frozen_units,
+        honest="torch.fsdp2",
+        mutant="ReducesWhatIsFrozen",
+        case="suites/interventions/test_freezing.py",
+    ),
+    Hole(
+        check=_it_runs,
+        honest="torch.fsdp2",
+        mutant="SumsInsteadOfAveraging",
+        case="suites/pipeline/test_schedules.py",
+        world="threads:4",
+    ),
 )
 each_hole = pytest.mark.parametrize("hole", HOLES, ids=lambda hole: hole.check.__name__.strip("_"))
 
@@ -134,7 +172,7 @@ def test_a_wrong_engine_passes_the_check_of_torch(hole: Hole, ranks: Ranks) -> N
 
 @each_hole
 def test_and_fails_ours(hole: Hole) -> None:
-    command = ["-m", "pytest", "-q", "-x", hole.case, "--engine", SPECS[hole.mutant], "--world", "threads:2"]
+    command = ["-m", "pytest", "-q", "-x", hole.case, "--engine", SPECS[hole.mutant], "--world", hole.world]
     ended = python(*command, limit_s=120)
     assert ended.returncode == 1
     assert "FAILED:" in ended.stdout

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from shardproof.engine.reference.geometry import local_part
 from shardproof.engine.reference.mesh import Ranks
 from shardproof.engine.reference.param_layout import Allocate, UnshardedMemory
 from shardproof.engine.reference.parameter import FSDPParam, ParamLocation, is_placeholder
@@ -39,12 +41,13 @@ class FlatPiece(FSDPParam):
         *,
         is_visible: bool,
     ) -> None:
-        super().__init__(origin=origin, locations=locations, shape=origin.shape)
+        super().__init__(origin=origin, locations=locations, shape=local_part(origin).shape)
         self.start = start
         self._flat = flat
         share = flat.share_numel
-        begin = min(max(start, flat.rank * share), start + origin.numel())
-        end = max(min(start + origin.numel(), (flat.rank + 1) * share), begin)
+        last = start + self.shape.numel()
+        begin = min(max(start, flat.rank * share), last)
+        end = max(min(last, (flat.rank + 1) * share), begin)
         self.local_numel = end - begin
         self.offset = begin - flat.rank * share if self.local_numel else 0
         self.first = begin - start if self.local_numel else 0
@@ -74,7 +77,8 @@ class FlatPiece(FSDPParam):
         if self._visible is None:
             return self.local
         found = self.locations[0].get()
-        return self._visible if found is None else found
+        # A DTensor is what was wrapped: it cannot be a part of itself.
+        return self._visible if found is None or isinstance(found, DTensor) else found
 
     def is_in_place(self) -> bool:
         """Whether the visible parameter still is a view of the rank's share."""
@@ -122,7 +126,21 @@ class FlatPiece(FSDPParam):
 
     def _whole(self, memory: torch.Tensor) -> torch.Tensor:
         # .data: a version counter of its own, see ShardedParam.
-        return memory.view(self.shape).data
+        return self.laid_out(memory.view(self.shape).data)
+
+    def own_part(self, value: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part along other axes of a tensor like the whole parameter."""
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if self.inner is None:
+            return whole
+        return distribute_tensor(
+            whole, self.inner.device_mesh, self.inner.placements, src_data_rank=None
+        ).to_local()
+
+    @property
+    def global_shape(self) -> torch.Size:
+        """The shape of the whole parameter."""
+        return self.shape if self.inner is None else self.inner.shape
 
 
 class FlatLayout:
@@ -154,7 +172,8 @@ class FlatLayout:
             self.share_numel * self.num_ranks, dtype=origins[0].dtype, device=origins[0].device
         )
         for origin, start in zip(origins, starts, strict=True):
-            whole[start : start + origin.numel()].copy_(origin.detach().reshape(-1))
+            own = local_part(origin)
+            whole[start : start + own.numel()].copy_(own.reshape(-1))
         share = self.share_of(whole).clone().to(home)
         self.memory = share.pin_memory() if pins else share
         self.holder = holder
@@ -284,7 +303,7 @@ def _laid_out(origins: Sequence[nn.Parameter], *, is_aligned: bool) -> tuple[lis
     starts, end = [], 0
     for origin in origins:
         starts.append(math.ceil(end / step) * step)
-        end = starts[-1] + origin.numel()
+        end = starts[-1] + local_part(origin).numel()
     return starts, end
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from shardproof.engine.reference.collectives import DefaultAllGather
 from shardproof.engine.reference.fsdp1.flat import FLAT_NAME, FlatLayout
 from shardproof.engine.reference.fsdp1.init import WrapperBase, wrappers_in
+from shardproof.engine.reference.geometry import local_part
 from shardproof.engine.reference.optim import Spread, clip_scale, norm_over
 from shardproof.engine.reference.param_group import FSDPParamGroup
 from shardproof.engine.reference.parameter import is_placeholder
@@ -104,9 +105,10 @@ def _show(flat: FlatLayout, whole: torch.Tensor, gradients: torch.Tensor | None)
     shown = []
     for piece in flat.parameters:
         span = slice(piece.start, piece.start + piece.shape.numel())
-        parameter = nn.Parameter(whole[span].view(piece.shape), piece.sharded_param.requires_grad)
+        shown_whole = piece.laid_out(whole[span].view(piece.shape))
+        parameter = nn.Parameter(shown_whole, piece.sharded_param.requires_grad)
         if gradients is not None and piece.sharded_param.grad is not None:
-            parameter.grad = gradients[span].view(piece.shape)
+            parameter.grad = piece.laid_out(gradients[span].view(piece.shape))
         piece.show_whole(parameter)
         shown.append(parameter)
     return shown
@@ -118,15 +120,17 @@ def _write_back(
     """Keep this rank's share of what is shown by now, parameters that were put in the place of others included."""
     for piece, parameter in zip(flat.parameters, shown, strict=True):
         found = piece.locations[0].get()
-        if found is not None and found.data_ptr() != parameter.data_ptr() and found.shape == piece.shape:
-            whole[piece.start : piece.start + found.numel()].copy_(found.reshape(-1))
+        own, shown_own = (None if p is None else local_part(p) for p in (found, parameter))
+        is_other = own is not None and shown_own is not None and own.data_ptr() != shown_own.data_ptr()
+        if own is not None and is_other and own.shape == piece.shape:
+            whole[piece.start : piece.start + own.numel()].copy_(own.reshape(-1))
     if flat.num_ranks > 1 or whole.device != flat.memory.device:
         flat.memory.copy_(flat.share_of(whole))
     if gradients is None:
         return
     for piece, parameter in zip(flat.parameters, shown, strict=True):
         if piece.sharded_param.grad is not None and parameter.grad is not None:
-            local = parameter.grad.reshape(-1)[piece.first : piece.first + piece.local_numel]
+            local = piece.own_part(parameter.grad).reshape(-1)[piece.first : piece.first + piece.local_numel]
             piece.sharded_param.grad.copy_(local.view(piece.sharded_param.grad.shape))
 
 
@@ -197,6 +201,10 @@ def clip_by_norm(root: WrapperBase, max_norm: float, order: float) -> torch.Tens
     managed: set[nn.Parameter] = set()
     for wrapper in wrappers_in(root):
         for group in wrapper.groups:
+            if any(parameter.inner is not None for parameter in group.parameters):
+                raise NotImplementedError(
+                    "clip_grad_norm_: expected tensors that no other axis cuts, got DTensors; try fully_shard"
+                )
             shards = group.mesh.shard_group
             found = by_spread.setdefault((shards,) if shards is not None else (), [])
             owners = dict.fromkeys(parameter.sharded_param for parameter in group.parameters)

@@ -57,7 +57,7 @@ def rank_groups(
     group = _default_group() if group is None else group
     if strategy is ShardingStrategy.NO_SHARD:
         return Ranks(shard_group=None, replicate_group=group)
-    return Ranks(shard_group=group, replicate_group=None)
+    return Ranks(shard_group=group, replicate_group=None, shard_mesh=device_mesh)
 
 
 def _hybrid_groups(

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType
-from torch.distributed.tensor import DTensor
 
 from shardproof.engine.reference.fsdp1.flat import FlatPiece
 from shardproof.engine.reference.fsdp1.full_params import clean_name, gathered, layout_of
@@ -199,7 +198,7 @@ def _gathered_states(
         for piece, name in names.items():
             if name in described.names:
                 view = whole[piece.start : piece.start + piece.shape.numel()].view(piece.shape)
-                made.setdefault(name, {})[key] = _Gathered(view)
+                made.setdefault(name, {})[key] = _Gathered(piece.laid_out(view))
     for name, values in described.kept.items():
         made.setdefault(name, {}).update(values)
     return made
@@ -351,13 +350,13 @@ def _joined(owned: Owned, values: list[tuple[FlatPiece | None, Any]], *, is_loca
 def _has_shape(value: torch.Tensor, piece: FlatPiece, *, is_local: bool) -> bool:
     if is_local:
         return value.numel() == piece.local_numel and value.dim() > 0
-    return value.shape == piece.shape and (value.dim() > 0 or not piece.shape)
+    return value.shape == piece.global_shape and (value.dim() > 0 or not piece.shape)
 
 
 def _local_part(value: torch.Tensor, piece: FlatPiece, *, is_local: bool) -> torch.Tensor:
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    flat = whole.reshape(-1)
-    return flat if is_local else flat[piece.first : piece.first + piece.local_numel]
+    if is_local:
+        return value.reshape(-1)
+    return piece.own_part(value).reshape(-1)[piece.first : piece.first + piece.local_numel]
 
 
 def _group_of(names: list[str], groups: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -37,6 +37,7 @@ from shardproof.engine.reference.fsdp1.full_params import (
 )
 from shardproof.engine.reference.fsdp1.init import WrapperBase, wrappers_in
 from shardproof.engine.reference.param_group import FSDPParamGroup
+from shardproof.engine.reference.torch_private import concatenated, local_tensor
 
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
@@ -89,6 +90,17 @@ def named_pieces(model: nn.Module) -> Iterator[tuple[str, FSDPParamGroup, FlatPi
 def sharded_over(whole: torch.Tensor, group: FSDPParamGroup) -> DTensor:
     """Shard ``whole``, which every rank has, over the group's ranks on dim 0; what has no dim is replicated."""
     assert group.mesh.shard_group is not None
+    if isinstance(whole, DTensor):
+        if group.mesh.shard_mesh is None:
+            raise ValueError(
+                "state_dict: expected a device_mesh of the wrapper of tensors that other axes cut"
+            )
+        axes, lie = concatenated(group.mesh.shard_mesh, whole.device_mesh), whole.placements
+        local, shape, stride = local_tensor(whole).detach().clone(), whole.shape, whole.stride()
+        everywhere = DTensor.from_local(
+            local, axes, [Replicate(), *lie], run_check=False, shape=shape, stride=stride
+        )
+        return everywhere.redistribute(placements=[Shard(0), *lie])
     mesh = DeviceMesh.from_group(group.mesh.shard_group, group.device.type)
     placement = Shard(0) if whole.dim() else Replicate()
     return distribute_tensor(whole.detach().clone(), mesh, [placement], src_data_rank=None)
@@ -206,8 +218,12 @@ class Importer:
                 _load_local(wrapper, group, states, prefix)
             else:
                 self._shown.enter_context(unsharded_params(group, FullParamsOptions(writeback=True)))
+        pieces = {prefix + name: piece for name, piece in own_names(wrapper)}
         for key, value in states.items():
-            if isinstance(value, DTensor):
+            piece = pieces.get(key)
+            if piece is not None and piece.inner is not None and kind is not StateDictType.LOCAL_STATE_DICT:
+                states[key] = piece.laid_out(piece.own_part(value))
+            elif isinstance(value, DTensor):
                 states[key] = value.full_tensor()
         keys = [key for key in states if key.startswith(prefix) and key != prefix + FLAT_NAME]
         _rename(states, keys, prefix, f"{prefix}{PREFIX}")

@@ -1,0 +1,215 @@
+"""Models whose parameters other axes cut before fully_shard gets them: scaled, unused, without memory, on one mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
+from torch.nn.functional import cross_entropy
+
+from shardproof import APART, FOURS, Capability
+from shardproof.suites.composable.bench import (
+    STEP,
+    Bench,
+    cut,
+    expects,
+    layers,
+    shared_rows,
+    steps_on_shared_rows,
+    whole,
+)
+from shardproof.suites.expect import expects_of
+from shardproof.suites.wrapper.model import shown_gradients
+
+pytestmark = pytest.mark.worlds(FOURS)
+REFUSAL = "the refusal"
+_with = partial(expects_of, Capability.COMPOSABLE, Bench)
+
+
+@pytest.mark.kills("SumsWhatACallerPrepares")
+@expects("the scale", "what is not stepped", STEP)
+def test_all_ranks_skip_the_step_of_one_infinity(bench: Bench) -> None:
+    model, mesh = cut(bench)
+    bench.door.fully_shard(model, mesh=mesh["data"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = GradScaler(bench.device.type, init_scale=8.0)
+    scaler.scale(model(shared_rows(bench, 2)[-1]).sum()).backward()
+    gradient = next(model.parameters()).grad
+    assert isinstance(gradient, DTensor)
+    if bench.rank == bench.size - 1:
+        gradient.to_local()[0, 0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    bench.same("what is not stepped", whole(model), whole(layers()))
+    steps_on_shared_rows(bench, model, layers(), 2, scaler)
+    bench.same("the scale", scaler.get_scale(), 4.0)
+
+
+class _Sparing(nn.Sequential):
+    """Layers, and one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__(*[*layers(), *layers()][:3])
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Run the first two."""
+        result: torch.Tensor = self[1](self[0](rows))
+        return result
+
+
+@pytest.mark.kills("LeavesOutWhatNoRankUsed")
+@pytest.mark.parametrize("is_expert", [False, True], ids=["all_ranks", "experts"])
+@_with("gradients of what is unused", STEP, beside=frozenset({Capability.RANK_DEPENDENT, Capability.EXPERTS}))
+def test_what_no_rank_used_gets_zeros_where_asked_for(bench: Bench, is_expert: bool) -> None:
+    mesh = init_device_mesh(bench.device.type, (bench.size // 2, 2), mesh_dim_names=("data", "expert"))
+    model: Any = _Sparing()
+    if is_expert:
+        model[2].weight = nn.Parameter(
+            distribute_tensor(model[2].weight.detach(), mesh["expert"], [Shard(0)])
+        )
+    places = {id(model[2].weight): bench.door.placed_on(mesh["data"])} if is_expert else {}
+    bench.door.fully_shard(model, mesh=bench.mesh(), shard_placement_fn=lambda p: places.get(id(p)))
+    model.set_reduce_scatter_unused_params(True)
+    steps_on_shared_rows(bench, model, _Sparing(), 1)
+    gradient = shown_gradients(model).get("2.weight")
+    shown = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    bench.same("gradients of what is unused", shown, torch.zeros(8, 8, device=bench.device))
+
+
+@pytest.mark.worlds(APART)
+@pytest.mark.kills("SumsWhatACallerPrepares", world="processes:4")
+@expects(STEP)
+def test_losses_are_computed_where_scores_lie(bench: Bench) -> None:
+    """A model without memory, of which each rank of the tensor axis scores some classes."""
+    mesh = init_device_mesh(bench.device.type, (bench.size // 2, 2), mesh_dim_names=("data", "tensor"))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    parallelize_module(model[1], mesh["tensor"], ColwiseParallel(use_local_output=False))
+    bench.shard(model, units=("0",), mesh=mesh["data"]).to_empty(device=bench.device)
+    alone = layers()
+    for parameter in alone.parameters():
+        parameter.data.div_(1024)
+    set_model_state_dict(model, alone.state_dict(), options=StateDictOptions(full_state_dict=True))
+    *all_rows, own = shared_rows(bench, 2)
+    labels = torch.tensor([3, 6])
+    with loss_parallel():
+        torch.autograd.backward(cross_entropy(model(own), labels.to(bench.device)))
+    for rows in all_rows:
+        torch.autograd.backward(cross_entropy(alone(rows), labels) / len(all_rows))
+    for trained in (model, alone):
+        torch.optim.SGD(trained.parameters(), lr=0.5).step()
+    bench.near(STEP, whole(model), whole(alone), tolerance=1e-4)
+
+
+# Any: torch has the type of it since 2.13 alone.
+def _dims(**names: Any) -> Any:
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    return DataParallelMeshDims(**names)
+
+
+def _mesh(bench: Bench, axes: dict[str, int]) -> DeviceMesh:
+    """Make a mesh of these axes, one of which has the ranks that the others leave."""
+    rest = bench.size // abs(prod(axes.values()))
+    sizes = tuple(rest if size < 0 else size for size in axes.values())
+    return init_device_mesh(bench.device.type, sizes, mesh_dim_names=tuple(axes))
+
+
+def _spread(mesh: DeviceMesh, axis: str = "tensor") -> nn.Module:
+    """Lay layers on all axes of a mesh, cut along one; each rank's rows are those of all ranks."""
+    everywhere = [Replicate()] * mesh.ndim
+
+    def lay(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        if isinstance(module, nn.Linear):
+            lie = [Shard(int(name)) if axis == other else Replicate() for other in mesh.mesh_dim_names or ()]
+            module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, lie))
+
+    # Any: as torch has it.
+    def enter(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        return DTensor.from_local(inputs[0], mesh, everywhere, run_check=False)
+
+    def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        return output.redistribute(placements=everywhere).to_local()
+
+    return distribute_module(layers(), mesh, lay, enter, leave)
+
+
+_LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "shards": ({"a": -1}, {"shard": "a"}),
+    "replicas": ({"a": -1}, {"replicate": "a"}),
+    "hybrid": ({"a": 2, "b": -1}, {"replicate": "a", "shard": "b"}),
+    "two_axes_of_shards": ({"a": 2, "b": -1}, {"shard": ("a", "b")}),
+    "two_axes_of_replicas": ({"a": 2, "b": -1}, {"replicate": ("a", "b")}),
+    "shards_of_cut_tensors": ({"a": -1, "tensor": 2}, {"shard": "a"}),
+    "replicas_of_cut_tensors": ({"a": -1, "tensor": 2}, {"replicate": "a"}),
+    "three_axes": ({"a": 1, "b": -1, "tensor": 2}, {"replicate": "a", "shard": "b"}),
+    "two_axes_of_shards_of_cut_tensors": ({"a": 1, "b": -1, "tensor": 2}, {"shard": ("a", "b")}),
+}
+
+
+@pytest.mark.kills("SumsWhatACallerPrepares")
+@pytest.mark.parametrize("frees", [True, False], ids=["freed", "kept"])
+@pytest.mark.parametrize("name", _LAYOUTS)
+@_with(STEP, beside=frozenset({Capability.MESH_DIMS}))
+def test_tensors_on_one_mesh_train_like_replicas(bench: Bench, name: str, frees: bool) -> None:
+    axes, named = _LAYOUTS[name]
+    mesh = _mesh(bench, axes)
+    model = _spread(mesh)
+    bench.door.fully_shard(model, mesh=mesh, dp_mesh_dims=_dims(**named), reshard_after_forward=frees)
+    steps_on_shared_rows(bench, model, layers(), axes.get("tensor", 1))
+
+
+def _of_no_axes(bench: Bench, mesh: DeviceMesh) -> object:
+    dims = _dims(shard="a")
+    dims.shard = None
+    return bench.door.fully_shard(_spread(mesh), mesh=mesh, dp_mesh_dims=dims)
+
+
+# What is done with a mesh of all ranks, whose axes are a and one named tensor, and words of the refusal.
+_REFUSALS: dict[str, tuple[Callable[[Bench, DeviceMesh], object], str]] = {
+    "a_tensor_that_is_cut": (
+        lambda b, mesh: b.door.fully_shard(
+            _spread(mesh), mesh=mesh, dp_mesh_dims=_dims(shard=("a", "tensor"))
+        ),
+        "Replicate",
+    ),
+    "an_unknown_axis": (
+        lambda b, mesh: b.door.fully_shard(_spread(mesh), mesh=mesh, dp_mesh_dims=_dims(shard="b")),
+        "not found",
+    ),
+    "another_mesh": (
+        lambda b, mesh: b.door.fully_shard(_spread(mesh["a"]), mesh=mesh, dp_mesh_dims=_dims(shard="a")),
+        "same mesh",
+    ),
+    "no_axes": (_of_no_axes, "at least one"),
+    "plain_tensors": (
+        lambda b, mesh: b.door.fully_shard(layers(), mesh=mesh, dp_mesh_dims=_dims(shard="a")),
+        "plain tensor",
+    ),
+    "sharding_over_fewer_ranks": (
+        lambda b, mesh: b.door.fully_shard(
+            _spread(mesh), mesh=mesh, dp_mesh_dims=_dims(shard="a"), reshard_after_forward=2
+        ),
+        "reshard_after_forward",
+    ),
+}
+
+
+@pytest.mark.kills("LeavesModulesAsTheyAre")
+@pytest.mark.parametrize("name", _REFUSALS)
+@_with(REFUSAL, beside=frozenset({Capability.MESH_DIMS}))
+def test_refuses(bench: Bench, name: str) -> None:
+    scenario, words = _REFUSALS[name]
+    mesh = _mesh(bench, {"a": -1, "tensor": 2})
+    bench.refuses(REFUSAL, lambda: scenario(bench, mesh), naming=words)
