@@ -235,8 +235,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(what: str, done: Sequence[Fault], num: int) -> None:
-    missed = sum(len(fault.misses) for fault in done)
-    print(f"{what}: {_num_done(done)} of {num} faults, {missed} targets missed", file=sys.stderr, flush=True)
+    """Report progress and every miss so far: a campaign that is cut off has no table."""
+    missed = [f"{miss.value}: {fault.kind}: {text}" for fault in done for miss, text in fault.misses]
+    line = f"{what}: {_num_done(done)} of {num} faults, {len(missed)} targets missed"
+    print("; ".join([line, *missed]), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

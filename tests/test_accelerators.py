@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Mapping
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -19,10 +16,10 @@ from shardproof.harness.torch_compat.accelerators import backends_for, is_here, 
 from shardproof.harness.verdicts.known_failures import matches_world
 from shardproof.harness.worlds.launch import launch
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
+from tests.shell import ROOT, python
 
 pytestmark = pytest.mark.timeout(400)  # the first who needs the device builds it, beside others' tests
 
-ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "tests" / "hostmem"
 MUTANTS = "shardproof.engine.mutants"
 RACING = f"{MUTANTS}.races_fsdp2:ReducesBeforeGradientsAreThere"
@@ -49,17 +46,10 @@ def hostmem() -> Any:  # Any: a module that is loaded by its path
 
 
 @pytest.fixture(scope="module")
-def environment(hostmem: Any) -> Mapping[str, str]:
-    """What lets ``import torch`` find the device."""
+def on_path(hostmem: Any) -> str:
+    """What lets ``import torch`` find the device, as PYTHONPATH."""
     hostmem.build()
-    return {**os.environ, "PYTHONPATH": f"{FOLDER}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-
-
-def _python(environment: Mapping[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    return f"{FOLDER}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
 
 
 def test_a_world_may_be_on_any_device() -> None:
@@ -113,8 +103,8 @@ require_device("hostmem")
 """
 
 
-def test_a_device_without_a_backend_is_said(environment: Mapping[str, str]) -> None:
-    done = _python(environment, "-c", NO_BACKEND)
+def test_a_device_without_a_backend_is_said(on_path: str) -> None:
+    done = python("-c", NO_BACKEND, PYTHONPATH=on_path)
     assert done.stdout == "2 cpu:gloo,hostmem:hostccl\n", done.stderr
     assert "the device hostmem: expected a backend registered for it, got none" in done.stderr
 
@@ -123,7 +113,7 @@ def test_require_device_knows_the_cpu() -> None:
     require_device("cpu")
 
 
-def test_cases_and_mutants_on_host_memory(environment: Mapping[str, str], tmp_path: Path) -> None:
+def test_cases_and_mutants_on_host_memory(on_path: str, tmp_path: Path) -> None:
     honest = dict.fromkeys((PARITY, SHARE, RACES, PINNED), Verdict.PASSED) | {GRAPHS: Verdict.UNSUPPORTED}
     replicas = dict.fromkeys((SHARE, PINNED), Verdict.UNSUPPORTED)
     expected = {
@@ -137,7 +127,8 @@ def test_cases_and_mutants_on_host_memory(environment: Mapping[str, str], tmp_pa
     pairs = [(engine, case) for engine, verdicts in expected.items() for case in verdicts]
     chosen = [*(f"--engine={engine}" for engine in expected), f"--world={WORLD}", f"--out={tmp_path / 'run'}"]
     nodes = [f"suites/{case}[{engine}@{WORLD}]" for engine, case in pairs]
-    done = _python(environment, "-m", "pytest", "-q", "-pno:cacheprovider", *chosen, *nodes)
+    options = ("-m", "pytest", "-q", "-pno:cacheprovider", *chosen, *nodes)
+    done = python(*options, limit_s=300, PYTHONPATH=on_path)
     records = {(record.engine, record.case): record for record in read_run(tmp_path / "run").records}
     got = {pair: record.verdict for pair, record in records.items()}
     assert got == {pair: expected[pair[0]][pair[1]] for pair in pairs}, done.stdout + done.stderr
