@@ -81,8 +81,8 @@ class DistributedDataParallelEngine(Engine):
 
 def _device_ids(model: nn.Module) -> list[torch.device] | None:
     """Return the accelerator that the model is on: DDP then moves inputs there, as scripts have it do."""
-    device = next(model.parameters()).device
-    return [device] if device.index is not None else None
+    device = next((parameter.device for parameter in model.parameters()), None)
+    return None if device is None or device.index is None else [device]
 
 
 def _buffer_options(plan: Plan) -> dict[str, Any]:

@@ -325,10 +325,11 @@ class _Loop:
         self._meet(step)
         self._count(actor, CensusTime.REDUCED)
         norm = None
-        with recorder.during(Phase.STEP, step=step):
-            if scaled is not None:
+        if scaled is not None:
+            with recorder.during(Phase.STEP, step=step):
                 scaled.unscale()
-            if schedule.clip is not None:
+        if schedule.clip is not None:
+            with recorder.during(Phase.STEP, step=step):
                 norm = read_norm(prepared, schedule.clip.max_norm, schedule.clip.norm_type)
         with recorder.during(Phase.OBSERVE, step=step):
             gradients = self.kept(read_gradients(prepared)) if is_read and not is_skipped else {}
