@@ -140,7 +140,7 @@ class Pipeline(PreparedModel):
         }
 
     def load_shared_state(self, state: dict[str, Any]) -> None:
-        """Give each stage its own part."""
+        """Load into each stage its own part."""
         for prepared in self._prepared:
             own = prepared.shared_state()
             own["model"] = {name: state["model"][name] for name in own["model"]}
