@@ -153,10 +153,8 @@ def _restore_buffers(wrapper: WrapperBase, states: dict[str, Any], prefix: str) 
 def _export_full(wrapper: WrapperBase, states: dict[str, Any], prefix: str, keep_vars: bool) -> None:
     config = wrapper.state_dict_settings.state_dict_config
     if getattr(config, "rank0_only", False) and wrapper.process_group.rank():
-        paths = {module: name for name, module in wrapper.wrapped.named_modules()}
-        for module in own_modules(wrapper):
-            for name in module._buffers:
-                states.pop(prefix + name_in(paths[module], name), None)
+        for key in _buffer_keys(wrapper, prefix):
+            states.pop(key, None)
         for name, _ in own_names(wrapper):
             states.pop(prefix + name, None)
         states.pop(prefix + FLAT_NAME, None)
@@ -167,6 +165,21 @@ def _export_full(wrapper: WrapperBase, states: dict[str, Any], prefix: str, keep
             states[prefix + name] = value.detach().to("cpu", copy=True)
         elif not keep_vars:
             states[prefix + name] = value.detach().clone()
+    if config.offload_to_cpu:
+        _move_buffers(wrapper, states, prefix)
+
+
+def _buffer_keys(wrapper: WrapperBase, prefix: str) -> Iterator[str]:
+    """Yield the names in a state of the buffers whose modules this wrapper is the nearest of."""
+    paths = {module: name for name, module in wrapper.wrapped.named_modules()}
+    for module in own_modules(wrapper):
+        yield from (prefix + name_in(paths[module], name) for name in module._buffers)
+
+
+def _move_buffers(wrapper: WrapperBase, states: dict[str, Any], prefix: str) -> None:
+    for key in _buffer_keys(wrapper, prefix):
+        if key in states:  # else it is not persistent
+            states[key] = states[key].cpu()
 
 
 def _export_sharded(wrapper: WrapperBase, states: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -175,6 +188,8 @@ def _export_sharded(wrapper: WrapperBase, states: dict[str, Any], prefix: str, k
         for name, _ in own_names(wrapper):
             spread = sharded_over(states[prefix + name], group)
             states[prefix + name] = spread.cpu() if offloads else spread
+    if offloads:
+        _move_buffers(wrapper, states, prefix)
 
 
 def _export_local(wrapper: WrapperBase, states: dict[str, Any], prefix: str, keep_vars: bool) -> None:
