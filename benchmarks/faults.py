@@ -84,9 +84,8 @@ class Live:
         self._seen = self.run.records()
         found = self.run.processes()
         if self._seen and not self.has_workers and not {"host", "question"} & {f.role for f in found}:
-            num_servers = sum(
-                f.role == "keeper" for f in found
-            )  # each holds one; a killed one comes back later
+            # Each server holds one; a killed one comes back later.
+            num_servers = sum(f.role == "keeper" for f in found)
             self._descriptors.append(self.run.num_descriptors() - num_servers)
         return found
 

@@ -18,11 +18,12 @@ from shardproof.harness.training.oracle import run_oracle
 from tests.simulated_engine import evidence_of, simulate
 
 SCALING = LossScaling(init_scale=8.0, growth_interval=2, overflows_at=3)
+SKIPPING = replace(SCALING, overflows_at=1)
 TRAINING = Training(
     problem=EXACT_LINEAR,
     optimizer=SGD,
     plan=Plan(demands=frozenset({Capability.LOSS_SCALE})),
-    schedule=Schedule(steps=3, scaling=replace(SCALING, overflows_at=1)),
+    schedule=Schedule(steps=3, scaling=SKIPPING),
 )
 
 
@@ -66,7 +67,7 @@ def test_the_oracle_skips_the_step_and_shows_no_gradients_of_it() -> None:
 def test_ranks_that_part_are_named(rank: int, step: int, value: str | None, words: str) -> None:
     def noted(of_rank: int, of_step: int) -> tuple[Fact, ...]:
         is_wrong = (of_rank, of_step) == (rank, step)
-        found = value if is_wrong else str(TRAINING.schedule.scaling.after(of_step))  # type: ignore[union-attr]
+        found = value if is_wrong else str(SKIPPING.after(of_step))
         return () if found is None else (Fact(moment="", subject=LOSS_SCALE, value=found),)
 
     plain = simulate(replace(TRAINING, schedule=Schedule(steps=3)), 2)
@@ -74,7 +75,7 @@ def test_ranks_that_part_are_named(rank: int, step: int, value: str | None, word
         replace(o, steps=tuple(replace(s, facts=noted(o.rank, i)) for i, s in enumerate(o.steps)))
         for o in plain
     )
-    record = ScalesLosses().judge(evidence_of(TRAINING, 2, ranks=ranks)).record
+    record = ScalesLosses(scaling=SKIPPING).judge(evidence_of(TRAINING, 2, ranks=ranks)).record
     assert not record.held
     assert record.summary.startswith(words)
 

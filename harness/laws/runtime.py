@@ -98,20 +98,17 @@ class Notes:
 class ScalesLosses:
     """The factor of the losses is halved by a step that overflows on any rank, on all ranks, and by no other."""
 
+    scaling: LossScaling
     name: str = "ranks skip steps and change the loss scale together"
 
     def judge(self, evidence: Evidence) -> Ruling:
         """Compare the factor after each step."""
-        scaling = evidence.training.schedule.scaling or LossScaling()
-        overflow = (
-            ""
-            if scaling.overflows_at is None
-            else f" (the last rank overflows in step {scaling.overflows_at})"
-        )
+        skipped = self.scaling.overflows_at
+        overflow = "" if skipped is None else f" (the last rank overflows in step {skipped})"
         broken = [
             f"step {step}, rank {rank}: expected {LOSS_SCALE} {expected}, got {got}{overflow}"
             for rank, step, seen in _steps(evidence)
-            if (got := _value(seen, "", LOSS_SCALE)) != (expected := str(scaling.after(step)))
+            if (got := _value(seen, "", LOSS_SCALE)) != (expected := str(self.scaling.after(step)))
         ]
         return rule(self.name, broken, held=f"in every step on {evidence.world_size} ranks")
 

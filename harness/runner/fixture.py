@@ -174,11 +174,9 @@ def _why_senseless(item: pytest.Item) -> str:
 def _lacking_device(item: pytest.Item, cell: Cell) -> str:
     patterns = [marker.args[0] for marker in item.iter_markers("device")]
     lacking = next((p for p in patterns if not matches(p, cell.world.device)), "")
-    return (
-        f"another device than {lacking[1:]}"
-        if lacking.startswith("!")
-        else lacking and f"the device {lacking}"
-    )
+    if lacking.startswith("!"):
+        return f"another device than {lacking[1:]}"
+    return f"the device {lacking}" if lacking else ""
 
 
 def _cell(item: pytest.Item) -> Cell | None:

@@ -385,9 +385,7 @@ def _train(
             reduced, left = summation.reduce(pieces, training.plan), parameters[name].grad
             parameters[name].grad = reduced if left is None else left + reduced
         norm = None if is_skipped else _clip(training, parameters)
-        gradients = {
-            n: None if p.grad is None else p.grad.clone() for n, p in parameters.items() if not is_skipped
-        }
+        gradients = {n: None if p.grad is None else p.grad.clone() for n, p in parameters.items()}
         state_before = _state(optimizer, parameters) if step == training.schedule.steps - 1 else {}
         with disturbing:
             _update(training, optimizer, step)
@@ -395,7 +393,7 @@ def _train(
         seen = OracleStep(
             losses=losses,
             contributions=contributions if keeps_pieces else {},
-            gradients=gradients,
+            gradients={} if is_skipped else gradients,
             parameters=_copy(parameters),
             norm=norm,
         )

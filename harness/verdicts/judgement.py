@@ -97,7 +97,8 @@ def judge(
 def implied(training: Training) -> tuple[Law, ...]:
     """Return the laws that hold of every training, and those of what it is watched for, whatever a case asks."""
     watched = (law for watch, law in _IMPLIED_BY.items() if watch in training.watch)
-    scaled = () if training.schedule.scaling is None else (ScalesLosses(),)
+    scaling = training.schedule.scaling
+    scaled = () if scaling is None else (ScalesLosses(scaling=scaling),)
     return (*_IMPLIED, *scaled, *((MemoryIsExplained(),) if training.is_counted else ()), *watched)
 
 
@@ -251,21 +252,25 @@ def _judge_laws(case: Case, kept: SavedResult, oracle: OracleObservation, simula
     asked = tuple(law for law in case.laws if law not in always)
     rulings = [law.judge(evidence) for law in (*always, *asked)]
     broken = [r for r in rulings if not r.record.held]
-    found = Judgement(
-        verdict=Verdict.FAILED,
-        headline=_headline(broken[0]) if broken else "",
+    worst = _worst(broken or rulings)
+    # Simulated numbers mean nothing, and a law of ledgers is never vacuous, but blind.
+    reason = None if broken or simulated else vacuous_because(evidence)
+    verdict, visible = Verdict.PASSED, tuple[VisibleError, ...]()
+    if broken:
+        verdict, headline = Verdict.FAILED, _headline(broken[0])
+    elif reason is not None:
+        verdict, headline = Verdict.VACUOUS, reason
+    else:
+        headline = "; ".join(_headline(r) for r in rulings)
+        visible = least_visible(evidence) if worst is not None else ()
+    return Judgement(
+        verdict=verdict,
+        headline=headline,
         laws=tuple(r.record for r in rulings),
-        worst=_worst(broken or rulings),
+        worst=worst,
+        visible=visible,
         declared_zeros=num_declared_zeros(evidence),
     )
-    if broken:
-        return found
-    reason = None if simulated else vacuous_because(evidence)  # a law of ledgers is never vacuous, but blind
-    if reason is not None:
-        return replace(found, verdict=Verdict.VACUOUS, headline=reason)
-    held = "; ".join(_headline(r) for r in rulings)
-    visible = least_visible(evidence) if found.worst is not None else ()
-    return replace(found, verdict=Verdict.PASSED, headline=held, visible=visible)
 
 
 def _headline(ruling: Ruling) -> str:
