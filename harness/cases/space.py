@@ -19,6 +19,7 @@ __all__ = ["Combination", "Dimension", "Program", "ProgramRule", "Space"]
 
 Choice = tuple[str, str]  # the name of a dimension, and one of its values
 Combination = frozenset[Choice]  # of several dimensions, one value each
+_MOST_TRIES = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +162,15 @@ class Space:
                 program = Program(choices=tuple(c for c in program.choices if c != dropped))
             if self.contradiction(program) is None:
                 return program
+
+    def varied(self, program: Program, rng: random.Random) -> Program:
+        """Return a program that differs in one to three dimensions; any that makes sense, if none such is found."""
+        for _ in range(_MOST_TRIES):
+            redrawn = rng.sample(self.dimensions, rng.randint(1, min(3, len(self.dimensions))))
+            other = self.program(dict(program.choices) | {d.name: rng.choice(d.values) for d in redrawn})
+            if other != program and self.contradiction(other) is None:
+                return other
+        return self.draw(rng)
 
     def simpler(self, program: Program, size: int) -> Iterator[Program]:
         """Yield the programs that make sense and leave out so many choices in a row."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from shardproof.harness.errors import UsageError
 from shardproof.harness.records.run import write_file
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.engines import describe
-from shardproof.harness.runner.exploration import Exploration, Hunt, ShrunkFailure
+from shardproof.harness.runner.exploration import Exploration, Hunt, Progress, ShrunkFailure
 from shardproof.harness.worlds.processes.forkserver import warm_up
 from shardproof.harness.worlds.spec import WorldSpec
 
@@ -76,14 +77,25 @@ def explore_programs(request: ExploreRequest) -> int:
             print(f"{finding.program}\n  {finding.symptom}", flush=True)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
+    _write_progress(hunt.progress, request.out, started)
     num_new = len({f.symptom for f in hunt.findings[num_known:]})
     verdicts = ", ".join(f"{n} {verdict}" for verdict, n in sorted(hunt.verdicts.items()))
     print(
         f"{hunt.num_judged} programs in {time.monotonic() - started:.0f} s: {verdicts}; "
-        f"{len(hunt.seen)} of {len(space.combinations)} combinations seen; {num_new} new failures in {request.out}"
+        f"{len(hunt.seen)} of {len(space.combinations)} combinations seen; "
+        f"{len(exploration.arcs)} arcs of the engine run; {num_new} new failures in {request.out}"
     )
     # A known program that fails here may have been another engine's.
     return DOES_NOT_CONFORM if hunt.findings else CONFORMS
+
+
+def _write_progress(progress: Sequence[Progress], out: Path, started: float) -> None:
+    """Write how soon combinations were seen and arcs run, a row for each program that was drawn."""
+    out.mkdir(parents=True, exist_ok=True)
+    rows = [
+        f"{p.time_s - started:.1f},{p.num_programs},{p.num_combinations},{p.num_arcs}\n" for p in progress
+    ]
+    write_file(out / "progress.csv", "".join(["seconds,programs,combinations,arcs\n", *rows]))
 
 
 def print_script(text: str, engine: str, world: str) -> int:

@@ -18,6 +18,7 @@ from shardproof.harness.tracing.ledger import Ledger
 from shardproof.harness.worlds.outcome import Outcome, Returned, WorldResult
 from shardproof.harness.worlds.rank import journal_path
 
+ARCS_OF_RANKS = "rank*.arcs"  # files
 _OUTCOMES = "outcomes.json"
 _SCHEDULE = "schedule"
 _READ = {_OUTCOMES, "engine.json", _SCHEDULE}  # besides what the ranks wrote
@@ -49,6 +50,11 @@ class SavedResult:
 def observation_path(folder: Path, rank: int) -> Path:
     """Name the file that holds a rank's observation."""
     return folder / f"rank{rank}.observation"
+
+
+def arcs_path(folder: Path, rank: int) -> Path:
+    """Name the file that holds which code of the engine a rank ran, where that was watched."""
+    return folder / ARCS_OF_RANKS.replace("*", str(rank))
 
 
 def keep_result(result: WorldResult, folder: Path, *, seed: int | None = None) -> None:

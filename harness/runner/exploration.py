@@ -9,20 +9,24 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from shardproof.harness.cases.space import Combination, Program, Space
-from shardproof.harness.cases.training import Training
+from shardproof.harness.cases.training import Training, Watch
 from shardproof.harness.laws.law import Law
 from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.world_result import ARCS_OF_RANKS
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.session import Source, TrialSession
+from shardproof.harness.tracing.arcs import Arc, read_arcs
 from shardproof.harness.training.oracle import Quantity
 from shardproof.harness.verdicts.case import Case
 
 __all__ = ["Exploration", "Hunt", "ShrunkFailure", "Symptom", "symptom_of"]
 
 _LONGEST = 200  # of a message that two failures are compared by
+_LATEST = 5  # pioneers, whose neighbours may run more of what is new
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,22 +53,29 @@ class ShrunkFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exploration:
-    """What is explored: programs of a space, each a training with laws, on one engine in one world."""
+    """What is explored: programs of a space, each a training with laws, on one engine in one world.
+
+    ``arcs`` is the engine's code that any of the programs ran so far, on any rank.
+    """
 
     space: Space
     training: Callable[[Program], Training]
     laws: Callable[[Program], tuple[Law, ...]]
     cell: Cell
+    arcs: set[Arc] = field(default_factory=set)
 
     def judge(self, program: Program) -> Record:
-        """Judge one program; what was observed is not kept."""
-        case = Case(id=f"explore[{program}]", training=self.training(program), laws=self.laws(program))
+        """Judge one program; of what was observed only the arcs are kept."""
+        training = self.training(program)
+        training = replace(training, watch=training.watch | {Watch.ARCS})
+        case = Case(id=f"explore[{program}]", training=training, laws=self.laws(program))
         with tempfile.TemporaryDirectory(prefix="shardproof-explore-") as folder:
             session = TrialSession(Source(folder=Path(folder)))
             try:
                 return session.run(case, self.cell, suite="explore", command="")
             finally:
                 session.close()
+                self.arcs.update(*map(read_arcs, Path(folder).rglob(ARCS_OF_RANKS)))
 
     def shrunk(self, program: Program, record: Record) -> ShrunkFailure:
         """Return the least program that fails with the same symptom: choices are left out, half of them at first."""
@@ -89,9 +100,22 @@ class Exploration:
                 return ShrunkFailure(program=least, symptom=symptom, record=record, drawn=program)
 
 
+class Progress(NamedTuple):
+    """How far a hunt had come at one time of the monotonic clock [s]."""
+
+    time_s: float
+    num_programs: int
+    num_combinations: int
+    num_arcs: int
+
+
 @dataclass
 class Hunt:
-    """One hunt through a space: what was judged, seen and found so far."""
+    """One hunt through a space: what was judged, seen and found so far.
+
+    ``pioneers`` are the programs that passed and ran code of the engine that none before had run. ``progress`` has a
+    point for each program judged.
+    """
 
     exploration: Exploration
     seed: int = 0
@@ -99,12 +123,15 @@ class Hunt:
     verdicts: dict[str, int] = field(default_factory=dict)
     seen: set[Combination] = field(default_factory=set)
     findings: list[ShrunkFailure] = field(default_factory=list)
+    pioneers: list[Program] = field(default_factory=list)
+    progress: list[Progress] = field(default_factory=list)
 
     def failing(self, program: Program) -> ShrunkFailure | None:
         """Judge one program; return its failure as it is.
 
         A vacuous one is none: its numbers are such that an engine's fault might not show, whatever the engine.
         """
+        num_arcs = len(self.exploration.arcs)
         record = self.exploration.judge(program)
         self.num_judged += 1
         self.verdicts[record.verdict] = self.verdicts.get(record.verdict, 0) + 1
@@ -113,6 +140,8 @@ class Hunt:
         symptom = symptom_of(record)
         if symptom is None:
             self.seen |= self.exploration.space.combinations_in(program)
+            if len(self.exploration.arcs) > num_arcs:
+                self.pioneers.append(program)
             return None
         return ShrunkFailure(program=program, symptom=symptom, record=record, drawn=program)
 
@@ -143,7 +172,9 @@ class Hunt:
         return None
 
     def run(self, *, until: float, num_programs: int | None = None) -> Iterator[ShrunkFailure]:
-        """Judge programs that show what was not seen yet, then any; none that contains one found before.
+        """Judge programs that show what was not seen yet, then any or such as are like a pioneer.
+
+        None contains one found before.
 
         Stops at ``until`` of the monotonic clock, or after so many programs.
         """
@@ -154,6 +185,9 @@ class Hunt:
             program = next(programs)
             left = None if left is None else left - 1
             finding = self.check(program)
+            self.progress.append(
+                Progress(time.monotonic(), self.num_judged, len(self.seen), len(self.exploration.arcs))
+            )
             if finding is not None:
                 yield finding
                 programs = self._programs(rng)  # without those that contain it
@@ -163,6 +197,8 @@ class Hunt:
         yield from space.cover(rng.randrange(2**32), unseen=space.combinations - self.seen)
         while True:
             yield space.draw(rng)
+            if self.pioneers:
+                yield space.varied(rng.choice(self.pioneers[-_LATEST:]), rng)
 
 
 def symptom_of(record: Record) -> Symptom | None:

@@ -41,7 +41,8 @@ from shardproof.harness.records.observation import (
     digest,
     save_observation,
 )
-from shardproof.harness.records.world_result import observation_path
+from shardproof.harness.records.world_result import arcs_path, observation_path
+from shardproof.harness.tracing.arcs import tracing_arcs, write_arcs
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.census import Census
 from shardproof.harness.tracing.memory.census_report import CensusTime
@@ -77,6 +78,20 @@ def drive_rank(context: RankContext, training: Training, engine: str) -> str | N
         return "NeedsProcesses: ranks of this world are threads of one process"
     if adapter.insists_on_cuda and context.device.type not in DEVICES_OF_CUDA:
         return f"NeedsCuda: ranks of this world are on {context.device.type}"
+    with _keeping_arcs(context) if Watch.ARCS in training.watch else nullcontext():
+        return _drive(context, training, adapter)
+
+
+@contextmanager
+def _keeping_arcs(context: RankContext) -> Iterator[None]:
+    with tracing_arcs() as arcs:
+        try:
+            yield
+        finally:
+            write_arcs(arcs, arcs_path(context.folder, context.rank))
+
+
+def _drive(context: RankContext, training: Training, adapter: Engine) -> str | None:
     is_measured = Watch.ALLOCATOR in training.watch and not context.shares_a_process
     census = Census(context.recorder, is_process_measured=is_measured) if training.is_counted else None
     schedule = training.schedule

@@ -1,0 +1,153 @@
+"""Which code of an engine runs: counted as arcs, and what explore makes of it."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch.distributed.fsdp
+import torch.nn.parallel.distributed
+
+import shardproof.engine.reference
+import shardproof.fixtures.chain
+import shardproof.harness.errors
+from shardproof.fixtures.program_laws import laws_of
+from shardproof.fixtures.programs import SPACE, training_of
+from shardproof.harness.cases.space import Dimension, Program, ProgramRule, Space
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.runner.cell import Cell
+from shardproof.harness.runner.exploration import Exploration, Hunt
+from shardproof.harness.tracing.arcs import Arc, is_of_engine, read_arcs, tracing_arcs, write_arcs
+from shardproof.harness.worlds.spec import WorldSpec
+
+_CELL = Cell(engine="reference", world=WorldSpec.parse("threads:2"))
+
+
+def _chosen(is_left: bool) -> str:
+    if is_left:
+        return "left"
+    return "right"
+
+
+def test_another_branch_runs_other_arcs() -> None:
+    with tracing_arcs() as left:
+        _chosen(True)
+    with tracing_arcs() as both:
+        _chosen(True)
+        _chosen(False)
+    assert left < both
+    assert {file for file, *_ in both} == {__file__}
+
+
+def test_what_runs_after_the_exit_or_on_another_thread_is_not_counted() -> None:
+    with tracing_arcs() as arcs:
+        thread = threading.Thread(target=_chosen, args=(True,))
+        thread.start()
+        thread.join()
+    _chosen(False)
+    assert not [arc for arc in arcs if arc[0] == __file__]
+
+
+def test_the_tracer_of_another_stays() -> None:
+    def other(*_: object) -> None:
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(other)
+    try:
+        with tracing_arcs() as arcs:
+            _chosen(True)
+            assert sys.gettrace() is other
+    finally:
+        sys.settrace(before)
+    assert not arcs
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (torch.distributed.fsdp, True),
+        (torch.nn.parallel.distributed, True),
+        (shardproof.engine.reference, True),
+        (sys.modules[__name__], True),  # an adapter that its user wrote
+        (torch.nn, False),
+        (shardproof.fixtures.chain, False),
+        (shardproof.harness.errors, False),
+        (threading, False),
+    ],
+)
+def test_an_engine_is_its_adapter_and_what_trains_in_parallel(module: object, expected: bool) -> None:
+    assert is_of_engine(str(module.__file__)) is expected  # type: ignore[attr-defined]
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    arcs: set[Arc] = {("a.py", 1, 2), ("a.py", 2, 1), ("b.py", 3, 3)}
+    write_arcs(arcs, tmp_path / "rank0.arcs")
+    assert read_arcs(tmp_path / "rank0.arcs") == arcs
+
+
+def test_a_program_adds_the_code_of_the_engine_that_it_runs() -> None:
+    exploration = Exploration(space=SPACE, training=training_of, laws=laws_of, cell=_CELL)
+    assert exploration.judge(Program()).verdict is Verdict.PASSED
+    plain = set(exploration.arcs)
+    assert {file.rpartition("/")[0] for file, *_ in plain} >= {"engine/reference"}
+    assert not any(file.startswith(("harness/", "fixtures/")) for file, *_ in plain)
+    exploration.judge(Program())
+    assert exploration.arcs == plain, "the same program ran other code"
+    exploration.judge(SPACE.parse("clip=2"))
+    assert exploration.arcs > plain
+
+
+_DIGITS = Space(dimensions=tuple(Dimension(name=name, values=("0", "1", "2")) for name in "abcdefghij"))
+
+
+class _Locked(Exploration):
+    """An engine whose code opens step by step: each dimension's last value opens the next one's."""
+
+    def judge(self, program: Program) -> Record:
+        for depth, dimension in enumerate(_DIGITS.dimensions):
+            if program[dimension] != dimension.values[-1]:
+                break
+            self.arcs.add(("engine.py", depth, depth + 1))
+        return Record(
+            engine="none",
+            case=str(program),
+            world="threads:2",
+            verdict=Verdict.PASSED,
+            headline="",
+            suite="explore",
+            engine_version="",
+        )
+
+
+def test_neighbours_of_pioneers_run_what_draws_alone_would_not() -> None:
+    hunt = Hunt(exploration=_Locked(space=_DIGITS, training=training_of, laws=laws_of, cell=_CELL), seed=1)
+    assert not list(hunt.run(until=float("inf"), num_programs=2000))
+    assert len(hunt.exploration.arcs) == len(_DIGITS.dimensions)
+    drawn = _Locked(space=_DIGITS, training=training_of, laws=laws_of, cell=_CELL)
+    rng = random.Random(1)
+    for _ in range(2000):
+        drawn.judge(_DIGITS.draw(rng))
+    assert len(drawn.arcs) < len(_DIGITS.dimensions)
+    points = [(p.num_programs, p.num_combinations, p.num_arcs) for p in hunt.progress]
+    assert points == sorted(points)
+    assert points[-1] == (2000, len(_DIGITS.combinations), len(_DIGITS.dimensions))
+
+
+def test_a_neighbour_differs_and_makes_sense() -> None:
+    rng, rule = random.Random(2), ProgramRule(why="never", holds=lambda p: ("a", "1") in p.choices)
+    space = Space(dimensions=_DIGITS.dimensions, rules=(rule,))
+    program = space.parse("b=2,c=1")
+    for _ in range(50):
+        other = space.varied(program, rng)
+        assert space.contradiction(other) is None
+        assert 1 <= len(set(other.choices) ^ set(program.choices)) <= 6
+
+
+def test_where_no_neighbour_makes_sense_any_program_is_drawn() -> None:
+    rule = ProgramRule(why="never", holds=lambda p: bool(p.choices))
+    space = Space(dimensions=(Dimension(name="a", values=("0", "1")),), rules=(rule,))
+    assert space.varied(Program(), random.Random(3)) == Program()
