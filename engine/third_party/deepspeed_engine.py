@@ -149,6 +149,7 @@ class DeepSpeedZero1(Engine):
     name, stage = "deepspeed.zero1", 1
     prepared_type: ClassVar[type[PreparedDeepSpeed]] = PreparedDeepSpeed
     needs_processes = True
+    preload = (__name__,)
     capabilities = frozenset({Capability.ZERO1, Capability.ACCUMULATE})
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
