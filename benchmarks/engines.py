@@ -78,8 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not asked.engines or {engine, family} & set(asked.engines):
             python = environment(asked.environments / family, *FAMILIES[family].packages)
             _run(engine, python, asked.suite or [])
+    folders = [done.parent for done in sorted(RUNS.glob("*/capabilities.json"))]
+    if not folders:
+        parser.error(
+            f"expected runs below {RUNS}, found none; try the name of an engine without --pages-only"
+        )
     known = read(ROOT / "suites" / "expectations.toml", today=datetime.now(UTC).date())
-    folders = [folder for folder in sorted(RUNS.iterdir()) if (folder / "capabilities.json").exists()]
     judged = [_read(folder, known) for folder in folders]
     (DOCS / "engines").mkdir(exist_ok=True)
     for one in judged:

@@ -350,6 +350,8 @@ class Engine(ABC):
     """Whether the engine calls torch.cuda wherever it is: in worlds of a CPU a stand-in is put there for it."""
     needs_processes: ClassVar[bool] = False
     """Whether each rank needs a process to itself, as where ranks are told apart by globals: not judged in threads."""
+    preload: ClassVar[tuple[str, ...]] = ()
+    """Modules that are imported once for all ranks and cases, such as ``(__name__,)``; else each rank does so anew."""
     known_as: ClassVar[str] = ""
     """The known engine that this one is derived from, whose known failures it shares."""
 

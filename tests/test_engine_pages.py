@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
+
+from benchmarks import engines
 from benchmarks.engine_pages import Judged, page, summary
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import Run
@@ -63,3 +67,12 @@ def test_the_engine_is_shown_as_it_was_judged() -> None:
     assert "by the whole catalogue." in page(replace(judged, run=whole), ROOT)
     assert "judged on 2030-01-01 with Shardproof at `aaaaaaaaaa with changes`, torch 2.13.0" in text
     assert "[`engine/adapters/torch_ddp.py`](../../engine/adapters/torch_ddp.py)" in text
+
+
+def test_no_page_is_written_where_nothing_ran(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engines, "RUNS", tmp_path / "none")
+    with pytest.raises(SystemExit, match="2"):
+        engines.main(["--pages-only"])
+    assert "expected runs below" in capsys.readouterr().err

@@ -92,6 +92,7 @@ class LowLevelZero1Engine(Engine):
     """Gradients are all-reduced, and each rank updates its piece of every parameter."""
 
     name = "colossalai.zero1"
+    preload = (__name__,)
     capabilities = frozenset(
         {Capability.ZERO1, Capability.ACCUMULATE, Capability.UNUSED, Capability.OWN_BUFFERS}
     )

@@ -51,9 +51,9 @@ class PreparedDeepSpeed(PreparedModel):
             "gradient_clipping": 0.0,
             "zero_optimization": {"stage": self._stage, **self.options},
         }
-        self._engine, *_ = deepspeed.initialize(
-            model=self.module, optimizer=factory(self.module.parameters()), config=config
-        )
+        given = factory(self.module.parameters())
+        self._updated = {id(p) for group in given.param_groups for p in group["params"]}
+        self._engine, *_ = deepspeed.initialize(model=self.module, optimizer=given, config=config)
         self.module = self._engine
         super().optimizer(lambda _: self._engine.optimizer)
 
@@ -107,8 +107,7 @@ class PreparedDeepSpeed(PreparedModel):
     def _trained(self) -> Iterator[tuple[str, Any]]:
         parameters: Iterable[tuple[str, Any]] = self.named.named_parameters()
         # What the optimizer was not given has no place in the flat buffers.
-        is_placed = ("_hp_mapping", "ds_id")
-        return ((n, p) for n, p in parameters if p.requires_grad and any(hasattr(p, a) for a in is_placed))
+        return ((n, p) for n, p in parameters if p.requires_grad and id(p) in self._updated)
 
 
 class PreparedDeepSpeedZero3(PreparedDeepSpeed):
@@ -149,6 +148,7 @@ class DeepSpeedZero1(Engine):
     name, stage = "deepspeed.zero1", 1
     prepared_type: ClassVar[type[PreparedDeepSpeed]] = PreparedDeepSpeed
     needs_processes = True
+    preload = (__name__,)
     capabilities = frozenset({Capability.ZERO1, Capability.ACCUMULATE})
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:

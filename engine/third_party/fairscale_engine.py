@@ -62,6 +62,10 @@ class PreparedFairscale(PreparedModel):
         """Use the engine's own."""
         return float(self._root.clip_grad_norm_(max_norm, norm_type))
 
+    def owned_parameters(self) -> Mapping[str, nn.Parameter]:
+        """Return the flat parameter for each of its pieces: the model itself shows none of the root's."""
+        return {piece.name: piece.flat for piece in self._pieces()}
+
     def shown_parameters(self) -> Mapping[str, Shard]:
         """Read the shards: what modules show are views that come and go."""
         return self.local_parameters()

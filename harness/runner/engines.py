@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 
 from shardproof.engine.capability import Capability
@@ -35,6 +36,7 @@ class EngineDescription:
     version: str
     insists_on_cuda: bool = False
     needs_processes: bool = False
+    preload: tuple[str, ...] = ()
     known_as: str = ""
     known_version: str = ""
 
@@ -151,9 +153,11 @@ def _facts(engine: str) -> EngineDescription:
     try:
         version = adapter.version()
         capabilities = frozenset(map(Capability, adapter.capabilities))
+        for module in adapter.preload:
+            import_module(module)  # a server leaves out what is missing, and ends with what raises
     except (Exception, SystemExit) as error:
         raise EngineNotFoundError(
-            engine, f"asking for its version and capabilities raised {type(error).__name__}: {error}"
+            engine, f"asking for its version, capabilities and preload raised {type(error).__name__}: {error}"
         ) from error
     if not isinstance(version, str) or not version.strip():
         raise EngineNotFoundError(
@@ -164,6 +168,7 @@ def _facts(engine: str) -> EngineDescription:
         version=version,
         insists_on_cuda=bool(adapter.insists_on_cuda),
         needs_processes=bool(adapter.needs_processes),
+        preload=tuple(map(str, adapter.preload)),
         known_as=str(adapter.known_as),
         known_version=resolve(adapter.known_as).version() if adapter.known_as else "",
     )

@@ -211,13 +211,15 @@ class ObservationCache:
 
     def _launch(self, training: Training, cell: Cell, seeds: Iterable[int], folder: Path) -> None:
         require(*_features(training, cell))
-        keep_description(describe(cell.engine), folder)
+        engine = describe(cell.engine)
+        keep_description(engine, folder)
+        world = replace(cell.world, preload=engine.preload)
         job = (drive_rank, training, cell.engine)
         # Starting ranks is cheap on the CPU, where a fresh world per case shares nothing; on a device it is dear.
         if cell.world.device == "cpu":
-            explore(cell.world, seeds, *job, folder=folder)
+            explore(world, seeds, *job, folder=folder)
         else:
-            keep_result(self._pool.run(cell.world, *job, folder=folder), folder)
+            keep_result(self._pool.run(world, *job, folder=folder), folder)
 
 
 def _remove_empty(folder: Path) -> None:

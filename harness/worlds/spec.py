@@ -42,6 +42,7 @@ class WorldSpec:
     """One world. ``deadline_s`` bounds the whole case; ``collective_timeout_s`` is the process group's own.
 
     ``seed`` orders what the threads world may order freely: whose turn it is, and how late results are.
+    ``preload`` names modules that its ranks find imported.
     """
 
     kind: WorldKind
@@ -50,6 +51,7 @@ class WorldSpec:
     deadline_s: float = 60.0
     collective_timeout_s: float | None = None
     seed: int = 0
+    preload: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse sizes and devices that no world has."""

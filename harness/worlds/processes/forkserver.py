@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from multiprocessing import forkserver
@@ -51,6 +51,7 @@ _MAX_SERVERS = 16
 
 # Any: multiprocessing has no public name for a server; the first is its own.
 _servers: list[Any] = [forkserver._forkserver, *(forkserver.ForkServer() for _ in range(1, _MAX_SERVERS))]
+_preloaded: list[tuple[str, ...]] = [()]  # for each 16 servers, the modules that they import besides
 _server_of: WeakKeyDictionary[ForkServerProcess, int] = WeakKeyDictionary()
 _connecting = threading.Lock()
 _seed, _first = 0, 0
@@ -60,14 +61,20 @@ def draw_hash_seeds(seed: int, first: int = 0) -> None:
     """Draw the hash seeds of a session; servers with others are ended. ``first`` has the first server take another."""
     global _seed, _first
     if (seed, first) != (_seed, _first):
-        for number in range(_MAX_SERVERS):
+        for number in range(len(_servers)):
             end_server(number)
     _seed, _first = seed, first
 
 
-def server_of(rank: int) -> int:
-    """Return the number of a rank's server; neighbours have different ones, and so have ranks that are 16 apart."""
-    return (rank + rank // _MAX_SERVERS) % _MAX_SERVERS
+def server_of(rank: int, preload: tuple[str, ...] = ()) -> int:
+    """Return the number of a rank's server; neighbours have different ones, and so have ranks that are 16 apart.
+
+    What an engine asks to ``preload`` is imported by servers of its own: oracles and other engines never meet it.
+    """
+    if preload not in _preloaded:
+        _preloaded.append(preload)
+        _servers.extend(_to_import(forkserver.ForkServer(), preload) for _ in range(_MAX_SERVERS))
+    return _preloaded.index(preload) * _MAX_SERVERS + (rank + rank // _MAX_SERVERS) % _MAX_SERVERS
 
 
 def hash_seeds(seed: int) -> tuple[int, ...]:
@@ -78,8 +85,8 @@ def hash_seeds(seed: int) -> tuple[int, ...]:
 @cache
 def forkserver_context() -> ForkServerContext:
     """Return the context whose processes are forks of a warm server; starts the first server on first use."""
-    for server in _servers:
-        server.set_forkserver_preload([_KEEPER, _WARM])  # in this order: see [Note: the keeper]
+    for server in _servers[:_MAX_SERVERS]:
+        _to_import(server)
     _ensure_server(0)
     return multiprocessing.get_context("forkserver")
 
@@ -219,6 +226,12 @@ def _start(
     if server is not None:
         _answered.add(server)
     return process
+
+
+def _to_import(server: Any, modules: Iterable[str] = ()) -> Any:
+    """Set what a server imports, in this order: see [Note: the keeper]; `_WARM` draws no seed that others change."""
+    server.set_forkserver_preload([_KEEPER, *modules, _WARM])
+    return server
 
 
 @contextmanager

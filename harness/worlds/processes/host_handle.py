@@ -72,7 +72,8 @@ class HostHandle:
     @property
     def _server_number(self) -> int:
         """Which fork server the host comes from; see [Note: a server per rank]. An agent has one, for its rank."""
-        return server_of(self.spec.ranks[0]) if self.spec.world.kind is WorldKind.PROCESSES else 0
+        world = self.spec.world
+        return server_of(self.spec.ranks[0] if world.kind is WorldKind.PROCESSES else 0, world.preload)
 
     @property
     def awaited(self) -> list[Connection | int]:

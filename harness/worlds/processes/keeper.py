@@ -136,4 +136,5 @@ def _folder_of_listener() -> Path | None:
 
 if any("multiprocessing.forkserver" in argument for argument in sys.orig_argv):
     gc.disable()  # until all is imported: none of it is garbage, and looking takes a tenth of the time
+    os.dup2(2, 1)  # what modules print at import is no part of what the session writes
     _keep()

@@ -1,0 +1,36 @@
+"""A module that an engine wants preloaded: it remembers which process imported it, and prints."""
+
+from __future__ import annotations
+
+import os
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
+from shardproof.engine.contract import Plan, PreparedModel
+
+print("imported")
+_IMPORTER = os.getpid()
+
+
+class ImportsItsModule(DistributedDataParallelEngine):
+    """DDP that refuses to run where its module was imported by the rank itself."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Look who imported this."""
+        if os.getpid() == _IMPORTER:
+            raise RuntimeError("this rank has imported the module anew")
+        return super().prepare(model, plan, mesh)
+
+
+class WantsItsModule(ImportsItsModule):
+    """Has it imported once."""
+
+    preload = (__name__,)
+
+
+class WantsWhatIsMissing(ImportsItsModule):
+    """Names a module that is not there."""
+
+    preload = ("tests.no_such_module",)
