@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
 from pathlib import Path
 
-import pytest
-import torch.distributed.fsdp
-import torch.nn.parallel.distributed
-
-import shardproof.engine.reference
-import shardproof.fixtures.chain
-import shardproof.harness.errors
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.fixtures.program_laws import laws_of
 from shardproof.fixtures.programs import SPACE, training_of
 from shardproof.harness.cases.space import Dimension, Program, ProgramRule, Space
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.exploration import Exploration, Hunt
-from shardproof.harness.tracing.arcs import Arc, is_of_engine, read_arcs, tracing_arcs, write_arcs
+from shardproof.harness.tracing.arcs import Arc, can_count, counting_arcs, read_arcs
+from shardproof.harness.tracing.collectives.call_site import short_path
 from shardproof.harness.worlds.spec import WorldSpec
 
 _CELL = Cell(engine="reference", world=WorldSpec.parse("threads:2"))
+
+
+class _Adapter(DistributedDataParallelEngine):
+    """An adapter that its user wrote."""
 
 
 def _chosen(is_left: bool) -> str:
@@ -32,61 +30,37 @@ def _chosen(is_left: bool) -> str:
     return "right"
 
 
-def test_another_branch_runs_other_arcs() -> None:
-    with tracing_arcs() as left:
-        _chosen(True)
-    with tracing_arcs() as both:
-        _chosen(True)
-        _chosen(False)
+def _arcs_of(file: Path, *choices: bool) -> set[Arc]:
+    with counting_arcs(_Adapter(), file):
+        for is_left in choices:
+            _chosen(is_left)
+    return read_arcs(file)
+
+
+def test_another_branch_runs_other_arcs(tmp_path: Path) -> None:
+    left = _arcs_of(tmp_path / "left", True)
+    both = _arcs_of(tmp_path / "both", True, False)
     assert left < both
-    assert {file for file, *_ in both} == {__file__}
+    assert {file for file, *_ in both} == {short_path(__file__)}
 
 
-def test_what_runs_after_the_exit_or_on_another_thread_is_not_counted() -> None:
-    with tracing_arcs() as arcs:
-        thread = threading.Thread(target=_chosen, args=(True,))
-        thread.start()
-        thread.join()
+def test_what_runs_after_the_exit_is_not_counted(tmp_path: Path) -> None:
+    before = _arcs_of(tmp_path / "before", True)
     _chosen(False)
-    assert not [arc for arc in arcs if arc[0] == __file__]
+    assert read_arcs(tmp_path / "before") == before
+    assert before < _arcs_of(tmp_path / "both", True, False)
 
 
-def test_the_tracer_of_another_stays() -> None:
-    def other(*_: object) -> None:
+def test_where_a_debugger_traces_nothing_is_counted() -> None:
+    def debugger(*_: object) -> None:
         return None
 
     before = sys.gettrace()
-    sys.settrace(other)
+    sys.settrace(debugger)
     try:
-        with tracing_arcs() as arcs:
-            _chosen(True)
-            assert sys.gettrace() is other
+        assert not can_count()
     finally:
         sys.settrace(before)
-    assert not arcs
-
-
-@pytest.mark.parametrize(
-    ("module", "expected"),
-    [
-        (torch.distributed.fsdp, True),
-        (torch.nn.parallel.distributed, True),
-        (shardproof.engine.reference, True),
-        (sys.modules[__name__], True),  # an adapter that its user wrote
-        (torch.nn, False),
-        (shardproof.fixtures.chain, False),
-        (shardproof.harness.errors, False),
-        (threading, False),
-    ],
-)
-def test_an_engine_is_its_adapter_and_what_trains_in_parallel(module: object, expected: bool) -> None:
-    assert is_of_engine(str(module.__file__)) is expected  # type: ignore[attr-defined]
-
-
-def test_what_was_written_is_read(tmp_path: Path) -> None:
-    arcs: set[Arc] = {("a.py", 1, 2), ("a.py", 2, 1), ("b.py", 3, 3)}
-    write_arcs(arcs, tmp_path / "rank0.arcs")
-    assert read_arcs(tmp_path / "rank0.arcs") == arcs
 
 
 def test_a_program_adds_the_code_of_the_engine_that_it_runs() -> None:

@@ -144,6 +144,7 @@ LAYERS = (
             "harness/verdicts/": ("packaging",),
             "harness/runner/": ("pytest",),
             "harness/audit/": ("pytest",),
+            "harness/tracing/": ("coverage",),
             "harness/cli/": ("pytest", "reports", "fixtures", "tomlkit", "rich"),
         },
     ),

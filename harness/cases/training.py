@@ -204,7 +204,7 @@ class Watch(Enum):
     LIFETIMES = "every storage from its birth to its end, and what it was for"
     ALLOCATOR = "all that the C allocator has given out, where a rank has a process to itself"
     UNITS = "which units are whole, whenever a collective is issued or a unit's turn begins or ends"
-    ARCS = "which code of the engine each rank runs, as jumps from line to line"
+    ARCS = "which code of the engine the first rank runs, as arcs from line to line"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

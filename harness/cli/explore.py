@@ -20,6 +20,7 @@ from shardproof.harness.records.run import write_file
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.engines import describe
 from shardproof.harness.runner.exploration import Exploration, Hunt, Progress, ShrunkFailure
+from shardproof.harness.tracing.arcs import COUNTS_ARCS, can_count
 from shardproof.harness.worlds.processes.forkserver import warm_up
 from shardproof.harness.worlds.spec import WorldSpec
 
@@ -61,6 +62,11 @@ def explore_programs(request: ExploreRequest) -> int:
         space=space, training=training_of, laws=laws_of, cell=Cell(engine=request.engine, world=world)
     )
     hunt = Hunt(exploration=exploration, seed=request.seed)
+    if not can_count():
+        print(
+            f"the engine's code is not counted: {COUNTS_ARCS} is missing, or a debugger traces",
+            file=sys.stderr,
+        )
     plain = hunt.failing(Program())
     if plain is not None:
         write_finding(plain, request.engine, request.world, request.out)

@@ -18,7 +18,6 @@ from shardproof.harness.tracing.ledger import Ledger
 from shardproof.harness.worlds.outcome import Outcome, Returned, WorldResult
 from shardproof.harness.worlds.rank import journal_path
 
-ARCS_OF_RANKS = "rank*.arcs"  # files
 _OUTCOMES = "outcomes.json"
 _SCHEDULE = "schedule"
 _READ = {_OUTCOMES, "engine.json", _SCHEDULE}  # besides what the ranks wrote
@@ -52,9 +51,9 @@ def observation_path(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.observation"
 
 
-def arcs_path(folder: Path, rank: int) -> Path:
-    """Name the file that holds which code of the engine a rank ran, where that was watched."""
-    return folder / ARCS_OF_RANKS.replace("*", str(rank))
+def arcs_path(folder: Path) -> Path:
+    """Name the file that holds which code of the engine the first rank ran, where that was watched."""
+    return folder / "rank0.arcs"
 
 
 def keep_result(result: WorldResult, folder: Path, *, seed: int | None = None) -> None:

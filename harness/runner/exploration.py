@@ -16,10 +16,10 @@ from shardproof.harness.cases.training import Training, Watch
 from shardproof.harness.laws.law import Law
 from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.records.record import Record, Verdict
-from shardproof.harness.records.world_result import ARCS_OF_RANKS
+from shardproof.harness.records.world_result import arcs_path
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.session import Source, TrialSession
-from shardproof.harness.tracing.arcs import Arc, read_arcs
+from shardproof.harness.tracing.arcs import Arc, can_count, read_arcs
 from shardproof.harness.training.oracle import Quantity
 from shardproof.harness.verdicts.case import Case
 
@@ -55,7 +55,7 @@ class ShrunkFailure:
 class Exploration:
     """What is explored: programs of a space, each a training with laws, on one engine in one world.
 
-    ``arcs`` is the engine's code that any of the programs ran so far, on any rank.
+    ``arcs`` is the engine's code that any of the programs ran so far, on its first rank; empty where it is not counted.
     """
 
     space: Space
@@ -67,7 +67,8 @@ class Exploration:
     def judge(self, program: Program) -> Record:
         """Judge one program; of what was observed only the arcs are kept."""
         training = self.training(program)
-        training = replace(training, watch=training.watch | {Watch.ARCS})
+        if can_count():
+            training = replace(training, watch=training.watch | {Watch.ARCS})
         case = Case(id=f"explore[{program}]", training=training, laws=self.laws(program))
         with tempfile.TemporaryDirectory(prefix="shardproof-explore-") as folder:
             session = TrialSession(Source(folder=Path(folder)))
@@ -75,7 +76,7 @@ class Exploration:
                 return session.run(case, self.cell, suite="explore", command="")
             finally:
                 session.close()
-                self.arcs.update(*map(read_arcs, Path(folder).rglob(ARCS_OF_RANKS)))
+                self.arcs.update(*map(read_arcs, Path(folder).rglob(arcs_path(Path()).name)))
 
     def shrunk(self, program: Program, record: Record) -> ShrunkFailure:
         """Return the least program that fails with the same symptom: choices are left out, half of them at first."""

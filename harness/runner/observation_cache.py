@@ -26,6 +26,7 @@ from shardproof.harness.runner.engines import EngineDescription, describe, keep_
 from shardproof.harness.runner.options import Keep
 from shardproof.harness.runner.schedules import Scheduled, explore, load_schedules, schedule_folders
 from shardproof.harness.torch_compat.private_names import Feature, require
+from shardproof.harness.tracing.arcs import COUNTS_ARCS
 from shardproof.harness.training.engine_loop import drive_rank
 from shardproof.harness.training.kept_oracle import KeptOracle, kept_oracle
 from shardproof.harness.training.oracle import OracleObservation
@@ -213,7 +214,8 @@ class ObservationCache:
         require(*_features(training, cell))
         engine = describe(cell.engine)
         keep_description(engine, folder)
-        world = replace(cell.world, preload=engine.preload)
+        counters = (COUNTS_ARCS,) if Watch.ARCS in training.watch else ()
+        world = replace(cell.world, preload=(*engine.preload, *counters))
         job = (drive_rank, training, cell.engine)
         # Starting ranks is cheap on the CPU, where a fresh world per case shares nothing; on a device it is dear.
         if cell.world.device == "cpu":

@@ -1,88 +1,66 @@
-"""Which code of the engine a rank ran: jumps from line to line within a function, as coverage tools count arcs.
+"""Which code of the engine a rank ran: jumps from line to line, which coverage.py counts as arcs.
 
-Code is the engine's where it is neither Python's, nor that of torch's core, nor that of the harness and its programs:
-the adapter, the packages that it calls, and those of torch for distributed training.
+Counted are torch's packages for training in parallel, and those that the adapter and what it imports are in.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
+import torch
+
+from shardproof.engine.contract import Engine
 from shardproof.harness.tracing.collectives.call_site import short_path
 
-__all__ = ["Arc", "read_arcs", "tracing_arcs", "write_arcs"]
+__all__ = ["COUNTS_ARCS", "Arc", "can_count", "counting_arcs", "read_arcs"]
 
-Arc = tuple[str, int, int]  # of a file, from a line to a line; functions are entered from their first
+Arc = tuple[str, int, int]  # of a file, from a line to a line; -N enters or leaves the function of line N
+COUNTS_ARCS = "coverage"  # the package that counts, which not every environment has
+_OF_TORCH = ("distributed/fsdp", "distributed/_composable", "nn/parallel")
+_LIBRARIES = sys.stdlib_module_names | {"torch"}
+_HARNESS = "shardproof.harness."
 
-_OF_TORCH = ("torch/distributed/", "torch/nn/parallel/")
-_NOT_THE_ENGINE = ("torch/", "harness/", "fixtures/", "suites/", "reports/", "<")
-_PYTHON = sysconfig.get_path("stdlib")
-_Tracer = Callable[[FrameType, str, Any], Any]
+
+def can_count() -> bool:
+    """Return whether the package is there, and nothing else traces this process."""
+    return find_spec(COUNTS_ARCS) is not None and sys.gettrace() is None
 
 
 @contextmanager
-def tracing_arcs() -> Iterator[set[Arc]]:
-    """Yield the arcs that this thread runs until exit, as they come; none where something else traces the thread."""
-    found = set[Arc]()
-    if sys.gettrace() is not None:
-        yield found
-        return
-    sys.settrace(_tracer_into(found))
+def counting_arcs(engine: Engine, path: Path) -> Iterator[None]:
+    """Count what this thread runs of the engine until exit, and write it to a file; for one rank of a process."""
+    import coverage  # here, because most sessions count nothing
+
+    counter = coverage.Coverage(data_file=None, branch=True, include=_files_of(engine), config_file=False)
+    counter.start()
     try:
-        yield found
+        yield
     finally:
-        sys.settrace(None)
+        counter.stop()
+        data = counter.get_data()
+        arcs = ((short_path(f), *arc) for f in data.measured_files() for arc in data.arcs(f) or ())
+        path.write_text(json.dumps(sorted(arcs)))
 
 
-def _tracer_into(found: set[Arc]) -> _Tracer:
-    counted: dict[str, bool] = {}  # by file: a rank enters hundreds of thousands of functions
-
-    def on_call(frame: FrameType, event: str, argument: Any) -> _Tracer | None:
-        code = frame.f_code
-        file = code.co_filename
-        if file not in counted:
-            counted[file] = is_of_engine(file)
-        return _lines_of(file, code.co_firstlineno, found) if counted[file] else None
-
-    return on_call
-
-
-def _lines_of(file: str, first: int, found: set[Arc]) -> _Tracer:
-    """Return what records the lines of one call of a function."""
-    before = first
-
-    def on_line(frame: FrameType, event: str, argument: Any) -> _Tracer:
-        nonlocal before
-        if event == "line":
-            line = frame.f_lineno
-            found.add((file, before, line))
-            before = line
-        return on_line
-
-    return on_line
-
-
-def is_of_engine(file: str) -> bool:
-    """Return whether a file's code is what an engine is made of."""
-    short = short_path(file)
-    if short.startswith(_OF_TORCH):
-        return True
-    of_python = file.startswith(_PYTHON) and "site-packages" not in file
-    return not of_python and not short.startswith(_NOT_THE_ENGINE)
-
-
-def write_arcs(arcs: Iterable[Arc], path: Path) -> None:
-    """Write them in order."""
-    path.write_text(json.dumps(sorted((short_path(file), *lines) for file, *lines in arcs)))
+def _files_of(engine: Engine) -> list[str]:
+    """Return patterns of files: of the folders that hold the adapter and what its module imports by name."""
+    adapter = sys.modules[type(engine).__module__]
+    names = {
+        adapter.__name__,
+        *(getattr(value, "__module__", None) or "" for value in vars(adapter).values()),
+    }
+    named = [n for n in names if n.partition(".")[0] not in _LIBRARIES and not n.startswith(_HARNESS)]
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in named)
+    folders = {Path(file).parent for file in files if file}
+    folders |= {Path(torch.__file__).parent / part for part in _OF_TORCH}
+    return sorted(f"{folder}/*" for folder in folders)
 
 
 def read_arcs(path: Path) -> set[Arc]:
-    """Read what `write_arcs` wrote."""
+    """Read what one rank wrote."""
     return {(file, before, line) for file, before, line in json.loads(path.read_text())}

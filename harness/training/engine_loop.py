@@ -42,7 +42,7 @@ from shardproof.harness.records.observation import (
     save_observation,
 )
 from shardproof.harness.records.world_result import arcs_path, observation_path
-from shardproof.harness.tracing.arcs import tracing_arcs, write_arcs
+from shardproof.harness.tracing.arcs import counting_arcs
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.census import Census
 from shardproof.harness.tracing.memory.census_report import CensusTime
@@ -78,17 +78,9 @@ def drive_rank(context: RankContext, training: Training, engine: str) -> str | N
         return "NeedsProcesses: ranks of this world are threads of one process"
     if adapter.insists_on_cuda and context.device.type not in DEVICES_OF_CUDA:
         return f"NeedsCuda: ranks of this world are on {context.device.type}"
-    with _keeping_arcs(context) if Watch.ARCS in training.watch else nullcontext():
+    is_counted = Watch.ARCS in training.watch and context.rank == 0  # one counter to a process
+    with counting_arcs(adapter, arcs_path(context.folder)) if is_counted else nullcontext():
         return _drive(context, training, adapter)
-
-
-@contextmanager
-def _keeping_arcs(context: RankContext) -> Iterator[None]:
-    with tracing_arcs() as arcs:
-        try:
-            yield
-        finally:
-            write_arcs(arcs, arcs_path(context.folder, context.rank))
 
 
 def _drive(context: RankContext, training: Training, adapter: Engine) -> str | None:
