@@ -206,6 +206,8 @@ def test_explore_writes_down_what_fails(tmp_path: Path, capsys: pytest.CaptureFi
         # Mended in the reference engine: a joint unit reduced in parts; what a module shows was left out of clipping.
         "layout=shard,units=joint,microbatches=2,order=forwards_first",
         "evaluation=end,layout=shard,clip=2",
+        # A gradient that only the last microbatch had kept the memory of all that it was reduced with.
+        "side=last,layout=shard,units=none,microbatches=2",
     ],
 )
 def test_what_our_own_fault_once_failed_passes(text: str) -> None:

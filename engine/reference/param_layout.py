@@ -261,9 +261,13 @@ class PerParameterLayout:
 
     def write_gradients(self, parameters: Sequence[FSDPParam], reduced: torch.Tensor) -> None:
         """Write to each parameter its part, without the padding."""
+        # Where some gradients are there already, a view for one that is not would keep the memory of all.
+        are_views = all(p.sharded_param.grad is None for p in parameters)
         for parameter, part in self.parts(parameters, reduced):
             assert isinstance(parameter, ShardedParam)
-            parameter.accumulate_sharded_grad(parameter.geometry.own_part(part))
+            own = parameter.geometry.own_part(part)
+            is_added = parameter.sharded_param.grad is not None
+            parameter.accumulate_sharded_grad(own if are_views or is_added else own.clone())
             for hook in post_accumulate_hooks(parameter.sharded_param):
                 hook(parameter.sharded_param)
 

@@ -55,7 +55,7 @@ FAMILIES: Mapping[str, frozenset[Capability]] = {
 JUDGED_WITH: Mapping[str, Capability] = {
     "replicas": Capability.REPLICATE,
     "wrapped": Capability.WRAPPER,
-    "units": Capability.UNIT_SYNC,
+    "units": Capability.JOINT_UNITS,  # not UNIT_SYNC, beside which memory is not counted
 }
 
 
