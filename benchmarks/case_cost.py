@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tabulate import tabulate
@@ -57,25 +58,29 @@ def main() -> None:
 
 def _shares(engine: str, world: str, suite: str) -> dict[str, float]:
     """Run one suite; returns each stage's share of all its CPU seconds."""
-    before = _seconds_of_children()
     with tempfile.TemporaryDirectory() as folder:
         stages, out = Path(folder) / "stages", Path(folder) / "run"
         where = [f"suites/{suite}", f"--engine={engine}", f"--world={world}", f"--out={out}"]
         command = [sys.executable, "-m", "pytest", "-p", "benchmarks.case_stages", "-q", *where]
-        run = subprocess.run(
-            command, env={**os.environ, FILE: str(stages)}, capture_output=True, text=True, check=False
-        )
-        while True:  # the session's fork servers end after it
-            with contextlib.suppress(ChildProcessError):
-                os.wait()
-                continue
-            break
+        run, total = measured(command, env={**os.environ, FILE: str(stages)})
         if run.returncode not in (0, 1):
             sys.exit(run.stdout + run.stderr)
         taken = _by_stage(stages)
-    total = _seconds_of_children() - before
     taken["forks"] = total - sum(taken.values())
     return {stage: taken[stage] / total for stage in _STAGES}
+
+
+def measured(
+    command: Sequence[str], *, env: Mapping[str, str], cwd: Path | None = None
+) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Run a session to its end; returns it and its CPU seconds, those of orphans that this process adopts included."""
+    before = _seconds_of_children()
+    run = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, check=False)
+    while True:  # the session's fork servers end after it
+        with contextlib.suppress(ChildProcessError):
+            os.wait()
+            continue
+        return run, _seconds_of_children() - before
 
 
 def _by_stage(file: Path) -> dict[str, float]:

@@ -97,6 +97,24 @@ def test_what_is_there_to_stay_is_counted_in_the_end(monkeypatch: pytest.MonkeyP
     assert _taken(census, limit=0).num_bytes == kept.nbytes
 
 
+def test_waits_once_for_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("shardproof.harness.tracing.memory.census.time.sleep", waits.append)
+    census, _ = _census()
+    counted = []
+    with observing_operators(made=census.made):
+        kept = [torch.zeros(256)]
+        for _ in range(2):
+            counted.append((_taken(census, limit=0).num_bytes, len(waits)))
+        kept.append(torch.zeros(16))
+        counted.append((_taken(census, limit=0).num_bytes, len(waits)))
+    whole = counted[0][1]
+    assert whole > 0
+    assert counted == [(256 * FLOAT, whole), (256 * FLOAT, whole), (272 * FLOAT, 2 * whole)], (
+        "more may go yet"
+    )
+
+
 def test_compiled_functions_stay_compiled() -> None:
     from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
 

@@ -17,7 +17,7 @@ from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import read_run
 from shardproof.harness.runner.invoke import call_pytest
 from tests.records import TRAINS, records_by_engine
-from tests.shell import ROOT, Done, python
+from tests.shell import ROOT, python
 
 
 class Stuck(DistributedDataParallelEngine):
@@ -106,22 +106,18 @@ def test_list_names_every_case_as_records_do(capsys: pytest.CaptureFixture[str])
     assert len(set(cases)) == len(cases) > 50
 
 
-def _pytest(*arguments: str) -> Done:
-    return python("-m", "pytest", "suites", "-q", "-p", "no:cacheprovider", *arguments)
-
-
-def test_a_path_that_does_not_exist_is_told_by_pytest() -> None:
-    finished = _pytest("suites/no_such_suite.py")
-
-    assert finished.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "no_such_suite.py" in finished.stderr
-    assert "INTERNALERROR" not in finished.stdout + finished.stderr
+def test_a_path_that_does_not_exist_is_told_by_pytest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call_pytest(["suites/no_such_suite.py"]) == pytest.ExitCode.USAGE_ERROR
+    printed = capsys.readouterr()
+    assert "no_such_suite.py" in printed.err
+    assert "INTERNALERROR" not in printed.out + printed.err
 
 
 def test_a_hang_is_judged_before_pytest_times_out(tmp_path: Path) -> None:
     out = tmp_path / "run"
     engines = ["--engine=tests.test_cli:Stuck", "--engine=torch.ddp"]
-    finished = _pytest(*engines, "--world=threads:2", "-k", "smoke", "--timeout=8", f"--out={out}", "-n2")
+    options = ["-q", "-pno:cacheprovider", "--world=threads:2", "--timeout=8", f"--out={out}", "-n1"]
+    finished = python("-m", "pytest", "suites/smoke", *engines, *options)
 
     assert finished.returncode == 1, finished.stdout + finished.stderr
     run = read_run(out)

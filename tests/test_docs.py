@@ -38,6 +38,7 @@ from shardproof.harness.laws.law import Law
 from shardproof.harness.laws.memory.lifetimes import AfterPhase
 from shardproof.harness.laws.tolerance import MULTIPLE
 from shardproof.harness.records.record import Expectations, Record, Verdict, from_json
+from shardproof.harness.records.run import read_run
 from shardproof.harness.runner import invoke
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.memory_report import MemoryKind
@@ -118,33 +119,22 @@ def test_adapters_pass_and_a_broken_one_fails(tmp_path: Path) -> None:
 
     code = main(["run", *engines, "--world=threads:2", "--suite=smoke", f"--out={out}"])
 
-    records = [
-        from_json(Record, line, where="records") for line in (out / "records.jsonl").read_text().splitlines()
-    ]
-    found = {engine: record.verdict for engine, record in records_by_engine(records, TRAINS).items()}
+    records = records_by_engine(read_run(out).records, TRAINS)
+    found = {engine: record.verdict for engine, record in records.items()}
     assert found == {**dict.fromkeys(honest, Verdict.PASSED), broken: Verdict.FAILED}
     assert code == exit_codes.DOES_NOT_CONFORM
     assert all((out / name).is_file() for name in ("report.html", "report.md", "junit.xml", "run.jsonl"))
 
 
 @pytest.mark.slow
-def test_case_passes_and_catches_a_broken_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_case_passes_and_catches_a_broken_engine(tmp_path: Path) -> None:
     case = tmp_path / "test_promise.py"
     case.write_text(_marked(CASES, "case: test_promise.py"))
-    broken = _write_unsynchronised(tmp_path)
-    config = [
-        "-c",
-        str(ROOT / "pyproject.toml"),
-        f"--rootdir={ROOT}",
-        "-p",
-        "shardproof.harness.runner.plugin",
-    ]
+    broken, out = _write_unsynchronised(tmp_path), tmp_path / "run"
     engines = ["--engine=torch.ddp", f"--engine={broken}", "--world=threads:2"]
-
-    done = python("-m", "pytest", str(case), *config, "-rA", *engines)
-
-    assert re.search(r"1 failed, 1 passed", done.stdout), done.stdout
-    assert re.search(r"^PASSED .*torch\.ddp@threads:2", done.stdout, re.M), done.stdout
+    assert invoke.call_pytest([str(case), *engines, f"--out={out}"]) == pytest.ExitCode.TESTS_FAILED
+    found = {record.engine: record.verdict for record in read_run(out).records}
+    assert found == {"torch.ddp": Verdict.PASSED, broken: Verdict.FAILED}
 
 
 @pytest.mark.slow

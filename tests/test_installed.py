@@ -51,15 +51,25 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A stranger's repository, with packages that are named as ours are."""
+    folder = tmp_path_factory.mktemp("repository")
     for name in OURS:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('imported by mistake')\n")
-    (tmp_path / "harness" / "__init__.py").write_text("WIDTH = 2\n")
-    (tmp_path / "mine.py").write_text(MODEL)
-    return tmp_path
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text("raise RuntimeError('imported by mistake')\n")
+    (folder / "harness" / "__init__.py").write_text("WIDTH = 2\n")
+    (folder / "mine.py").write_text(MODEL)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def smoke(site: Path, repository: Path) -> Done:
+    """A run in the stranger's repository, kept in its folder `run`."""
+    worlds = ("--world", "threads:2", "--world", "processes:2")
+    return _shardproof(
+        site, repository, "run", "--suite", "smoke", "--engine", "torch.ddp", *worlds, "--out", "run"
+    )
 
 
 def _shardproof(site: Path, folder: Path, *arguments: str) -> Done:
@@ -71,15 +81,23 @@ def _python(site: Path, folder: Path, *arguments: str) -> Done:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", ["threads:2", "processes:2"])
 def test_cases_run_in_a_repository_with_folders_of_our_names(
-    site: Path, repository: Path, world: str
+    site: Path, repository: Path, smoke: Done
 ) -> None:
-    options = ("--engine", "torch.ddp", "--world", world, "--out", "run")
-    done = _shardproof(site, repository, "run", "--suite", "smoke", *options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "\nConforming: " in done.stdout
+    assert smoke.returncode == 0, smoke.stdout + smoke.stderr
+    assert "\nConforming: " in smoke.stdout
+    assert {record.world for record in read_run(repository / "run").records} == {"threads:2", "processes:2"}
     assert _shardproof(site, repository, "report", "run").returncode == 0
+
+
+@pytest.mark.slow
+def test_a_repeat_command_works_where_the_run_was_started(site: Path, repository: Path, smoke: Done) -> None:
+    assert smoke.returncode == 0, smoke.stdout + smoke.stderr
+    command = read_run(repository / "run").records[0].command
+    assert command.startswith(("shardproof run --case smoke/", "shardproof run --case 'smoke/"))
+    again = _shardproof(site, repository, *shlex.split(command)[1:], "--out", "again")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert len(read_run(repository / "again").records) == 1
 
 
 @pytest.mark.slow
@@ -97,17 +115,6 @@ def test_a_users_test_checks_a_model(site: Path, repository: Path) -> None:
     assert "1 failed, 1 passed" in shown, done.stdout + done.stderr
     assert "exactly 2 x the reference" in shown
     assert "repeat shardproof check mine.py:Mine --engine" in shown
-
-
-@pytest.mark.slow
-def test_a_repeat_command_works_where_the_run_was_started(site: Path, repository: Path) -> None:
-    options = ("--engine", "torch.ddp", "--world", "threads:2", "--out")
-    _shardproof(site, repository, "run", "--suite", "smoke", *options, "run")
-    command = read_run(repository / "run").records[0].command
-    assert command.startswith(("shardproof run --case smoke/", "shardproof run --case 'smoke/"))
-    again = _shardproof(site, repository, *shlex.split(command)[1:], "--out", "again")
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert len(read_run(repository / "again").records) == 1
 
 
 def test_the_package_adds_one_name() -> None:

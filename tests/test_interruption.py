@@ -62,7 +62,7 @@ def test_ctrl_c_once_keeps_records_and_reports(waiting: LiveRun) -> None:
 
 KILLS = [
     pytest.param(["-n2"], os.kill, signal.SIGTERM, id="workers-SIGTERM"),
-    pytest.param(["-n2"], os.killpg, signal.SIGKILL, id="workers-SIGKILL-to-all"),
+    pytest.param(["-n1"], os.killpg, signal.SIGKILL, id="worker-SIGKILL-to-all"),
     pytest.param([], os.killpg, signal.SIGTERM, id="one-process-SIGTERM-to-all"),
 ]
 
@@ -81,9 +81,9 @@ def test_a_run_that_is_killed_leaves_its_records_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("waiting", [["-n2"]], indirect=True, ids=["workers"])
+@pytest.mark.parametrize("waiting", [["-n1"]], indirect=True, ids=["worker"])
 def test_ctrl_c_twice_ends_at_once(waiting: LiveRun) -> None:
-    # The workers are stopped, so that the first one cannot be what ends the run.
+    # The worker is stopped, so that the first one cannot be what ends the run.
     for found in waiting.processes():
         if found.role == "worker":
             os.kill(found.pid, signal.SIGSTOP)

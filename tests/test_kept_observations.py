@@ -9,10 +9,10 @@ import pytest
 from shardproof.harness.cli.main import main
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import JUDGED, read_run
+from shardproof.harness.runner.invoke import call_pytest
 from tests.records import TRAINS, records_by_engine
 
 SUMS = "shardproof.engine.mutants.gradient_scale:SumsInsteadOfAveraging"
-pytest_plugins = ["pytester"]
 
 
 def _run(out: Path, *more: str) -> dict[str, Record]:
@@ -50,8 +50,8 @@ def test_all_is_kept_on_demand(tmp_path: Path, workers: tuple[str, ...]) -> None
 
 
 @pytest.mark.slow
-def test_workers_delete_what_passed(tmp_path: Path) -> None:
-    found = _run(tmp_path / "run", "-n", "2")
+def test_a_worker_deletes_what_passed(tmp_path: Path) -> None:
+    found = _run(tmp_path / "run", "-n", "1")
     assert found["torch.ddp"].observation == ""
     assert (tmp_path / "run" / found[SUMS].observation / "rank0.observation").is_file()
     assert _observed(tmp_path / "run") == {path.name for path in (tmp_path / "run").rglob("*SumsInst*")}
@@ -96,14 +96,12 @@ def test_second(trial: Trial) -> None:
 """
 
 
-def test_what_a_failure_shares_with_a_pass_is_kept(tmp_path: Path, pytester: pytest.Pytester) -> None:
+def test_what_a_failure_shares_with_a_pass_is_kept(tmp_path: Path) -> None:
     """The pass came first, and its world is not run again."""
-    pytester.makepyfile(test_shared=SHARED)
-    plugin = ("-p", "shardproof.harness.runner.plugin", "-p", "no:cacheprovider")
-    done = pytester.runpytest_subprocess(
-        *plugin, "--engine=torch.ddp", "--no-expectations", f"--out={tmp_path / 'run'}", timeout=100
-    )
-    done.assert_outcomes(passed=1, failed=1)
+    (tmp_path / "test_shared.py").write_text(SHARED)
+    options = ("--engine=torch.ddp", "--no-expectations", f"--out={tmp_path / 'run'}")
+    assert call_pytest([str(tmp_path / "test_shared.py"), *options]) == pytest.ExitCode.TESTS_FAILED
     first, second = read_run(tmp_path / "run").records
+    assert (first.verdict, second.verdict) == (Verdict.PASSED, Verdict.FAILED)
     assert (first.observation, bool(second.observation)) == ("", True)
     assert (tmp_path / "run" / second.observation / "rank0.observation").is_file()

@@ -21,6 +21,7 @@ from shardproof.harness.audit.marks import (
     Pair,
     Selection,
     check_names,
+    deadline_of,
     kills_of,
     mutant_name,
     pairs,
@@ -70,11 +71,19 @@ def a_matrix(
 
 
 def test_marks_add_up() -> None:
-    marks = [pytest.mark.kills("A", "B"), pytest.mark.kills("B", "C", world="threads:4")]
-    assert kills_of(marks, where=CASE) == {
+    marks = [
+        pytest.mark.kills("A", "B"),
+        pytest.mark.kills("B", "C", world="threads:4"),
+        pytest.mark.kills("D", deadline_s=10),
+    ]
+    kills = kills_of(marks, where=CASE)
+    assert kills == {
         *(MustKill(mutant=name) for name in "AB"),
         *(MustKill(mutant=name, world="threads:4") for name in "BC"),
+        MustKill(mutant="D", deadline_s=10),
     }
+    assert [deadline_of(name, kills, 60.0) for name in "AD"] == [60.0, 10]
+    assert deadline_of("D", kills, 5.0) == 5.0
 
 
 @pytest.mark.parametrize(
@@ -84,6 +93,7 @@ def test_marks_add_up() -> None:
         ((1,), {}, "kills(1)"),
         (("A",), {"worlds": "threads:4"}, "worlds='threads:4'"),
         (("A",), {"world": "thread:4"}, "try --world threads:4"),
+        (("A",), {"deadline_s": "10"}, "kills('A', deadline_s='10')"),
     ],
 )
 def test_a_mark_that_cannot_be_read_is_a_usage_error(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from shardproof.harness.cli.main import main
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import read_run
@@ -24,7 +25,7 @@ from shardproof.harness.worlds.launched.cluster import connect
 from shardproof.harness.worlds.launched.launcher import find_launched_process
 from shardproof.harness.worlds.messages import FilePiece, Hello, HostState, Inbox, send
 from shardproof.harness.worlds.spec import WorldSpec
-from tests.shell import ROOT, python
+from tests.shell import ROOT
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 
@@ -199,7 +200,7 @@ def test_two_nodes_judge_as_one_machine_does(tmp_path: Path) -> None:
     ]
     printed = [node.communicate(timeout=200)[0] for node in nodes]
     here = ("--world", "processes:2", "--out", str(tmp_path / "here"))
-    python("-m", *judge, *here)
+    assert main([*judge[1:], *here]) == 1
 
     launched, alike = _records(tmp_path / "launched"), _records(tmp_path / "here")
 

@@ -8,12 +8,10 @@ import pkgutil
 import re
 from collections import Counter
 
-import pytest
-
 import shardproof.engine.mutants
 from shardproof.engine.contract import Engine
 from shardproof.engine.mutants.all_mutants import MUTANTS
-from shardproof.engine.mutants.mutant import Mutant, Trace
+from shardproof.engine.mutants.mutant import Trace
 from shardproof.engine.registry import BUILT_IN, resolve
 
 HONEST = {type(resolve(name)) for name in BUILT_IN}
@@ -23,44 +21,42 @@ CLASSES = [
     for value in vars(importlib.import_module(info.name)).values()
     if inspect.isclass(value) and value.__module__ == info.name
 ]
-by_name = pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+ENGINES = [(mutant, resolve(mutant.engine_spec)) for mutant in MUTANTS]
 
 
-@by_name
-def test_is_built_on_one_honest_engine_and_promises_the_same(mutant: Mutant) -> None:
-    sinner = resolve(mutant.engine_spec)
-    assert type(sinner) not in HONEST
-    base = next(base for base in type(sinner).__mro__ if base in HONEST)
-    # The sin of a dishonest mutant is what it says of itself; every other one says what its base says.
-    if type(sinner).__module__ != "shardproof.engine.mutants.refusals":
-        assert sinner.capabilities == base.capabilities
-    assert sinner.name == f"mutant.{mutant.name}" == f"mutant.{type(sinner).__name__}"
+def test_each_is_built_on_one_honest_engine_and_promises_the_same() -> None:
+    for mutant, sinner in ENGINES:
+        assert type(sinner) not in HONEST
+        base = next(base for base in type(sinner).__mro__ if base in HONEST)
+        # The sin of a dishonest mutant is what it says of itself; every other one says what its base says.
+        if type(sinner).__module__ != "shardproof.engine.mutants.refusals":
+            assert sinner.capabilities == base.capabilities, mutant.name
+        assert sinner.name == f"mutant.{mutant.name}" == f"mutant.{type(sinner).__name__}"
 
 
-@by_name
-def test_cites_a_public_thread(mutant: Mutant) -> None:
-    assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", mutant.thread)
-    assert "Reported: " in (type(resolve(mutant.engine_spec)).__doc__ or "")
+def test_each_cites_a_public_thread() -> None:
+    for mutant, sinner in ENGINES:
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", mutant.thread), mutant.name
+        assert "Reported: " in (type(sinner).__doc__ or ""), mutant.name
 
 
-@by_name
-def test_condition_is_one_that_the_mutant_claims_to_honour(mutant: Mutant) -> None:
-    condition = mutant.kills_on
-    assert condition.plan.axes(condition.world_size)
-    is_honoured = condition.plan.needs <= resolve(mutant.engine_spec).capabilities
-    assert is_honoured is (mutant.trace is not Trace.REFUSAL)
+def test_each_condition_is_one_that_the_mutant_claims_to_honour() -> None:
+    for mutant, sinner in ENGINES:
+        condition = mutant.kills_on
+        assert condition.plan.axes(condition.world_size), mutant.name
+        is_honoured = condition.plan.needs <= sinner.capabilities
+        assert is_honoured is (mutant.trace is not Trace.REFUSAL), mutant.name
 
 
-@by_name
-def test_nests_only_classes_that_are_put_in_place(mutant: Mutant) -> None:
+def test_each_nests_only_classes_that_are_put_in_place() -> None:
     """Under another name a class that sins would be left aside, and the mutant be honest."""
-    sinner = type(resolve(mutant.engine_spec))
-    nested = {
-        name
-        for name, value in vars(sinner).items()
-        if inspect.isclass(value) and value.__qualname__ == f"{sinner.__qualname__}.{name}"
-    }
-    assert nested <= {"Prepared", "Unit", "Wrapper"}
+    for sinner in (type(engine) for _, engine in ENGINES):
+        nested = {
+            name
+            for name, value in vars(sinner).items()
+            if inspect.isclass(value) and value.__qualname__ == f"{sinner.__qualname__}.{name}"
+        }
+        assert nested <= {"Prepared", "Unit", "Wrapper"}, sinner.__name__
 
 
 def test_names_every_mutant_there_is_once() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from shardproof.engine.registry import BUILT_IN
 from shardproof.harness.errors import HarnessBug
-from shardproof.harness.records.record import Verdict
+from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import read_run
 from shardproof.harness.torch_compat import private_names
 from shardproof.harness.torch_compat.private_names import (
@@ -22,7 +24,7 @@ from shardproof.harness.torch_compat.private_names import (
     require,
 )
 from tests.records import TRAINS, records_by_engine
-from tests.shell import ROOT, Done, python
+from tests.shell import ROOT, python
 
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: name.path)
@@ -68,69 +70,86 @@ builtins.__import__ = hiding
 """
 
 
-def _call(tmp_path: Path, hidden: str, *arguments: str) -> Done:
-    """Call the command line where torch lacks ``hidden``."""
+SMOKE = ("run", "--suite", "smoke")
+OF_DDP = (*SMOKE, "--engine", "torch.ddp")
+# Several commands in one process, because importing torch takes longer than most of them.
+CALLS = """
+import json, sys
+from shardproof.harness.cli.main import main
+
+for words in json.loads(sys.argv[1]):
+    print("code", main(words), flush=True)
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Called:
+    """How one command ended, what it printed, and what it left, by engine."""
+
+    code: int
+    said: str
+    found: dict[str, Record]
+
+
+def _call(tmp_path: Path, hidden: str, *commands: tuple[str, ...]) -> list[Called]:
+    """Call the command line where torch lacks ``hidden``; each run leaves its records in a folder of its own."""
     (tmp_path / "sitecustomize.py").write_text(HIDES.format(hidden=hidden))
+    outs = [tmp_path / str(number) for number in range(len(commands))]
+    words = [
+        [*command, f"--out={out}"] if command[0] == "run" else command
+        for command, out in zip(commands, outs, strict=True)
+    ]
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    return python("-m", "shardproof", *arguments, PYTHONPATH=path, XDG_CACHE_HOME=str(tmp_path))
+    done = python("-c", CALLS, json.dumps(words), PYTHONPATH=path, XDG_CACHE_HOME=str(tmp_path))
+    parts = re.findall(r"(.*?)^code (\d)$", done.stdout, re.M | re.S)
+    assert len(parts) == len(commands), done.stdout + done.stderr
+    return [
+        Called(
+            code=int(code),
+            said=said + done.stderr,
+            found=records_by_engine(read_run(out).records, TRAINS) if out.exists() else {},
+        )
+        for (said, code), out in zip(parts, outs, strict=True)
+    ]
 
 
-def _smoke(tmp_path: Path, hidden: str, *options: str) -> tuple[int, dict[str, tuple[Verdict, str]], str]:
-    """Run smoke where torch lacks ``hidden``; returns the exit code, verdict and headline by engine, and the output."""
-    out = tmp_path / "run"
-    done = _call(tmp_path, hidden, "run", "--suite", "smoke", "--out", str(out), *options)
-    records = read_run(out).records if out.exists() else ()
-    found = {engine: (r.verdict, r.headline) for engine, r in records_by_engine(records, TRAINS).items()}
-    return done.returncode, found, done.stdout + done.stderr
-
-
-def test_one_engine_that_lacks_a_name_fails_no_other(tmp_path: Path) -> None:
-    code, found, said = _smoke(tmp_path, "torch.distributed._composable.replicate_with_fsdp")
-    assert code == 1, said  # not conforming: an engine that was selected is not judged
-    assert {verdict for verdict, _ in found.values()} == {Verdict.PASSED}, found
-    assert sorted(set(BUILT_IN) - set(found)) == ["torch.replicate"]
-    assert re.search(
-        r"not judged: torch.replicate: needs .*replicate_with_fsdp, which torch 2\S+ does not have", said
+def test_one_engine_that_lacks_a_name_fails_no_other_and_is_named_with_the_cause(tmp_path: Path) -> None:
+    run, *tables = _call(
+        tmp_path, "torch.distributed._composable.replicate_with_fsdp", SMOKE, ("list",), ("doctor",)
     )
-
-
-@pytest.mark.parametrize(("command", "code"), [("list", 0), ("doctor", 3)])
-def test_one_engine_that_lacks_a_name_is_named_with_the_cause(
-    command: str, code: int, tmp_path: Path
-) -> None:
-    done = _call(tmp_path, "torch.distributed._composable.replicate_with_fsdp", command)
-    assert done.returncode == code, done.stderr
-    (line,) = (line for line in done.stdout.splitlines() if "torch.replicate" in line)
-    assert "needs torch.distributed._composable.replicate_with_fsdp, which torch" in line
-    assert "torch.fsdp2" in done.stdout
-    assert "Traceback" not in done.stdout + done.stderr
+    assert run.code == 1, run.said  # not conforming: an engine that was selected is not judged
+    assert {record.verdict for record in run.found.values()} == {Verdict.PASSED}, run.said
+    assert sorted(set(BUILT_IN) - set(run.found)) == ["torch.replicate"]
+    why = r"not judged: torch.replicate: needs .*replicate_with_fsdp, which torch 2\S+ does not have"
+    assert re.search(why, run.said)
+    assert [table.code for table in tables] == [0, 3]
+    for table in tables:
+        (line,) = (line for line in table.said.splitlines() if "torch.replicate" in line)
+        assert "needs torch.distributed._composable.replicate_with_fsdp, which torch" in line
+        assert "torch.fsdp2" in table.said
+        assert "Traceback" not in table.said
 
 
 def test_a_watch_that_lacks_a_name_is_refused_and_the_rest_is_judged(tmp_path: Path) -> None:
     hidden = "torch.utils._python_dispatch:TorchDispatchMode"
-    code, found, said = _smoke(tmp_path, hidden, "--engine", "torch.ddp", "--thorough")
-    verdict, headline = found["torch.ddp"]
-    assert (code, verdict) == (3, Verdict.ERRORED), said
-    assert "the watches over races and lifetimes: expected a release of torch that has" in headline
-    (plain := tmp_path / "plain").mkdir()
-    code, found, said = _smoke(plain, hidden, "--engine", "torch.ddp")
-    assert (code, found["torch.ddp"][0]) == (0, Verdict.PASSED), said
+    watched, plain = _call(tmp_path, hidden, (*OF_DDP, "--thorough"), OF_DDP)
+    record = watched.found["torch.ddp"]
+    assert (watched.code, record.verdict) == (3, Verdict.ERRORED), watched.said
+    assert "the watches over races and lifetimes: expected a release of torch that has" in record.headline
+    assert (plain.code, plain.found["torch.ddp"].verdict) == (0, Verdict.PASSED), plain.said
 
 
 def test_worlds_of_threads_that_lack_a_name_are_refused_and_processes_are_judged(tmp_path: Path) -> None:
     hidden = "torch._C._distributed_c10d:_set_thread_isolation_mode"
-    code, found, said = _smoke(tmp_path, hidden, "--engine", "torch.ddp")
-    assert (code, found["torch.ddp"][0]) == (3, Verdict.ERRORED), said
-    assert (
-        "worlds of threads: expected a release of torch that has torch._C._distributed_c10d"
-        in found["torch.ddp"][1]
-    )
-    (processes := tmp_path / "processes").mkdir()
-    code, found, said = _smoke(processes, hidden, "--engine", "torch.ddp", "--world", "processes:2")
-    assert (code, found["torch.ddp"][0]) == (0, Verdict.PASSED), said
+    threads, processes = _call(tmp_path, hidden, OF_DDP, (*OF_DDP, "--world", "processes:2"))
+    record = threads.found["torch.ddp"]
+    assert (threads.code, record.verdict) == (3, Verdict.ERRORED), threads.said
+    expected = "worlds of threads: expected a release of torch that has torch._C._distributed_c10d"
+    assert expected in record.headline
+    assert (processes.code, processes.found["torch.ddp"].verdict) == (0, Verdict.PASSED), processes.said
 
 
 def test_what_is_only_slower_without_a_name_is_judged(tmp_path: Path) -> None:
     hidden = "torch.distributed.tensor._sharding_prop:ShardingPropagator"
-    code, found, said = _smoke(tmp_path, hidden, "--engine", "torch.fsdp2")
-    assert (code, found["torch.fsdp2"][0]) == (0, Verdict.PASSED), said
+    (run,) = _call(tmp_path, hidden, (*SMOKE, "--engine", "torch.fsdp2"))
+    assert (run.code, run.found["torch.fsdp2"].verdict) == (0, Verdict.PASSED), run.said

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from shardproof.harness.cli.main import main
 from shardproof.harness.cli.screen import styled
 from shardproof.harness.records.record import LawRecord, Record, Verdict
 from shardproof.reports import terminal
@@ -23,26 +24,19 @@ SUMS = "shardproof.engine.mutants.gradient_scale:SumsInsteadOfAveraging"
 ESCAPE = "\x1b"
 
 
-def _command(out: Path, *options: str) -> list[str]:
+def _arguments(out: Path, *options: str) -> list[str]:
     judged = ["--engine", "torch.ddp", "--engine", SUMS, "--no-expectations", "--case", TRAINS]
-    return [sys.executable, "-m", "shardproof", "run", *judged, "--out", str(out), *options]
+    return ["run", *judged, "--out", str(out), *options]
 
 
-def _piped(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        _command(out, *options),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-
-
-def _on_a_terminal(command: list[str]) -> str:
+def _on_a_terminal(*arguments: str) -> str:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm-256color"}
+        [sys.executable, "-m", "shardproof", *arguments],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm-256color"},
     )
     os.close(theirs)
     shown = b""
@@ -57,7 +51,7 @@ def _on_a_terminal(command: list[str]) -> str:
 
 @pytest.mark.slow
 def test_a_terminal_gets_a_bar_and_colours(tmp_path: Path) -> None:
-    shown = _on_a_terminal(_command(tmp_path / "run"))
+    shown = _on_a_terminal(*_arguments(tmp_path / "run"))
     assert re.search(r"0/2.*left:", shown), "how many cases, and how long still"
     assert f"{SUMS} in threads:2: smoke" in shown or "smoke/test_smoke" in shown, "which case"
     assert f"{ESCAPE}[1;31mFAILED" in shown
@@ -67,24 +61,29 @@ def test_a_terminal_gets_a_bar_and_colours(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_pipe_gets_plain_lines_and_each_failure_once(tmp_path: Path) -> None:
-    done = _piped(tmp_path / "run")
-    assert done.returncode == 1, done.stderr
-    assert ESCAPE not in done.stdout
-    (line,) = re.findall(r"^ *\d of 2 .*FAILED.*$", done.stdout, re.MULTILINE)
+def test_what_is_no_terminal_gets_plain_lines_and_each_failure_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(_arguments(tmp_path / "run")) == 1
+    shown = capsys.readouterr().out
+    assert ESCAPE not in shown
+    (line,) = re.findall(r"^ *\d of 2 .*FAILED.*$", shown, re.MULTILINE)
     assert SUMS in line
-    assert done.stdout.count("exactly 2 x the reference") == 3, "the headline and two details"
-    assert done.stdout.count("repeat: shardproof run") == 1
+    assert " ".join(shown.split()).count("exactly 2 x the reference") == 3, "the headline and two details"
+    assert shown.count("repeat: shardproof run") == 1
 
 
 @pytest.mark.slow
-def test_quiet_prints_what_does_not_conform_and_json_a_document(tmp_path: Path) -> None:
-    quiet = _piped(tmp_path / "quiet", "--quiet")
-    assert quiet.stdout.startswith(f"FAILED {SUMS}")
-    assert quiet.stdout.rstrip().splitlines()[-1].startswith("Not conforming: 1 of 2 passed")
-    done = _piped(tmp_path / "json", "--json")
-    document = json.loads(done.stdout)
-    assert (quiet.returncode, done.returncode, document["conforms"]) == (1, 1, False)
+def test_quiet_prints_what_does_not_conform_and_json_a_document(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(_arguments(tmp_path / "quiet", "--quiet")) == 1
+    quiet = capsys.readouterr().out
+    assert quiet.startswith(f"FAILED {SUMS}")
+    assert quiet.rstrip().splitlines()[-1].startswith("Not conforming: 1 of 2 passed")
+    assert main(_arguments(tmp_path / "json", "--json")) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["conforms"] is False
     assert document["counts"] == {"PASSED": 1, "FAILED": 1}
     (cause,) = document["causes"]
     assert (cause["engine"], cause["cases"]) == (SUMS, [{"case": TRAINS, "world": "threads:2"}])

@@ -1,7 +1,8 @@
 """The mutants that a case must kill, as its marks say, and the pairs of mutant and case to run. No pytest here.
 
 A suite's test says ``@pytest.mark.kills("SumsInsteadOfAveraging", ...)``; ``world="threads:4"`` there asks in one world
-alone. A mutant goes by the last name of its engine: ``engine.mutants.gradient_scale:SumsInsteadOfAveraging``.
+alone, and ``deadline_s=10`` ends mutants that hang. A mutant goes by the last name of its engine:
+``engine.mutants.gradient_scale:SumsInsteadOfAveraging``.
 """
 
 from __future__ import annotations
@@ -52,10 +53,14 @@ class PytestMark(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MustKill:
-    """One mutant that a case must kill; in ``world``, or where that is empty, in the first that suits the case."""
+    """One mutant that a case must kill; in ``world``, or where that is empty, in the first that suits the case.
+
+    The world ends after ``deadline_s``, where that is not 0 and the run's own deadline is later.
+    """
 
     mutant: str
     world: str = ""
+    deadline_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,20 +113,28 @@ def kills_of(marks: Iterable[PytestMark], *, where: str) -> frozenset[MustKill]:
     """Read ``kills`` marks, all of them together; raises UsageError for one that cannot be read."""
     found: set[MustKill] = set()
     for mark in marks:
-        names, world = mark.args, mark.kwargs.get("world", "")
-        is_spelt = names and all(isinstance(name, str) for name in names) and isinstance(world, str)
-        if not is_spelt or set(mark.kwargs) - {"world"}:
+        names, world, deadline_s = mark.args, mark.kwargs.get("world", ""), mark.kwargs.get("deadline_s", 0.0)
+        is_spelt = names and all(isinstance(text, str) for text in (*names, world))
+        is_timed = isinstance(deadline_s, int | float) and deadline_s >= 0
+        if not (is_spelt and is_timed) or set(mark.kwargs) - {"world", "deadline_s"}:
             given = ", ".join([*map(repr, names), *(f"{k}={v!r}" for k, v in mark.kwargs.items())])
             raise UsageError(
                 f"the kills mark of {where}",
-                expected="names of mutants, and perhaps world=",
+                expected="names of mutants, and perhaps world= and deadline_s=",
                 got=f"kills({given})",
                 hint='@pytest.mark.kills("SumsInsteadOfAveraging", world="threads:4")',
             )
         if world:
             WorldSpec.parse(world)
-        found |= {MustKill(mutant=name, world=world) for name in names}
+        found |= {MustKill(mutant=name, world=world, deadline_s=deadline_s) for name in names}
     return frozenset(found)
+
+
+def deadline_of(mutant: str, kills: Iterable[MustKill], deadline_s: float) -> float:
+    """Return how long a world of the mutant may take: as long as a mark allows, and at most ``deadline_s``."""
+    return min(
+        [deadline_s, *(kill.deadline_s for kill in kills if kill.mutant == mutant and kill.deadline_s)]
+    )
 
 
 def check_names(cases: Iterable[MarkedCase], known: Collection[str]) -> None:

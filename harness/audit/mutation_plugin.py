@@ -8,7 +8,7 @@ whether -k leaves it, and never runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,10 +18,12 @@ from shardproof.harness.audit.marks import (
     Breadth,
     Idle,
     MarkedCase,
+    MustKill,
     Pair,
     PytestMark,
     Selection,
     check_names,
+    deadline_of,
     kills_of,
     mutant_name,
     pairs,
@@ -59,9 +61,11 @@ class MutationRun:
             out=Path(out) if out else None,
         )
 
-    def cell(self, engine: str, world: str) -> Cell:
-        """Return one engine in one world."""
-        return Cell(engine=engine, world=WorldSpec.parse(world, deadline_s=self.deadline_s))
+    def cell(self, mutant: str, world: str, kills: Iterable[MustKill] = ()) -> Cell:
+        """Return the engine of one mutant in one world, with the deadline that the marks ask for."""
+        deadline_s = deadline_of(mutant, kills, self.deadline_s)
+        engine = self.engines.get(mutant, PLACEHOLDER)
+        return Cell(engine=engine, world=WorldSpec.parse(world, deadline_s=deadline_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,8 +169,8 @@ class MutationPlugin:
         )
         wanted = {(name, world) for name in names for world in worlds}
         wanted |= {(p.mutant, p.world) for p in kills if p.world}
-        engines = self._grounds.engines
-        return [self._grounds.cell(engines[name], w) for name, w in sorted(wanted) if name in engines]
+        known = self._grounds.engines
+        return [self._grounds.cell(name, world, kills) for name, world in sorted(wanted) if name in known]
 
     def _meeting(self, case: MarkedCase) -> _Meeting:
         """Pair one case."""

@@ -43,7 +43,8 @@ _MARKS = (
     "device(name): the device that alone can show what a case asks, or !name for all but one",
     "rows(id, ...): the upstream tests that a case stands for",
     "api(name, ...): the names of FullyShardedDataParallel's interface that a case stands for",
-    "kills(mutant, ..., world=None): the mutants that a case must kill, in one world or in the first that suits it",
+    "kills(mutant, ..., world=None, deadline_s=None): the mutants that a case must kill, in one world or in the first "
+    "that suits it; if they hang, within so many seconds",
 )
 _TO_WORKER = "shardproof.expectations"
 
