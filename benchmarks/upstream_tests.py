@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.upstream_tests FOLDER ENGINE ...`` takes the folder of torch's files, which are not part of this
 project, and adds a line for each test to ``--out``; the same command goes on where it was interrupted, and prints the
-table of docs/torch-tests.md. ENGINE is ``torch.fsdp2``, ``reference``, the name of a mutant, or ``mutants/N``: every Nth
+table of docs/torch-tests.md. ENGINE is ``torch.fsdp2``, ``reference``, a mutant, or ``mutants/N``: every Nth
 of those that can stand behind ``fully_shard``.
 
 The tests ask for GPUs. On loading, their words for a device are replaced by those for a CPU, and ranks are forked, not
@@ -282,8 +282,14 @@ def run(name: str, modules: Sequence[types.ModuleType], test: unittest.TestCase)
     state, said = json.loads(answer) if answer else ("hung", "")
     with os.fdopen(heard, "rb") as pipe:
         state = "unreachable" if pipe.read() else state
-    file, _, id = test.id().partition(".")
-    return Result(name, file, id, state, round(time.monotonic() - began, 2), said)
+    if "timed out" in said:
+        state = "hung"  # or the machine was busy: no kill is counted
+    return Result(name, *_parts(test), state, round(time.monotonic() - began, 2), said)
+
+
+def _parts(test: unittest.TestCase) -> tuple[str, str]:
+    file, _, name = test.id().partition(".")
+    return file, name
 
 
 def _headline(texts: Sequence[str]) -> str:
@@ -306,11 +312,12 @@ def main() -> None:
     tests = [t for m in modules for t in tests_of(unittest.defaultTestLoader.loadTestsFromModule(m))]
     kept = options.out.read_text().splitlines() if options.out.exists() else []
     results = [Result(*json.loads(line)) for line in kept]
+    took = {(r.file, r.test): r.seconds for r in results}
+    tests.sort(key=lambda test: took.get(_parts(test), 0))  # what kills a mutant soon comes first
     with options.out.open("a") as out:
         for name in _expanded(options.engine):
             for test in tests:
-                file, _, id = test.id().partition(".")
-                if is_done(results, name, file, id):
+                if is_done(results, name, *_parts(test)):
                     continue
                 results.append(run(name, modules, test))
                 print(json.dumps(results[-1]), file=out, flush=True)

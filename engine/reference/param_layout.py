@@ -204,7 +204,11 @@ class PerParameterLayout:
     @property
     def packs(self) -> bool:
         """Whether some parameter packs itself, so that what is gathered is known from its first packing on."""
-        return any(has_extension(p) for p in self.parameters)
+        return any(self.packs_itself(p) for p in self.parameters)
+
+    def packs_itself(self, parameter: ShardedParam) -> bool:
+        """Whether this parameter does."""
+        return has_extension(parameter)
 
     def reset_sharded_params(self) -> None:
         """Reset each."""
@@ -215,7 +219,7 @@ class PerParameterLayout:
         self, *, dtype: torch.dtype | None, device: torch.device, on_gradient: Callable[[torch.Tensor], None]
     ) -> UnshardedMemory:
         """Make one block for all; where nothing is gathered and nothing cast, it is the shards' own memory."""
-        packed = [p for p in self.parameters if has_extension(p)]
+        packed = [p for p in self.parameters if self.packs_itself(p)]
         self._extensions = {p: Extension(p, self._mesh, self._dtypes) for p in packed}
         plain = [p for p in self.parameters if p not in self._extensions]
         dtypes = [dtype if dtype and p.local.is_floating_point() else p.local.dtype for p in plain]
