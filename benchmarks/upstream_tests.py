@@ -138,6 +138,8 @@ class Bridge(threading.local):
             honest.sharded_module: door.sharded_module,
             honest.register_forward_method: door.register_forward_method,
             honest.share_comm_ctx: door.share_comm_ctx,
+            honest.mixed_precision: door.mixed_precision,
+            honest.cpu_offload: door.cpu_offload,
         }
         for module in (*modules, common_fsdp, torch.distributed.fsdp):
             for name, value in list(vars(module).items()):
@@ -204,14 +206,14 @@ class Bridge(threading.local):
             step = self_.step
             owned = {p for group in self_.param_groups for p in group["params"]}
 
-            def new_step(*args: Any, **named: Any) -> Any:
+            def new_step(_: Any, *args: Any, **named: Any) -> Any:
                 found = [p for p, _ in self.adopted if owned & set(p.module.parameters())]
                 if self._is_inside or args or named or len(found) != 1:
                     return step(*args, **named)
                 found[0].optimizer(lambda _: self_)
                 return self._inside(found[0].step)
 
-            self_.step = new_step
+            self_.step = types.MethodType(new_step, self_)  # schedulers look for a method
 
         setattr(torch.Tensor, "backward", new_backward)  # noqa: B010 - typed
         optimizer.__init__ = new_init
@@ -321,6 +323,26 @@ def main() -> None:
                     continue
                 results.append(run(name, modules, test))
                 print(json.dumps(results[-1]), file=out, flush=True)
+    print(table(results))
+
+
+def table(results: Sequence[Result]) -> str:
+    """Return one line for each file of tests: what passed, how long that took, and how many mutants it killed."""
+    lines = [
+        "| file | tests | torch.fsdp2 | reference | seconds | mutants killed |",
+        "|---|---|---|---|---|---|",
+    ]
+    mutants = {r.engine for r in results if r.engine in _MUTANTS}
+    mutants -= {r.engine for r in results if r.state == "unreachable"}
+    for file in [*dict.fromkeys(r.file for r in results), None]:
+        own = [r for r in results if file in {None, r.file}]
+        of_torch = [r for r in own if r.engine == "torch.fsdp2"]
+        passed = [sum(r.engine == name and r.state == "passed" for r in own) for name in _DOORS]
+        killed = {r.engine for r in own if r.engine in mutants and r.state == "failed"}
+        seconds = sum(r.seconds for r in of_torch)
+        cells = (file or "all", len(of_torch), *passed, f"{seconds:.0f}", f"{len(killed)} of {len(mutants)}")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
 
 
 def _expanded(engines: Sequence[str]) -> Iterator[str]:

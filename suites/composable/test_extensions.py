@@ -39,7 +39,7 @@ class _Wire:
         self.calls.append("pack")
         self.told.append((mesh.mesh.tolist(), size, stride, module))
         payload = torch.zeros(
-            (-(-size[0] // self._num_shards), *size[1:]), dtype=torch.int16, device=self._shard.device
+            (-(-size[0] // self._num_shards), *size[1:]), dtype=torch.float16, device=self._shard.device
         )
         payload[: len(self._shard)] = self._shard.floor()
         self.num_bytes += payload.nbytes * self._num_shards
