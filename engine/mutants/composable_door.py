@@ -132,6 +132,8 @@ class PacksShardsIntoOne(ReferenceEngine):
         def fully_shard(self, module: Any, **options: Any) -> Any:
             module = super().fully_shard(module, **options)
             locals_ = [held.local for group in _groups(module) for held in group.parameters]
+            if not locals_:
+                return module
             packed = torch.cat([t.reshape(-1) for t in locals_])
             parts = torch.split(packed, [t.numel() for t in locals_])
             for tensor, part in zip(locals_, parts, strict=True):

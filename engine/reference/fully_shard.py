@@ -221,7 +221,7 @@ def _manage(
         cut = cut_parameter(parameter, locations, own_mesh, geometry, home=home, pins=pins)
         by_mesh.setdefault(own_mesh, []).append(cut)
     groups = tuple(
-        FSDPParamGroup(PerParameterLayout(cut, own.shard_size), own, device, dtypes, offload)
+        FSDPParamGroup(PerParameterLayout(cut, own, dtypes), own, device, dtypes, offload)
         for own, cut in by_mesh.items()
     )
     _keep_sharded_in_state_dicts(groups)

@@ -36,6 +36,11 @@ class Geometry:
         return self._with_rows(self.rows)
 
     @property
+    def whole_stride(self) -> tuple[int, ...]:
+        """The stride of the whole tensor."""
+        return torch.empty(self.shape, device="meta").stride()
+
+    @property
     def padded_numel(self) -> int:
         """The elements of every shard on the wire."""
         return self.padded_shape.numel()

@@ -64,6 +64,12 @@ class DataMesh(Ranks):
             shard_axis=shard_axis,
         )
 
+    @property
+    def axis_of_shards(self) -> DeviceMesh:
+        """The axis that shards as a mesh of its own; all of the mesh where it has no other."""
+        names = self.mesh.mesh_dim_names
+        return self.mesh if self.mesh.ndim == 1 or names is None else self.mesh[names[self.shard_axis or 0]]
+
     def placements(self, shard: Placement) -> tuple[Placement, ...]:
         """Return one placement per mesh axis for a tensor split by ``shard``."""
         return tuple(shard if axis == self.shard_axis else Replicate() for axis in range(self.mesh.ndim))
@@ -74,7 +80,7 @@ def sharding_mesh(mesh: DeviceMesh | None) -> DataMesh:
 
     None means all ranks of the default process group. Raises ValueError for other meshes.
     """
-    mesh = _world_mesh(("shard",)) if mesh is None else mesh
+    mesh = _world_mesh(None) if mesh is None else mesh
     if mesh.ndim == 1:
         return DataMesh.of(mesh, shard_axis=0, replicate_axis=None)
     if mesh.ndim != 2:
@@ -147,7 +153,7 @@ def subgroup_of(mesh: Ranks, size: int, known: dict[tuple[int, ...], dist.Proces
     return known[mine]
 
 
-def _world_mesh(names: tuple[str, ...]) -> DeviceMesh:
+def _world_mesh(names: tuple[str, ...] | None) -> DeviceMesh:
     if not dist.is_initialized():
         raise RuntimeError(
             "mesh=None: expected an initialised default process group to shard over, got none; "

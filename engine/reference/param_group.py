@@ -118,7 +118,7 @@ class FSDPParamGroup:
             return
         with torch.inference_mode(False), torch.no_grad():
             if self.state is ShardedState.SHARDED:
-                self.reset_sharded_params()
+                self.reset_sharded_params(gathers=True)
                 if any(p.local.is_meta for p in self.parameters):
                     _check_memory(self.parameters, self.offload)
                 self._is_stale = False
@@ -200,9 +200,11 @@ class FSDPParamGroup:
                 "them changed by an optimizer before backward; step after the backward of every forward"
             )
 
-    def reset_sharded_params(self) -> None:
-        """Adopt parameters that were replaced, moved or cast, as by loading."""
+    def reset_sharded_params(self, *, gathers: bool = False) -> None:
+        """Adopt parameters that were replaced, moved or cast, as by loading; ``gathers`` says that a gather follows."""
         self.layout.reset_sharded_params()
+        if self.layout.packs and not gathers:
+            return  # one packing for each gather
         storage_signature = self._signature_that_matters()
         if self._unsharded is None or storage_signature != self._signature:
             self._signature = storage_signature
@@ -331,7 +333,7 @@ class FSDPParamGroup:
         """Where the shards are, if whole parameters are the same memory; else only what they are."""
         if self.mesh.shard_size == 1:
             return storage_signature(self.parameters)
-        return tuple((p.local.dtype, p.local.is_meta) for p in self.parameters)
+        return (self.layout.packs, *((p.local.dtype, p.local.is_meta) for p in self.parameters))
 
     def _wait_for_all_gather(self) -> torch.Tensor:
         """Wait for the gather under way and return its output."""

@@ -7,7 +7,10 @@ from typing import Protocol
 
 import torch
 
+from shardproof.engine.reference.extensions import Extension, has_extension
+from shardproof.engine.reference.mesh import DataMesh
 from shardproof.engine.reference.parameter import FSDPParam, ShardedParam
+from shardproof.engine.reference.policies import DTypes
 from shardproof.engine.reference.torch_private import post_accumulate_hooks
 
 _ALIGNMENT_BYTES = 64  # a cache line, and what vectorised kernels like
@@ -31,6 +34,7 @@ class UnshardedMemory:
         dtypes: Sequence[torch.dtype],
         is_flat: bool,
         single: torch.Tensor | None,
+        extensions: Sequence[Extension] = (),
     ) -> None:
         self._block = block
         self._targets = list(targets)
@@ -41,6 +45,7 @@ class UnshardedMemory:
         width = [d.itemsize if self._travels_as_bytes else 1 for d in dtypes]
         self._sizes = [n * w for n, w in zip(numels, width, strict=True)]
         self._single = single
+        self._extensions = extensions
         self.free()
 
     @property
@@ -82,12 +87,14 @@ class UnshardedMemory:
         parts = gathered.view(self._ranks, -1)
         if self._is_flat and not self._travels_as_bytes:
             torch.split_with_sizes_copy(parts, self._sizes, dim=1, out=self._targets)
-            return
-        for target, part, dtype in zip(
-            self._targets, parts.split(self._sizes, dim=1), self._dtypes, strict=True
-        ):
-            typed = part.contiguous().view(dtype) if part.dtype != dtype else part
-            target.copy_(typed.reshape(target.shape))
+        else:
+            for target, part, dtype in zip(
+                self._targets, parts.split(self._sizes, dim=1), self._dtypes, strict=True
+            ):
+                typed = part.contiguous().view(dtype) if part.dtype != dtype else part
+                target.copy_(typed.reshape(target.shape))
+        for extension in self._extensions:
+            extension.unpack()
 
     def part(self, index: int, parts: int) -> torch.Tensor:
         """Copy out the ``index``-th of ``parts`` equal parts of what a gather delivered, laid out as it was."""
@@ -101,12 +108,16 @@ class UnshardedMemory:
         """Free the memory; tensors that autograd saved keep their identity and see the next gather's."""
         if self._block is not None:
             self._block.untyped_storage().resize_(0)
+        for extension in self._extensions:
+            extension.free()
 
     def _allocate(self) -> None:
         assert self._block is not None
         storage = self._block.untyped_storage()
         if storage.size() != self._block.numel():
             storage.resize_(self._block.numel())
+        for extension in self._extensions:
+            extension.allocate()
 
 
 def carved(
@@ -141,6 +152,11 @@ class ParamLayout(Protocol):
     def keeps_apart(self) -> bool:
         """Whether one parameter's gradient may be handed out without the others'."""
         ...
+
+    @property
+    def packs(self) -> bool:
+        """Whether some parameter packs itself, so that what is gathered is known from its first packing on."""
+        return False
 
     def reset_sharded_params(self) -> None:
         """Adopt parameters that were replaced, moved or cast, as by loading."""
@@ -178,9 +194,21 @@ class PerParameterLayout:
 
     keeps_apart = True
 
-    def __init__(self, parameters: Sequence[ShardedParam], ranks: int) -> None:
+    def __init__(self, parameters: Sequence[ShardedParam], mesh: DataMesh, dtypes: DTypes) -> None:
         self.parameters = tuple(parameters)
-        self._ranks = ranks
+        self._mesh = mesh
+        self._ranks = mesh.shard_size
+        self._dtypes = dtypes
+        self._extensions: dict[FSDPParam, Extension] = {}
+
+    @property
+    def packs(self) -> bool:
+        """Whether some parameter packs itself, so that what is gathered is known from its first packing on."""
+        return any(self.packs_itself(p) for p in self.parameters)
+
+    def packs_itself(self, parameter: ShardedParam) -> bool:
+        """Whether this parameter does."""
+        return has_extension(parameter)
 
     def reset_sharded_params(self) -> None:
         """Reset each."""
@@ -191,26 +219,37 @@ class PerParameterLayout:
         self, *, dtype: torch.dtype | None, device: torch.device, on_gradient: Callable[[torch.Tensor], None]
     ) -> UnshardedMemory:
         """Make one block for all; where nothing is gathered and nothing cast, it is the shards' own memory."""
-        locals_ = [p.local for p in self.parameters]
-        dtypes = [dtype if dtype and t.is_floating_point() else t.dtype for t in locals_]
-        numels = [p.geometry.padded_numel for p in self.parameters]
+        packed = [p for p in self.parameters if self.packs_itself(p)]
+        self._extensions = {p: Extension(p, self._mesh, self._dtypes) for p in packed}
+        plain = [p for p in self.parameters if p not in self._extensions]
+        dtypes = [dtype if dtype and p.local.is_floating_point() else p.local.dtype for p in plain]
         block = None
-        if self._ranks == 1 and all(
-            d == t.dtype and t.device == device for d, t in zip(dtypes, locals_, strict=True)
+        if (
+            self._ranks == 1
+            and not packed
+            and all(
+                d == p.local.dtype and p.local.device == device for d, p in zip(dtypes, plain, strict=True)
+            )
         ):
-            views = [t.view(-1) for t in locals_]
+            views = [p.local.view(-1) for p in plain]
         else:
-            block, views = carved([self._ranks * n for n in numels], dtypes, device)
-        for parameter, view in zip(self.parameters, views, strict=True):
+            block, views = carved([self._ranks * p.geometry.padded_numel for p in plain], dtypes, device)
+        targets: dict[FSDPParam, list[torch.Tensor]] = {
+            p: extension.init_targets(device, on_gradient) for p, extension in self._extensions.items()
+        }
+        for parameter, view in zip(plain, views, strict=True):
             parameter.init_unsharded_param(view, on_gradient)
+            targets[parameter] = [parameter.geometry.by_rank(view)]
+        in_order = [target for p in self.parameters for target in targets[p]]
         is_flat = all(p.geometry.dim == 0 for p in self.parameters)
         return UnshardedMemory(
             block,
-            [p.geometry.by_rank(v) for p, v in zip(self.parameters, views, strict=True)],
-            numels=numels,
-            dtypes=dtypes,
+            in_order,
+            numels=[target.numel() // self._ranks for target in in_order],
+            dtypes=[target.dtype for target in in_order],
             is_flat=is_flat,
-            single=views[0] if len(views) == 1 and is_flat and block is not None else None,
+            single=views[0] if len(views) == 1 and is_flat and block is not None and not packed else None,
+            extensions=tuple(self._extensions.values()),
         )
 
     def copy_in(self, out: torch.Tensor) -> None:
@@ -220,20 +259,32 @@ class PerParameterLayout:
         """
         locals_ = [p.local for p in self.parameters]
         as_bytes = out.dtype == torch.uint8
-        if not as_bytes and all(
-            p.geometry.is_even and local.device == out.device
-            for p, local in zip(self.parameters, locals_, strict=True)
+        if (
+            not as_bytes
+            and not self._extensions
+            and all(
+                p.geometry.is_even and local.device == out.device
+                for p, local in zip(self.parameters, locals_, strict=True)
+            )
         ):
             torch.cat([local.reshape(-1) for local in locals_], out=out)
             return
         start = 0
-        for parameter, local in zip(self.parameters, locals_, strict=True):
-            flat = local.reshape(-1).view(torch.uint8) if as_bytes else local.reshape(-1)
-            width = local.element_size() if as_bytes else 1
-            end = start + parameter.geometry.padded_numel * width
+        for sent, numel in self._sent(locals_):
+            flat = sent.reshape(-1).view(torch.uint8) if as_bytes else sent.reshape(-1)
+            width = sent.element_size() if as_bytes else 1
+            end = start + numel * width
             out[start : start + flat.numel()].copy_(flat, non_blocking=True)
             out[start + flat.numel() : end].zero_()
             start = end
+
+    def _sent(self, locals_: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yield what this rank sends, with the elements that each takes on the wire."""
+        for parameter, local in zip(self.parameters, locals_, strict=True):
+            if extension := self._extensions.get(parameter):
+                yield from ((payload, payload.numel()) for payload in extension.take())
+            else:
+                yield local, parameter.geometry.padded_numel
 
     def copy_in_gradients(
         self, parameters: Sequence[FSDPParam], gradients: list[torch.Tensor], allocate: Allocate

@@ -187,11 +187,12 @@ class FSDPParam(ABC):
 
     def init_unsharded_param(self, memory: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Make the unsharded parameter over ``memory`` (1-D); ``on_gradient`` runs when its gradient is whole."""
+        self._init_from(self._whole(memory), on_gradient)
+
+    def _init_from(self, whole: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         if self.unsharded_param is not None and self.unsharded_param.grad is not None:
             self._held_grad = self.pop_unsharded_grad(None)  # what waits to be reduced outlives a cast
-        self.unsharded_param = nn.Parameter(
-            self._whole(memory), requires_grad=self.sharded_param.requires_grad
-        )
+        self.unsharded_param = nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
         _OWNERS[self.unsharded_param] = weakref.ref(self)
         self._on_gradient = on_gradient
         self._is_hooked = False
@@ -324,6 +325,12 @@ class ShardedParam(FSDPParam):
         self.sharded = found
         self._step_listener.attach(found)
         self.to_sharded()
+
+    def init_from(self, whole: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
+        """Make the unsharded parameter of what an extension unpacked, which may end in padding."""
+        if whole.shape != self.shape:
+            whole = torch.as_strided(whole, self.shape, self.geometry.whole_stride, storage_offset=0)
+        self._init_from(self.laid_out(whole), on_gradient)
 
     def to_unsharded(self) -> None:
         """Let modules see the plain tensor."""

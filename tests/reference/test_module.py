@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from shardproof.harness.worlds.rank import RankContext
@@ -86,6 +87,8 @@ def _placements(context: RankContext, door_name: str) -> list[set[tuple[Placemen
             assert mine.shape == plain.shape
             assert mine.requires_grad
             assert mine.to_local().is_contiguous()
+    own = init_device_mesh("cpu", (4,))  # a caller's mesh of all ranks, which tensors of both can share
+    assert all(p.device_mesh == own for p in models[0].parameters())
     return [{p.placements for p in model.parameters()} for model in models]
 
 

@@ -151,6 +151,7 @@ class FlatLayout:
     that one flat parameter cannot hold together.
     """
 
+    packs = False
     keeps_apart = False
 
     def __init__(
