@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,8 +17,17 @@ from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFul
 from shardproof.engine.contract import Layout, Plan, PreparedModel
 from shardproof.engine.mutants.fsdp2_insides import after_method, before_method, reduce_inputs
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
-from shardproof.engine.mutants.patches import KeepingFsdp2, KeepingReference, in_place_of, is_last_rank
+from shardproof.engine.mutants.patches import (
+    KeepingFsdp2,
+    KeepingReference,
+    in_each,
+    in_place_of,
+    is_last_rank,
+)
 from shardproof.engine.mutants.plans import ON_BLOCKS, SHARDED, SHARDED_BLOCKS
+from shardproof.engine.mutants.reference_insides import layouts
+from shardproof.engine.reference.param_layout import ParamLayout
+from shardproof.engine.reference.parameter import FSDPParam, ShardedParam
 
 # Any, throughout: FSDP2's insides have no public types.
 
@@ -68,6 +78,28 @@ class KeepsWholeGradients(FullyShardEngine):
         prepared = super().prepare(model, plan, mesh)
         assert isinstance(prepared, KeepingFsdp2)
         return before_method("post_backward", partial(_keep_gradients, prepared.kept))(prepared)
+
+
+@mutant(
+    after="NVIDIA/Megatron-LM#4940",
+    kills_on=Condition(
+        microbatches=2, plan=SHARDED.plan, because="the others must have their gradients already"
+    ),
+    trace=Trace.STATE,
+)
+class KeepsWhatALateGradientCameWith(ReferenceEngine):
+    """A gradient that the last microbatch alone makes keeps the memory of all that was reduced with it.
+
+    Reported: each reduction pinned a buffer beside the gradients until the step ended.
+    """
+
+    spoil = in_each(layouts, "write_gradients", lambda layout: partial(_write_views, layout))
+
+
+def _write_views(layout: ParamLayout, parameters: Sequence[FSDPParam], reduced: torch.Tensor) -> None:
+    for parameter, part in layout.parts(parameters, reduced):
+        assert isinstance(parameter, ShardedParam)
+        parameter.accumulate_sharded_grad(parameter.geometry.own_part(part))
 
 
 class _Grasping(PreparedComposable):

@@ -22,7 +22,7 @@ _PACKED = Condition(
 )
 
 
-class _Packing(PreparedReference):
+class _PreparedPacking(PreparedReference):
     """Spoils how the parameters of what a caller shards are laid out."""
 
     # Any: modules gain methods, and options are the caller's.
@@ -50,7 +50,7 @@ class GathersWithoutPacking(ReferenceEngine):
     Reported: weights that were to be gathered in eight bits were gathered in sixteen, without a warning.
     """
 
-    class Prepared(_Packing):
+    class Prepared(_PreparedPacking):
         def spoil_layout(self, layout: Any) -> None:
             layout.packs_itself = lambda parameter: False
 
@@ -62,7 +62,7 @@ class PacksOnceForAll(ReferenceEngine):
     Reported: a forward ran on parameters that had not been gathered since the update.
     """
 
-    class Prepared(_Packing):
+    class Prepared(_PreparedPacking):
         def spoil_layout(self, layout: Any) -> None:
             after(layout, "init_unsharded", _keep_payloads)
 
@@ -90,7 +90,7 @@ class TellsPackTheWholeMesh(ReferenceEngine):
     Reported: another group than the one that was asked for took part in reductions.
     """
 
-    class Prepared(_Packing):
+    class Prepared(_PreparedPacking):
         def spoil_layout(self, layout: Any) -> None:
             mesh = layout._mesh
             layout._mesh = _Whole(**{field.name: getattr(mesh, field.name) for field in fields(mesh)})

@@ -6,6 +6,7 @@ from shardproof.engine.contract import PreparedModel
 from shardproof.engine.reference.comm_context import CommContext
 from shardproof.engine.reference.fsdp_state import FSDPState, states_in
 from shardproof.engine.reference.param_group import FSDPParamGroup
+from shardproof.engine.reference.param_layout import ParamLayout
 
 
 def reference_units(prepared: PreparedModel) -> tuple[FSDPState, ...]:
@@ -16,6 +17,11 @@ def reference_units(prepared: PreparedModel) -> tuple[FSDPState, ...]:
 def reference_groups(prepared: PreparedModel) -> list[FSDPParamGroup]:
     """Return the groups of parameters of all states."""
     return [group for state in reference_units(prepared) for group in state.param_groups]
+
+
+def layouts(prepared: PreparedModel) -> list[ParamLayout]:
+    """Return how each group's parameters are laid out."""
+    return [group.layout for group in reference_groups(prepared)]
 
 
 def comm_contexts_of(prepared: PreparedModel) -> list[CommContext]:

@@ -9,16 +9,16 @@ import pytest
 from shardproof import EVEN, SEVERAL, Program, Training, Trial
 from shardproof.fixtures.program_laws import laws_of
 from shardproof.fixtures.programs import training_of
-from shardproof.suites.combinations.rows import FAMILIES, JUDGED_WITH, rows_in
+from shardproof.suites.combinations.rows import JUDGED_WITH, rows_in
 
 
 def _rows(file: str) -> pytest.MarkDecorator:
-    """Parametrize over the rows of a file, named for their places; a row of an array kills what is noted beside it."""
+    """Parametrize over the rows of a file, named for their places; each kills the mutants that are noted beside it."""
     rows = [
         pytest.param(
             program,
             id=f"{i:03}",
-            marks=pytest.mark.kills(*notes.split()) if file in FAMILIES and notes else (),
+            marks=[pytest.mark.kills(name) for name in notes.split() if not name.isdigit()],
         )
         for i, (program, notes) in enumerate(rows_in(file), start=1)
     ]
