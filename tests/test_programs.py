@@ -17,12 +17,12 @@ from shardproof.fixtures.program_laws import laws_of
 from shardproof.fixtures.programs import DIMENSIONS, RULES, SPACE, training_of
 from shardproof.fixtures.standalone import standalone
 from shardproof.harness.cases.space import Dimension, Program, ProgramRule, Space
-from shardproof.harness.cli.explore import read_programs
+from shardproof.harness.cli.explore import read_programs, write_finding
 from shardproof.harness.cli.main import main
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.runner.cell import Cell
-from shardproof.harness.runner.exploration import Exploration, Hunt
+from shardproof.harness.runner.exploration import Exploration, Hunt, ShrunkFailure, Symptom
 from shardproof.harness.worlds.spec import WorldSpec
 from shardproof.suites.combinations.rows import FAMILIES, programs_in, space_of
 
@@ -194,6 +194,28 @@ def test_explore_writes_down_what_fails(tmp_path: Path, capsys: pytest.CaptureFi
     assert "FAILED: matches the oracle" in report
     assert 'SPACE.parse("plain")' in report
     assert "the plain program fails" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("law", "is_shown"),
+    [("", True), ("matches the oracle", True), ("memory between steps is explained", False)],
+)
+def test_a_script_is_written_of_what_it_can_show(law: str, is_shown: bool, tmp_path: Path) -> None:
+    program = Program()
+    record = Record(
+        engine="torch.fsdp2",
+        case="explore[plain]",
+        world="threads:2",
+        verdict=Verdict.FAILED,
+        headline="too much",
+        suite="explore",
+        engine_version="",
+    )
+    symptom = Symptom(verdict="FAILED", law=law, kind="too much")
+    finding = ShrunkFailure(program=program, symptom=symptom, record=record, drawn=program)
+    write_finding(finding, "torch.fsdp2", "threads:2", tmp_path)
+    assert (tmp_path / "finding-1.py").exists() is is_shown
+    assert ("torchrun" in (tmp_path / "finding-1.md").read_text()) is is_shown
 
 
 @pytest.mark.parametrize(

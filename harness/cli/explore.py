@@ -16,6 +16,7 @@ from shardproof.harness.cases.case_id import SUITES
 from shardproof.harness.cases.space import Program
 from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM
 from shardproof.harness.errors import UsageError
+from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.records.run import write_file
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.engines import describe
@@ -30,6 +31,10 @@ KNOWN = tuple(
     SUITES / "combinations" / f"{name}.txt" for name in ("found_units", "found_wrapped", "found_replicas")
 )
 _FOUND = "found.txt"
+_SHOWN_BY_SCRIPTS = {
+    "",
+    MatchesOracle().name,
+}  # scripts compare numbers, and show what is raised before any law
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +135,10 @@ def write_finding(finding: ShrunkFailure, engine: str, world: str, out: Path) ->
     with (out / _FOUND).open("a") as file:
         file.write(f"{finding.program}\n")
     number = len(list(out.glob("finding-*.md"))) + 1
-    size = WorldSpec.parse(world).size
-    script = standalone(finding.program, engine, finding.record.headline, size=size)
+    script = None
+    if finding.symptom.law in _SHOWN_BY_SCRIPTS:
+        size = WorldSpec.parse(world).size
+        script = standalone(finding.program, engine, finding.record.headline, size=size)
     if script is not None:
         write_file(out / f"finding-{number}.py", script)
     write_file(out / f"finding-{number}.md", _report(finding, world, script, number))
@@ -142,7 +149,7 @@ def _report(finding: ShrunkFailure, world: str, script: str | None, number: int)
     shown = (
         f"`torchrun --nproc-per-node {WorldSpec.parse(world).size} finding-{number}.py` shows it with torch alone."
         if script
-        else "There is no script without Shardproof for these choices."
+        else "No script without Shardproof shows it: not for these choices, or not what this law judges."
     )
     return f"""# {finding.program}
 
