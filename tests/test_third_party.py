@@ -33,4 +33,4 @@ def test_one_that_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatc
 def test_what_it_says_to_install_are_extras() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     families = {name.partition(".")[0] for name in THIRD_PARTY}
-    assert families - registry._WITHOUT_EXTRA.keys() == extras.keys() - {"bench", "dev"}
+    assert families - registry._WITHOUT_EXTRA.keys() == extras.keys() - {"bench", "dev", "explore"}
