@@ -26,7 +26,7 @@ conformance: $(STAMP)
 	$(BIN)/shardproof run --suite smoke --suite parity $(foreach world,$(WORLDS),--world $(world)) -n 2
 
 test: $(STAMP)
-	$(BIN)/pytest -n 2 --dist loadfile -m "not twin"
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not twin"
 
 # What the reference engine's tests say of torch's own engine behind the same front door.
 twins: $(STAMP)

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,12 @@ from shardproof.harness.worlds.launched.agent import serve
 from shardproof.harness.worlds.launched.launcher import launched_process
 serve(launched_process(os.environ))
 """
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files with slow tests first: one that a worker begins last is waited for by the others."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
 
 
 @pytest.fixture

@@ -20,11 +20,12 @@ from shardproof.harness.cases.space import Dimension, Program, ProgramRule, Spac
 from shardproof.harness.cli.explore import read_programs, write_finding
 from shardproof.harness.cli.main import main
 from shardproof.harness.errors import UsageError
-from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.record import LawRecord, Record, Verdict
 from shardproof.harness.runner.cell import Cell
-from shardproof.harness.runner.exploration import Exploration, Hunt, ShrunkFailure, Symptom
+from shardproof.harness.runner.exploration import Exploration, Hunt, ShrunkFailure, Symptom, symptom_of
 from shardproof.harness.worlds.spec import WorldSpec
 from shardproof.suites.combinations.rows import FAMILIES, programs_in, space_of
+from tests.records import a_record
 
 CHOICES = [(d.name, value) for d in DIMENSIONS for value in d.values[1:]]
 CONTEXT = {
@@ -194,6 +195,21 @@ def test_explore_writes_down_what_fails(tmp_path: Path, capsys: pytest.CaptureFi
     assert "FAILED: matches the oracle" in report
     assert 'SPACE.parse("plain")' in report
     assert "the plain program fails" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "summary",
+    [
+        "rank {} step 1: expected 4 reductions, got {}: reduce_scatter({}, float32[2, 72]) as #25 of group [0, 1]",
+        "rank 0: expected at most {} bytes, got 5048 bytes; the largest: {} bytes of shape [{}] from empty",
+    ],
+)
+def test_what_a_law_lists_is_no_part_of_a_symptom(summary: str) -> None:
+    def symptom(*texts: str) -> Symptom | None:
+        laws = (LawRecord(law="a law", held=False, summary=summary.format(*texts)),)
+        return symptom_of(a_record(laws=laws))
+
+    assert symptom("0", "5", "sum") == symptom("1", "6", "average")
 
 
 @pytest.mark.parametrize(
