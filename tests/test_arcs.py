@@ -111,6 +111,13 @@ def test_neighbours_of_pioneers_run_what_draws_alone_would_not() -> None:
     assert points[-1] == (2000, len(_DIGITS.combinations), len(_DIGITS.dimensions))
 
 
+def test_a_pioneer_that_leads_nowhere_is_left() -> None:
+    hunt = Hunt(exploration=_Locked(space=_DIGITS, training=training_of, laws=laws_of, cell=_CELL), seed=1)
+    assert not list(hunt.run(until=float("inf"), num_programs=2500))
+    assert len(hunt.exploration.arcs) == len(_DIGITS.dimensions)
+    assert not hunt.pioneers
+
+
 def test_a_neighbour_differs_and_makes_sense() -> None:
     rng, rule = random.Random(2), ProgramRule(why="never", holds=lambda p: ("a", "1") in p.choices)
     space = Space(dimensions=_DIGITS.dimensions, rules=(rule,))

@@ -27,6 +27,7 @@ __all__ = ["Exploration", "Hunt", "ShrunkFailure", "Symptom", "symptom_of"]
 
 _LONGEST = 200  # of a message that two failures are compared by
 _LATEST = 5  # pioneers, whose neighbours may run more of what is new
+_NEIGHBOURS = 100  # of each, the latest first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +115,8 @@ class Progress(NamedTuple):
 class Hunt:
     """One hunt through a space: what was judged, seen and found so far.
 
-    ``pioneers`` are the programs that passed and ran code of the engine that none before had run. ``progress`` has a
-    point for each program judged.
+    ``pioneers`` are the latest programs that passed and ran code of the engine that none before had run, each with how
+    many neighbours are left to draw. ``progress`` has a point for each program judged.
     """
 
     exploration: Exploration
@@ -124,7 +125,7 @@ class Hunt:
     verdicts: dict[str, int] = field(default_factory=dict)
     seen: set[Combination] = field(default_factory=set)
     findings: list[ShrunkFailure] = field(default_factory=list)
-    pioneers: list[Program] = field(default_factory=list)
+    pioneers: dict[Program, int] = field(default_factory=dict)
     progress: list[Progress] = field(default_factory=list)
 
     def failing(self, program: Program) -> ShrunkFailure | None:
@@ -142,7 +143,7 @@ class Hunt:
         if symptom is None:
             self.seen |= self.exploration.space.combinations_in(program)
             if len(self.exploration.arcs) > num_arcs:
-                self.pioneers.append(program)
+                self.pioneers = {**dict(list(self.pioneers.items())[1 - _LATEST :]), program: _NEIGHBOURS}
             return None
         return ShrunkFailure(program=program, symptom=symptom, record=record, drawn=program)
 
@@ -199,7 +200,11 @@ class Hunt:
         while True:
             yield space.draw(rng)
             if self.pioneers:
-                yield space.varied(rng.choice(self.pioneers[-_LATEST:]), rng)
+                program = next(reversed(self.pioneers))
+                self.pioneers[program] -= 1
+                if not self.pioneers[program]:
+                    del self.pioneers[program]  # what it led to has been seen
+                yield space.varied(program, rng)
 
 
 def symptom_of(record: Record) -> Symptom | None:
