@@ -16,6 +16,7 @@ from shardproof.harness.runner.exploration import Exploration, Hunt
 from shardproof.harness.tracing.arcs import Arc, can_count, counting_arcs, read_arcs
 from shardproof.harness.tracing.collectives.call_site import short_path
 from shardproof.harness.worlds.spec import WorldSpec
+from tests.records import a_record
 
 _CELL = Cell(engine="reference", world=WorldSpec.parse("threads:2"))
 
@@ -86,15 +87,7 @@ class _Locked(Exploration):
             if program[dimension] != dimension.values[-1]:
                 break
             self.arcs.add(("engine.py", depth, depth + 1))
-        return Record(
-            engine="none",
-            case=str(program),
-            world="threads:2",
-            verdict=Verdict.PASSED,
-            headline="",
-            suite="explore",
-            engine_version="",
-        )
+        return a_record(Verdict.PASSED)
 
 
 def test_neighbours_of_pioneers_run_what_draws_alone_would_not() -> None:

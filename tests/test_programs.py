@@ -217,18 +217,8 @@ def test_what_a_law_lists_is_no_part_of_a_symptom(summary: str) -> None:
     [("", True), ("matches the oracle", True), ("memory between steps is explained", False)],
 )
 def test_a_script_is_written_of_what_it_can_show(law: str, is_shown: bool, tmp_path: Path) -> None:
-    program = Program()
-    record = Record(
-        engine="torch.fsdp2",
-        case="explore[plain]",
-        world="threads:2",
-        verdict=Verdict.FAILED,
-        headline="too much",
-        suite="explore",
-        engine_version="",
-    )
-    symptom = Symptom(verdict="FAILED", law=law, kind="too much")
-    finding = ShrunkFailure(program=program, symptom=symptom, record=record, drawn=program)
+    program, symptom = Program(), Symptom(verdict="FAILED", law=law, kind="too much")
+    finding = ShrunkFailure(program=program, symptom=symptom, record=a_record(), drawn=program)
     write_finding(finding, "torch.fsdp2", "threads:2", tmp_path)
     assert (tmp_path / "finding-1.py").exists() is is_shown
     assert ("torchrun" in (tmp_path / "finding-1.md").read_text()) is is_shown

@@ -203,7 +203,7 @@ class FSDPParamGroup:
     def reset_sharded_params(self, *, gathers: bool = False) -> None:
         """Adopt parameters that were replaced, moved or cast, as by loading; ``gathers`` says that a gather follows."""
         self.layout.reset_sharded_params()
-        if self.layout.packs and not gathers:
+        if not gathers and self.layout.packs:
             return  # one packing for each gather
         storage_signature = self._signature_that_matters()
         if self._unsharded is None or storage_signature != self._signature:
