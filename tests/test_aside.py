@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -178,8 +179,19 @@ def _wait_until(is_so: Callable[[], bool]) -> None:
 
 
 @pytest.fixture(scope="module")
-def answer() -> bytes:
-    return oracle_answer._answer(TRAINING, 2)
+def answer(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("answer") / "tensors"
+    assert oracle_answer._answer(TRAINING, 2, path) == b""
+    return path.read_bytes()
+
+
+def _answering(written: bytes) -> Callable[..., bytes]:
+    # Any: as `ask` is called.
+    def answered(*args: Any) -> bytes:
+        args[-1].write_bytes(written)
+        return b""
+
+    return answered
 
 
 @settings(max_examples=100, derandomize=True, deadline=None)
@@ -190,7 +202,7 @@ def test_a_mutated_answer_is_an_error_of_ours(answer: bytes, data: st.DataObject
         at = data.draw(st.integers(0, len(mutated) - 1))
         mutated[at : at + data.draw(st.integers(0, 4))] = data.draw(st.binary(max_size=4))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(oracle_answer, "ask", lambda *_: bytes(mutated))
+        patch.setattr(oracle_answer, "ask", _answering(bytes(mutated)))
         with contextlib.suppress(ShardproofError):
             ask_oracle(TRAINING, 2, limit_s=LIMIT_S)
 
@@ -203,7 +215,7 @@ def test_bytes_of_a_pickle_run_no_code(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     torch.save({"tree": Trap(), "data": torch.zeros(1)}, buffer)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(oracle_answer, "ask", lambda *_: buffer.getvalue())
+        patch.setattr(oracle_answer, "ask", _answering(buffer.getvalue()))
         with pytest.raises(HarnessBug, match="an answer that cannot be read"):
             ask_oracle(TRAINING, 2, limit_s=LIMIT_S)
     assert not (tmp_path / "I_WAS_RUN").exists()

@@ -79,6 +79,10 @@ def one_tensor(reference: torch.Tensor, world_size: int, noise: float, shards: l
         optimizer_state={},
         buffers=tuple({} for _ in range(world_size)),
         noise={parameter: noise, TensorKey(quantity=Quantity.LOSS, step=0, name="loss"): 0.0},
+        scales={
+            parameter: reference.abs().max().item() if reference.numel() else 0.0,
+            TensorKey(quantity=Quantity.LOSS, step=0, name="loss"): 1.0,
+        },
         constants=frozenset(),
         dtypes={TensorKey(quantity=q, step=INITIAL_STEP, name=name): reference.dtype for q in Quantity},
         is_exact=False,

@@ -77,6 +77,10 @@ class _Closest:
     comparison: _Comparison
 
 
+def _nearness(found: _Closest) -> tuple[float, bool]:
+    return found.comparison.ratio, found.comparison.allowed > 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchesOracle:
     """Every rank's parameters, losses, gradients, optimizer state and buffers are the oracle's.
@@ -90,14 +94,17 @@ class MatchesOracle:
     def judge(self, evidence: Evidence) -> Ruling:
         """Rule on every tensor of every rank."""
         findings: list[_Finding] = []
-        closest: list[_Closest] = []
+        nearest: _Closest | None = None
         num_checked = 0
         for moment in _moments(evidence):
             num_checked += len(moment)
-            comparisons = {place: _comparisons(evidence, place) for place in moment}
-            here = [f for place in moment for f in _findings(evidence, place, comparisons[place])]
+            here: list[_Finding] = []
+            for place in moment:
+                comparisons = _comparisons(evidence, place)
+                here += _findings(evidence, place, comparisons)
+                found = [_Closest(place=place, comparison=c) for c in comparisons]
+                nearest = max([nearest, *found] if nearest else found, key=_nearness, default=None)
             findings += sorted(here, key=lambda f: -f.severity)
-            closest += [_Closest(place=p, comparison=c) for p in moment for c in comparisons[p]]
         if findings:
             return _broken(self.name, findings)
         how = "bitwise" if evidence.oracle.is_exact else "within the noise of re-ordered sums"
@@ -105,7 +112,6 @@ class MatchesOracle:
         num_zeros = num_declared_zeros(evidence)
         if num_zeros:
             text += f"; {num_zeros} gradients are zeros instead of None, as the engine declares"
-        nearest = max(closest, key=lambda c: (c.comparison.ratio, c.comparison.allowed > 0), default=None)
         worst = None if nearest is None else _record(nearest.place, nearest.comparison, "within noise")
         return Ruling(record=LawRecord(law=self.name, held=True, summary=text), worst=worst)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from shardproof.harness.torch_compat.dtypes import is_rounded
-from shardproof.harness.training.absolute_error import largest
 from shardproof.harness.training.oracle import OracleObservation, Quantity, TensorKey
 from shardproof.harness.training.rounding import is_narrow
 
@@ -54,14 +53,14 @@ def error_of_noise(
     oracle: OracleObservation, place: TensorKey, noise: float, dtype: torch.dtype = torch.float32
 ) -> float:
     """Return the error that is allowed where noise was measured in ``dtype``."""
-    floor = _FLOOR_ROUNDINGS * torch.finfo(dtype).eps * rounded_scale(oracle, place)
+    floor = _FLOOR_ROUNDINGS * torch.finfo(dtype).eps * oracle.scales[place]
     if not oracle.is_widened and place.quantity in {Quantity.PARAMETER, Quantity.OPTIMIZER_STATE}:
         return _disturbed(noise, floor, dtype)
     if not oracle.is_widened and is_narrow(dtype):
         return max(MULTIPLE * noise, floor)
     reduced_in = oracle.plan.reduction_dtype
     if place.quantity is Quantity.GRADIENT and reduced_in is not None:
-        floor = max(floor, torch.finfo(reduced_in).eps * rounded_scale(oracle, place))
+        floor = max(floor, torch.finfo(reduced_in).eps * oracle.scales[place])
     return MULTIPLE * max(noise, floor)
 
 
@@ -74,33 +73,3 @@ def _disturbed(noise: float, floor: float, dtype: torch.dtype) -> float:
         step = floor / _FLOOR_ROUNDINGS
         return step + max(0.0, _MULTIPLE_OF_DISTURBED * (noise - step))
     return max(_MULTIPLE_OF_DISTURBED * noise, MULTIPLE * floor)
-
-
-def rounded_scale(oracle: OracleObservation, place: TensorKey) -> float:
-    """Return the largest value rounded on the way: the result itself may have cancelled to nearly zero."""
-    match place.quantity:
-        case Quantity.GRADIENT:
-            pieces = oracle.steps[place.step].contributions.get(place.name)
-            # None where no loss reached the parameter: what the optimizer finds are the zeros of clearing.
-            if pieces is None:
-                return 0.0
-            return largest(pieces.abs().sum((0, 1)) / oracle.divisor) * clipping_factor(oracle, place)
-        case Quantity.PARAMETER:
-            history = [oracle.initial[place.name]]
-            history += [step.parameters[place.name] for step in oracle.steps[: place.step + 1]]
-            return max(largest(value) for value in history)
-        case Quantity.BUFFER:
-            return max(largest(of_rank[place.name]) for of_rank in oracle.buffers)
-        case Quantity.INITIAL | Quantity.LOSS | Quantity.NORM | Quantity.OPTIMIZER_STATE:
-            reference = oracle.reference(place.quantity, place.step, rank=0)[place.name]
-            return 0.0 if reference is None else largest(reference)
-
-
-def clipping_factor(oracle: OracleObservation, place: TensorKey) -> float:
-    """Return the factor by which clipping made a gradient, and all that was rounded before, smaller."""
-    step = oracle.steps[place.step]
-    gradient, pieces = step.gradients[place.name], step.contributions[place.name]
-    whole = pieces.sum((0, 1)) / oracle.divisor
-    if step.norm is None or gradient is None or not whole.any():
-        return 1.0
-    return largest(gradient) / largest(whole)

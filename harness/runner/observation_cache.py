@@ -10,9 +10,10 @@ import contextlib
 import hashlib
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TypeVar
 
 from shardproof.engine.contract import Capability, Plan
 from shardproof.harness.cases.content import content_digest
@@ -37,7 +38,12 @@ from shardproof.harness.worlds.spec import WorldKind
 __all__ = ["ObservationCache", "Source", "unexercised"]
 
 
-_MOST_KEPT = 8
+_MOST_KEPT = 8  # trainings that are in memory
+# Bytes of the parameters, as built, of the trainings in memory, and of the oracles on disk: of each parameter an oracle
+# keeps some twenty copies.
+_MOST_BYTES = 2**28
+_Key = TypeVar("_Key")
+_Held = TypeVar("_Held")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +152,7 @@ class ObservationCache:
                 self._launch(training, cell, seeds, folder)
             self._launched.add(folder)
             self._kept[folder] = load_schedules(folder)
-            if len(self._kept) > _MOST_KEPT:
-                del self._kept[next(iter(self._kept))]
+            _drop_oldest(self._kept, _bytes_observed, _MOST_KEPT)
         return self._kept[folder]
 
     def oracle(self, training: Training, world_size: int, case: str, *, limit_s: float) -> OracleObservation:
@@ -158,8 +163,19 @@ class ObservationCache:
             kept = self._kept_oracle(arithmetic, world_size, case)
             if kept is not None and kept.path.exists():
                 self._kept_oracles[key] = kept
-            self._oracles[key] = ask_oracle(arithmetic, world_size, limit_s=limit_s, kept=kept)
+            self._oracles[key] = ask_oracle(
+                arithmetic, world_size, limit_s=limit_s, kept=kept, folder=self._own_folder()
+            )
+            _drop_oldest(self._oracles, _bytes_of_oracle)
         return self._oracles[key]
+
+    def _own_folder(self) -> Path | None:
+        """Return the folder below which this worker writes; None where it only reads."""
+        if self._source.is_replay:
+            return None
+        folder = self._source.folder / self._source.worker
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def forget_kept_oracle(self, training: Training, world_size: int, case: str) -> bool:
         """Forget the oracle of a training if an earlier run computed it; returns whether it did."""
@@ -169,7 +185,7 @@ class ObservationCache:
         if key not in self._kept_oracles:
             return False
         self._kept_oracles.pop(key).forget()
-        del self._oracles[key]
+        self._oracles.pop(key, None)
         return True
 
     def _kept_oracle(self, arithmetic: Training, world_size: int, case: str) -> KeptOracle | None:
@@ -222,6 +238,22 @@ class ObservationCache:
             explore(world, seeds, *job, folder=folder)
         else:
             keep_result(self._pool.run(world, *job, folder=folder), folder)
+
+
+def _drop_oldest(held: dict[_Key, _Held], num_bytes: Callable[[_Held], int], most: int | None = None) -> None:
+    """Forget what was held first, until the rest is few enough; the last is held whatever its size."""
+    total = sum(map(num_bytes, held.values()))
+    while len(held) > 1 and (total > _MOST_BYTES or (most is not None and len(held) > most)):
+        total -= num_bytes(held.pop(next(iter(held))))
+
+
+def _bytes_observed(trained: tuple[Scheduled, ...]) -> int:
+    shards = (s for seen in trained for rank in seen.kept.ranks for s in rank.initial.values())
+    return sum(shard.tensor.nbytes for shard in shards)
+
+
+def _bytes_of_oracle(oracle: OracleObservation) -> int:
+    return sum(tensor.nbytes for tensor in oracle.initial.values())
 
 
 def _remove_empty(folder: Path) -> None:

@@ -8,7 +8,9 @@ import torch
 
 from shardproof.harness.torch_compat.dtypes import widened
 
-__all__ = ["deviation", "largest"]
+__all__ = ["deviation", "is_finite", "largest", "largest_deviation"]
+
+_PIECE = 2**16  # elements
 
 
 def deviation(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -17,16 +19,36 @@ def deviation(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     Zero where both are the same, infinities included; infinite where one of them is no number, or only one is finite.
     """
     one, other = widened(got), widened(expected)
-    error = (one - other).abs()
+    error = one - other
+    error = error.abs() if error.is_complex() else error.abs_()
     # Almost always, and every tensor of every rank is compared: the largest tells of all of them, NaN included.
     if not error.numel() or math.isfinite(error.max().item()):
         return error
     return torch.where(one == other, 0.0, torch.where(torch.isfinite(error), error, math.inf))
 
 
+def largest_deviation(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest element of `deviation`, of large tensors piece by piece: pieces stay in the cache."""
+    pairs = zip(torch.split(got.flatten(), _PIECE), torch.split(expected.flatten(), _PIECE), strict=True)
+    return max((deviation(*pair).max().item() for pair in pairs if pair[0].numel()), default=0.0)
+
+
 def largest(tensor: torch.Tensor) -> float:
     """Return the largest absolute value among those that are finite; zero where there are none."""
-    if tensor.numel() and tensor.is_floating_point() and math.isfinite(most := tensor.abs().max().item()):
+    if tensor.numel() and tensor.is_floating_point() and math.isfinite(most := _extreme(tensor)):
         return most
     finite = tensor[tensor.isfinite()]
     return finite.abs().max().item() if finite.numel() else 0.0
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether all elements are finite."""
+    if tensor.numel() and tensor.is_floating_point():
+        return math.isfinite(_extreme(tensor))
+    return bool(tensor.isfinite().all())
+
+
+def _extreme(tensor: torch.Tensor) -> float:
+    """Return the largest absolute value in one pass over a tensor; NaN if one element is."""
+    least, most = (extreme.item() for extreme in tensor.aminmax())
+    return max(abs(least), abs(most))

@@ -11,38 +11,46 @@ import contextlib
 import hashlib
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
 _PACKAGES = Path(__file__).parents[2]  # harness and engine, whose code digests of content know by name
+_ENDING = 65  # bytes
+_PIECE = 2**20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class KeptOracle:
-    """One file: the SHA-256 of the answer in hexadecimal, a newline, and the answer."""
+    """One file: that of the answer, a newline, and the SHA-256 of the answer in hexadecimal."""
 
     path: Path
 
-    def read(self) -> bytes | None:
-        """Return the answer as it was kept; None where there is none, or a damaged one."""
+    def is_whole(self) -> bool:
+        """Return whether the answer is there as it was kept."""
         try:
-            digest, _, answer = self.path.read_bytes().partition(b"\n")
+            size = self.path.stat().st_size - _ENDING
+            with self.path.open("rb") as file:
+                return size > 0 and b"\n" + _digest_of(file, size) == file.read(_ENDING)
         except OSError:
-            return None
-        return answer if digest == _digest([answer]).encode() else None
+            return False
 
-    def write(self, answer: bytes) -> None:
+    def write(self, answer: Path) -> None:
         """Keep an answer; where it cannot be written, the next run computes it again."""
         part = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(_digest([answer]).encode() + b"\n" + answer)
+            shutil.copyfile(answer, part)
+            with part.open("r+b") as file:
+                digest = _digest_of(file, part.stat().st_size)
+                file.write(b"\n" + digest)
             part.replace(self.path)
         except OSError:
             with contextlib.suppress(OSError):
@@ -78,3 +86,12 @@ def _digest(parts: Iterable[bytes]) -> str:
     for part in parts:
         found.update(b"%d:" % len(part) + part)
     return found.hexdigest()
+
+
+def _digest_of(file: BinaryIO, size: int) -> bytes:
+    """Hash the first bytes of a file, and leave it behind them."""
+    found = hashlib.sha256()
+    while size and (piece := file.read(min(size, _PIECE))):
+        found.update(piece)
+        size -= len(piece)
+    return found.hexdigest().encode()

@@ -5,11 +5,11 @@ It knows nothing of engines and compares nothing; ``harness.laws.parity`` does.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from shardproof.harness.cases.training import LoopOrder, Training
 from shardproof.harness.cases.user_model import StepSchedules
 from shardproof.harness.torch_compat.dispatch import drawing_apart
 from shardproof.harness.torch_compat.dtypes import cast_module, widened
-from shardproof.harness.training.absolute_error import deviation, largest
+from shardproof.harness.training.absolute_error import largest, largest_deviation
 from shardproof.harness.training.draws import drawing_in
 from shardproof.harness.training.oracle_actor import OracleActor, OracleModels
 from shardproof.harness.training.reduction_orders import (
@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 Tensors = Mapping[str, torch.Tensor]
+_T = TypeVar("_T", torch.Tensor, torch.Tensor | None)
 
 INITIAL_STEP = -1  # the step of what is seen before the first step
 LOSSES = "loss"  # the name under which a step's losses are one tensor [losses of the script, ranks with data]
@@ -115,7 +116,8 @@ class OracleObservation:
     """What a right engine computes, in float64 or in the model's own dtypes, and how far float32 may stray from it.
 
     ``buffers`` has one entry per rank: those after all of that rank's forwards. ``noise`` is, per tensor, the
-    largest absolute deviation from the float64 value over float32 runs whose sums are taken in other orders.
+    largest absolute deviation from the float64 value over float32 runs whose sums are taken in other orders, and
+    ``scales`` is the largest value rounded on the way: the result itself may have cancelled to nearly zero.
     ``constants`` are the buffers that training left as they were built, bit by bit, on all ranks in all runs.
     ``dtypes`` are those of the float32 runs, with ``INITIAL_STEP`` for every place. ``is_exact`` says that the
     problem claims to be exact, the world is a power of two, and no float32 run deviated in a single bit. ``draws``
@@ -131,6 +133,7 @@ class OracleObservation:
     optimizer_state: Tensors
     buffers: tuple[Tensors, ...]
     noise: Mapping[TensorKey, float]
+    scales: Mapping[TensorKey, float]
     constants: frozenset[str]
     dtypes: Mapping[TensorKey, torch.dtype]
     is_exact: bool
@@ -165,72 +168,64 @@ class OracleObservation:
             case Quantity.BUFFER:
                 return self.buffers[rank]
 
+    def clipping_factor(self, step: int, name: str) -> float:
+        """Return the factor by which clipping made a gradient, and all that was rounded before, smaller."""
+        at = self.steps[step]
+        gradient = at.gradients[name]
+        if at.norm is None or gradient is None:
+            return 1.0
+        whole = largest(at.contributions[name].sum((0, 1)) / self.divisor)
+        return largest(gradient) / whole if whole else 1.0
+
     def dtype(self, quantity: Quantity, name: str) -> torch.dtype:
         """Return the dtype that an engine's tensor must have."""
         return self.dtypes[TensorKey(quantity=quantity, step=INITIAL_STEP, name=name)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Run:
-    """One training in one dtype and order of summation."""
+class KeepTensors(Protocol):
+    """Keeps tensors that will change, in memory or elsewhere."""
 
-    initial: Tensors
-    steps: tuple[OracleStep, ...]
-    optimizer_state: Tensors
-    buffers: tuple[Tensors, ...]
-    built_buffers: Tensors
-    draws: bool
-    untrained: frozenset[str]
-    state_before: Tensors
-
-    def tensors(self) -> dict[TensorKey, torch.Tensor]:
-        """List every tensor; buffers of all ranks are one tensor, since their noise is judged together."""
-        last = len(self.steps) - 1
-        places = [(Quantity.INITIAL, INITIAL_STEP, name, t) for name, t in self.initial.items()]
-        for step, seen in enumerate(self.steps):
-            places.append((Quantity.LOSS, step, LOSSES, seen.losses))
-            places += [(Quantity.GRADIENT, step, n, t) for n, t in seen.gradients.items() if t is not None]
-            places += [(Quantity.NORM, step, NORM, seen.norm)] if seen.norm is not None else []
-            places += [(Quantity.PARAMETER, step, n, t) for n, t in seen.parameters.items()]
-        places += [(Quantity.OPTIMIZER_STATE, last, n, t) for n, t in self.optimizer_state.items()]
-        for name in self.buffers[0]:
-            together = torch.stack([of_rank[name] for of_rank in self.buffers])
-            places.append((Quantity.BUFFER, last, name, together))
-        return {TensorKey(quantity=q, step=s, name=n): t for q, s, n, t in places}
+    def __call__(self, tensors: Mapping[str, _T], /) -> Mapping[str, _T]:
+        """Return them as they are now."""
 
 
-def run_oracle(training: Training, world_size: int) -> OracleObservation:
+class _Show(Protocol):
+    """Takes what a training makes, in that order; ``quantity`` is None for what no other run is compared in."""
+
+    def __call__(
+        self, quantity: Quantity | None, step: int, tensors: Mapping[str, _T], rank: int = 0, /
+    ) -> Mapping[str, _T]:
+        """Return what is kept of it."""
+
+
+def run_oracle(training: Training, world_size: int, keep: KeepTensors | None = None) -> OracleObservation:
     """Train once in float64 and a few times in the parameters' dtype with other orders of summation.
 
     Where float64 is no reference, train once in the parameters' dtypes, and disturb the other runs; see
     [Note: rounded anew]. ``world_size`` counts the ranks that have data of their own. Never communicates.
+    ``keep`` copies tensors, in memory if it is None.
     """
+    keep = keep or _copy
     with drawing_apart():
-        exact = _exact(training, world_size)
+        exact = _exact(training, world_size, keep)
         noise, dtypes = _noise_of(training, world_size, exact)
         first = _first_step(training, world_size) if _rounds_coarsely(training, exact, noise) else None
-        steps = _with_lagging(training, world_size, exact)
+        steps = _with_lagging(training, exact, keep)
     is_power_of_two = world_size & (world_size - 1) == 0
-    return OracleObservation(
-        world_size=world_size,
-        plan=training.plan,
-        initial=exact.initial,
+    quiet = {p.name for p, deviates_by in noise.items() if p.quantity is Quantity.BUFFER and not deviates_by}
+    return replace(
+        exact,
         steps=steps,
-        optimizer_state=exact.optimizer_state,
-        buffers=exact.buffers,
         noise=noise,
-        constants=_constants(exact, noise),
+        scales={place: _scale(exact, place) for place in _places(exact)},
+        constants=exact.constants & quiet,
         dtypes=dtypes,
         is_exact=training.problem.is_exact and is_power_of_two and not any(noise.values()),
-        draws=exact.draws,
         first=first,
-        is_widened=training.problem.is_widened,
-        untrained=exact.untrained,
-        state_before=exact.state_before,
     )
 
 
-def _rounds_coarsely(training: Training, exact: _Run, noise: Mapping[TensorKey, float]) -> bool:
+def _rounds_coarsely(training: Training, exact: OracleObservation, noise: Mapping[TensorKey, float]) -> bool:
     """Whether the first gradients round far more than their reduction does: by the model's word, or as asked."""
     plan, schedule = training.plan, training.schedule
     if not exact.steps or schedule.clip:
@@ -253,7 +248,10 @@ def _first_step(training: Training, world_size: int) -> FirstStep:
     in_order = replace(reordering(0, training.plan, dtype), seed=None)
     _, contributions = _pieces(training, OracleModels(model, world_size, in_order), step=0)
     orders = [reordering(k, training.plan, dtype) for k in range(num_reorderings(training.plan))]
-    exact = {n: EXACT_ORDER.reduce(widened(pieces), training.plan) for n, pieces in contributions.items()}
+    exact = {
+        n: EXACT_ORDER.reduce([[*map(widened, of_ranks)] for of_ranks in pieces], training.plan)
+        for n, pieces in contributions.items()
+    }
     reduced = [
         {n: order.reduce(pieces, training.plan) for n, pieces in contributions.items()} for order in orders
     ]
@@ -276,17 +274,17 @@ def _stepped(training: Training, dtype: torch.dtype | None, gradients: Tensors) 
 
 
 def _noise(exact: Tensors, runs: Sequence[Tensors]) -> dict[str, float]:
-    return {name: max(largest(deviation(run[name], value)) for run in runs) for name, value in exact.items()}
+    return {name: max(largest_deviation(run[name], value) for run in runs) for name, value in exact.items()}
 
 
-def _with_lagging(training: Training, world_size: int, exact: _Run) -> tuple[OracleStep, ...]:
+def _with_lagging(training: Training, exact: OracleObservation, keep: KeepTensors) -> tuple[OracleStep, ...]:
     """Add what each step's gradients are where forward meets the parameters that the last update found.
 
     No random numbers of float32 are drawn and buffers follow these forwards: this names a defect, and decides nothing.
     """
     order = _reference_order(training)
     model = cast_module(training.problem.build(), order.dtype)
-    workshop = OracleModels(model, world_size, order)
+    workshop = OracleModels(model, exact.world_size, order)
     parameters, met = dict(model.named_parameters()), exact.initial
     steps = [*exact.steps[:1]]
     for step, seen in enumerate(exact.steps[1:], start=1):
@@ -295,18 +293,22 @@ def _with_lagging(training: Training, world_size: int, exact: _Run) -> tuple[Ora
                 parameter.copy_(met[name])
         losses, contributions = _pieces(training, workshop, step)
         reduced = {n: order.reduce(pieces, training.plan) for n, pieces in contributions.items()}
-        steps.append(replace(seen, lagging=reduced, lagging_losses=losses))
+        steps.append(replace(seen, lagging=keep(reduced), lagging_losses=losses))
         met = exact.steps[step - 1].parameters
     return tuple(steps)
 
 
-def _exact(training: Training, world_size: int) -> _Run:
+def _exact(training: Training, world_size: int, keep: KeepTensors) -> OracleObservation:
     """Train in float64; where random numbers are drawn once more, with those that float32 would draw."""
-    exact = _train(training, world_size, _reference_order(training))
+
+    def show(_: Quantity | None, step: int, tensors: Mapping[str, _T], rank: int = 0) -> Mapping[str, _T]:
+        return keep(tensors)
+
+    exact = _train(training, world_size, _reference_order(training), show)
     if not exact.draws or not training.problem.is_widened:
         return exact
     dtype = training.plan.compute_dtype or training.convert or torch.float32
-    return _train(training, world_size, EXACT_ORDER, drawing_in(dtype))
+    return _train(training, world_size, EXACT_ORDER, show, drawing_in(dtype))
 
 
 def _reference_order(training: Training) -> Summation:
@@ -320,63 +322,108 @@ def _reordering(number: int, training: Training, draws: bool) -> Summation:
 
 
 def _noise_of(
-    training: Training, world_size: int, exact: _Run
+    training: Training, world_size: int, exact: OracleObservation
 ) -> tuple[dict[TensorKey, float], dict[TensorKey, torch.dtype]]:
-    """Return how far each tensor of the other orders deviates, and its dtype; one run is in memory at a time."""
-    reference = exact.tensors()
-    noise, dtypes = dict.fromkeys(reference, 0.0), dict[TensorKey, torch.dtype]()
+    """Return how far each tensor of the other orders deviates, and its dtype; none of them is kept."""
+    deviations = _Deviations(exact)
     for number in range(num_reorderings(training.plan)):
-        order = _reordering(number, training, exact.draws)
-        run = _train(training, world_size, order, keeps_pieces=False).tensors()
-        for place, value in reference.items():
-            if value.numel():
-                noise[place] = _worse(noise[place], deviation(run[place], value).max().item())
-        for place, tensor in run.items():
-            dtypes[replace(place, step=INITIAL_STEP)] = tensor.dtype
-    return noise, dtypes
+        deviations.met.clear()
+        _train(training, world_size, _reordering(number, training, exact.draws), deviations.show)
+        if deviations.met < deviations.noise.keys():
+            place = next(iter(deviations.noise.keys() - deviations.met))
+            raise ValueError(f"expected the same tensors twice, got no {place.quantity} {place.name!r} again")
+    return deviations.noise, deviations.dtypes
 
 
-def _worse(one: float, other: float) -> float:
-    """Return the larger, or the one that is no number."""
-    return one if one >= other or math.isnan(one) else other
+class _Deviations:
+    """How far other runs deviate from the exact one, the farthest of all."""
+
+    def __init__(self, exact: OracleObservation) -> None:
+        self.noise = dict.fromkeys(_places(exact), 0.0)
+        self.dtypes: dict[TensorKey, torch.dtype] = {}
+        self.met: set[TensorKey] = set()  # in the run at hand
+        self._exact = exact
+
+    def show(
+        self, quantity: Quantity | None, step: int, tensors: Mapping[str, _T], rank: int = 0
+    ) -> Mapping[str, _T]:
+        """Compare tensors, and keep nothing."""
+        for name, tensor in tensors.items() if quantity else ():
+            if quantity is None or tensor is None:
+                continue
+            place = TensorKey(quantity=quantity, step=step, name=name)
+            self.met.add(place)
+            self.dtypes[replace(place, step=INITIAL_STEP)] = tensor.dtype
+            if place in self.noise:
+                value = self._exact.reference(quantity, step, rank)[name]
+                assert value is not None  # or there would be no such place
+                self.noise[place] = max(self.noise[place], largest_deviation(tensor, value))
+        return {}
 
 
-def _constants(exact: _Run, noise: Mapping[TensorKey, float]) -> frozenset[str]:
-    """Name the buffers that are what they were, and that no other run deviates from."""
-    quiet = {p.name for p, deviates_by in noise.items() if p.quantity is Quantity.BUFFER and not deviates_by}
-    built = exact.built_buffers
-    return frozenset(
-        name
-        for name in quiet & built.keys()
-        if all(torch.equal(of_rank[name], built[name]) for of_rank in exact.buffers)
-    )
+def _places(exact: OracleObservation) -> Iterator[TensorKey]:
+    """Yield the place of every tensor in the order of training; buffers of all ranks have one."""
+
+    def keys(quantity: Quantity, step: int) -> Iterator[TensorKey]:
+        found = exact.reference(quantity, step, rank=0).items()
+        return (
+            TensorKey(quantity=quantity, step=step, name=name) for name, value in found if value is not None
+        )
+
+    last = len(exact.steps) - 1
+    yield from keys(Quantity.INITIAL, INITIAL_STEP)
+    for step in range(last + 1):
+        for quantity in (Quantity.LOSS, Quantity.GRADIENT, Quantity.NORM, Quantity.PARAMETER):
+            yield from keys(quantity, step)
+    yield from keys(Quantity.OPTIMIZER_STATE, last)
+    yield from keys(Quantity.BUFFER, last)
+
+
+def _scale(exact: OracleObservation, place: TensorKey) -> float:
+    """Return the largest value that is rounded on the way to a tensor."""
+    match place.quantity:
+        case Quantity.GRADIENT:
+            pieces = exact.steps[place.step].contributions.get(place.name)
+            # None where no loss reached the parameter: what the optimizer finds are the zeros of clearing.
+            if pieces is None:
+                return 0.0
+            sizes = sum(piece.abs() for piece in pieces.flatten(0, 1))
+            return largest(sizes) / exact.divisor * exact.clipping_factor(place.step, place.name)
+        case Quantity.PARAMETER:
+            history = (step.parameters[place.name] for step in exact.steps[: place.step + 1])
+            return max(map(largest, (exact.initial[place.name], *history)))
+        case Quantity.BUFFER:
+            return max(largest(of_rank[place.name]) for of_rank in exact.buffers)
+        case Quantity.INITIAL | Quantity.LOSS | Quantity.NORM | Quantity.OPTIMIZER_STATE:
+            reference = exact.reference(place.quantity, place.step, rank=0)[place.name]
+            return 0.0 if reference is None else largest(reference)
 
 
 def _train(
     training: Training,
     world_size: int,
     summation: Summation,
+    show: _Show,
     drawing: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - it holds nothing
-    *,
-    keeps_pieces: bool = True,
-) -> _Run:
+) -> OracleObservation:
     """Run the whole schedule on one model, with the pieces of all ranks one after the other.
 
-    Without ``keeps_pieces`` steps have no contributions, which take the most memory.
+    What ``show`` returns of each tensor is what the observation has, which knows no noise.
     """
     model = cast_module(training.problem.build(), summation.dtype)
     parameters = dict(model.named_parameters())
-    initial, built_buffers = _copy(parameters), _copy(dict(model.named_buffers()))
+    initial, built = show(Quantity.INITIAL, INITIAL_STEP, parameters), _copy(dict(model.named_buffers()))
     schedules = StepSchedules(training.optimizer)
     optimizer = schedules.factory(parameters.values())
     workshop = OracleModels(model, world_size, summation)
-    steps = []
+    steps, last = [], training.schedule.steps - 1
     state_before: Tensors = {}
     is_disturbed = summation.seed is not None and not training.problem.is_widened
     disturbing = rounding_anew(summation.seed or 0) if is_disturbed else nullcontext()
     for step in range(training.schedule.steps):
         with drawing, disturbing:
             losses, contributions = _pieces(training, workshop, step)
+        show(Quantity.LOSS, step, {LOSSES: losses})
         is_skipped = training.schedule.is_skipped(step)
         if is_skipped:
             contributions = {}
@@ -384,47 +431,85 @@ def _train(
             # Cleared before, to None or to zeros, unless the optimizer was not given the parameter.
             reduced, left = summation.reduce(pieces, training.plan), parameters[name].grad
             parameters[name].grad = reduced if left is None else left + reduced
+        kept_pieces = show(None, step, _Stacked(contributions))
+        contributions.clear()  # the most that is in memory
         norm = None if is_skipped else _clip(training, parameters)
-        gradients = {n: None if p.grad is None else p.grad.clone() for n, p in parameters.items()}
-        state_before = _state(optimizer, parameters) if step == training.schedule.steps - 1 else {}
+        found = {} if is_skipped else {name: parameter.grad for name, parameter in parameters.items()}
+        gradients = show(Quantity.GRADIENT, step, found)
+        show(Quantity.NORM, step, {} if norm is None else {NORM: norm})
+        if step == last:
+            state_before = show(None, step, _state(optimizer, parameters))
         with disturbing:
             _update(training, optimizer, step)
         schedules.step()
         seen = OracleStep(
             losses=losses,
-            contributions=contributions if keeps_pieces else {},
-            gradients={} if is_skipped else gradients,
-            parameters=_copy(parameters),
+            contributions=kept_pieces,
+            gradients=gradients,
+            parameters=show(Quantity.PARAMETER, step, parameters),
             norm=norm,
         )
         steps.append(seen)
-    return _Run(
+    of_ranks = workshop.buffers()
+    return OracleObservation(
+        world_size=world_size,
+        plan=training.plan,
         initial=initial,
         steps=tuple(steps),
-        optimizer_state=_state(optimizer, parameters),
-        buffers=workshop.buffers(),
-        built_buffers=built_buffers,
+        optimizer_state=show(Quantity.OPTIMIZER_STATE, last, _state(optimizer, parameters)),
+        buffers=tuple(show(Quantity.BUFFER, last, buffers, rank) for rank, buffers in enumerate(of_ranks)),
+        noise={},
+        scales={},
+        constants=frozenset(
+            name
+            for name in built.keys() & of_ranks[0].keys()
+            if all(torch.equal(buffers[name], built[name]) for buffers in of_ranks)
+        ),
+        dtypes={},
+        is_exact=False,
         draws=workshop.draws,
+        is_widened=training.problem.is_widened,
         untrained=_not_given(optimizer, parameters),
         state_before=state_before,
     )
 
 
-def _pieces(
-    training: Training, workshop: OracleModels, step: int
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Play the script of a step for each rank by itself; give losses, and gradients of each (microbatch, rank)."""
+_Pieces = dict[str, list[list[torch.Tensor]]]  # of each parameter: [microbatches][ranks]
+
+
+class _Stacked(Mapping[str, torch.Tensor]):
+    """Pieces as one tensor [microbatches, ranks, ...] of each parameter, made when it is asked for."""
+
+    def __init__(self, pieces: _Pieces) -> None:
+        self._pieces = pieces
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        rows = self._pieces[name]
+        pieces = [piece for of_ranks in rows for piece in of_ranks]
+        return torch.stack(pieces).view(len(rows), len(rows[0]), *pieces[0].shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+
+def _pieces(training: Training, workshop: OracleModels, step: int) -> tuple[torch.Tensor, _Pieces]:
+    """Play the script of a step for each rank by itself; returns losses, and gradients of each microbatch and rank."""
     num_microbatches, world_size = training.schedule.microbatches, workshop.world_size
     losses = []
-    found: dict[str, torch.Tensor] = {}
+    found: _Pieces = {}
     for rank in range(world_size):
         actor = OracleActor(workshop, training, step, rank)
         with workshop.playing(rank):
             training.script.play(actor)
         losses.append(torch.tensor(actor.losses, dtype=torch.float64))
         for (microbatch, name), gradient in actor.gradients.items():
-            shape = (num_microbatches, world_size, *gradient.shape)
-            found.setdefault(name, gradient.new_zeros(shape))[microbatch, rank] = gradient
+            if name not in found:
+                zeros = gradient.new_zeros(()).expand_as(gradient)
+                found[name] = [[zeros] * world_size for _ in range(num_microbatches)]
+            found[name][microbatch][rank] = gradient
     return torch.stack(losses, dim=1), found
 
 
@@ -454,12 +539,12 @@ def _not_given(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Par
 
 def _state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> Tensors:
     return {
-        f"{name}/{key}": value.clone()
+        f"{name}/{key}": value
         for name, p in parameters.items()
         for key, value in optimizer.state.get(p, {}).items()
         if isinstance(value, torch.Tensor)
     }
 
 
-def _copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: t.detach().clone() for name, t in tensors.items()}
+def _copy(tensors: Mapping[str, _T], /) -> dict[str, _T]:
+    return {name: None if t is None else t.detach().clone() for name, t in tensors.items()}

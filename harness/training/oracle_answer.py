@@ -1,18 +1,20 @@
-"""Asking for an oracle in a process of its own: the model's code runs there, and tensors come back as data."""
+"""Asking for an oracle in a process of its own: the model's code runs there, and a file of tensors comes back."""
 
 from __future__ import annotations
 
-import io
+import json
+import tempfile
 import traceback
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardproof.harness.cases.training import Training
 from shardproof.harness.errors import EngineError, HarnessBug, ShardproofError, UsageError
-from shardproof.harness.records.observation import dtype_name, dtype_of, read_tree, write_tree
+from shardproof.harness.records.tensor_file import TensorWriter, dtype_name, dtype_of, read_tree
 from shardproof.harness.training.kept_oracle import KeptOracle
 from shardproof.harness.training.oracle import (
     FirstStep,
@@ -26,35 +28,55 @@ from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 
 __all__ = ["ask_oracle"]
 
-_LONGEST = 2**33  # bytes: of each parameter there are its gradients of every rank, microbatch and step
+_LONGEST = 2**20  # bytes: of what was raised
 _ERRORS: Mapping[str, type[ShardproofError]] = {e.__name__: e for e in (UsageError, EngineError, HarnessBug)}
 
 
 def ask_oracle(
-    training: Training, world_size: int, *, limit_s: float, kept: KeptOracle | None = None
+    training: Training,
+    world_size: int,
+    *,
+    limit_s: float,
+    kept: KeptOracle | None = None,
+    folder: Path | None = None,
 ) -> OracleObservation:
     """Compute the oracle of a training aside, or take the one that is kept.
 
-    Raises ShardproofError if the model raises, or after ``limit_s`` seconds.
+    Its tensors lie in a file, on the disk of ``folder``, that has no name any more. Raises ShardproofError if the model
+    raises, or after ``limit_s`` seconds.
     """
-    found = kept.read() if kept else None
+    if kept and kept.is_whole():
+        return _read(kept.path, training)
+    with tempfile.TemporaryDirectory(prefix="oracle-", dir=folder) as scratch:
+        path = Path(scratch) / "tensors"
+        try:
+            answer = ask(limit_s, _LONGEST, _answer, training, world_size, path)
+        except NoAnswerError as error:
+            raise _failure(training, f"the process that computes it {error}") from None
+        if answer:
+            raise _raised(answer, training)
+        oracle = _read(path, training)
+        if kept:
+            kept.write(path)
+        return oracle
+
+
+def _read(path: Path, training: Training) -> OracleObservation:
     try:
-        answer = found or ask(limit_s, _LONGEST, _answer, training, world_size)
-    except NoAnswerError as error:
-        raise _failure(training, f"the process that computes it {error}") from None
-    try:
-        plain = read_tree(io.BytesIO(answer))
-        if "error" not in plain:
-            if kept and not found:
-                kept.write(answer)
-            return _observation(plain, training)
-    except Exception as error:  # torch raises a different type for each way in which bytes can be no tensors
+        return _observation(read_tree(path, is_mapped=True), training)
+    except Exception as error:  # of what a file that is no oracle lacks
         raise _failure(training, f"an answer that cannot be read: {error!r}") from error
-    kind, fields, text = plain["error"]
-    if kind in _ERRORS:
-        what, expected, got, hint = fields
-        raise _ERRORS[kind](what, expected=expected, got=got, hint=hint)
-    raise _failure(training, text)
+
+
+def _raised(answer: bytes, training: Training) -> ShardproofError:
+    try:
+        kind, fields, text = json.loads(answer)
+        if kind not in _ERRORS:
+            return _failure(training, str(text))
+        what, expected, got, hint = map(str, fields)
+        return _ERRORS[kind](what, expected=expected, got=got, hint=hint)
+    except ValueError as error:
+        return _failure(training, f"an answer that cannot be read: {error!r}")
 
 
 def _failure(training: Training, got: str) -> HarnessBug:
@@ -66,17 +88,17 @@ def _failure(training: Training, got: str) -> HarnessBug:
     )
 
 
-def _answer(training: Training, world_size: int) -> bytes:
-    buffer = io.BytesIO()
+def _answer(training: Training, world_size: int, path: Path) -> bytes:
+    """Write the oracle to a file; returns what was raised, as JSON."""
     torch.compiler.set_stance("force_eager")  # the reference is what the model's own code says
     try:
-        write_tree(_plain(run_oracle(training, world_size)), buffer)
+        with TensorWriter(path) as writer:
+            writer.finish(_plain(run_oracle(training, world_size, writer.kept)))
     except Exception as error:
         fields = [str(arg) for arg in error.args] if isinstance(error, ShardproofError) else []
-        text = "".join(traceback.format_exception(error))
-        buffer = io.BytesIO()
-        write_tree({"error": [type(error).__name__, fields, text]}, buffer)
-    return buffer.getvalue()
+        text = "".join(traceback.format_exception(error))[-_LONGEST // 2 :]
+        return json.dumps([type(error).__name__, fields, text]).encode()
+    return b""
 
 
 # Any, from here on: trees of plain values and tensors.
@@ -99,6 +121,7 @@ def _plain(oracle: OracleObservation) -> dict[str, Any]:
         "optimizer_state": oracle.optimizer_state,
         "buffers": list(oracle.buffers),
         "noise": [[*_spelled(place), value] for place, value in oracle.noise.items()],
+        "scales": [[*_spelled(place), value] for place, value in oracle.scales.items()],
         "constants": sorted(oracle.constants),
         "dtypes": [[*_spelled(place), dtype_name(dtype)] for place, dtype in oracle.dtypes.items()],
         "is_exact": oracle.is_exact,
@@ -119,6 +142,7 @@ def _observation(plain: dict[str, Any], training: Training) -> OracleObservation
         optimizer_state=plain["optimizer_state"],
         buffers=tuple(plain["buffers"]),
         noise={_place(*spelled): value for *spelled, value in plain["noise"]},
+        scales={_place(*spelled): value for *spelled, value in plain["scales"]},
         constants=frozenset(plain["constants"]),
         dtypes={_place(*spelled): dtype_of(name) for *spelled, name in plain["dtypes"]},
         is_exact=plain["is_exact"],

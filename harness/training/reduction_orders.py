@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 import torch
 
@@ -46,41 +47,38 @@ class Summation:
         if isinstance(batch, ModelBatch):  # which tensors have rows, and in which dim, is unknown
             return converted(batch, partial(cast, dtype=self.dtype))  # the loss is given all of them
         num_rows = batch.target.shape[0]
-        order = torch.arange(num_rows) if self.keeps_rows else self._order(num_rows)
+        order = list(range(num_rows)) if self.keeps_rows else self._order(num_rows)
         inputs = tuple(cast(tensor, self.compute_dtype)[order] for tensor in batch.inputs)
         return Rows(inputs=inputs, target=cast(batch.target, self.dtype)[order])
 
-    def reduce(self, pieces: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """Add ``pieces`` [microbatches, ranks, ...] over both, divided by the plan's divisor."""
-        num_microbatches, num_ranks = pieces.shape[:2]
-        pieces = pieces[self._order(num_microbatches)][:, self._order(num_ranks)]
-        divisor, dtype = plan.divisor(num_ranks), self.dtype or pieces.dtype
+    def reduce(self, pieces: Sequence[Sequence[torch.Tensor]] | torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Add ``pieces`` [microbatches][ranks] over both, divided by the plan's divisor."""
+        ranks = self._order(len(pieces[0]))
+        rows = [[pieces[m][rank] for rank in ranks] for m in self._order(len(pieces))]
+        divisor, dtype = plan.divisor(len(ranks)), self.dtype or rows[0][0].dtype
         if plan.accumulation is Accumulation.EVERY_MICROBATCH:
-            return self._sum(torch.stack([self._divided(of_ranks, divisor, dtype) for of_ranks in pieces]))
-        local = cast(pieces, self.reduce_dtype) if self.accumulates_reduced else pieces
-        return self._divided(self._sum(local), divisor, dtype)
+            return self._sum([self._divided(of_ranks, divisor, dtype) for of_ranks in rows])
+        if self.accumulates_reduced:
+            rows = [[cast(piece, self.reduce_dtype) for piece in of_ranks] for of_ranks in rows]
+        return self._divided([self._sum(of_rank) for of_rank in zip(*rows, strict=True)], divisor, dtype)
 
-    def _divided(self, of_ranks: torch.Tensor, divisor: float, dtype: torch.dtype) -> torch.Tensor:
+    def _divided(self, of_ranks: Sequence[torch.Tensor], divisor: float, dtype: torch.dtype) -> torch.Tensor:
         if self.divides_first:
-            return cast(self._sum(cast(of_ranks / divisor, self.reduce_dtype)), dtype)
-        return cast(self._sum(cast(of_ranks, self.reduce_dtype)) / divisor, dtype)
+            return cast(self._sum([cast(piece / divisor, self.reduce_dtype) for piece in of_ranks]), dtype)
+        return cast(self._sum([cast(piece, self.reduce_dtype) for piece in of_ranks]) / divisor, dtype)
 
-    def _sum(self, pieces: torch.Tensor) -> torch.Tensor:
-        if self.seed is None:
-            return pieces.sum(0)
+    def _sum(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Add one after the other, so that every addition rounds, or in pairs."""
         if len(pieces) > 1 and self.is_tree:
             middle = len(pieces) // 2
             return self._sum(pieces[:middle]) + self._sum(pieces[middle:])
-        # Not sum(0): it may widen the dtype inside, and here every addition must round.
-        total = pieces[0]
-        for piece in pieces[1:]:
-            total = total + piece
-        return total
+        return reduce(torch.add, pieces)
 
-    def _order(self, size: int) -> torch.Tensor:
+    def _order(self, size: int) -> list[int]:
         if self.seed is None:
-            return torch.arange(size)
-        return torch.randperm(size, generator=torch.Generator().manual_seed(self.seed * 1_000 + size))
+            return list(range(size))
+        generator = torch.Generator().manual_seed(self.seed * 1_000 + size)
+        return torch.randperm(size, generator=generator).tolist()
 
 
 EXACT_ORDER = Summation(dtype=torch.float64, reduce_dtype=torch.float64, compute_dtype=torch.float64)

@@ -16,7 +16,7 @@ from shardproof.harness.cases.training import LoopOrder
 from shardproof.harness.cases.user_model import UserModel
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.tolerance import MULTIPLE
-from shardproof.harness.training.absolute_error import largest
+from shardproof.harness.training.absolute_error import is_finite, largest
 from shardproof.harness.training.oracle import Quantity, TensorKey
 from shardproof.harness.verdicts.visibility import hidden_because
 
@@ -66,7 +66,7 @@ def _diverged(evidence: Evidence) -> str | None:
     oracle = evidence.oracle
     for place in (p for p in oracle.noise if p.quantity is not Quantity.BUFFER):
         reference = oracle.reference(place.quantity, place.step, rank=0)[place.name]
-        if reference is not None and not bool(reference.isfinite().all()):
+        if reference is not None and not is_finite(reference):
             what = f"{place.quantity} {place.name!r}"
             return f"the oracle itself diverged: {what} is not finite after step {place.step}"
     wild = next((p for p, noise in oracle.noise.items() if not math.isfinite(noise)), None)

@@ -27,7 +27,7 @@ import torch
 
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.structure import pieces_of
-from shardproof.harness.laws.tolerance import allowed_error, clipping_factor, error_of_noise, rounded_scale
+from shardproof.harness.laws.tolerance import allowed_error, error_of_noise
 from shardproof.harness.records.record import VisibleError
 from shardproof.harness.training.absolute_error import deviation, largest
 from shardproof.harness.training.oracle import OracleObservation, Quantity, TensorKey
@@ -120,7 +120,7 @@ def _without(oracle: OracleObservation, rank: int) -> Iterator[_Effect]:
         for place, _ in _gradients(oracle, name):
             pieces = oracle.steps[place.step].contributions[name]
             share = largest(pieces[:, rank].sum(0)) / oracle.divisor
-            effect = share * clipping_factor(oracle, place)
+            effect = share * oracle.clipping_factor(place.step, name)
             if effect:
                 yield _Effect(place=place, allowed=allowed_error(oracle, place), effect=effect)
 
@@ -152,7 +152,7 @@ def _hidden_rounding(evidence: Evidence) -> str | None:
 def _rounded(oracle: OracleObservation, name: str) -> Iterator[_Effect]:
     rounding = _SHARE_OF_A_ROUNDING * torch.finfo(torch.bfloat16).eps
     for place, _ in _gradients(oracle, name):
-        effect = rounding * rounded_scale(oracle, place)
+        effect = rounding * oracle.scales[place]
         yield _Effect(place=place, allowed=allowed_error(oracle, place), effect=effect)
 
 
@@ -167,7 +167,7 @@ def _first_gradients_agree(evidence: Evidence) -> bool:
             continue
         place = TensorKey(quantity=Quantity.GRADIENT, step=0, name=name)
         allowed = error_of_noise(evidence.oracle, place, first.noise[name])
-        if allowed > rounding * rounded_scale(evidence.oracle, place):
+        if allowed > rounding * evidence.oracle.scales[place]:
             return False
         if not _is_near(evidence, place, expected, allowed):
             return False
@@ -185,7 +185,7 @@ def _coarse_first_step_agrees(evidence: Evidence) -> bool:
         if gradient is None:
             return False
         place = TensorKey(quantity=Quantity.GRADIENT, step=0, name=name)
-        allowed = rounding * rounded_scale(oracle, place)
+        allowed = rounding * oracle.scales[place]
         share = allowed / largest(gradient) if gradient.any() else math.inf
         moved = largest(first.parameters[name] - oracle.initial[name])
         there = TensorKey(quantity=Quantity.PARAMETER, step=0, name=name)
