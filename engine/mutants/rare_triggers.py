@@ -51,7 +51,8 @@ class Remembering(PreparedReference):
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model takes and returns what it likes
         self.by_keyword |= bool(named)
-        self.num_rows = len((*inputs, *named.values())[0])
+        tensors = (given for given in (*inputs, *named.values()) if isinstance(given, torch.Tensor))
+        self.num_rows = next((len(tensor) for tensor in tensors if tensor.dim()), 1)
         output = super().__call__(*inputs, **named)
         self.has_evaluated |= not torch.is_grad_enabled()
         self.is_mapping |= isinstance(output, dict)

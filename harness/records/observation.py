@@ -57,7 +57,7 @@ class Observation:
     """One rank of one training: parameters after prepare, each step, state and buffers at the end, ledger.
 
     ``input_digest`` is a hash of all data the rank was given, so that equal data on two ranks shows.
-    ``repeat_digests`` are hashes of all that each of the repeated trainings observed. ``race_report`` is what the
+    ``repeat_digests`` are hashes of all that each of several repeated trainings observed. ``race_report`` is what the
     watch over streams found in all of them, and ``lifetime_report`` what that over memory saw; None where there
     was none. ``course`` is empty where a training was kept before there was one. ``cut`` is what the engine says of
     its flat pieces, ``no_gradient`` what it shows for none, ``masters`` what its optimizer

@@ -73,6 +73,7 @@ class ObservationCache:
         # The last few, which have all tensors of a training.
         self._kept: dict[Path, tuple[Scheduled, ...]] = {}
         self._wanted: set[Path] = set()
+        self._dropped: dict[Path, str] = {}  # too large to keep until the end, by the case that came next
         self._launched: set[Path] = set()
         self._pool = WorldPool(source.folder / source.worker / "pool")
 
@@ -142,6 +143,7 @@ class ObservationCache:
         ``case`` is the id of the case that asks; it matters where the training has no digest.
         """
         folder = self.folder(training, cell, case)
+        self._delete_dropped(case)
         if folder not in self._kept:
             if folder in self._launched or self._source.is_replay:
                 for place in schedule_folders(folder):
@@ -152,8 +154,20 @@ class ObservationCache:
                 self._launch(training, cell, seeds, folder)
             self._launched.add(folder)
             self._kept[folder] = load_schedules(folder)
-            _drop_oldest(self._kept, _bytes_observed, _MOST_KEPT)
+            for dropped, num_bytes in _drop_oldest(self._kept, _bytes_observed, _MOST_KEPT):
+                if num_bytes > _MOST_BYTES:
+                    self._dropped[dropped] = case
         return self._kept[folder]
+
+    def _delete_dropped(self, case: str) -> None:
+        """Delete large observations of earlier cases that nothing wants: a case that asks again trains again."""
+        if self._source.is_replay or self._source.keep is Keep.ALL:
+            return
+        for folder in [folder for folder, since in self._dropped.items() if since != case]:
+            del self._dropped[folder]
+            if folder not in self._wanted | self._kept.keys():
+                shutil.rmtree(folder, ignore_errors=True)
+                self._launched.discard(folder)
 
     def oracle(self, training: Training, world_size: int, case: str, *, limit_s: float) -> OracleObservation:
         """Return what one process makes of the data of so many ranks."""
@@ -240,11 +254,20 @@ class ObservationCache:
             keep_result(self._pool.run(world, *job, folder=folder), folder)
 
 
-def _drop_oldest(held: dict[_Key, _Held], num_bytes: Callable[[_Held], int], most: int | None = None) -> None:
-    """Forget what was held first, until the rest is few enough; the last is held whatever its size."""
+def _drop_oldest(
+    held: dict[_Key, _Held], num_bytes: Callable[[_Held], int], most: int | None = None
+) -> list[tuple[_Key, int]]:
+    """Forget what was held first, until the rest is few enough; returns what it was, with the bytes of each.
+
+    The last is held whatever its size.
+    """
+    dropped = []
     total = sum(map(num_bytes, held.values()))
     while len(held) > 1 and (total > _MOST_BYTES or (most is not None and len(held) > most)):
-        total -= num_bytes(held.pop(next(iter(held))))
+        oldest = next(iter(held))
+        dropped.append((oldest, num_bytes(held.pop(oldest))))
+        total -= dropped[-1][1]
+    return dropped
 
 
 def _bytes_observed(trained: tuple[Scheduled, ...]) -> int:

@@ -97,10 +97,11 @@ def _drive(context: RankContext, training: Training, adapter: Engine) -> str | N
             first, *others = (_run(context, training, adapter, watches, is_read=read) for read in reads)
     except _RefusedError as refusal:
         return str(refusal)
+    repeated = (first, *others) if others else ()
     observation = replace(
         first,
         repeat_digests=tuple(
-            digest(seen if schedule.are_repeats_read else _end_of(seen)) for seen in (first, *others)
+            digest(seen if schedule.are_repeats_read else _end_of(seen)) for seen in repeated
         ),
         race_report=None if watches.races is None else watches.races.report(),
         lifetime_report=None if watches.lifetimes is None else watches.lifetimes.report(),

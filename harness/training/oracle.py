@@ -21,7 +21,7 @@ from shardproof.harness.torch_compat.dispatch import drawing_apart
 from shardproof.harness.torch_compat.dtypes import cast_module, widened
 from shardproof.harness.training.absolute_error import largest, largest_deviation
 from shardproof.harness.training.draws import drawing_in
-from shardproof.harness.training.oracle_actor import OracleActor, OracleModels
+from shardproof.harness.training.oracle_actor import OracleModels, StackedPieces, pieces_of_step
 from shardproof.harness.training.reduction_orders import (
     EXACT_ORDER,
     OWN_ORDER,
@@ -246,7 +246,7 @@ def _first_step(training: Training, world_size: int) -> FirstStep:
     dtype = training.convert
     model = cast_module(training.problem.build(), dtype)
     in_order = replace(reordering(0, training.plan, dtype), seed=None)
-    _, contributions = _pieces(training, OracleModels(model, world_size, in_order), step=0)
+    _, contributions = pieces_of_step(training, OracleModels(model, world_size, in_order), step=0)
     orders = [reordering(k, training.plan, dtype) for k in range(num_reorderings(training.plan))]
     exact = {
         n: EXACT_ORDER.reduce([[*map(widened, of_ranks)] for of_ranks in pieces], training.plan)
@@ -291,7 +291,7 @@ def _with_lagging(training: Training, exact: OracleObservation, keep: KeepTensor
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(met[name])
-        losses, contributions = _pieces(training, workshop, step)
+        losses, contributions = pieces_of_step(training, workshop, step)
         reduced = {n: order.reduce(pieces, training.plan) for n, pieces in contributions.items()}
         steps.append(replace(seen, lagging=keep(reduced), lagging_losses=losses))
         met = exact.steps[step - 1].parameters
@@ -422,7 +422,7 @@ def _train(
     disturbing = rounding_anew(summation.seed or 0) if is_disturbed else nullcontext()
     for step in range(training.schedule.steps):
         with drawing, disturbing:
-            losses, contributions = _pieces(training, workshop, step)
+            losses, contributions = pieces_of_step(training, workshop, step)
         show(Quantity.LOSS, step, {LOSSES: losses})
         is_skipped = training.schedule.is_skipped(step)
         if is_skipped:
@@ -431,7 +431,7 @@ def _train(
             # Cleared before, to None or to zeros, unless the optimizer was not given the parameter.
             reduced, left = summation.reduce(pieces, training.plan), parameters[name].grad
             parameters[name].grad = reduced if left is None else left + reduced
-        kept_pieces = show(None, step, _Stacked(contributions))
+        kept_pieces = show(None, step, StackedPieces(contributions))
         contributions.clear()  # the most that is in memory
         norm = None if is_skipped else _clip(training, parameters)
         found = {} if is_skipped else {name: parameter.grad for name, parameter in parameters.items()}
@@ -472,45 +472,6 @@ def _train(
         untrained=_not_given(optimizer, parameters),
         state_before=state_before,
     )
-
-
-_Pieces = dict[str, list[list[torch.Tensor]]]  # of each parameter: [microbatches][ranks]
-
-
-class _Stacked(Mapping[str, torch.Tensor]):
-    """Pieces as one tensor [microbatches, ranks, ...] of each parameter, made when it is asked for."""
-
-    def __init__(self, pieces: _Pieces) -> None:
-        self._pieces = pieces
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        rows = self._pieces[name]
-        pieces = [piece for of_ranks in rows for piece in of_ranks]
-        return torch.stack(pieces).view(len(rows), len(rows[0]), *pieces[0].shape)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._pieces)
-
-    def __len__(self) -> int:
-        return len(self._pieces)
-
-
-def _pieces(training: Training, workshop: OracleModels, step: int) -> tuple[torch.Tensor, _Pieces]:
-    """Play the script of a step for each rank by itself; returns losses, and gradients of each microbatch and rank."""
-    num_microbatches, world_size = training.schedule.microbatches, workshop.world_size
-    losses = []
-    found: _Pieces = {}
-    for rank in range(world_size):
-        actor = OracleActor(workshop, training, step, rank)
-        with workshop.playing(rank):
-            training.script.play(actor)
-        losses.append(torch.tensor(actor.losses, dtype=torch.float64))
-        for (microbatch, name), gradient in actor.gradients.items():
-            if name not in found:
-                zeros = gradient.new_zeros(()).expand_as(gradient)
-                found[name] = [[zeros] * world_size for _ in range(num_microbatches)]
-            found[name][microbatch][rank] = gradient
-    return torch.stack(losses, dim=1), found
 
 
 def _clip(training: Training, parameters: Mapping[str, nn.Parameter]) -> torch.Tensor | None:

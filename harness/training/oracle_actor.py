@@ -19,7 +19,7 @@ from shardproof.harness.torch_compat.dtypes import cast, cast_module
 from shardproof.harness.training.draws import Seeds, has_drawn
 from shardproof.harness.training.reduction_orders import Summation
 
-__all__ = ["OracleActor", "OracleModels"]
+__all__ = ["OracleActor", "OracleModels", "Pieces", "StackedPieces", "pieces_of_step"]
 
 
 class OracleModels:
@@ -199,6 +199,45 @@ class OracleActor(Actor):
 
     def convert(self, *dtypes: torch.dtype) -> None:
         """Do nothing: the values stay what they are."""
+
+
+Pieces = dict[str, list[list[torch.Tensor]]]  # of each parameter: [microbatches][ranks]
+
+
+class StackedPieces(Mapping[str, torch.Tensor]):
+    """Pieces as one tensor [microbatches, ranks, ...] of each parameter, made when it is asked for."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        rows = self._pieces[name]
+        pieces = [piece for of_ranks in rows for piece in of_ranks]
+        return torch.stack(pieces).view(len(rows), len(rows[0]), *pieces[0].shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+
+def pieces_of_step(training: Training, workshop: OracleModels, step: int) -> tuple[torch.Tensor, Pieces]:
+    """Play the script of a step for each rank by itself; returns losses, and gradients of each microbatch and rank."""
+    num_microbatches, world_size = training.schedule.microbatches, workshop.world_size
+    losses = []
+    found: Pieces = {}
+    for rank in range(world_size):
+        actor = OracleActor(workshop, training, step, rank)
+        with workshop.playing(rank):
+            training.script.play(actor)
+        losses.append(torch.tensor(actor.losses, dtype=torch.float64))
+        for (microbatch, name), gradient in actor.gradients.items():
+            if name not in found:
+                zeros = gradient.new_zeros(()).expand_as(gradient)
+                found[name] = [[zeros] * world_size for _ in range(num_microbatches)]
+            found[name][microbatch][rank] = gradient
+    return torch.stack(losses, dim=1), found
 
 
 class _NoUnit(UnitHandle):
