@@ -17,6 +17,8 @@ TENSORS = [
     torch.tensor([True, False, True]),
     torch.tensor([1.5, -2.0, 0.25], dtype=torch.bfloat16),
     torch.arange(12).view(3, 4).t(),
+    torch.tensor([1 + 2j, 3 - 1j]).conj(),
+    torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
 ]
 
 

@@ -100,7 +100,7 @@ class TensorWriter:
             return value.plain
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"write_tree: expected tensors and what JSON knows, got {type(value).__name__}")
-        plain = value.detach().contiguous()
+        plain = value.detach().cpu().contiguous().resolve_conj().resolve_neg()
         self._file.write(bytes(-self._file.tell() % _ALIGNMENT_BYTES))
         start = self._file.tell()
         if plain.numel():
