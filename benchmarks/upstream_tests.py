@@ -1,12 +1,12 @@
-"""Torch's own tests of FSDP2 on a CPU, with torch's engine, the reference engine, or a mutant behind ``fully_shard``.
+"""Torch's own tests of FSDP2 on a CPU beside our suites: on torch's engine, on the reference engine, and on mutants.
 
-``python -m benchmarks.upstream_tests FOLDER ENGINE ...`` takes the folder of torch's files, which are not part of this
-project, and adds a line for each test to ``--out``; the same command goes on where it was interrupted, and prints the
-table of docs/torch-tests.md. ENGINE is ``torch.fsdp2``, ``reference``, a mutant, or ``mutants/N``: every Nth
-of those that can stand behind ``fully_shard``.
+``python -m benchmarks.upstream_tests FOLDER --mutants 20`` takes the folder of torch's files, which are no part of this
+project, adds a line for each test to ``--out``, goes on there where it was interrupted, and prints the tables of
+docs/torch-tests.md. It needs the package expecttest.
 
 The tests ask for GPUs. On loading, their words for a device are replaced by those for a CPU, and ranks are forked, not
-spawned; nothing else of them changes. A mutant runs the tests that its engine passes, each file until one fails.
+spawned; nothing else of them changes. A mutant runs the tests that its engine passes, the shortest first, and then the
+cases of our suites, each until one fails.
 """
 
 from __future__ import annotations
@@ -14,16 +14,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import json
+import multiprocessing
 import os
+import random
 import re
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
 import unittest
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,14 +50,16 @@ _RANKS = 4
 _WORDS = ((r'"cuda(:0)?"', '"cpu"'), (r"\.cuda\([^()]*\)", ".cpu()"), (r"\btorch\.cuda\.", "torch.cpu."))
 _DOORS = {"torch.fsdp2": torch_fsdp2, "reference": reference}
 _MUTANTS = {mutant.name: mutant for mutant in MUTANTS}
-
-
+_OURS = "our suites"
+_STATES = ("passed", "failed")
 _CARRIED = {"__init__", "backward", "step", "composable"}
 """What a mutant may override of what it prepares, to be seen by who calls ``fully_shard`` alone."""
+_CALLERS = {"layout", "replicas", "roots", "units", "grouping", "demands"}
+"""What of a plan the caller's own calls stand for; a sin that needs more of one is not drawn."""
 
 
 class Result(NamedTuple):
-    """How one test ended."""
+    """How one test ended; of our suites, the cases until the first that failed."""
 
     engine: str
     file: str
@@ -117,13 +125,10 @@ class Bridge(threading.local):
     Each rank that is a thread has one of its own.
     """
 
-    def __init__(self, name: str, unreachable: int) -> None:
-        self._unreachable = (
-            unreachable  # a pipe: what is written there says that the mutant's sin needs a plan
-        )
-        spec = _MUTANTS[name].engine_spec if name in _MUTANTS else name
+    def __init__(self, name: str, unreachable: Path) -> None:
+        self._unreachable = unreachable  # exists as soon as the mutant's sin turns out to need a plan
         # Any: adapters have a type for what they prepare, the contract has none.
-        self.engine: Any = resolve(spec)
+        self.engine: Any = resolve(_MUTANTS[name].engine_spec if name in _MUTANTS else name)
         self.base = base_of(self.engine)
         self.is_mutant = name in _MUTANTS
         self.adopted: list[tuple[PreparedModel, set[Any]]] = []  # with the graph nodes of all its outputs
@@ -131,16 +136,16 @@ class Bridge(threading.local):
 
     def install(self, modules: Sequence[types.ModuleType]) -> None:
         """Replace the names in the modules that tests see, and open no door once more."""
-        door = self._door()
-        honest = torch_fsdp2.FSDP2_DOOR
-        new = {
-            honest.fully_shard: self._adopting(door.fully_shard),
-            honest.sharded_module: door.sharded_module,
-            honest.register_forward_method: door.register_forward_method,
-            honest.share_comm_ctx: door.share_comm_ctx,
-            honest.mixed_precision: door.mixed_precision,
-            honest.cpu_offload: door.cpu_offload,
-        }
+        door, honest = self._door(), torch_fsdp2.FSDP2_DOOR
+        names = (
+            "sharded_module",
+            "register_forward_method",
+            "share_comm_ctx",
+            "mixed_precision",
+            "cpu_offload",
+        )
+        new = {getattr(honest, name): getattr(door, name) for name in names}
+        new[honest.fully_shard] = self._adopting(door.fully_shard)
         for module in (*modules, common_fsdp, torch.distributed.fsdp):
             for name, value in list(vars(module).items()):
                 if isinstance(value, type | types.FunctionType) and value in new:
@@ -150,9 +155,8 @@ class Bridge(threading.local):
             self._follow_backward_and_steps()
 
     def _door(self) -> Any:
-        if self.base == "reference":
-            return self.engine.prepared_type(nn.Module(), Plan(), reference._DOOR).composable()
-        return self.engine.prepared_type(nn.Module(), Plan()).composable()
+        doors = (reference._DOOR,) if self.base == "reference" else ()
+        return self.engine.prepared_type(nn.Module(), Plan(), *doors).composable()
 
     def _adopting(self, fully_shard: Any) -> Any:
         @functools.wraps(fully_shard)
@@ -168,7 +172,7 @@ class Bridge(threading.local):
 
     def _opened(self, door: Any, model: nn.Module, plan: Plan, mesh: Any, shape: Any) -> None:
         if plan != self._plan:
-            os.write(self._unreachable, b"!")
+            self._unreachable.touch()
 
     def _adopt(self, root: nn.Module) -> None:
         if any(root in set(prepared.module.modules()) for prepared, _ in self.adopted):
@@ -179,7 +183,7 @@ class Bridge(threading.local):
         self._plan = Plan(units=tuple(units))
         prepared = self.engine.prepare(root, self._plan, mesh)
         if not _CARRIED.issuperset(n for n in vars(prepared) if callable(getattr(PreparedModel, n, None))):
-            os.write(self._unreachable, b"!")
+            self._unreachable.touch()
         self.adopted.append((prepared, set()))
 
     def _remember(self, root: nn.Module, _: Any, output: Any) -> None:
@@ -237,56 +241,69 @@ def _graph_of(loss: torch.Tensor) -> Iterator[Any]:
 
 
 def reachable() -> Iterator[str]:
-    """Yield the mutants of these engines whose sins may show behind ``fully_shard``."""
+    """Yield the mutants of these engines whose sins may show to who calls ``fully_shard``, and needs no more."""
     for mutant in MUTANTS:
         engine: Any = resolve(mutant.engine_spec)
-        if base_of(engine) and not {"misreads", "Unit"} & vars(type(engine)).keys():
-            own = [c for c in engine.prepared_type.__mro__ if ".mutants." in c.__module__]
-            names = {name for c in own for name in vars(c) if hasattr(PreparedComposable, name)}
-            if {n for n in names - _CARRIED if not n.startswith("__")} == set():
-                yield mutant.name
+        plan, of_any = mutant.kills_on.plan, Plan()
+        if not base_of(engine) or {"misreads", "Unit"} & vars(type(engine)).keys():
+            continue
+        own = [c for c in engine.prepared_type.__mro__ if ".mutants." in c.__module__]
+        names = {n for c in own for n in vars(c) if hasattr(PreparedComposable, n) and not n.startswith("__")}
+        asked = {f.name for f in fields(plan) if getattr(plan, f.name) != getattr(of_any, f.name)}
+        if names <= _CARRIED and asked <= _CALLERS:
+            yield mutant.name
 
 
 def base_of(engine: Engine) -> str:
     """Return the name of the engine that a mutant spoils."""
-    return next(
-        (n for n, door in _DOORS.items() if any(c.__module__ == door.__name__ for c in type(engine).__mro__)),
-        "",
-    )
+    modules = {c.__module__ for c in type(engine).__mro__}
+    return next((name for name, door in _DOORS.items() if door.__name__ in modules), "")
 
 
-def run(name: str, modules: Sequence[types.ModuleType], test: unittest.TestCase) -> Result:
+def run(name: str, modules: Sequence[types.ModuleType], test: unittest.TestCase, scratch: Path) -> Result:
     """Run one test in a process of its own, which its ranks are forks of."""
-    began, (read, write), (heard, unreachable) = time.monotonic(), os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
+    answer, unreachable = scratch / "answer", scratch / "unreachable"
+    answer.write_text('["hung", ""]')
+    began = time.monotonic()
+
+    def body() -> None:
         os.setsid()
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1), os.dup2(null, 2)
-        os.close(read)
         outcome = unittest.TestResult()
         Bridge(name, unreachable).install(modules)
         test.run(outcome)
         bad = [text for _, text in (*outcome.errors, *outcome.failures)]
         state = "failed" if bad else "skipped" if outcome.skipped else "passed"
-        os.write(write, json.dumps([state, _headline(bad or [text for _, text in outcome.skipped])]).encode())
+        answer.write_text(json.dumps([state, _headline(bad or [text for _, text in outcome.skipped])]))
         os._exit(0)
-    for end in (write, unreachable):
-        os.close(end)
-    signal.signal(signal.SIGALRM, lambda *_: os.killpg(child, signal.SIGKILL))
-    signal.alarm(_LIMIT_S + 5)
-    with os.fdopen(read, "rb") as answers:
-        answer = answers.read()
-    signal.alarm(0)
+
+    child = multiprocessing.get_context("fork").Process(target=body)
+    child.start()
+    child.join(_LIMIT_S + 5)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    state, said = json.loads(answer) if answer else ("hung", "")
-    with os.fdopen(heard, "rb") as pipe:
-        state = "unreachable" if pipe.read() else state
-    if "timed out" in said:
-        state = "hung"  # or the machine was busy: no kill is counted
+        os.killpg(child.pid or 0, signal.SIGKILL)
+    child.join()
+    state, said = json.loads(answer.read_text())
+    state = "unreachable" if unreachable.exists() else "hung" if "timed out" in said else state
+    unreachable.unlink(missing_ok=True)
     return Result(name, *_parts(test), state, round(time.monotonic() - began, 2), said)
+
+
+def run_ours(name: str, failed_by_base: Sequence[str] = ()) -> Result:
+    """Run the cases of our suites; of a mutant those that its engine passes, until one fails."""
+    engine = _MUTANTS[name].engine_spec if name in _MUTANTS else name
+    options = [f"--deselect={case.replace('[', f'[{engine}', 1)}" for case in failed_by_base]
+    options += ["-x"] if name in _MUTANTS else []
+    world = (f"--world=threads:{_RANKS}", "--no-expectations", "-q")
+    began = time.monotonic()
+    command = (sys.executable, "-m", "pytest", "suites", f"--engine={engine}", *world, *options)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode not in {0, 1}:
+        raise SystemExit(done.stdout + done.stderr)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.*?\])(?: - .*)?$", done.stdout, re.MULTILINE)
+    said = json.dumps([done.stdout.splitlines()[-1], *(case.replace(engine, "", 1) for case in failed)])
+    return Result(name, _OURS, "", _STATES[bool(failed)], round(time.monotonic() - began, 2), said)
 
 
 def _parts(test: unittest.TestCase) -> tuple[str, str]:
@@ -302,66 +319,103 @@ def _headline(texts: Sequence[str]) -> str:
     return "".join((errors or lines)[-1:])[:200]
 
 
+class Campaign:
+    """What has been run so far, kept in a file, and what is still to be run."""
+
+    def __init__(self, folder: Path, out: Path, scratch: Path) -> None:
+        self._modules = [m for file in sorted(folder.rglob("test_*.py")) if (m := load(file)) is not None]
+        suites = [unittest.defaultTestLoader.loadTestsFromModule(module) for module in self._modules]
+        self._tests = {_parts(test): test for test in tests_of(suites)}
+        self._out, self._scratch = out, scratch
+        kept = out.read_text().splitlines() if out.exists() else []
+        self.results = [Result(*json.loads(line)) for line in kept]
+
+    def run_honest(self) -> None:
+        """Run everything on the engines that mutants spoil."""
+        for name in _DOORS:
+            for file, test in (*self._tests, (_OURS, "")):
+                self._once(name, file, test)
+
+    def run_mutant(self, name: str) -> bool:
+        """Run torch's tests and our cases on a mutant until one of each fails; False for a sin out of reach."""
+        base = base_of(resolve(_MUTANTS[name].engine_spec))
+        passed = [r for r in self.results if (r.engine, r.state) == (base, "passed") and r.file != _OURS]
+        for honest in sorted(passed, key=lambda result: result.seconds):
+            state = self._once(name, honest.file, honest.test).state
+            if state == "unreachable":
+                return False
+            if state == "failed" or (state == "hung" and honest.seconds < _LIMIT_S / 3):
+                break
+        self._once(name, _OURS, "", json.loads(self._once(base, _OURS, "").said)[1:])
+        return True
+
+    def _once(self, name: str, file: str, test: str, failed_by_base: Sequence[str] = ()) -> Result:
+        found = [r for r in self.results if (r.engine, r.file, r.test) == (name, file, test)]
+        if not found:
+            found = [
+                run_ours(name, failed_by_base)
+                if file == _OURS
+                else run(name, self._modules, self._tests[file, test], self._scratch)
+            ]
+            self.results += found
+            with self._out.open("a") as out:
+                print(json.dumps(found[0]), file=out)
+        return found[0]
+
+
 def main() -> None:
-    """Run what has not been run yet, and print the table."""
+    """Run what has not been run yet, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("engine", nargs="+")
+    parser.add_argument("--mutants", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("upstream-tests.jsonl"))
     options = parser.parse_args()
     use_cpu()
-    modules = [m for file in sorted(options.folder.rglob("test_*.py")) if (m := load(file)) is not None]
-    tests = [t for m in modules for t in tests_of(unittest.defaultTestLoader.loadTestsFromModule(m))]
-    kept = options.out.read_text().splitlines() if options.out.exists() else []
-    results = [Result(*json.loads(line)) for line in kept]
-    took = {(r.file, r.test): r.seconds for r in results}
-    tests.sort(key=lambda test: took.get(_parts(test), 0))  # what kills a mutant soon comes first
-    with options.out.open("a") as out:
-        for name in _expanded(options.engine):
-            for test in tests:
-                if is_done(results, name, *_parts(test)):
-                    continue
-                results.append(run(name, modules, test))
-                print(json.dumps(results[-1]), file=out, flush=True)
-    print(table(results))
+    with tempfile.TemporaryDirectory() as scratch:
+        campaign = Campaign(options.folder, options.out, Path(scratch))
+        campaign.run_honest()
+        names = [*reachable()]
+        random.Random(options.seed).shuffle(names)
+        within_reach = (name for name in names if campaign.run_mutant(name))
+        drawn = [*itertools.islice(within_reach, options.mutants)]
+    print(f"{table(campaign.results)}\n\n{table_of_mutants(campaign.results, drawn)}")
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return one line for each file of tests: what passed, how long that took, and how many mutants it killed."""
-    lines = [
-        "| file | tests | torch.fsdp2 | reference | seconds | mutants killed |",
-        "|---|---|---|---|---|---|",
-    ]
-    mutants = {r.engine for r in results if r.engine in _MUTANTS}
-    mutants -= {r.engine for r in results if r.state == "unreachable"}
-    for file in [*dict.fromkeys(r.file for r in results), None]:
-        own = [r for r in results if file in {None, r.file}]
-        of_torch = [r for r in own if r.engine == "torch.fsdp2"]
+    """Return one line for each file of tests: how many passed on each engine, and the time of torch's."""
+    lines = ["| file | tests | torch.fsdp2 | reference | seconds |", "|---|---|---|---|---|"]
+    of_torch = [r for r in results if r.engine == "torch.fsdp2" and r.file != _OURS]
+    for file in [*dict.fromkeys(r.file for r in of_torch), "test_"]:
+        own = [r for r in results if r.file.startswith(file)]
         passed = [sum(r.engine == name and r.state == "passed" for r in own) for name in _DOORS]
-        killed = {r.engine for r in own if r.engine in mutants and r.state == "failed"}
-        seconds = sum(r.seconds for r in of_torch)
-        cells = (file or "all", len(of_torch), *passed, f"{seconds:.0f}", f"{len(killed)} of {len(mutants)}")
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        of_file = [r.seconds for r in of_torch if r.file.startswith(file)]
+        lines.append(f"| `{file}` | {len(of_file)} | {passed[0]} | {passed[1]} | {sum(of_file):.0f} |")
     return "\n".join(lines)
 
 
-def _expanded(engines: Sequence[str]) -> Iterator[str]:
-    for engine in engines:
-        of_mutants = re.fullmatch(r"mutants/(\d+)", engine)
-        yield from [*reachable()][:: int(of_mutants[1])] if of_mutants else [engine]
+def table_of_mutants(results: Sequence[Result], drawn: Sequence[str]) -> str:
+    """Return one line for each mutant: what of torch's and of ours fails first, after how long; and the sums."""
+    lines = ["| mutant | torch's test | seconds | our case | seconds |", "|---|---|---|---|---|"]
+    kills, seconds = [0, 0], [0.0, 0.0]
+    for name in drawn:
+        cells = [f"`{name}`"]
+        for side in (False, True):
+            own = [r for r in results if r.engine == name and (r.file == _OURS) is side]
+            took = sum(r.seconds for r in own)
+            seconds[side] += took
+            kills[side] += own[-1].state != "passed"
+            cells += [_killer(own[-1]), f"{took:.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.append(f"| all {len(drawn)} | {kills[0]} | {seconds[0]:.0f} | {kills[1]} | {seconds[1]:.0f} |")
+    return "\n".join(lines)
 
 
-def is_done(results: Sequence[Result], name: str, file: str, test: str) -> bool:
-    """Whether nothing more is to be learned from this test: it was run, or would not matter for a mutant."""
-    own = [r for r in results if r.engine == name]
-    if any((r.file, r.test) == (file, test) for r in own):
-        return True
-    if name not in _MUTANTS:
-        return False
-    base = base_of(resolve(_MUTANTS[name].engine_spec))
-    passed = any((r.engine, r.file, r.test, r.state) == (base, file, test, "passed") for r in results)
-    settled = any(r.state == "unreachable" or (r.file == file and r.state in {"failed", "hung"}) for r in own)
-    return not passed or settled
+def _killer(last: Result) -> str:
+    if last.state == "passed":
+        return "none"
+    case = json.loads(last.said)[1].removeprefix("suites/") if last.file == _OURS else last.test
+    return f"`{case.partition('[')[0].rpartition('.' if last.file != _OURS else '/')[2]}`"
 
 
 if __name__ == "__main__":
