@@ -1,12 +1,11 @@
-"""Torch's own tests of FSDP2 on a CPU beside our suites: on torch's engine, on the reference engine, and on mutants.
+"""Torch's own tests of FSDP2 on a CPU: on torch's engine, on the reference engine, and on mutants drawn by a seed.
 
 ``python -m benchmarks.upstream_tests FOLDER --mutants 20`` takes the folder of torch's files, which are no part of this
 project, adds a line for each test to ``--out``, goes on there where it was interrupted, and prints the tables of
-docs/torch-tests.md. It needs the package expecttest.
+docs/torch-tests.md; ``--ours`` is a run of `shardproof mutants` to compare with. It needs the package expecttest.
 
 The tests ask for GPUs. On loading, their words for a device are replaced by those for a CPU, and ranks are forked, not
-spawned; nothing else of them changes. A mutant runs the tests that its engine passes, the shortest first, and then the
-cases of our suites, each until one fails.
+spawned; nothing else of them changes. A mutant runs the tests that its engine passes, until one fails.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import types
 import unittest
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,14 +42,13 @@ from shardproof.engine.adapters.composable import PreparedComposable
 from shardproof.engine.contract import Engine, Plan, PreparedModel
 from shardproof.engine.mutants.all_mutants import MUTANTS
 from shardproof.engine.registry import resolve
+from shardproof.harness.cli.coverage import killed_in
 
 _LIMIT_S = 150
 _RANKS = 4
 _WORDS = ((r'"cuda(:0)?"', '"cpu"'), (r"\.cuda\([^()]*\)", ".cpu()"), (r"\btorch\.cuda\.", "torch.cpu."))
 _DOORS = {"torch.fsdp2": torch_fsdp2, "reference": reference}
 _MUTANTS = {mutant.name: mutant for mutant in MUTANTS}
-_OURS = "our suites"
-_STATES = ("passed", "failed")
 _CARRIED = {"__init__", "backward", "step", "composable"}
 """What a mutant may override of what it prepares, to be seen by who calls ``fully_shard`` alone."""
 _CALLERS = {"layout", "replicas", "roots", "units", "grouping", "demands"}
@@ -59,7 +56,7 @@ _CALLERS = {"layout", "replicas", "roots", "units", "grouping", "demands"}
 
 
 class Result(NamedTuple):
-    """How one test ended; of our suites, the cases until the first that failed."""
+    """How one test ended."""
 
     engine: str
     file: str
@@ -290,22 +287,6 @@ def run(name: str, modules: Sequence[types.ModuleType], test: unittest.TestCase,
     return Result(name, *_parts(test), state, round(time.monotonic() - began, 2), said)
 
 
-def run_ours(name: str, failed_by_base: Sequence[str] = ()) -> Result:
-    """Run the cases of our suites; of a mutant those that its engine passes, until one fails."""
-    engine = _MUTANTS[name].engine_spec if name in _MUTANTS else name
-    options = [f"--deselect={case.replace('[', f'[{engine}', 1)}" for case in failed_by_base]
-    options += ["-x"] if name in _MUTANTS else []
-    world = (f"--world=threads:{_RANKS}", "--no-expectations", "-q")
-    began = time.monotonic()
-    command = (sys.executable, "-m", "pytest", "suites", f"--engine={engine}", *world, *options)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode not in {0, 1}:
-        raise SystemExit(done.stdout + done.stderr)
-    failed = re.findall(r"^(?:FAILED|ERROR) (.*?\])(?: - .*)?$", done.stdout, re.MULTILINE)
-    said = json.dumps([done.stdout.splitlines()[-1], *(case.replace(engine, "", 1) for case in failed)])
-    return Result(name, _OURS, "", _STATES[bool(failed)], round(time.monotonic() - began, 2), said)
-
-
 def _parts(test: unittest.TestCase) -> tuple[str, str]:
     file, _, name = test.id().partition(".")
     return file, name
@@ -333,30 +314,23 @@ class Campaign:
     def run_honest(self) -> None:
         """Run everything on the engines that mutants spoil."""
         for name in _DOORS:
-            for file, test in (*self._tests, (_OURS, "")):
+            for file, test in self._tests:
                 self._once(name, file, test)
 
     def run_mutant(self, name: str) -> bool:
-        """Run torch's tests and our cases on a mutant until one of each fails; False for a sin out of reach."""
+        """Run what its engine passes, the shortest first, until a test fails; False for a sin out of reach."""
         base = base_of(resolve(_MUTANTS[name].engine_spec))
-        passed = [r for r in self.results if (r.engine, r.state) == (base, "passed") and r.file != _OURS]
+        passed = [r for r in self.results if (r.engine, r.state) == (base, "passed")]
         for honest in sorted(passed, key=lambda result: result.seconds):
             state = self._once(name, honest.file, honest.test).state
-            if state == "unreachable":
-                return False
-            if state == "failed" or (state == "hung" and honest.seconds < _LIMIT_S / 3):
-                break
-        self._once(name, _OURS, "", json.loads(self._once(base, _OURS, "").said)[1:])
+            if state in {"unreachable", "failed"} or (state == "hung" and honest.seconds < _LIMIT_S / 3):
+                return state != "unreachable"
         return True
 
-    def _once(self, name: str, file: str, test: str, failed_by_base: Sequence[str] = ()) -> Result:
+    def _once(self, name: str, file: str, test: str) -> Result:
         found = [r for r in self.results if (r.engine, r.file, r.test) == (name, file, test)]
         if not found:
-            found = [
-                run_ours(name, failed_by_base)
-                if file == _OURS
-                else run(name, self._modules, self._tests[file, test], self._scratch)
-            ]
+            found = [run(name, self._modules, self._tests[file, test], self._scratch)]
             self.results += found
             with self._out.open("a") as out:
                 print(json.dumps(found[0]), file=out)
@@ -369,6 +343,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--mutants", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ours", type=Path, help="a run of `shardproof mutants`")
     parser.add_argument("--out", type=Path, default=Path("upstream-tests.jsonl"))
     options = parser.parse_args()
     use_cpu()
@@ -379,43 +354,37 @@ def main() -> None:
         random.Random(options.seed).shuffle(names)
         within_reach = (name for name in names if campaign.run_mutant(name))
         drawn = [*itertools.islice(within_reach, options.mutants)]
-    print(f"{table(campaign.results)}\n\n{table_of_mutants(campaign.results, drawn)}")
+    killed = killed_in([options.ours]) if options.ours else {}
+    print(table(campaign.results), table_of_mutants(campaign.results, drawn, killed or {}), sep="\n\n")
 
 
 def table(results: Sequence[Result]) -> str:
     """Return one line for each file of tests: how many passed on each engine, and the time of torch's."""
     lines = ["| file | tests | torch.fsdp2 | reference | seconds |", "|---|---|---|---|---|"]
-    of_torch = [r for r in results if r.engine == "torch.fsdp2" and r.file != _OURS]
-    for file in [*dict.fromkeys(r.file for r in of_torch), "test_"]:
+    of_torch = [r for r in results if r.engine == "torch.fsdp2"]
+    for file in [*dict.fromkeys(r.file for r in of_torch), ""]:
         own = [r for r in results if r.file.startswith(file)]
         passed = [sum(r.engine == name and r.state == "passed" for r in own) for name in _DOORS]
-        of_file = [r.seconds for r in of_torch if r.file.startswith(file)]
-        lines.append(f"| `{file}` | {len(of_file)} | {passed[0]} | {passed[1]} | {sum(of_file):.0f} |")
+        seconds = [r.seconds for r in of_torch if r.file.startswith(file)]
+        lines.append(f"| {file or 'all'} | {len(seconds)} | {passed[0]} | {passed[1]} | {sum(seconds):.0f} |")
     return "\n".join(lines)
 
 
-def table_of_mutants(results: Sequence[Result], drawn: Sequence[str]) -> str:
-    """Return one line for each mutant: what of torch's and of ours fails first, after how long; and the sums."""
-    lines = ["| mutant | torch's test | seconds | our case | seconds |", "|---|---|---|---|---|"]
-    kills, seconds = [0, 0], [0.0, 0.0]
+def table_of_mutants(
+    results: Sequence[Result], drawn: Sequence[str], ours: Mapping[str, Collection[str]]
+) -> str:
+    """Return one line for each mutant: the first test of torch's that fails, after how long, and cases of ours."""
+    lines = ["| mutant | first test that fails | tests | seconds | our cases |", "|---|---|---|---|---|"]
+    num_killed = [0, 0]
     for name in drawn:
-        cells = [f"`{name}`"]
-        for side in (False, True):
-            own = [r for r in results if r.engine == name and (r.file == _OURS) is side]
-            took = sum(r.seconds for r in own)
-            seconds[side] += took
-            kills[side] += own[-1].state != "passed"
-            cells += [_killer(own[-1]), f"{took:.0f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines.append(f"| all {len(drawn)} | {kills[0]} | {seconds[0]:.0f} | {kills[1]} | {seconds[1]:.0f} |")
+        own = [r for r in results if r.engine == name]
+        is_killed = own[-1].state != "passed"
+        cases = sum(name in mutants for mutants in ours.values())
+        num_killed = [num_killed[0] + is_killed, num_killed[1] + (cases > 0)]
+        test = f"`{own[-1].test.rpartition('.')[2]}`" if is_killed else "none"
+        lines.append(f"| `{name}` | {test} | {len(own)} | {sum(r.seconds for r in own):.0f} | {cases} |")
+    lines.append(f"| {len(drawn)} | {num_killed[0]} killed | | | {num_killed[1]} killed |")
     return "\n".join(lines)
-
-
-def _killer(last: Result) -> str:
-    if last.state == "passed":
-        return "none"
-    case = json.loads(last.said)[1].removeprefix("suites/") if last.file == _OURS else last.test
-    return f"`{case.partition('[')[0].rpartition('.' if last.file != _OURS else '/')[2]}`"
 
 
 if __name__ == "__main__":
