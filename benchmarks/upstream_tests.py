@@ -49,6 +49,7 @@ _RANKS = 4
 _WORDS = ((r'"cuda(:0)?"', '"cpu"'), (r"\.cuda\([^()]*\)", ".cpu()"), (r"\btorch\.cuda\.", "torch.cpu."))
 _DOORS = {"torch.fsdp2": torch_fsdp2, "reference": reference}
 _MUTANTS = {mutant.name: mutant for mutant in MUTANTS}
+_CONTROL = "adopted."  # an honest engine that takes over what tests prepare, as mutants do
 _CARRIED = {"__init__", "backward", "step", "composable"}
 """What a mutant may override of what it prepares, to be seen by who calls ``fully_shard`` alone."""
 _CALLERS = {"layout", "replicas", "roots", "units", "grouping", "demands"}
@@ -107,13 +108,9 @@ def load(file: Path) -> types.ModuleType | None:
     return module
 
 
-def tests_of(suite: Any) -> Iterator[unittest.TestCase]:
-    """Yield the tests of a suite of suites."""
-    for part in suite:
-        if isinstance(part, unittest.TestCase):
-            yield part
-        else:
-            yield from tests_of(part)
+def tests_of(part: Any) -> Iterator[unittest.TestCase]:
+    """Yield the tests of a test, a suite, or several."""
+    yield from [part] if isinstance(part, unittest.TestCase) else itertools.chain(*map(tests_of, part))
 
 
 class Bridge(threading.local):
@@ -125,9 +122,10 @@ class Bridge(threading.local):
     def __init__(self, name: str, unreachable: Path) -> None:
         self._unreachable = unreachable  # exists as soon as the mutant's sin turns out to need a plan
         # Any: adapters have a type for what they prepare, the contract has none.
-        self.engine: Any = resolve(_MUTANTS[name].engine_spec if name in _MUTANTS else name)
+        spec = _MUTANTS[name].engine_spec if name in _MUTANTS else name.removeprefix(_CONTROL)
+        self.engine: Any = resolve(spec)
         self.base = base_of(self.engine)
-        self.is_mutant = name in _MUTANTS
+        self.is_adopting = name not in _DOORS
         self.adopted: list[tuple[PreparedModel, set[Any]]] = []  # with the graph nodes of all its outputs
         self._is_inside = False
 
@@ -147,7 +145,7 @@ class Bridge(threading.local):
             for name, value in list(vars(module).items()):
                 if isinstance(value, type | types.FunctionType) and value in new:
                     setattr(module, name, new[value])
-        if self.is_mutant:
+        if self.is_adopting:
             setattr(_DOORS[self.base], "open_door", self._opened)  # noqa: B010 - typed
             self._follow_backward_and_steps()
 
@@ -159,7 +157,7 @@ class Bridge(threading.local):
         @functools.wraps(fully_shard)
         def call(module: Any, **options: Any) -> Any:
             module = fully_shard(module, **options)
-            if self.is_mutant:
+            if self.is_adopting:
                 for one in module if isinstance(module, list) else [module]:
                     one.register_forward_pre_hook(lambda root, _: self._adopt(root), prepend=True)
                     one.register_forward_hook(self._remember)
@@ -228,13 +226,13 @@ class Bridge(threading.local):
 
 
 def _graph_of(loss: torch.Tensor) -> Iterator[Any]:
-    seen, open_ = set(), [loss.grad_fn]
+    seen: set[Any] = {None}
+    open_: list[Any] = [loss.grad_fn]
     while open_:
-        node = open_.pop()
-        if node is not None and node not in seen:
+        if (node := open_.pop()) not in seen:
             seen.add(node)
             yield node
-            open_.extend(following for following, _ in node.next_functions)
+            open_ += (following for following, _ in node.next_functions)
 
 
 def reachable() -> Iterator[str]:
@@ -293,11 +291,10 @@ def _parts(test: unittest.TestCase) -> tuple[str, str]:
 
 
 def _headline(texts: Sequence[str]) -> str:
-    lines = [line for text in texts for line in text.splitlines()]
-    errors = [
-        s for s in lines if re.match(r"[\w.]*(Error|Exception|Warning)\b", s) and "exited with" not in s
-    ]
-    return "".join((errors or lines)[-1:])[:200]
+    errors = re.findall(
+        r"^[\w.]*(?:Error|Exception|Warning)\b(?!.*exited with).*", "\n".join(texts), re.MULTILINE
+    )
+    return "".join(errors[-1:])[:200]
 
 
 class Campaign:
@@ -317,14 +314,23 @@ class Campaign:
             for file, test in self._tests:
                 self._once(name, file, test)
 
-    def run_mutant(self, name: str) -> bool:
-        """Run what its engine passes, the shortest first, until a test fails; False for a sin out of reach."""
+    def run_mutant(self, name: str, longest_s: float) -> bool:
+        """Run what its engine passes until a test fails that the engine still passes; False for a sin out of reach.
+
+        Tests that failed for other mutants come first, and of these, as of others, the shortest.
+        """
         base = base_of(resolve(_MUTANTS[name].engine_spec))
-        passed = [r for r in self.results if (r.engine, r.state) == (base, "passed")]
-        for honest in sorted(passed, key=lambda result: result.seconds):
+        killers = {r[1:3] for r in self.results if r.engine in _MUTANTS and r.state == "failed"}
+        known = {r[1:3] for r in self.results if r.engine == name}
+        passed = [
+            r for r in self.results if (r.engine, r.state) == (base, "passed") and r.seconds <= longest_s
+        ]
+        for honest in sorted(passed, key=lambda r: (r[1:3] not in known, r[1:3] not in killers, r.seconds)):
             state = self._once(name, honest.file, honest.test).state
-            if state in {"unreachable", "failed"} or (state == "hung" and honest.seconds < _LIMIT_S / 3):
-                return state != "unreachable"
+            if state == "unreachable":
+                return False
+            if state != "passed" and self._once(_CONTROL + base, honest.file, honest.test).state == "passed":
+                break
         return True
 
     def _once(self, name: str, file: str, test: str) -> Result:
@@ -344,6 +350,7 @@ def main() -> None:
     parser.add_argument("--mutants", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ours", type=Path, help="a run of `shardproof mutants`")
+    parser.add_argument("--longest", type=float, default=_LIMIT_S, help="seconds of tests that mutants run")
     parser.add_argument("--out", type=Path, default=Path("upstream-tests.jsonl"))
     options = parser.parse_args()
     use_cpu()
@@ -352,7 +359,7 @@ def main() -> None:
         campaign.run_honest()
         names = [*reachable()]
         random.Random(options.seed).shuffle(names)
-        within_reach = (name for name in names if campaign.run_mutant(name))
+        within_reach = (name for name in names if campaign.run_mutant(name, options.longest))
         drawn = [*itertools.islice(within_reach, options.mutants)]
     killed = killed_in([options.ours]) if options.ours else {}
     print(table(campaign.results), table_of_mutants(campaign.results, drawn, killed or {}), sep="\n\n")
@@ -361,11 +368,10 @@ def main() -> None:
 def table(results: Sequence[Result]) -> str:
     """Return one line for each file of tests: how many passed on each engine, and the time of torch's."""
     lines = ["| file | tests | torch.fsdp2 | reference | seconds |", "|---|---|---|---|---|"]
-    of_torch = [r for r in results if r.engine == "torch.fsdp2"]
-    for file in [*dict.fromkeys(r.file for r in of_torch), ""]:
-        own = [r for r in results if r.file.startswith(file)]
+    for file in [*dict.fromkeys(r.file for r in results), ""]:
+        own = [r for r in results if file in {"", r.file}]
         passed = [sum(r.engine == name and r.state == "passed" for r in own) for name in _DOORS]
-        seconds = [r.seconds for r in of_torch if r.file.startswith(file)]
+        seconds = [r.seconds for r in own if r.engine == "torch.fsdp2"]
         lines.append(f"| {file or 'all'} | {len(seconds)} | {passed[0]} | {passed[1]} | {sum(seconds):.0f} |")
     return "\n".join(lines)
 
@@ -375,16 +381,17 @@ def table_of_mutants(
 ) -> str:
     """Return one line for each mutant: the first test of torch's that fails, after how long, and cases of ours."""
     lines = ["| mutant | first test that fails | tests | seconds | our cases |", "|---|---|---|---|---|"]
-    num_killed = [0, 0]
+    passed = {r[1:3] for r in results if r.engine.startswith(_CONTROL) and r.state == "passed"}
+    killers, killed_by_ours = [], 0
     for name in drawn:
         own = [r for r in results if r.engine == name]
-        is_killed = own[-1].state != "passed"
+        killer = [r.test.rpartition(".")[2] for r in own if r.state != "passed" and r[1:3] in passed]
         cases = sum(name in mutants for mutants in ours.values())
-        num_killed = [num_killed[0] + is_killed, num_killed[1] + (cases > 0)]
-        test = f"`{own[-1].test.rpartition('.')[2]}`" if is_killed else "none"
-        lines.append(f"| `{name}` | {test} | {len(own)} | {sum(r.seconds for r in own):.0f} | {cases} |")
-    lines.append(f"| {len(drawn)} | {num_killed[0]} killed | | | {num_killed[1]} killed |")
-    return "\n".join(lines)
+        seconds = sum(r.seconds for r in own)
+        lines.append(f"| `{name}` | {''.join(killer) or '-'} | {len(own)} | {seconds:.0f} | {cases} |")
+        killers += killer
+        killed_by_ours += cases > 0
+    return "\n".join([*lines, f"| {len(drawn)} | {len(killers)} killed | | | {killed_by_ours} killed |"])
 
 
 if __name__ == "__main__":
