@@ -49,6 +49,7 @@ _RANKS = 4
 _WORDS = ((r'"cuda(:0)?"', '"cpu"'), (r"\.cuda\([^()]*\)", ".cpu()"), (r"\btorch\.cuda\.", "torch.cpu."))
 _DOORS = {"torch.fsdp2": torch_fsdp2, "reference": reference}
 _MUTANTS = {mutant.name: mutant for mutant in MUTANTS}
+_KILLS = {"failed", "hung"}
 _CONTROL = "adopted."  # an honest engine that takes over what tests prepare, as mutants do
 _CARRIED = {"__init__", "backward", "step", "composable"}
 """What a mutant may override of what it prepares, to be seen by who calls ``fully_shard`` alone."""
@@ -62,7 +63,7 @@ class Result(NamedTuple):
     engine: str
     file: str
     test: str
-    state: str  # passed, failed, skipped, hung, or unreachable: a sin that no call of fully_shard can carry
+    state: str  # passed, failed, hung, skipped, or unreachable: a sin that no call of fully_shard can carry
     seconds: float
     said: str
 
@@ -167,7 +168,7 @@ class Bridge(threading.local):
 
     def _opened(self, door: Any, model: nn.Module, plan: Plan, mesh: Any, shape: Any) -> None:
         if plan != self._plan:
-            self._unreachable.touch()
+            self._unreachable.write_text("unreachable")
 
     def _adopt(self, root: nn.Module) -> None:
         if any(root in set(prepared.module.modules()) for prepared, _ in self.adopted):
@@ -176,9 +177,15 @@ class Bridge(threading.local):
         units = [name for name, m in root.named_modules() if name and isinstance(m, door.sharded_module)]
         mesh = next((p.device_mesh for p in root.parameters() if hasattr(p, "device_mesh")), None)
         self._plan = Plan(units=tuple(units))
-        prepared = self.engine.prepare(root, self._plan, mesh)
+        try:
+            prepared = self.engine.prepare(root, self._plan, mesh)
+        except Exception:
+            self._unreachable.write_text(
+                "skipped"
+            )  # by code of the mutant that is for other meshes or modules
+            raise
         if not _CARRIED.issuperset(n for n in vars(prepared) if callable(getattr(PreparedModel, n, None))):
-            self._unreachable.touch()
+            self._unreachable.write_text("unreachable")
         self.adopted.append((prepared, set()))
 
     def _remember(self, root: nn.Module, _: Any, output: Any) -> None:
@@ -280,7 +287,8 @@ def run(name: str, modules: Sequence[types.ModuleType], test: unittest.TestCase,
         os.killpg(child.pid or 0, signal.SIGKILL)
     child.join()
     state, said = json.loads(answer.read_text())
-    state = "unreachable" if unreachable.exists() else "hung" if "timed out" in said else state
+    state = "hung" if "timed out" in said else state
+    state = unreachable.read_text() if unreachable.exists() else state
     unreachable.unlink(missing_ok=True)
     return Result(name, *_parts(test), state, round(time.monotonic() - began, 2), said)
 
@@ -319,8 +327,11 @@ class Campaign:
 
         Tests that failed for other mutants come first, and of these, as of others, the shortest.
         """
-        base = base_of(resolve(_MUTANTS[name].engine_spec))
-        killers = {r[1:3] for r in self.results if r.engine in _MUTANTS and r.state == "failed"}
+        engine: Any = resolve(_MUTANTS[name].engine_spec)
+        demands, base = _MUTANTS[name].kills_on.plan.demands, base_of(engine)
+        if "__call__" in vars(engine.prepared_type) or not demands <= torch_fsdp2.CAPABILITIES:
+            return False  # tests call the module itself, and know what torch.fsdp2 has
+        killers = {r[1:3] for r in self.results if r.engine in _MUTANTS and r.state in _KILLS}
         known = {r[1:3] for r in self.results if r.engine == name}
         passed = [
             r for r in self.results if (r.engine, r.state) == (base, "passed") and r.seconds <= longest_s
@@ -329,7 +340,7 @@ class Campaign:
             state = self._once(name, honest.file, honest.test).state
             if state == "unreachable":
                 return False
-            if state != "passed" and self._once(_CONTROL + base, honest.file, honest.test).state == "passed":
+            if state in _KILLS and self._once(_CONTROL + base, honest.file, honest.test).state == "passed":
                 break
         return True
 
@@ -385,7 +396,7 @@ def table_of_mutants(
     killers, killed_by_ours = [], 0
     for name in drawn:
         own = [r for r in results if r.engine == name]
-        killer = [r.test.rpartition(".")[2] for r in own if r.state != "passed" and r[1:3] in passed]
+        killer = [r.test.rpartition(".")[2] for r in own if r.state in _KILLS and r[1:3] in passed]
         cases = sum(name in mutants for mutants in ours.values())
         seconds = sum(r.seconds for r in own)
         lines.append(f"| `{name}` | {''.join(killer) or '-'} | {len(own)} | {seconds:.0f} | {cases} |")
