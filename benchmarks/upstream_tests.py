@@ -133,13 +133,7 @@ class Bridge(threading.local):
     def install(self, modules: Sequence[types.ModuleType]) -> None:
         """Replace the names in the modules that tests see, and open no door once more."""
         door, honest = self._door(), torch_fsdp2.FSDP2_DOOR
-        names = (
-            "sharded_module",
-            "register_forward_method",
-            "share_comm_ctx",
-            "mixed_precision",
-            "cpu_offload",
-        )
+        names = "sharded_module register_forward_method share_comm_ctx mixed_precision cpu_offload".split()
         new = {getattr(honest, name): getattr(door, name) for name in names}
         new[honest.fully_shard] = self._adopting(door.fully_shard)
         for module in (*modules, common_fsdp, torch.distributed.fsdp):
@@ -179,10 +173,8 @@ class Bridge(threading.local):
         self._plan = Plan(units=tuple(units))
         try:
             prepared = self.engine.prepare(root, self._plan, mesh)
-        except Exception:
-            self._unreachable.write_text(
-                "skipped"
-            )  # by code of the mutant that is for other meshes or modules
+        except Exception:  # in code of the mutant that is for other meshes or modules
+            self._unreachable.write_text("skipped")
             raise
         if not _CARRIED.issuperset(n for n in vars(prepared) if callable(getattr(PreparedModel, n, None))):
             self._unreachable.write_text("unreachable")
