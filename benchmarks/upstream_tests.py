@@ -133,14 +133,14 @@ class Bridge(threading.local):
     def install(self, modules: Sequence[types.ModuleType]) -> None:
         """Replace the names in the modules that tests see, and open no door once more."""
         door, honest = self._door(), torch_fsdp2.FSDP2_DOOR
-        names = [
+        kept = {
             "sharded_module",
             "register_forward_method",
             "share_comm_ctx",
             "mixed_precision",
             "cpu_offload",
-        ]
-        new = {getattr(honest, name): getattr(door, name) for name in names}
+        }
+        new = {getattr(honest, name): getattr(door, name) for name in kept}
         new[honest.fully_shard] = self._adopting(door.fully_shard)
         for module in (*modules, common_fsdp, torch.distributed.fsdp):
             for name, value in list(vars(module).items()):

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardproof import EVEN, Capability, Op
 from shardproof.suites.composable import bench as benches
@@ -85,9 +84,22 @@ class _Boxed(torch.Tensor):
     # Torch calls it on the class, and declares it as a method of tensors.
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        (wire, *_) = (leaf.wire for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
-        args, kwargs = tree_map_only(cls, lambda boxed: boxed.plain, (args, kwargs or {}))
-        return tree_map_only(torch.Tensor, lambda plain: cls(plain, wire), func(*args, **kwargs))
+        wires: list[_Wire] = []
+
+        def opened(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return type(value)(map(opened, value))
+            if not isinstance(value, cls):
+                return value
+            wires.append(value.wire)
+            return value.plain
+
+        def boxed(value: Any) -> Any:
+            return cls(value, wires[0]) if isinstance(value, torch.Tensor) else value
+
+        named = {name: opened(value) for name, value in (kwargs or {}).items()}
+        made = func(*opened(args), **named)
+        return type(made)(map(boxed, made)) if isinstance(made, list | tuple) else boxed(made)
 
     def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
         return self.wire.pack(self.plain, mesh, size, stride, module, policy)
