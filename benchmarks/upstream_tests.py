@@ -39,7 +39,7 @@ from torch.testing._internal import common_cuda, common_distributed, common_fsdp
 
 from shardproof.engine.adapters import reference, torch_fsdp2
 from shardproof.engine.adapters.composable import PreparedComposable
-from shardproof.engine.contract import Engine, Layout, Plan, PreparedModel
+from shardproof.engine.contract import Engine, Grouping, Layout, Plan, PreparedModel
 from shardproof.engine.mutants.all_mutants import MUTANTS
 from shardproof.engine.registry import resolve
 from shardproof.harness.cli.coverage import killed_in
@@ -329,8 +329,11 @@ class Campaign:
         plan, base = _MUTANTS[name].kills_on.plan, base_of(engine)
         if "__call__" in vars(engine.prepared_type) or plan.layout is Layout.HYBRID:
             return False  # tests call the module itself, and make their own meshes
-        if not plan.demands <= torch_fsdp2.CAPABILITIES:
-            return False
+        of_groups = any("," in unit for unit in plan.units) or (
+            plan.grouping is Grouping.REQUIRED and not plan.units
+        )
+        if of_groups or not plan.demands <= torch_fsdp2.CAPABILITIES:
+            return False  # no plan names the groups that tests make
         killers = {r[1:3] for r in self.results if r.engine in _MUTANTS and r.state in _KILLS}
         known = {r[1:3] for r in self.results if r.engine == name}
         passed = [
