@@ -1,12 +1,11 @@
-"""Torch's own tests of FSDP2 on a CPU, with torch's engine, the reference engine, or a mutant behind ``fully_shard``.
+"""Torch's own tests of FSDP2 on a CPU: on torch's engine, on the reference engine, and on mutants drawn by a seed.
 
-``python -m benchmarks.upstream_tests FOLDER ENGINE ...`` takes the folder of torch's files, which are not part of this
-project, and adds a line for each test to ``--out``; the same command goes on where it was interrupted, and prints the
-table of docs/torch-tests.md. ENGINE is ``torch.fsdp2``, ``reference``, a mutant, or ``mutants/N``: every Nth
-of those that can stand behind ``fully_shard``.
+``python -m benchmarks.upstream_tests FOLDER --mutants 20`` takes the folder of torch's files, which are no part of this
+project, adds a line for each test to ``--out``, goes on there where it was interrupted, and prints the tables of
+docs/torch-tests.md; ``--ours`` is a run of `shardproof mutants` to compare with. It needs the package expecttest.
 
 The tests ask for GPUs. On loading, their words for a device are replaced by those for a CPU, and ranks are forked, not
-spawned; nothing else of them changes. A mutant runs the tests that its engine passes, each file until one fails.
+spawned; nothing else of them changes. A mutant runs the tests that its engine passes, until one fails.
 """
 
 from __future__ import annotations
@@ -14,16 +13,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import json
+import multiprocessing
 import os
+import random
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 import types
 import unittest
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,19 +39,22 @@ from torch.testing._internal import common_cuda, common_distributed, common_fsdp
 
 from shardproof.engine.adapters import reference, torch_fsdp2
 from shardproof.engine.adapters.composable import PreparedComposable
-from shardproof.engine.contract import Engine, Plan, PreparedModel
+from shardproof.engine.contract import Engine, Grouping, Layout, Plan, PreparedModel
 from shardproof.engine.mutants.all_mutants import MUTANTS
 from shardproof.engine.registry import resolve
+from shardproof.harness.cli.coverage import killed_in
 
 _LIMIT_S = 150
 _RANKS = 4
 _WORDS = ((r'"cuda(:0)?"', '"cpu"'), (r"\.cuda\([^()]*\)", ".cpu()"), (r"\btorch\.cuda\.", "torch.cpu."))
 _DOORS = {"torch.fsdp2": torch_fsdp2, "reference": reference}
 _MUTANTS = {mutant.name: mutant for mutant in MUTANTS}
-
-
+_KILLS = {"failed", "hung"}
+_CONTROL = "adopted."  # an honest engine that takes over what tests prepare, as mutants do
 _CARRIED = {"__init__", "backward", "step", "composable"}
 """What a mutant may override of what it prepares, to be seen by who calls ``fully_shard`` alone."""
+_CALLERS = {"layout", "replicas", "roots", "units", "grouping", "demands"}
+"""What of a plan the caller's own calls stand for; a sin that needs more of one is not drawn."""
 
 
 class Result(NamedTuple):
@@ -56,7 +63,7 @@ class Result(NamedTuple):
     engine: str
     file: str
     test: str
-    state: str  # passed, failed, skipped, hung, or unreachable: a sin that no call of fully_shard can carry
+    state: str  # passed, failed, hung, skipped, or unreachable: a sin that no call of fully_shard can carry
     seconds: float
     said: str
 
@@ -102,13 +109,9 @@ def load(file: Path) -> types.ModuleType | None:
     return module
 
 
-def tests_of(suite: Any) -> Iterator[unittest.TestCase]:
-    """Yield the tests of a suite of suites."""
-    for part in suite:
-        if isinstance(part, unittest.TestCase):
-            yield part
-        else:
-            yield from tests_of(part)
+def tests_of(part: Any) -> Iterator[unittest.TestCase]:
+    """Yield the tests of a test, a suite, or several."""
+    yield from [part] if isinstance(part, unittest.TestCase) else itertools.chain(*map(tests_of, part))
 
 
 class Bridge(threading.local):
@@ -117,48 +120,45 @@ class Bridge(threading.local):
     Each rank that is a thread has one of its own.
     """
 
-    def __init__(self, name: str, unreachable: int) -> None:
-        self._unreachable = (
-            unreachable  # a pipe: what is written there says that the mutant's sin needs a plan
-        )
-        spec = _MUTANTS[name].engine_spec if name in _MUTANTS else name
+    def __init__(self, name: str, unreachable: Path) -> None:
+        self._unreachable = unreachable  # exists as soon as the mutant's sin turns out to need a plan
         # Any: adapters have a type for what they prepare, the contract has none.
+        spec = _MUTANTS[name].engine_spec if name in _MUTANTS else name.removeprefix(_CONTROL)
         self.engine: Any = resolve(spec)
         self.base = base_of(self.engine)
-        self.is_mutant = name in _MUTANTS
+        self.is_adopting = name not in _DOORS
         self.adopted: list[tuple[PreparedModel, set[Any]]] = []  # with the graph nodes of all its outputs
         self._is_inside = False
 
     def install(self, modules: Sequence[types.ModuleType]) -> None:
         """Replace the names in the modules that tests see, and open no door once more."""
-        door = self._door()
-        honest = torch_fsdp2.FSDP2_DOOR
-        new = {
-            honest.fully_shard: self._adopting(door.fully_shard),
-            honest.sharded_module: door.sharded_module,
-            honest.register_forward_method: door.register_forward_method,
-            honest.share_comm_ctx: door.share_comm_ctx,
-            honest.mixed_precision: door.mixed_precision,
-            honest.cpu_offload: door.cpu_offload,
+        door, honest = self._door(), torch_fsdp2.FSDP2_DOOR
+        kept = {
+            "sharded_module",
+            "register_forward_method",
+            "share_comm_ctx",
+            "mixed_precision",
+            "cpu_offload",
         }
+        new = {getattr(honest, name): getattr(door, name) for name in kept}
+        new[honest.fully_shard] = self._adopting(door.fully_shard)
         for module in (*modules, common_fsdp, torch.distributed.fsdp):
             for name, value in list(vars(module).items()):
                 if isinstance(value, type | types.FunctionType) and value in new:
                     setattr(module, name, new[value])
-        if self.is_mutant:
+        if self.is_adopting:
             setattr(_DOORS[self.base], "open_door", self._opened)  # noqa: B010 - typed
             self._follow_backward_and_steps()
 
     def _door(self) -> Any:
-        if self.base == "reference":
-            return self.engine.prepared_type(nn.Module(), Plan(), reference._DOOR).composable()
-        return self.engine.prepared_type(nn.Module(), Plan()).composable()
+        doors = (reference._DOOR,) if self.base == "reference" else ()
+        return self.engine.prepared_type(nn.Module(), Plan(), *doors).composable()
 
     def _adopting(self, fully_shard: Any) -> Any:
         @functools.wraps(fully_shard)
         def call(module: Any, **options: Any) -> Any:
             module = fully_shard(module, **options)
-            if self.is_mutant:
+            if self.is_adopting:
                 for one in module if isinstance(module, list) else [module]:
                     one.register_forward_pre_hook(lambda root, _: self._adopt(root), prepend=True)
                     one.register_forward_hook(self._remember)
@@ -168,7 +168,7 @@ class Bridge(threading.local):
 
     def _opened(self, door: Any, model: nn.Module, plan: Plan, mesh: Any, shape: Any) -> None:
         if plan != self._plan:
-            os.write(self._unreachable, b"!")
+            self._unreachable.write_text("unreachable")
 
     def _adopt(self, root: nn.Module) -> None:
         if any(root in set(prepared.module.modules()) for prepared, _ in self.adopted):
@@ -177,9 +177,13 @@ class Bridge(threading.local):
         units = [name for name, m in root.named_modules() if name and isinstance(m, door.sharded_module)]
         mesh = next((p.device_mesh for p in root.parameters() if hasattr(p, "device_mesh")), None)
         self._plan = Plan(units=tuple(units))
-        prepared = self.engine.prepare(root, self._plan, mesh)
+        try:
+            prepared = self.engine.prepare(root, self._plan, mesh)
+        except Exception:  # in code of the mutant that is for other meshes or modules
+            self._unreachable.write_text("skipped")
+            raise
         if not _CARRIED.issuperset(n for n in vars(prepared) if callable(getattr(PreparedModel, n, None))):
-            os.write(self._unreachable, b"!")
+            self._unreachable.write_text("unreachable")
         self.adopted.append((prepared, set()))
 
     def _remember(self, root: nn.Module, _: Any, output: Any) -> None:
@@ -227,65 +231,63 @@ class Bridge(threading.local):
 
 
 def _graph_of(loss: torch.Tensor) -> Iterator[Any]:
-    seen, open_ = set(), [loss.grad_fn]
+    seen: set[Any] = {None}
+    open_: list[Any] = [loss.grad_fn]
     while open_:
-        node = open_.pop()
-        if node is not None and node not in seen:
+        if (node := open_.pop()) not in seen:
             seen.add(node)
             yield node
-            open_.extend(following for following, _ in node.next_functions)
+            open_ += (following for following, _ in node.next_functions)
 
 
 def reachable() -> Iterator[str]:
-    """Yield the mutants of these engines whose sins may show behind ``fully_shard``."""
+    """Yield the mutants of these engines whose sins may show to who calls ``fully_shard``, and needs no more."""
     for mutant in MUTANTS:
         engine: Any = resolve(mutant.engine_spec)
-        if base_of(engine) and not {"misreads", "Unit"} & vars(type(engine)).keys():
-            own = [c for c in engine.prepared_type.__mro__ if ".mutants." in c.__module__]
-            names = {name for c in own for name in vars(c) if hasattr(PreparedComposable, name)}
-            if {n for n in names - _CARRIED if not n.startswith("__")} == set():
-                yield mutant.name
+        plan, of_any = mutant.kills_on.plan, Plan()
+        if not base_of(engine) or {"misreads", "Unit"} & vars(type(engine)).keys():
+            continue
+        own = [c for c in engine.prepared_type.__mro__ if ".mutants." in c.__module__]
+        names = {n for c in own for n in vars(c) if hasattr(PreparedComposable, n) and not n.startswith("__")}
+        asked = {f.name for f in fields(plan) if getattr(plan, f.name) != getattr(of_any, f.name)}
+        if names <= _CARRIED and asked <= _CALLERS:
+            yield mutant.name
 
 
 def base_of(engine: Engine) -> str:
     """Return the name of the engine that a mutant spoils."""
-    return next(
-        (n for n, door in _DOORS.items() if any(c.__module__ == door.__name__ for c in type(engine).__mro__)),
-        "",
-    )
+    modules = {c.__module__ for c in type(engine).__mro__}
+    return next((name for name, door in _DOORS.items() if door.__name__ in modules), "")
 
 
-def run(name: str, modules: Sequence[types.ModuleType], test: unittest.TestCase) -> Result:
+def run(name: str, modules: Sequence[types.ModuleType], test: unittest.TestCase, scratch: Path) -> Result:
     """Run one test in a process of its own, which its ranks are forks of."""
-    began, (read, write), (heard, unreachable) = time.monotonic(), os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
+    answer, unreachable = scratch / "answer", scratch / "unreachable"
+    answer.write_text('["hung", ""]')
+    began = time.monotonic()
+
+    def body() -> None:
         os.setsid()
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1), os.dup2(null, 2)
-        os.close(read)
         outcome = unittest.TestResult()
         Bridge(name, unreachable).install(modules)
         test.run(outcome)
         bad = [text for _, text in (*outcome.errors, *outcome.failures)]
         state = "failed" if bad else "skipped" if outcome.skipped else "passed"
-        os.write(write, json.dumps([state, _headline(bad or [text for _, text in outcome.skipped])]).encode())
+        answer.write_text(json.dumps([state, _headline(bad or [text for _, text in outcome.skipped])]))
         os._exit(0)
-    for end in (write, unreachable):
-        os.close(end)
-    signal.signal(signal.SIGALRM, lambda *_: os.killpg(child, signal.SIGKILL))
-    signal.alarm(_LIMIT_S + 5)
-    with os.fdopen(read, "rb") as answers:
-        answer = answers.read()
-    signal.alarm(0)
+
+    child = multiprocessing.get_context("fork").Process(target=body)
+    child.start()
+    child.join(_LIMIT_S + 5)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    state, said = json.loads(answer) if answer else ("hung", "")
-    with os.fdopen(heard, "rb") as pipe:
-        state = "unreachable" if pipe.read() else state
-    if "timed out" in said:
-        state = "hung"  # or the machine was busy: no kill is counted
+        os.killpg(child.pid or 0, signal.SIGKILL)
+    child.join()
+    state, said = json.loads(answer.read_text())
+    state = "hung" if "timed out" in said else state
+    state = unreachable.read_text() if unreachable.exists() else state
+    unreachable.unlink(missing_ok=True)
     return Result(name, *_parts(test), state, round(time.monotonic() - began, 2), said)
 
 
@@ -295,73 +297,120 @@ def _parts(test: unittest.TestCase) -> tuple[str, str]:
 
 
 def _headline(texts: Sequence[str]) -> str:
-    lines = [line for text in texts for line in text.splitlines()]
-    errors = [
-        s for s in lines if re.match(r"[\w.]*(Error|Exception|Warning)\b", s) and "exited with" not in s
-    ]
-    return "".join((errors or lines)[-1:])[:200]
+    errors = re.findall(
+        r"^[\w.]*(?:Error|Exception|Warning)\b(?!.*exited with).*", "\n".join(texts), re.MULTILINE
+    )
+    return "".join(errors[-1:])[:200]
+
+
+class Campaign:
+    """What has been run so far, kept in a file, and what is still to be run."""
+
+    def __init__(self, folder: Path, out: Path, scratch: Path) -> None:
+        self._modules = [m for file in sorted(folder.rglob("test_*.py")) if (m := load(file)) is not None]
+        suites = [unittest.defaultTestLoader.loadTestsFromModule(module) for module in self._modules]
+        self._tests = {_parts(test): test for test in tests_of(suites)}
+        self._out, self._scratch = out, scratch
+        kept = out.read_text().splitlines() if out.exists() else []
+        self.results = [Result(*json.loads(line)) for line in kept]
+
+    def run_honest(self) -> None:
+        """Run everything on the engines that mutants spoil."""
+        for name in _DOORS:
+            for file, test in self._tests:
+                self._once(name, file, test)
+
+    def run_mutant(self, name: str, longest_s: float) -> bool:
+        """Run what its engine passes until a test fails that the engine still passes; False for a sin out of reach.
+
+        Tests that failed for other mutants come first, and of these, as of others, the shortest.
+        """
+        engine: Any = resolve(_MUTANTS[name].engine_spec)
+        plan, base = _MUTANTS[name].kills_on.plan, base_of(engine)
+        if "__call__" in vars(engine.prepared_type) or plan.layout is Layout.HYBRID:
+            return False  # tests call the module itself, and make their own meshes
+        of_groups = any("," in unit for unit in plan.units) or (
+            plan.grouping is Grouping.REQUIRED and not plan.units
+        )
+        if of_groups or not plan.demands <= torch_fsdp2.CAPABILITIES:
+            return False  # no plan names the groups that tests make
+        killers = {r[1:3] for r in self.results if r.engine in _MUTANTS and r.state in _KILLS}
+        known = {r[1:3] for r in self.results if r.engine == name}
+        passed = [
+            r for r in self.results if (r.engine, r.state) == (base, "passed") and r.seconds <= longest_s
+        ]
+        for honest in sorted(passed, key=lambda r: (r[1:3] not in known, r[1:3] not in killers, r.seconds)):
+            state = self._once(name, honest.file, honest.test).state
+            if state == "unreachable":
+                return False
+            if state in _KILLS and self._once(_CONTROL + base, honest.file, honest.test).state == "passed":
+                break
+        return True
+
+    def _once(self, name: str, file: str, test: str) -> Result:
+        found = [r for r in self.results if (r.engine, r.file, r.test) == (name, file, test)]
+        if not found:
+            found = [run(name, self._modules, self._tests[file, test], self._scratch)]
+            self.results += found
+            with self._out.open("a") as out:
+                print(json.dumps(found[0]), file=out)
+        return found[0]
 
 
 def main() -> None:
-    """Run what has not been run yet, and print the table."""
+    """Run what has not been run yet, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("engine", nargs="+")
+    parser.add_argument("--mutants", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ours", type=Path, help="a run of `shardproof mutants`")
+    parser.add_argument("--longest", type=float, default=_LIMIT_S, help="seconds of tests that mutants run")
     parser.add_argument("--out", type=Path, default=Path("upstream-tests.jsonl"))
     options = parser.parse_args()
     use_cpu()
-    modules = [m for file in sorted(options.folder.rglob("test_*.py")) if (m := load(file)) is not None]
-    tests = [t for m in modules for t in tests_of(unittest.defaultTestLoader.loadTestsFromModule(m))]
-    kept = options.out.read_text().splitlines() if options.out.exists() else []
-    results = [Result(*json.loads(line)) for line in kept]
-    took = {(r.file, r.test): r.seconds for r in results}
-    tests.sort(key=lambda test: took.get(_parts(test), 0))  # what kills a mutant soon comes first
-    with options.out.open("a") as out:
-        for name in _expanded(options.engine):
-            for test in tests:
-                if is_done(results, name, *_parts(test)):
-                    continue
-                results.append(run(name, modules, test))
-                print(json.dumps(results[-1]), file=out, flush=True)
-    print(table(results))
+    with tempfile.TemporaryDirectory() as scratch:
+        campaign = Campaign(options.folder, options.out, Path(scratch))
+        campaign.run_honest()
+        names = [*reachable()]
+        random.Random(options.seed).shuffle(names)
+        within_reach = (name for name in names if campaign.run_mutant(name, options.longest))
+        drawn = [*itertools.islice(within_reach, options.mutants)]
+    killed = killed_in([options.ours]) if options.ours else {}
+    print(table(campaign.results), table_of_mutants(campaign.results, drawn, killed or {}), sep="\n\n")
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return one line for each file of tests: what passed, how long that took, and how many mutants it killed."""
+    """Return one line for each file of tests: how many passed on each engine, and the time of torch's."""
     lines = [
-        "| file | tests | torch.fsdp2 | reference | seconds | mutants killed |",
-        "|---|---|---|---|---|---|",
+        "| file | tests | pass on torch.fsdp2 | of these on reference | seconds |",
+        "|---|---|---|---|---|",
     ]
-    mutants = {r.engine for r in results if r.engine in _MUTANTS}
-    mutants -= {r.engine for r in results if r.state == "unreachable"}
-    for file in [*dict.fromkeys(r.file for r in results), None]:
-        own = [r for r in results if file in {None, r.file}]
-        of_torch = [r for r in own if r.engine == "torch.fsdp2"]
-        passed = [sum(r.engine == name and r.state == "passed" for r in own) for name in _DOORS]
-        killed = {r.engine for r in own if r.engine in mutants and r.state == "failed"}
-        seconds = sum(r.seconds for r in of_torch)
-        cells = (file or "all", len(of_torch), *passed, f"{seconds:.0f}", f"{len(killed)} of {len(mutants)}")
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+    for file in [*dict.fromkeys(r.file for r in results), ""]:
+        own = [r for r in results if file in {"", r.file}]
+        of_torch, of_ours = ({r[1:3] for r in own if r.engine == n and r.state == "passed"} for n in _DOORS)
+        seconds = [r.seconds for r in own if r.engine == "torch.fsdp2"]
+        lines.append(
+            f"| {file or 'all'} | {len(seconds)} | {len(of_torch)} | {len(of_torch & of_ours)} | {sum(seconds):.0f} |"
+        )
     return "\n".join(lines)
 
 
-def _expanded(engines: Sequence[str]) -> Iterator[str]:
-    for engine in engines:
-        of_mutants = re.fullmatch(r"mutants/(\d+)", engine)
-        yield from [*reachable()][:: int(of_mutants[1])] if of_mutants else [engine]
-
-
-def is_done(results: Sequence[Result], name: str, file: str, test: str) -> bool:
-    """Whether nothing more is to be learned from this test: it was run, or would not matter for a mutant."""
-    own = [r for r in results if r.engine == name]
-    if any((r.file, r.test) == (file, test) for r in own):
-        return True
-    if name not in _MUTANTS:
-        return False
-    base = base_of(resolve(_MUTANTS[name].engine_spec))
-    passed = any((r.engine, r.file, r.test, r.state) == (base, file, test, "passed") for r in results)
-    settled = any(r.state == "unreachable" or (r.file == file and r.state in {"failed", "hung"}) for r in own)
-    return not passed or settled
+def table_of_mutants(
+    results: Sequence[Result], drawn: Sequence[str], ours: Mapping[str, Collection[str]]
+) -> str:
+    """Return one line for each mutant: the first test of torch's that fails, after how long, and cases of ours."""
+    lines = ["| mutant | first test that fails | tests | seconds | our cases |", "|---|---|---|---|---|"]
+    passed = {r[1:3] for r in results if r.engine.startswith(_CONTROL) and r.state == "passed"}
+    killers, killed_by_ours = [], 0
+    for name in drawn:
+        own = [r for r in results if r.engine == name]
+        killer = [r.test.rpartition(".")[2] for r in own if r.state in _KILLS and r[1:3] in passed]
+        cases = sum(name in mutants for mutants in ours.values())
+        seconds = sum(r.seconds for r in own)
+        lines.append(f"| `{name}` | {''.join(killer) or '-'} | {len(own)} | {seconds:.0f} | {cases} |")
+        killers += killer
+        killed_by_ours += cases > 0
+    return "\n".join([*lines, f"| {len(drawn)} | {len(killers)} killed | | | {killed_by_ours} killed |"])
 
 
 if __name__ == "__main__":

@@ -107,14 +107,28 @@ def _notes(covered: Coverage) -> list[str]:
         rows = [found.row for found in covered.rows if found.state is state]
         if rows:
             parts.append("\n".join([title, "", *(f"- {row.id}: {row.missing or row.why}" for row in rows)]))
+    others = [found for found in covered.observable if not found.has_passed]
+    if covered.engines and others:
+        parts.append("PASSED by no engine here: " + ", ".join(map(_why_not, others)))
     if covered.missing:
         parts.append("No case stands for: " + ", ".join(row.id for row in covered.missing))
     return parts
 
 
+def _why_not(found: RowCoverage) -> str:
+    verdicts = {str(row.verdict) for row in found.verdicts if row.verdict}
+    return f"{found.row.id} ({', '.join(sorted(verdicts)) or 'not run'})"
+
+
 def _summary(covered: Coverage) -> str:
-    num_rows = len(covered.rows)
-    passed = ", ".join(f"{one_line(engine)}: {covered.num_passed(engine)}" for engine in covered.engines)
-    verdicts = f"; PASSED by {passed}" if passed else ""
-    covers = sum(bool(found.cases) for found in covered.rows)
-    return f"{covers} of {num_rows} rows have cases{verdicts}"
+    with_cases = f"{sum(bool(found.cases) for found in covered.rows)} of {len(covered.rows)} rows have cases"
+    if not covered.engines:
+        return with_cases
+    rows = covered.observable
+    passed = sum(found.has_passed for found in rows)
+    own = ", ".join(f"{one_line(engine)}: {covered.num_passed(engine)}" for engine in covered.engines)
+    of_device = covered.num_rows(RowState.DEVICE)
+    return (
+        f"{with_cases}; PASSED by {own}; {passed} of {len(rows)} rows that a CPU can show PASSED by one of these "
+        f"({passed / len(rows):.1%}), {of_device} need a GPU"
+    )

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from shardproof.engine.contract import Accumulation, Capability, Plan
+from shardproof.fixtures.few_bits import FEW_BITS
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import EXACT_LINEAR, MLP_BUFFERS, MLP_UNEVEN, TRANSFORMER, ModelProblem
 from shardproof.fixtures.random_draws import DROPPED, DROPPED_AND_RECOMPUTED, NOISY
 from shardproof.fixtures.thin import EMPTY_ROWS
 from shardproof.harness.cases.training import Clip, LoopOrder, Schedule, Training, ZeroGrad, loss_weight
-from shardproof.harness.laws.tolerance import MULTIPLE, allowed_error
+from shardproof.harness.laws.tolerance import MULTIPLE, allowed_error, rounded_scale
 from shardproof.harness.training.draws import Seeds, drawing_in
 from shardproof.harness.training.oracle import (
     LOSSES,
@@ -212,6 +213,21 @@ def test_without_noise_two_roundings_are_allowed_and_one_of_a_gradient_in_the_dt
         history = (short.initial[name], *(short.steps[i].parameters[name] for i in (0, 1)))
         largest = max(value.abs().max().item() for value in history)
         assert allowed_error(short, of_parameter) == pytest.approx(MULTIPLE * 2 * eps * largest)
+
+
+def test_of_few_bits_a_parameter_may_be_off_by_one_rounding_and_a_state_by_two() -> None:
+    (block,) = (block for block in FEW_BITS if block.name == "PureBfloat16")
+    oracle = _silent(run_oracle(Training(problem=block, optimizer=ADAMW, plan=Plan(units=block.units)), 2))
+    for quantity, num_roundings in ((Quantity.PARAMETER, 1), (Quantity.OPTIMIZER_STATE, 2)):
+        places = [
+            p
+            for p in oracle.noise
+            if p.quantity is quantity and oracle.dtype(quantity, p.name) is torch.bfloat16
+        ]
+        assert places
+        for place in places:
+            expected = num_roundings * torch.finfo(torch.bfloat16).eps * rounded_scale(oracle, place)
+            assert allowed_error(oracle, place) == pytest.approx(expected)
 
 
 def test_a_clipped_gradient_may_be_off_by_as_much_less() -> None:

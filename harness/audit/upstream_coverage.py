@@ -139,6 +139,11 @@ class RowCoverage:
     num_killed: int | None = None  # of those, by the cases, in a run of mutants; None without one
 
     @property
+    def has_passed(self) -> bool:
+        """Whether the row's verdict is PASSED for one of the engines."""
+        return any(found.verdict is Verdict.PASSED for found in self.verdicts)
+
+    @property
     def state(self) -> RowState:
         """How far the row is covered."""
         return self.row.state(has_cases=bool(self.cases))
@@ -156,6 +161,12 @@ class Coverage:
     def missing(self) -> tuple[Row, ...]:
         """Rows that a case could stand for, and none does."""
         return tuple(found.row for found in self.rows if found.state is RowState.OPEN)
+
+    @property
+    def observable(self) -> tuple[RowCoverage, ...]:
+        """Rows that some engine can show on a CPU."""
+        beyond = {RowState.NEWER, RowState.DEVICE, RowState.INTERNAL}
+        return tuple(found for found in self.rows if found.state not in beyond)
 
     def num_passed(self, engine: str, file: str | None = None) -> int:
         """Count the rows, of one file or of all, whose verdict for this engine is PASSED."""

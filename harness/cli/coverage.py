@@ -28,7 +28,7 @@ from shardproof.harness.records.run import read_run
 from shardproof.harness.runner.invoke import call_pytest, suites
 from shardproof.reports.coverage_table import render, render_markdown
 
-__all__ = ["collect", "show_coverage"]
+__all__ = ["collect", "killed_in", "show_coverage"]
 
 
 class _CasesWithRows:
@@ -66,7 +66,7 @@ def show_coverage(folders: Sequence[Path], *, api: str | None, is_markdown: bool
         print(said.getvalue(), file=sys.stderr)
         return USAGE if code == pytest.ExitCode.USAGE_ERROR else OUR_FAULT
     check_patterns(table, found.rows)
-    covered = cover(table, found.rows, records, found.mutants, _killed(folders))
+    covered = cover(table, found.rows, records, found.mutants, killed_in(folders))
     print(_rendered(covered, is_markdown=is_markdown))
     damage = [problem for run in runs if run.is_damaged for problem in run.problems]
     for problem in damage:
@@ -74,7 +74,7 @@ def show_coverage(folders: Sequence[Path], *, api: str | None, is_markdown: bool
     return DOES_NOT_CONFORM if covered.missing or damage else CONFORMS
 
 
-def _killed(folders: Sequence[Path]) -> Mapping[str, set[str]] | None:
+def killed_in(folders: Sequence[Path]) -> Mapping[str, set[str]] | None:
     """Return the mutants that each case has killed, from those of the folders that `shardproof mutants` wrote."""
     selections = [
         (folder, selection) for folder in folders if (selection := read_selection(folder)) is not None

@@ -55,7 +55,7 @@ def error_of_noise(
     """Return the error that is allowed where noise was measured in ``dtype``."""
     floor = _FLOOR_ROUNDINGS * torch.finfo(dtype).eps * oracle.scales[place]
     if not oracle.is_widened and place.quantity in {Quantity.PARAMETER, Quantity.OPTIMIZER_STATE}:
-        return _disturbed(noise, floor, dtype)
+        return _disturbed(place.quantity, noise, floor, dtype)
     if not oracle.is_widened and is_narrow(dtype):
         return max(MULTIPLE * noise, floor)
     reduced_in = oracle.plan.reduction_dtype
@@ -64,12 +64,13 @@ def error_of_noise(
     return MULTIPLE * max(noise, floor)
 
 
-def _disturbed(noise: float, floor: float, dtype: torch.dtype) -> float:
+def _disturbed(quantity: Quantity, noise: float, floor: float, dtype: torch.dtype) -> float:
     """Return the error that is allowed of what an optimizer made, where its own operators were disturbed too.
 
-    Within a step of few bits lies the last bit of an update, which is no sign of a larger error.
+    Within a step of few bits lies the last bit of an update, which is no sign of a larger error. A state has another
+    such bit of the gradient that went into it: honest engines on four and five ranks differ by both.
     """
     if is_narrow(dtype):
-        step = floor / _FLOOR_ROUNDINGS
+        step = floor if quantity is Quantity.OPTIMIZER_STATE else floor / _FLOOR_ROUNDINGS
         return step + max(0.0, _MULTIPLE_OF_DISTURBED * (noise - step))
     return max(_MULTIPLE_OF_DISTURBED * noise, MULTIPLE * floor)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardproof import EVEN, Capability, Op
 from shardproof.suites.composable import bench as benches
-from shardproof.suites.composable.bench import STEP, Bench, whole
+from shardproof.suites.composable.bench import STEP, Bench
 from shardproof.suites.wrapper.model import LR, copies, gradients, tower
 
 expects = partial(benches.expects, beside=frozenset({Capability.PACKED_GATHERS}))
@@ -24,25 +24,30 @@ NUM_STEPS = 2
 class _Wire:
     """Sends values without their fractions, in 16 bits, padded to the rows of the largest shard."""
 
-    def __init__(self, shard: torch.Tensor, num_shards: int) -> None:
-        self._shard = shard
-        self._num_shards = num_shards
+    def __init__(self, num_shards: int) -> None:
+        self.num_shards = num_shards
         self.told: list[Any] = []  # Any: what an engine hands over
         self.calls: list[str] = []
         self.num_bytes = 0
 
     # Any: the policy's type is the engine's own.
     def pack(
-        self, mesh: DeviceMesh, size: torch.Size, stride: tuple[int, ...], module: nn.Module, policy: Any
+        self,
+        shard: torch.Tensor,
+        mesh: DeviceMesh,
+        size: torch.Size,
+        stride: tuple[int, ...],
+        module: nn.Module,
+        policy: Any,
     ) -> tuple[tuple[torch.Tensor, ...], int]:
         """Round down and pad."""
         self.calls.append("pack")
         self.told.append((mesh.mesh.tolist(), size, stride, module))
         payload = torch.zeros(
-            (-(-size[0] // self._num_shards), *size[1:]), dtype=torch.float16, device=self._shard.device
+            (-(-size[0] // self.num_shards), *size[1:]), dtype=torch.float16, device=shard.device
         )
-        payload[: len(self._shard)] = self._shard.floor()
-        self.num_bytes += payload.nbytes * self._num_shards
+        payload[: len(shard)] = shard.floor()
+        self.num_bytes += payload.nbytes * self.num_shards
         return (payload,), size[0]
 
     def unpack(
@@ -62,16 +67,45 @@ class _Wire:
         return None
 
 
-def _wired(model: nn.Module, num_shards: int) -> dict[str, _Wire]:
-    """Hang a pack and an unpack on every shard."""
-    wires = {}
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor)
-        shard: Any = parameter._local_tensor  # to_local() returns a view of the tensor that the engine has
-        wires[name] = _Wire(shard, num_shards)
-        shard.fsdp_pre_all_gather = wires[name].pack
-        shard.fsdp_post_all_gather = wires[name].unpack
-    return wires
+class _Boxed(torch.Tensor):
+    """A tensor around another, whose class packs and unpacks, as do the tensors that are made of it."""
+
+    plain: torch.Tensor
+    wire: _Wire
+
+    # Any: arguments of any operator, and what an engine hands over.
+    def __new__(cls, plain: torch.Tensor, wire: _Wire) -> Any:
+        tensor: Any = torch.Tensor  # whose constructor of such classes has no type
+        form = {"dtype": plain.dtype, "device": plain.device, "strides": plain.stride()}
+        boxed = tensor._make_wrapper_subclass(cls, plain.shape, **form)
+        boxed.plain, boxed.wire = plain, wire
+        return boxed
+
+    # Torch calls it on the class, and declares it as a method of tensors.
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        wires: list[_Wire] = []
+
+        def opened(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return type(value)(map(opened, value))
+            if not isinstance(value, cls):
+                return value
+            wires.append(value.wire)
+            return value.plain
+
+        def boxed(value: Any) -> Any:
+            return cls(value, wires[0]) if isinstance(value, torch.Tensor) else value
+
+        named = {name: opened(value) for name, value in (kwargs or {}).items()}
+        made = func(*opened(args), **named)
+        return type(made)(map(boxed, made)) if isinstance(made, list | tuple) else boxed(made)
+
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
+        return self.wire.pack(self.plain, mesh, size, stride, module, policy)
+
+    def fsdp_post_all_gather(self, gathered: Any, num_rows: Any, dtype: Any, *, out: Any = None) -> Any:
+        return self.wire.unpack(gathered, num_rows, dtype, out=out)
 
 
 @pytest.mark.worlds(EVEN)
@@ -84,15 +118,54 @@ def _wired(model: nn.Module, num_shards: int) -> dict[str, _Wire]:
 @expects(STEP, TOLD, CALLS, BYTES)
 def test_shards_pack_themselves(bench: Bench, layout: str, frees: bool) -> None:
     num_replicas = {"shards": 1, "hybrid": 2, "alone": bench.size}[layout]
-    num_shards = bench.size // num_replicas
     mesh = bench.mesh(None if layout == "shards" else num_replicas)
-    model, values = tower(), copies(tower().named_parameters())
-    shapes = {name: (value.shape, value.stride()) for name, value in values.items()}
-    with torch.no_grad():
-        for tensor in (*values.values(), *model.parameters()):
-            tensor.add_(0.25)
+    model, wires = tower(), _wires(bench.size // num_replicas)
     bench.shard(model, mesh=mesh, reshard_after_forward=frees)
-    wires = _wired(model, num_shards)
+    for name, shard in _shards(model).items():
+        shard.fsdp_pre_all_gather = partial(wires[name].pack, shard)
+        shard.fsdp_post_all_gather = wires[name].unpack
+    _train_packed(bench, model, wires)
+
+
+@pytest.mark.worlds(EVEN)
+@pytest.mark.kills("GathersWithoutPacking", "PacksOnceForAll")
+@pytest.mark.parametrize("frees", [True, False], ids=["freed", "kept"])
+@pytest.mark.parametrize("start", ["stored", "empty_in_bfloat16"])
+@expects(STEP, TOLD, CALLS, BYTES)
+def test_classes_of_shards_pack_them(bench: Bench, start: str, frees: bool) -> None:
+    is_empty = start != "stored"
+    with torch.device("meta" if is_empty else bench.device):
+        model = tower()
+    wires = _wires(bench.size)
+    for name, parameter in list(model.named_parameters()):
+        module, _, own = name.rpartition(".")
+        boxed = nn.Parameter(_Boxed(parameter.detach(), wires[name]))
+        model.get_submodule(module).register_parameter(own, boxed)
+    policy = bench.door.mixed_precision(torch.bfloat16 if is_empty else None, torch.float32)
+    bench.shard(model, reshard_after_forward=frees, mp_policy=policy)
+    if is_empty:
+        model.to_empty(device=bench.device)
+        model.load_state_dict(dict(tower().named_buffers()), strict=False)
+    _train_packed(bench, model, wires)
+
+
+def _wires(num_shards: int) -> dict[str, _Wire]:
+    return {name: _Wire(num_shards) for name, _ in tower().named_parameters()}
+
+
+def _shards(model: nn.Module) -> dict[str, Any]:  # Any: tensors that gain attributes
+    """Return the tensors that the engine has; to_local() would return views of them."""
+    return {name: p._local_tensor for name, p in model.named_parameters() if isinstance(p, DTensor)}
+
+
+def _train_packed(bench: Bench, model: nn.Module, wires: dict[str, _Wire]) -> None:
+    """Claim that a model whose shards have fractions trains as one process does that computes without them."""
+    num_shards = wires["head.bias"].num_shards
+    index = bench.rank % num_shards
+    values = {name: value + 0.25 for name, value in copies(tower().named_parameters()).items()}
+    shapes = {name: (value.shape, value.stride()) for name, value in values.items()}
+    for name, shard in _shards(model).items():
+        shard.copy_(_part(values[name], index, num_shards))
     optimizer = torch.optim.SGD(model.parameters(), lr=LR / 64)
     for step in range(NUM_STEPS):
         bench.train(model, step=step)
@@ -103,7 +176,8 @@ def test_shards_pack_themselves(bench: Bench, layout: str, frees: bool) -> None:
         learnt = gradients(alone, bench.ranks, [step])
         values = {name: value - LR / 64 * learnt[name] for name, value in values.items()}
     gathers = [e for e in bench.ledger() if e.op is Op.ALL_GATHER]
-    bench.same(STEP, whole(model), values)
+    held = {name: getattr(shard, "plain", shard) for name, shard in _shards(model).items()}
+    bench.same(STEP, held, {name: _part(value, index, num_shards) for name, value in values.items()})
     first = bench.rank // num_shards * num_shards
     told = [*range(first, first + num_shards)]
     for name, wire in wires.items():
@@ -114,3 +188,8 @@ def test_shards_pack_themselves(bench: Bench, layout: str, frees: bool) -> None:
     of_shards = num_shards > 1
     bench.same(CALLS, len(gathers), sum(per_unit) * of_shards)
     bench.same(BYTES, sum(e.num_bytes for e in gathers), sum(w.num_bytes for w in wires.values()) * of_shards)
+
+
+def _part(value: torch.Tensor, index: int, num_shards: int) -> torch.Tensor:
+    parts = value.chunk(num_shards)
+    return parts[index] if index < len(parts) else value[:0]
