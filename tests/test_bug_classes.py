@@ -36,7 +36,6 @@ class Row:
 
     @property
     def names(self) -> list[str]:
-        """The mutants named."""
         return re.findall(r"`(\w+)`", self.mutants)
 
     @property
@@ -46,7 +45,6 @@ class Row:
 
     @property
     def line(self) -> str:
-        """The row as it stands on the page."""
         return f"| {self.sin} | {self.reports} | {self.mutants} |"
 
     def rendered(self, mutants: Sequence[Mutant]) -> Row:
@@ -57,7 +55,6 @@ class Row:
         return replace(self, mutants=", ".join(f"`{name}`" for name in names)) if names else self
 
     def problems(self, known: frozenset[str]) -> Iterator[str]:
-        """Yield what is wrong with it."""
         if unknown := sorted(set(self.names) - known):
             yield f"{self.sin}: no mutants {unknown}"
         form = ", ".join(f"`{name}`" for name in self.names)

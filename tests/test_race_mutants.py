@@ -51,7 +51,6 @@ class Expected:
 
     @property
     def training(self) -> Training:
-        """Return the training that shows it."""
         return replace(racing_training(self.plan, self.microbatches), script=self.script)
 
     def found_in(self, report: RaceReport) -> set[Found]:

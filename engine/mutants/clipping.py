@@ -50,7 +50,6 @@ class _PreparedOwnClipping(PreparedFullyShard):
         return float(power ** (1 / norm_type))
 
     def scale(self, max_norm: float, total: float) -> float:
-        """Return what gradients are multiplied with."""
         return min(1.0, max_norm / (total + 1e-6))
 
     def own_norm(self, norm_type: float) -> torch.Tensor:
@@ -65,7 +64,6 @@ class _PreparedOwnClipping(PreparedFullyShard):
                 yield gradient.to_local().detach()
 
     def mesh(self) -> DeviceMesh:
-        """Return the mesh that the parameters lie on."""
         mesh = next(p.device_mesh for p in self.named.parameters() if isinstance(p, DTensor))
         assert isinstance(mesh, DeviceMesh)
         return mesh

@@ -26,7 +26,6 @@ class _Door(PreparedReference):
 
     # Any: modules gain methods, and options are what a mutant overlooks.
     def fully_shard(self, module: Any, **options: Any) -> Any:
-        """Shard as the reference engine does."""
         return super().composable().fully_shard(module, **options)
 
     def composable(self) -> FrontDoor:

@@ -268,7 +268,6 @@ class CompressesNothing(FullyShardedDataParallelEngine):
 
 
 def _norm(wrapper: FullyShardedDataParallel, norm_type: float) -> torch.Tensor:
-    """Compute the norm of what this rank has."""
     grads = [p.grad.detach().flatten() for p in wrapper.parameters() if p.grad is not None]
     flat = torch.cat(grads) if grads else torch.zeros(1)
     total: torch.Tensor = torch.linalg.vector_norm(flat, norm_type)
@@ -276,7 +275,6 @@ def _norm(wrapper: FullyShardedDataParallel, norm_type: float) -> torch.Tensor:
 
 
 def _clip(wrapper: FullyShardedDataParallel, max_norm: float, total: torch.Tensor) -> torch.Tensor:
-    """Clip by this norm, and return it."""
     _scale(wrapper, (max_norm / (total + 1e-6)).clamp(max=1.0))
     return total
 

@@ -259,7 +259,6 @@ class UntiesSharedParameters(ReferenceEngine):
             return {n: s for n, s in state.items() if n.rpartition("/")[0] not in self.copies}
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Untie, then prepare honestly."""
         plan.refuse_beyond(self.capabilities)
         copies = frozenset(name for _, *others in _ties(model) for name in others)
         for name in copies:

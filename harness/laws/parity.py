@@ -88,7 +88,6 @@ class MatchesOracle:
     name: str = "matches the oracle"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Rule on every tensor of every rank."""
         findings: list[_Finding] = []
         closest: list[_Closest] = []
         num_checked = 0

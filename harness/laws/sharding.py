@@ -236,7 +236,6 @@ class EveryRowMoves:
 
     @property
     def name(self) -> str:
-        """Return whose rows."""
         return f"every row of {self.parameter} moves"
 
     def judge(self, evidence: Evidence) -> Ruling:

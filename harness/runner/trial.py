@@ -42,7 +42,6 @@ class Trial:
 
     @property
     def world_size(self) -> int:
-        """How many ranks the world has."""
         return self._cell.world.size
 
     def applies(self, *, unless: str) -> None:

@@ -177,7 +177,6 @@ class EngineActor(Actor):
         )
 
     def recover(self) -> None:
-        """Pass it on."""
         self._prepared.recover()
 
     def zero_grad(self) -> None:
@@ -195,7 +194,6 @@ class EngineActor(Actor):
                 parameter.grad = parameter.grad * 0.5
 
     def convert(self, *dtypes: torch.dtype) -> None:
-        """Pass it on."""
         for dtype in dtypes:
             self._prepared.convert(dtype)
 

@@ -101,7 +101,6 @@ class Pipeline(PreparedModel):
         actor.tape.losses.extend(float(loss.detach()) for loss in losses)
 
     def optimizer(self, factory: OptimizerFactory) -> None:
-        """Build one for each stage."""
         for prepared in self._prepared:
             prepared.optimizer(factory)
 

@@ -34,7 +34,6 @@ class _Allocates:
         self.calls: list[Call] = []
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate memory."""
         self.calls.append(("allocate", torch.Size(size).numel()))
         return torch.empty(size, dtype=dtype, device=device)
 
@@ -49,7 +48,6 @@ class Gather(_Allocates):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        """Gather as ever."""
         self.calls.append(("gather", (input_tensor.numel(), output_tensor.numel(), group.size())))
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
@@ -65,7 +63,6 @@ class Scatter(_Allocates):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        """Reduce twice as much."""
         self.calls.append(("scatter", (input_tensor.numel(), output_tensor.numel(), str(input_tensor.dtype))))
         input_tensor.mul_(2)
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

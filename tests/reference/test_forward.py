@@ -126,7 +126,6 @@ class Fork(nn.Module):
         self.left, self.right = nn.Linear(5, 5), nn.Linear(5, 5)
 
     def forward(self, rows: torch.Tensor) -> object:
-        """Run both."""
         left, right = torch.tanh(self.left(rows)), torch.tanh(self.right(rows))
         match self.kind:
             case "tuple":
@@ -145,7 +144,6 @@ class Nested(nn.Module):
         self.inner, self.outer = Fork(inner), Fork(outer)
 
     def forward(self, rows: torch.Tensor) -> object:
-        """Run all three."""
         left, right = _tensors(self.inner(torch.tanh(self.first(rows))))
         return self.outer(left * right)
 
@@ -158,7 +156,6 @@ class Gate(nn.Module):
         self.weight = nn.Parameter(torch.rand(5))
 
     def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weigh the input."""
         return rows, torch.tanh(rows * self.weight)
 
 
@@ -170,7 +167,6 @@ class Passing(nn.Module):
         self.first, self.gate, self.last = nn.Linear(5, 5), Gate(), nn.Linear(5, 5)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Run all three."""
         hidden, weighed = self.gate(torch.tanh(self.first(rows)))
         output: torch.Tensor = self.last(hidden + weighed)
         return output
@@ -184,7 +180,6 @@ class NoRows(nn.Module):
         self.weight = nn.Parameter(torch.empty(0, 5))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Add nothing to the input."""
         return rows + (rows @ self.weight.T).sum(1, keepdim=True)
 
 
@@ -285,7 +280,6 @@ class Containers(nn.Module):
         self.seen: dict[str, object] = {}
 
     def forward(self, table: dict[str, Any], pair: tuple[Any, ...], *, scores: Scores) -> object:
-        """Note what came, and use all of it."""
         floats = [table["rows"], table["list"][0], pair[0], scores.main, scores.aside]
         self.seen = {
             "floats": {x.dtype for x in floats},

@@ -39,7 +39,6 @@ class Optimizer(StrEnum):
     MOMENTUM = "momentum"
 
     def over(self, module: nn.Module) -> torch.optim.Optimizer:
-        """Build it for what the module trains."""
         trained = [p for p in module.parameters() if p.requires_grad]
         if self is Optimizer.ADAMW:
             return torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1)
@@ -56,7 +55,6 @@ class Net(nn.Module):
         self.last = nn.Linear(6, 3)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Map rows of five to rows of three."""
         output: torch.Tensor = self.last(torch.tanh(self.middle(torch.tanh(self.first(rows)))))
         return output
 

@@ -94,7 +94,6 @@ class Checkpointed(Chain):
     is_reentrant = False
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Run all units, keeping inputs only."""
         for unit in self.units:
             inputs = checkpoint(unit, inputs, use_reentrant=self.is_reentrant)
         return inputs * self.scale

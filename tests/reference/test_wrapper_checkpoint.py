@@ -44,7 +44,6 @@ class Net(nn.Module):
         self.register_buffer("offset", torch.arange(3.0))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Map rows of five to rows of three."""
         hidden = torch.tanh(self.middle(torch.tanh(self.first(rows))))
         output: torch.Tensor = self.last(hidden) + self.offset
         return output
@@ -60,7 +59,6 @@ class Side:
     units: tuple[str, ...] = ("first", "middle")
 
     def wrap(self, model: nn.Module) -> Any:
-        """Wrap the units, then the root."""
         wrap = partial(
             WRAPPERS[self.wrapper],
             sharding_strategy=self.strategy,

@@ -111,7 +111,6 @@ class Freezes:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.FREEZE, Capability.UNUSED})
 
     def play(self, actor: Actor) -> None:
-        """Freeze or unfreeze, then train."""
         for part in self.parts:
             actor.part(part).requires_grad_(actor.step not in self.steps)
         if self.evaluates:

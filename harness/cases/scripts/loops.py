@@ -161,7 +161,6 @@ class EvaluatesFirst:
     demands: ClassVar[frozenset[Capability]] = frozenset()
 
     def play(self, actor: Actor) -> None:
-        """Evaluate, then train."""
         actor.evaluate(0)
         EachMicrobatch().play(actor)
 

@@ -228,7 +228,6 @@ class _EachSelected:
 
     @property
     def name(self) -> str:
-        """Describe the law."""
         raise NotImplementedError
 
     def breach(self, entry: Entry) -> str | None:

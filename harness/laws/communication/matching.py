@@ -35,7 +35,6 @@ class ProcessGroup:
 
     @classmethod
     def of(cls, entry: Entry) -> ProcessGroup:
-        """Return the group of a call."""
         return cls(ranks=entry.group, name=entry.group_name)
 
 

@@ -113,7 +113,6 @@ class MemoryTracker:
             self._lives.resized(key, num_bytes, "resize_", site)
 
     def issued(self, call: Call, seq: int = -1) -> None:
-        """Note a collective."""
         if self._is_observing:
             return
         with self._lock:
@@ -251,7 +250,6 @@ def _old(tensors: Sequence[torch.Tensor], fresh: set[int]) -> list[torch.Tensor]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor with the memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -83,14 +83,12 @@ class RaceDetector:
             self._land()
 
     def host_waits(self, fired: Clock) -> None:
-        """Note that the host waited for an event."""
         with self._lock:
             self._settle()
             self._order.host_waits(fired)
             self._land()
 
     def host_waits_for_stream(self, timeline: int) -> None:
-        """Note that the host waited for all that was issued on a stream."""
         if not self._is_observing:
             self.host_waits(self.signal(timeline))
 
@@ -99,7 +97,6 @@ class RaceDetector:
         self.host_waits_for_stream(self.selected)
 
     def host_waits_for_all(self) -> None:
-        """Note that the host waited for the device."""
         for timeline in list(self._names):
             self.host_waits_for_stream(timeline)
 
