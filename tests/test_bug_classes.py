@@ -106,6 +106,11 @@ def test_every_class_is_told_once() -> None:
     assert sorted(threads) == sorted(set(threads))
 
 
+def test_every_report_that_a_mutant_cites_has_its_row() -> None:
+    told = {thread for row in ROWS for thread in row.threads}
+    assert sorted({mutant.thread for mutant in MUTANTS} - told) == []
+
+
 def test_every_reason_is_given() -> None:
     given = {row.mutants.removeprefix("none: ") for row in ROWS if not row.names}
     assert given == REASONS

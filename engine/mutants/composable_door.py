@@ -40,10 +40,7 @@ def _groups(module: Any) -> Any:
 
 @mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=_CALLS, trace=Trace.SILENCE)
 class LeavesModulesAsTheyAre(ReferenceEngine):
-    """fully_shard and replicate do nothing, whatever they are called with.
-
-    Reported: the layout that was asked for was dropped on the way, and training went on.
-    """
+    """fully_shard and replicate do nothing, whatever they are called with."""
 
     class Prepared(PreparedReference):
         def composable(self) -> FrontDoor:
@@ -53,10 +50,7 @@ class LeavesModulesAsTheyAre(ReferenceEngine):
 
 @mutant(after="huggingface/accelerate#3394", kills_on=_CALLS, trace=Trace.STATE)
 class GoesOnWithWhatWasReplaced(ReferenceEngine):
-    """A parameter that the caller replaces once it is sharded is not the one that is trained.
-
-    Reported: an optimizer held parameters that preparation had replaced, and updated those.
-    """
+    """A parameter that the caller replaces once it is sharded is not the one that is trained."""
 
     class Prepared(_Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
@@ -68,10 +62,7 @@ class GoesOnWithWhatWasReplaced(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#83254", kills_on=_CALLS, trace=Trace.NUMBERS)
 class NeverCallsTheReductionHook(ReferenceEngine):
-    """A hook on what a unit has reduced is taken, and never called.
-
-    Reported: of shards a communication hook was not called.
-    """
+    """A hook on what a unit has reduced is taken, and never called."""
 
     class Prepared(_Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
@@ -82,10 +73,7 @@ class NeverCallsTheReductionHook(ReferenceEngine):
 
 @mutant(after="pytorch/torchtitan#1483", kills_on=_CALLS, trace=Trace.STATE)
 class TakesEveryDimForTheFirst(ReferenceEngine):
-    """A dim that the caller chooses is taken for the first.
-
-    Reported: what was cut along another dim was handled as if it were the first.
-    """
+    """A dim that the caller chooses is taken for the first."""
 
     class Prepared(_Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
@@ -94,10 +82,7 @@ class TakesEveryDimForTheFirst(ReferenceEngine):
 
 @mutant(after="huggingface/accelerate#3985", kills_on=_CALLS, trace=Trace.STATE)
 class CastsWhatIsFrozen(ReferenceEngine):
-    """All parameters of a unit are cast to one dtype, frozen ones of few bits too.
-
-    Reported: a model was cast to one dtype before it was sharded, which quantised weights must not be.
-    """
+    """All parameters of a unit are cast to one dtype, frozen ones of few bits too."""
 
     class Prepared(_Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
@@ -106,10 +91,7 @@ class CastsWhatIsFrozen(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#83351", kills_on=_CALLS, trace=Trace.STATE)
 class MarksWhatIsInside(ReferenceEngine):
-    """Modules inside a sharded one, and parts of it, count as sharded themselves.
-
-    Reported: what was reached through a wrapped module was not what the module had.
-    """
+    """Modules inside a sharded one, and parts of it, count as sharded themselves."""
 
     class Prepared(_Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
@@ -122,10 +104,7 @@ class MarksWhatIsInside(ReferenceEngine):
 
 @mutant(after="facebookresearch/fairscale#440", kills_on=_CALLS, trace=Trace.STATE)
 class PacksShardsIntoOne(ReferenceEngine):
-    """The shards of a unit are views of one memory, so that freeing one frees all.
-
-    Reported: memory that a state dict held was written over, because others used it too.
-    """
+    """The shards of a unit are views of one memory, so that freeing one frees all."""
 
     class Prepared(_Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
@@ -142,10 +121,7 @@ class PacksShardsIntoOne(ReferenceEngine):
 
 @mutant(after="NVIDIA-NeMo/RL#4183", kills_on=_CALLS, trace=Trace.STATE)
 class SavesTheFirstStateForEver(ReferenceEngine):
-    """What state_dict returns is what it returned when it was first called.
-
-    Reported: what was saved came through handles of other memory, so that every checkpoint held the same values.
-    """
+    """What state_dict returns is what it returned when it was first called."""
 
     class Prepared(_Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
@@ -164,10 +140,7 @@ class SavesTheFirstStateForEver(ReferenceEngine):
 
 @mutant(after="verl-project/verl#6150", kills_on=_CALLS, trace=Trace.STATE)
 class IgnoresPolicies(ReferenceEngine):
-    """fully_shard and replicate compute in the parameters' own dtype whatever policy they are given.
-
-    Reported: mixed precision that was asked for had no effect.
-    """
+    """fully_shard and replicate compute in the parameters' own dtype whatever policy they are given."""
 
     class Prepared(PreparedReference):
         def composable(self) -> FrontDoor:
@@ -177,10 +150,7 @@ class IgnoresPolicies(ReferenceEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#3023", kills_on=_CALLS, trace=Trace.NUMBERS)
 class SumsWhatACallerPrepares(ReferenceEngine):
-    """Gradients of what is given to fully_shard and replicate are summed over ranks, not averaged.
-
-    Reported: nothing scaled the gradients by 1 / ranks.
-    """
+    """Gradients of what is given to fully_shard and replicate are summed over ranks, not averaged."""
 
     class Prepared(PreparedReference):
         def composable(self) -> FrontDoor:
@@ -190,10 +160,7 @@ class SumsWhatACallerPrepares(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#158719", kills_on=_CALLS, trace=Trace.STATE)
 class LeavesOutWhatNoRankUsed(ReferenceEngine):
-    """Parameters that no rank used have no gradient, also where they were to have zeros.
-
-    Reported: only parameters with a gradient were packed into the reduce-scatter.
-    """
+    """Parameters that no rank used have no gradient, also where they were to have zeros."""
 
     class Prepared(_Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
@@ -204,10 +171,7 @@ class LeavesOutWhatNoRankUsed(ReferenceEngine):
 
 @mutant(after="facebookresearch/fairscale#605", kills_on=_CALLS, trace=Trace.NUMBERS)
 class HidesWhatWaits(ReferenceEngine):
-    """Gradients that wait for their reduction are kept where no caller can clear or change them.
-
-    Reported: gradients that a training loop had cleared for some weights took part in the step.
-    """
+    """Gradients that wait for their reduction are kept where no caller can clear or change them."""
 
     class Prepared(_Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
@@ -233,10 +197,7 @@ def _summing(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 @mutant(after="huggingface/accelerate#3898", kills_on=_CALLS, trace=Trace.STATE)
 class CopiesBuffers(ReferenceEngine):
-    """A buffer that several modules have is another one in each once they are sharded.
-
-    Reported: buffers went their own ways after preparation.
-    """
+    """A buffer that several modules have is another one in each once they are sharded."""
 
     class Prepared(_Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
@@ -248,10 +209,7 @@ class CopiesBuffers(ReferenceEngine):
 
 @mutant(after="EvolvingLMMs-Lab/lmms-engine#185", kills_on=_CALLS, trace=Trace.STATE)
 class LeavesNewMemoryAtZeros(ReferenceEngine):
-    """What was sharded without memory computes with zeros, whatever is written to it later.
-
-    Reported: modules without memory were left at zeros.
-    """
+    """What was sharded without memory computes with zeros, whatever is written to it later."""
 
     class Prepared(_Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
@@ -268,10 +226,7 @@ def _clear(module: nn.Module, _: Any) -> None:
 
 @mutant(after="pytorch/pytorch#68803", kills_on=_CALLS, trace=Trace.STATE)
 class ManagesWhatItShouldIgnore(ReferenceEngine):
-    """Parameters that are to be ignored are sharded, or replicated, like the others.
-
-    Reported: parameters that were to be ignored took part.
-    """
+    """Parameters that are to be ignored are sharded, or replicated, like the others."""
 
     class Prepared(PreparedReference):
         def composable(self) -> FrontDoor:
@@ -289,10 +244,7 @@ def _ignoring_nothing(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 @mutant(after="pytorch/pytorch#157209", kills_on=_CALLS, trace=Trace.STATE)
 class DropsGradientsOfAFailedConversion(ReferenceEngine):
-    """A conversion that fails leaves parameters without their gradients.
-
-    Reported: a prepared model could not be moved to another device.
-    """
+    """A conversion that fails leaves parameters without their gradients."""
 
     class Prepared(_Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
@@ -315,10 +267,7 @@ _REMEMBERED: list[Any] = []
 
 @mutant(after="facebookresearch/fairscale#440", kills_on=_CALLS, trace=Trace.STATE)
 class RemembersWhatItSharded(ReferenceEngine):
-    """Every module that is sharded is kept for ever.
-
-    Reported: memory that was to be given back was held by something else.
-    """
+    """Every module that is sharded is kept for ever."""
 
     class Prepared(_Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
@@ -328,10 +277,7 @@ class RemembersWhatItSharded(ReferenceEngine):
 
 @mutant(after="facebookresearch/fairscale#440", kills_on=_CALLS, trace=Trace.STATE)
 class KeepsOutputsInCycles(ReferenceEngine):
-    """Each forward leaves its output in a cycle of references, which the collector alone frees.
-
-    Reported: memory that was to be given back was held by something else.
-    """
+    """Each forward leaves its output in a cycle of references, which the collector alone frees."""
 
     class Prepared(_Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
@@ -347,10 +293,7 @@ def _in_a_cycle(output: Any) -> None:
 
 @mutant(after="deepspeedai/DeepSpeed#5618", kills_on=_CALLS, trace=Trace.NUMBERS)
 class ShardsOverAllRanksWhateverTheMesh(ReferenceEngine):
-    """fully_shard shards over all ranks whatever mesh it is given.
-
-    Reported: another group than the one that was asked for took part in reductions.
-    """
+    """fully_shard shards over all ranks whatever mesh it is given."""
 
     class Prepared(_Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
@@ -383,10 +326,7 @@ class _Finalizing(PreparedReference):
 
 @mutant(after="NVIDIA/cosmos-framework#161", kills_on=_FINALIZES, trace=Trace.COMMUNICATION)
 class FinalizesEachBackward(ReferenceEngine):
-    """Each backward ends by itself, and reduces what was to be held back until it is finalized.
-
-    Reported: microbatches were reduced although they were to be held back.
-    """
+    """Each backward ends by itself, and reduces what was to be held back until it is finalized."""
 
     class Prepared(_Finalizing):
         def spoil_module(self, module: Any) -> None:
@@ -395,10 +335,7 @@ class FinalizesEachBackward(ReferenceEngine):
 
 @mutant(after="facebookresearch/fairscale#777", kills_on=_FINALIZES, trace=Trace.NUMBERS)
 class FinalizesTwice(ReferenceEngine):
-    """What finalization reduces is counted twice.
-
-    Reported: gradients were doubled.
-    """
+    """What finalization reduces is counted twice."""
 
     class Prepared(_Finalizing):
         def spoil_module(self, module: Any) -> None:
@@ -421,10 +358,7 @@ class FinalizesTwice(ReferenceEngine):
 
 @mutant(after="NVIDIA/cosmos-framework#161", kills_on=_FINALIZES, trace=Trace.STATE)
 class FreesWhenFinalized(ReferenceEngine):
-    """Finalization frees what was to be kept, and keeps what was to be freed.
-
-    Reported: parameters that were to be kept from step to step were freed.
-    """
+    """Finalization frees what was to be kept, and keeps what was to be freed."""
 
     class Prepared(_Finalizing):
         def spoil_module(self, module: Any) -> None:
@@ -434,10 +368,7 @@ class FreesWhenFinalized(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#104504", kills_on=_FINALIZES, trace=Trace.SILENCE)
 class FinalizesWhateverComes(ReferenceEngine):
-    """Where nothing can be finalized, nothing happens and nothing is said.
-
-    Reported: where a call was of no use nothing happened, in silence.
-    """
+    """Where nothing can be finalized, nothing happens and nothing is said."""
 
     class Prepared(_Finalizing):
         def spoil_module(self, module: Any) -> None:

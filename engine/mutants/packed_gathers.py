@@ -45,10 +45,7 @@ class _PreparedPacking(PreparedReference):
 
 @mutant(after="pytorch/torchtitan#3123", kills_on=_PACKED, trace=Trace.COMMUNICATION)
 class GathersWithoutPacking(ReferenceEngine):
-    """Shards are gathered as they are, although they pack themselves.
-
-    Reported: weights that were to be gathered in eight bits were gathered in sixteen, without a warning.
-    """
+    """Shards are gathered as they are, although they pack themselves."""
 
     class Prepared(_PreparedPacking):
         def spoil_layout(self, layout: Any) -> None:
@@ -57,10 +54,7 @@ class GathersWithoutPacking(ReferenceEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#663", kills_on=replace(_PACKED, steps=2))
 class PacksOnceForAll(ReferenceEngine):
-    """Every gather sends what was packed for the first.
-
-    Reported: a forward ran on parameters that had not been gathered since the update.
-    """
+    """Every gather sends what was packed for the first."""
 
     class Prepared(_PreparedPacking):
         def spoil_layout(self, layout: Any) -> None:
@@ -85,10 +79,7 @@ class _Whole(DataMesh):
     trace=Trace.STATE,
 )
 class TellsPackTheWholeMesh(ReferenceEngine):
-    """With replicas shards are told the whole mesh, not the axis that they are gathered along.
-
-    Reported: another group than the one that was asked for took part in reductions.
-    """
+    """With replicas shards are told the whole mesh, not the axis that they are gathered along."""
 
     class Prepared(_PreparedPacking):
         def spoil_layout(self, layout: Any) -> None:
