@@ -15,11 +15,7 @@ from shardproof.harness.laws.law import Law
 from shardproof.harness.records.record import Record, Verdict, to_json
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.plugin import EXPECTATIONS
-from shardproof.harness.runner.record_writer import (
-    LEFT_OUT_PROPERTY,
-    NOT_JUDGED_PROPERTY,
-    RECORD_PROPERTY,
-)
+from shardproof.harness.runner.record_writer import LEFT_OUT_PROPERTY, NOT_JUDGED_PROPERTY, RECORD_PROPERTY
 from shardproof.harness.runner.session import TrialSession
 from shardproof.harness.verdicts.case import Case, Refusal
 from shardproof.harness.verdicts.known_failures import expected

@@ -92,7 +92,6 @@ class CountsCopies:
     demands: ClassVar[frozenset[Capability]] = frozenset()
 
     def play(self, actor: Actor) -> None:
-        """Count on a CUDA device, train in any case."""
         output = actor.forward(0, *actor.batch(0).inputs)
         loss = actor.loss(0, output)
         if not loss.is_cuda:

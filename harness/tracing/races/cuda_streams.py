@@ -71,7 +71,6 @@ class CudaRaceWatch(RaceDetector):
         self._fired[event] = self.signal(self.timeline(stream))
 
     def event_awaited(self, event: int, stream: int) -> None:
-        """Note that a stream waits for an event; one never recorded is nothing to wait for."""
         if self._is_observing:
             return
         with self._lock:
@@ -92,7 +91,6 @@ class CudaRaceWatch(RaceDetector):
             self.host_waits(fired)
 
     def host_awaited_stream(self, stream: int) -> None:
-        """Note that the host waited for all that was issued to a stream."""
         self.host_waits_for_stream(self.timeline(stream))
 
     def host_awaited_device(self) -> None:
