@@ -21,18 +21,36 @@ from shardproof.engine.reference.fsdp_state import state_of
 _CALLS = Condition(plan=demanding(Capability.COMPOSABLE), because="training alone calls no such function")
 
 
-class _Door(PreparedReference):
+class Door(PreparedReference):
     """Has another fully_shard than the one that prepared it."""
 
     # Any: modules gain methods, and options are what a mutant overlooks.
     def fully_shard(self, module: Any, **options: Any) -> Any:
-        return super().composable().fully_shard(module, **options)
+        module = super().composable().fully_shard(module, **options)
+        self.spoil_module(module)
+        return module
 
     def composable(self) -> FrontDoor:
         return replace(super().composable(), fully_shard=self.fully_shard)
 
+    def spoil_module(self, module: Any) -> None:
+        """Change what was made of a module."""
 
-def _groups(module: Any) -> Any:
+
+class BothDoors(Door):
+    """Has another replicate too."""
+
+    def replicate(self, module: Any, **options: Any) -> Any:
+        module = super().composable().replicate(module, **options)
+        self.spoil_module(module)
+        return module
+
+    def composable(self) -> FrontDoor:
+        return replace(super().composable(), replicate=self.replicate)
+
+
+def groups_of(module: Any) -> Any:
+    """Return the communication groups of a module that was sharded."""
     state = state_of(module if isinstance(module, nn.Module) else module[0])
     assert state is not None
     return state.param_groups
@@ -52,30 +70,26 @@ class LeavesModulesAsTheyAre(ReferenceEngine):
 class GoesOnWithWhatWasReplaced(ReferenceEngine):
     """A parameter that the caller replaces once it is sharded is not the one that is trained."""
 
-    class Prepared(_Door):
-        def fully_shard(self, module: Any, **options: Any) -> Any:
-            module = super().fully_shard(module, **options)
-            for group in _groups(module):
+    class Prepared(Door):
+        def spoil_module(self, module: Any) -> None:
+            for group in groups_of(module):
                 group.layout.reset_sharded_params = lambda: None
-            return module
 
 
 @mutant(after="pytorch/pytorch#83254", kills_on=_CALLS, trace=Trace.NUMBERS)
 class NeverCallsTheReductionHook(ReferenceEngine):
     """A hook on what a unit has reduced is taken, and never called."""
 
-    class Prepared(_Door):
-        def fully_shard(self, module: Any, **options: Any) -> Any:
-            module = super().fully_shard(module, **options)
+    class Prepared(Door):
+        def spoil_module(self, module: Any) -> None:
             module.set_all_reduce_hook = lambda hook, **_: None
-            return module
 
 
 @mutant(after="pytorch/torchtitan#1483", kills_on=_CALLS, trace=Trace.STATE)
 class TakesEveryDimForTheFirst(ReferenceEngine):
     """A dim that the caller chooses is taken for the first."""
 
-    class Prepared(_Door):
+    class Prepared(Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
             return super().fully_shard(module, **{**options, "shard_placement_fn": None})
 
@@ -84,7 +98,7 @@ class TakesEveryDimForTheFirst(ReferenceEngine):
 class CastsWhatIsFrozen(ReferenceEngine):
     """All parameters of a unit are cast to one dtype, frozen ones of few bits too."""
 
-    class Prepared(_Door):
+    class Prepared(Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
             return super().fully_shard(module.float(), **options)
 
@@ -93,39 +107,34 @@ class CastsWhatIsFrozen(ReferenceEngine):
 class MarksWhatIsInside(ReferenceEngine):
     """Modules inside a sharded one, and parts of it, count as sharded themselves."""
 
-    class Prepared(_Door):
-        def fully_shard(self, module: Any, **options: Any) -> Any:
-            module = super().fully_shard(module, **options)
+    class Prepared(Door):
+        def spoil_module(self, module: Any) -> None:
             for inside in module.children():
                 if not isinstance(inside, FSDPModule):
                     inside.__class__ = managed_class(type(inside), FSDPModule)
-            return module
 
 
 @mutant(after="facebookresearch/fairscale#440", kills_on=_CALLS, trace=Trace.STATE)
 class PacksShardsIntoOne(ReferenceEngine):
     """The shards of a unit are views of one memory, so that freeing one frees all."""
 
-    class Prepared(_Door):
-        def fully_shard(self, module: Any, **options: Any) -> Any:
-            module = super().fully_shard(module, **options)
-            locals_ = [held.local for group in _groups(module) for held in group.parameters]
+    class Prepared(Door):
+        def spoil_module(self, module: Any) -> None:
+            locals_ = [held.local for group in groups_of(module) for held in group.parameters]
             if not locals_:
-                return module
+                return
             packed = torch.cat([t.reshape(-1) for t in locals_])
             parts = torch.split(packed, [t.numel() for t in locals_])
             for tensor, part in zip(locals_, parts, strict=True):
                 tensor.data = part.view(tensor.shape)
-            return module
 
 
 @mutant(after="NVIDIA-NeMo/RL#4183", kills_on=_CALLS, trace=Trace.STATE)
 class SavesTheFirstStateForEver(ReferenceEngine):
     """What state_dict returns is what it returned when it was first called."""
 
-    class Prepared(_Door):
-        def fully_shard(self, module: Any, **options: Any) -> Any:
-            module = super().fully_shard(module, **options)
+    class Prepared(Door):
+        def spoil_module(self, module: Any) -> None:
             saved: dict[str, Any] = {}
 
             def keep(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
@@ -135,7 +144,6 @@ class SavesTheFirstStateForEver(ReferenceEngine):
                     )
 
             module.register_state_dict_post_hook(keep)
-            return module
 
 
 @mutant(after="verl-project/verl#6150", kills_on=_CALLS, trace=Trace.STATE)
@@ -152,33 +160,28 @@ class IgnoresPolicies(ReferenceEngine):
 class SumsWhatACallerPrepares(ReferenceEngine):
     """Gradients of what is given to fully_shard and replicate are summed over ranks, not averaged."""
 
-    class Prepared(PreparedReference):
-        def composable(self) -> FrontDoor:
-            door = super().composable()
-            return replace(door, fully_shard=_summing(door.fully_shard), replicate=_summing(door.replicate))
+    class Prepared(BothDoors):
+        def spoil_module(self, module: Any) -> None:
+            module.set_gradient_divide_factor(1.0)
 
 
 @mutant(after="pytorch/pytorch#158719", kills_on=_CALLS, trace=Trace.STATE)
 class LeavesOutWhatNoRankUsed(ReferenceEngine):
     """Parameters that no rank used have no gradient, also where they were to have zeros."""
 
-    class Prepared(_Door):
-        def fully_shard(self, module: Any, **options: Any) -> Any:
-            module = super().fully_shard(module, **options)
+    class Prepared(Door):
+        def spoil_module(self, module: Any) -> None:
             module.set_reduce_scatter_unused_params = lambda enable: None
-            return module
 
 
 @mutant(after="facebookresearch/fairscale#605", kills_on=_CALLS, trace=Trace.NUMBERS)
 class HidesWhatWaits(ReferenceEngine):
     """Gradients that wait for their reduction are kept where no caller can clear or change them."""
 
-    class Prepared(_Door):
-        def fully_shard(self, module: Any, **options: Any) -> Any:
-            module = super().fully_shard(module, **options)
-            for held in (held for group in _groups(module) for held in group.parameters):
+    class Prepared(Door):
+        def spoil_module(self, module: Any) -> None:
+            for held in (held for group in groups_of(module) for held in group.parameters):
                 held.hold_unsharded_grad = partial(_hide, held)
-            return module
 
 
 def _hide(held: Any, dtype: torch.dtype | None) -> None:
@@ -186,20 +189,11 @@ def _hide(held: Any, dtype: torch.dtype | None) -> None:
         held._held_grad = held.pop_unsharded_grad(dtype)
 
 
-def _summing(apply: Callable[..., Any]) -> Callable[..., Any]:
-    def applied(module: Any, **options: Any) -> Any:
-        module = apply(module, **options)
-        module.set_gradient_divide_factor(1.0)
-        return module
-
-    return applied
-
-
 @mutant(after="huggingface/accelerate#3898", kills_on=_CALLS, trace=Trace.STATE)
 class CopiesBuffers(ReferenceEngine):
     """A buffer that several modules have is another one in each once they are sharded."""
 
-    class Prepared(_Door):
+    class Prepared(Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
             for inside in module.modules():
                 for name, buffer in inside.named_buffers(recurse=False):
@@ -211,7 +205,7 @@ class CopiesBuffers(ReferenceEngine):
 class LeavesNewMemoryAtZeros(ReferenceEngine):
     """What was sharded without memory computes with zeros, whatever is written to it later."""
 
-    class Prepared(_Door):
+    class Prepared(Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
             if any(p.is_meta for p in module.parameters()):
                 module.register_forward_pre_hook(_clear)
@@ -246,9 +240,8 @@ def _ignoring_nothing(apply: Callable[..., Any]) -> Callable[..., Any]:
 class DropsGradientsOfAFailedConversion(ReferenceEngine):
     """A conversion that fails leaves parameters without their gradients."""
 
-    class Prepared(_Door):
-        def fully_shard(self, module: Any, **options: Any) -> Any:
-            module = super().fully_shard(module, **options)
+    class Prepared(Door):
+        def spoil_module(self, module: Any) -> None:
             honest = module._apply
 
             def convert(*given: Any, **named: Any) -> Any:
@@ -259,7 +252,6 @@ class DropsGradientsOfAFailedConversion(ReferenceEngine):
                     raise
 
             module._apply = convert
-            return module
 
 
 _REMEMBERED: list[Any] = []
@@ -269,7 +261,7 @@ _REMEMBERED: list[Any] = []
 class RemembersWhatItSharded(ReferenceEngine):
     """Every module that is sharded is kept for ever."""
 
-    class Prepared(_Door):
+    class Prepared(Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
             _REMEMBERED.append(module)
             return super().fully_shard(module, **options)
@@ -279,11 +271,9 @@ class RemembersWhatItSharded(ReferenceEngine):
 class KeepsOutputsInCycles(ReferenceEngine):
     """Each forward leaves its output in a cycle of references, which the collector alone frees."""
 
-    class Prepared(_Door):
-        def fully_shard(self, module: Any, **options: Any) -> Any:
-            module = super().fully_shard(module, **options)
+    class Prepared(Door):
+        def spoil_module(self, module: Any) -> None:
             module.register_forward_hook(lambda *given: _in_a_cycle(given[-1]))
-            return module
 
 
 def _in_a_cycle(output: Any) -> None:
@@ -295,7 +285,7 @@ def _in_a_cycle(output: Any) -> None:
 class ShardsOverAllRanksWhateverTheMesh(ReferenceEngine):
     """fully_shard shards over all ranks whatever mesh it is given."""
 
-    class Prepared(_Door):
+    class Prepared(Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
             return super().fully_shard(module, **{**options, "mesh": None})
 
@@ -303,32 +293,11 @@ class ShardsOverAllRanksWhateverTheMesh(ReferenceEngine):
 _FINALIZES = Condition(plan=demanding(Capability.COMPOSABLE, Capability.FINALIZE), because=_CALLS.because)
 
 
-class _Finalizing(PreparedReference):
-    """Spoils what is to be finalized; the same of what is replicated."""
-
-    def composable(self) -> FrontDoor:
-        door = super().composable()
-        return replace(
-            door, fully_shard=self._spoilt(door.fully_shard), replicate=self._spoilt(door.replicate)
-        )
-
-    def _spoilt(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        def applied(module: Any, **options: Any) -> Any:
-            module = apply(module, **options)
-            self.spoil_module(module)
-            return module
-
-        return applied
-
-    def spoil_module(self, module: Any) -> None:
-        """Change the methods of a module."""
-
-
 @mutant(after="NVIDIA/cosmos-framework#161", kills_on=_FINALIZES, trace=Trace.COMMUNICATION)
 class FinalizesEachBackward(ReferenceEngine):
     """Each backward ends by itself, and reduces what was to be held back until it is finalized."""
 
-    class Prepared(_Finalizing):
+    class Prepared(BothDoors):
         def spoil_module(self, module: Any) -> None:
             module.set_requires_gradient_sync = lambda *_, **__: None
 
@@ -337,12 +306,14 @@ class FinalizesEachBackward(ReferenceEngine):
 class FinalizesTwice(ReferenceEngine):
     """What finalization reduces is counted twice."""
 
-    class Prepared(_Finalizing):
+    class Prepared(BothDoors):
         def spoil_module(self, module: Any) -> None:
             honest = module.finalize_backward
 
             def finalize(**options: Any) -> Any:
-                for group in (g for inside in module.modules() if state_of(inside) for g in _groups(inside)):
+                for group in (
+                    g for inside in module.modules() if state_of(inside) for g in groups_of(inside)
+                ):
                     for held in group.parameters:
                         if group.reduces and held.has_unsharded_grad:
                             held.unsharded_param.grad = held.pop_unsharded_grad(None) * 2
@@ -360,7 +331,7 @@ class FinalizesTwice(ReferenceEngine):
 class FreesWhenFinalized(ReferenceEngine):
     """Finalization frees what was to be kept, and keeps what was to be freed."""
 
-    class Prepared(_Finalizing):
+    class Prepared(BothDoors):
         def spoil_module(self, module: Any) -> None:
             honest = module.set_reshard_after_backward
             module.set_reshard_after_backward = lambda frees: honest(not frees)
@@ -370,7 +341,7 @@ class FreesWhenFinalized(ReferenceEngine):
 class FinalizesWhateverComes(ReferenceEngine):
     """Where nothing can be finalized, nothing happens and nothing is said."""
 
-    class Prepared(_Finalizing):
+    class Prepared(BothDoors):
         def spoil_module(self, module: Any) -> None:
             module.finalize_backward = lambda **_: False
             module.set_manual_backward_finalization = lambda _: None
