@@ -129,22 +129,6 @@ def test_a_hook_sees_the_reduced_shard_once_and_may_change_it(
         assert num_sums[0] >= num_all_reduces
 
 
-def _hybrid_by_hook(context: RankContext, door: str) -> None:
-    """Shard over half of the world and let hooks average over the other half."""
-    mesh = hybrid_mesh(2, 2)
-    model = apply_to(Chain(), BY_NAME[door].fully_shard, mesh=mesh["shard"])
-    group = mesh.get_group("replicate")
-    for module in (model, *model.units):
-        module.set_all_reduce_hook(lambda reduced: dist.all_reduce(reduced, dist.ReduceOp.AVG, group))
-    train(context, model)
-    assert_gradients(model, chain_gradients(SIZE))
-
-
-@each_door
-def test_a_hook_makes_hybrid_sharding_by_hand(door: str, ranks: Ranks) -> None:
-    ranks.run(SIZE, _hybrid_by_hook, door)
-
-
 def _separate_groups(context: RankContext, door: str, hybrid: bool) -> list[int]:
     """Count the numbers that reductions and gathers have in common: a group numbers all its collectives."""
     mesh = hybrid_mesh(2, 2) if hybrid else None

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.harness.worlds.rank import RankContext
-from tests.reference.front_doors import BY_NAME, REFERENCE, each_door
+from tests.reference.front_doors import BY_NAME, each_door
 from tests.reference.models import assert_gradients, whole
 from tests.reference.ranks import Ranks
 
@@ -321,22 +321,3 @@ def _casts(context: RankContext, door_name: str, casts: bool) -> None:
 @pytest.mark.parametrize("casts", [True, False], ids=["cast", "left"])
 def test_containers_are_searched_for_floats(casts: bool, door: str, ranks: Ranks) -> None:
     ranks.run(2, _casts, door, casts)
-
-
-# --- whose parameters ---------------------------------------------------------------------------------------------
-
-
-def _freezes(context: RankContext) -> None:
-    """Freeze and thaw a parameter of a sharded model: it has a gradient when it is thawed."""
-    model = REFERENCE.fully_shard(_mlp().double())
-    x = _rows(0, context.rank)[0]
-    for trains in (True, False, True):
-        model.zero_grad()
-        model.get_parameter("0.weight").requires_grad_(trains)
-        _loss_after_backward(model, x)
-        missing = [name for name, p in model.named_parameters() if p.grad is None]
-        assert missing == ([] if trains else ["0.weight"])
-
-
-def test_a_parameter_may_be_frozen_and_thawed_after_sharding(ranks: Ranks) -> None:
-    ranks.run(2, _freezes)
