@@ -78,7 +78,6 @@ def _rows(costs: dict[str, list[Cost]]) -> Iterator[tuple[str, float, float, flo
 
 @contextlib.contextmanager
 def _checked_out(commit: str, folder: Path) -> Iterator[Path]:
-    """Check a commit out into a folder, for a while."""
     git = ("git", "-C", str(_ROOT), "worktree")
     subprocess.run([*git, "add", "--quiet", "--detach", str(folder), commit], check=True)
     try:

@@ -133,7 +133,6 @@ def _cpu_s(process: int) -> float:
 
 
 def _below(root: int) -> list[int]:
-    """Return a process and its descendants."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -76,7 +76,6 @@ class Judged:
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """The records of this engine."""
         return tuple(r for r in self.run.records if r.engine == self.engine)
 
     @property
@@ -86,7 +85,6 @@ class Judged:
 
     @property
     def suites(self) -> list[str]:
-        """The suites that it was asked."""
         return self.run.header.options.get("cases", "").split()
 
     @property

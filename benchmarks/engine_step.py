@@ -134,7 +134,6 @@ def _configurations(arguments: argparse.Namespace) -> Iterator[tuple[str, Work]]
 
 
 def _measure(spec: WorldSpec, work: Work) -> list[dict[Name, Taken]]:
-    """Return what every rank measured, in rank order."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         is_threads = spec.kind is WorldKind.THREADS

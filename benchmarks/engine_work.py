@@ -108,7 +108,6 @@ class Transformer(nn.Module):
         self.head = nn.Linear(work.width, VOCABULARY, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits of every position."""
         x = self.token(tokens)
         for block in self.blocks:
             x = block(x)

@@ -93,7 +93,6 @@ class LiveRun:
         return []
 
     def processes(self) -> list[Found]:
-        """Return all live processes of the run."""
         lines = {int(name): self._command(int(name)) for name in os.listdir(_PROC) if name.isdigit()}
         ours = {pid: line for pid, line in lines.items() if line is not None}
         self.pids |= set(ours)
@@ -143,7 +142,6 @@ class LiveRun:
         return self.log.read_text(errors="replace")
 
     def end(self) -> None:
-        """End whatever is left of it."""
         for _ in range(3):
             for found in self.processes():
                 with contextlib.suppress(ProcessLookupError):

@@ -29,7 +29,6 @@ class Cause:
 
     @property
     def worlds(self) -> tuple[str, ...]:
-        """The worlds of its records, each once."""
         return tuple(dict.fromkeys(record.world for record in self.records))
 
 

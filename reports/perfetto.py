@@ -124,7 +124,6 @@ class _Process:
         self._tids = {lane: tid for tid, lane in enumerate((_PHASES, *rank.lanes), start=self._pid)}
 
     def event(self, ph: str, lane: str, ts: float, name: str, **more: Any) -> _Event:
-        """Return an event of one lane."""
         return {"ph": ph, "ts": ts, "pid": self._pid, "tid": self._tids[lane], "name": name, **more}
 
     def names(self) -> Iterator[_Event]:
@@ -136,7 +135,6 @@ class _Process:
             yield self.event("M", lane, 0.0, "thread_sort_index", args={"sort_index": place})
 
     def slice(self, lane: str, spell: UnitSpan, cat: str) -> _Event:
-        """Return what lasts."""
         first, last = self.clock.us(spell.first), self.clock.us(spell.last)
         args = {"phase": spell.phase, "step": spell.step, "microbatch": spell.microbatch}
         return self.event("X", lane, first, spell.name, cat=cat, dur=last - first, args=args)

@@ -60,12 +60,10 @@ class Tally:
 
     @property
     def score(self) -> str:
-        """The score in words."""
         return f"{self.passed} of {self.total} passed ({self.percent})"
 
     @property
     def words(self) -> str:
-        """Every count in words."""
         return ", ".join(f"{count} {verdict}" for verdict, count in self.counts.items()) or "no records"
 
     def _percent_of(self, total: int) -> str:

@@ -38,14 +38,12 @@ class PreparedAverage(PreparedModel):
             at_first()
 
     def step(self) -> None:
-        """Update the parameters."""
         super().step()
         self.num_steps += 1
         if self.num_steps == 2 and dist.get_rank() == CULPRIT:
             self._at_last()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run it, and average."""
         super().backward(loss)
         for parameter in self.module.parameters():
             assert parameter.grad is not None
@@ -64,7 +62,6 @@ class Averages(Engine):
         self._at_first, self._at_last = at_first, at_last
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Take the model as it is."""
         plan.refuse_beyond(self.capabilities)
         return self.prepared_type(model, mesh.get_group(), self._at_first, self._at_last)
 
@@ -73,7 +70,6 @@ class RefusesAndLeavesAChild(Averages):
     """Refuses what it cannot do on every rank, and leaves a process behind on one."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Start a process, then do as it should."""
         if dist.get_rank() == CULPRIT:
             _kept.append(subprocess.Popen(SLEEP))
         return super().prepare(model, plan, mesh)

@@ -109,7 +109,6 @@ class RefusesWithoutWords(DistributedDataParallelEngine):
     """Refuses by an error that cannot be printed."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Refuse."""
         raise UnsupportedWordlessError
 
 
@@ -117,7 +116,6 @@ class RefusesAtLength(DistributedDataParallelEngine):
     """Refuses by 50 MB of text."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Refuse."""
         raise NotImplementedError(50 * MEGABYTE * "no ")
 
 

@@ -15,6 +15,5 @@ class ReducesTwoSizes(DistributedDataParallelEngine):
     """Reduces 496 bytes on rank 0 and 1024 on the others before it trains, which ends the processes of gloo."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Reduce, and go on."""
         dist.all_reduce(torch.ones(256 if dist.get_rank() else 124))
         return super().prepare(model, plan, mesh)

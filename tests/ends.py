@@ -113,7 +113,6 @@ def hangs_at_exit(context: RankContext) -> None:
 
 
 def aborts_at_exit(context: RankContext) -> None:
-    """Register a hook that aborts."""
     if _is_culprit(context):
         atexit.register(os.abort)
 
@@ -125,7 +124,6 @@ def is_killed_at_exit(context: RankContext) -> None:
 
 
 def is_terminated_at_exit(context: RankContext) -> None:
-    """Be terminated, as by a scheduler."""
     if _is_culprit(context):
         atexit.register(os.kill, os.getpid(), signal.SIGTERM)
 
@@ -191,14 +189,12 @@ def dies_beside_a_daemon_of_nobody(context: RankContext) -> None:
 
 
 def waits_beside_a_daemon(context: RankContext) -> None:
-    """Start a daemon and wait for ever."""
     if _is_culprit(context):
         _note(context, forked(sessions=2))
     _wait_for_ever()
 
 
 def kills_the_fork_server(context: RankContext) -> None:
-    """Kill the process that all ranks are forks of."""
     if _is_culprit(context):
         os.kill(os.getppid(), signal.SIGKILL)
     _wait_for_ever()
@@ -265,7 +261,6 @@ def leaves_an_idle_executor(context: RankContext) -> None:
 
 
 def leaves_a_thread_that_ends(context: RankContext) -> None:
-    """Leave a thread that ends by itself, once the thread of the rank has."""
     rank = threading.current_thread()
     threading.Thread(target=_outlast, args=(rank.ident,), daemon=False).start()
 
@@ -284,7 +279,6 @@ def _frames(thread: int) -> Iterator[FrameType]:
 
 
 def leaves_a_daemon_thread(context: RankContext) -> None:
-    """Leave a thread that no script waits for."""
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 
@@ -301,7 +295,6 @@ def leaves_a_daemonic_worker(context: RankContext) -> None:
 
 
 def waits_for_its_children(context: RankContext) -> None:
-    """Start processes and wait for them."""
     subprocess.run(["true"], check=True, start_new_session=True)
     subprocess.run(["true"], check=True)
 

@@ -32,7 +32,6 @@ class BlindsItsCensus(ShowsSlicesOfWholes):
     """Replicates, shows slices, and replaces the census that runs beside it in its process."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Replace it."""
         Census.take = _count_nothing  # type: ignore[method-assign]  # the fault
         return super().prepare(model, plan, mesh)
 
@@ -47,7 +46,6 @@ class _Keeps(ReferenceEngine):
         raise NotImplementedError
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Copy the model, and shard it."""
         kept = self.keep([parameter.detach() for parameter in model.parameters()])
         prepared = super().prepare(model, plan, mesh)
         prepared.module.register_forward_pre_hook(lambda *_: _look(kept))
@@ -58,7 +56,6 @@ class KeepsWholesInAMapping(_Keeps):
     """Asks the kernel for memory by itself."""
 
     def keep(self, wholes: list[torch.Tensor]) -> object:
-        """Copy the bytes."""
         mapping = mmap.mmap(-1, sum(whole.nbytes for whole in wholes))
         for whole in wholes:
             mapping.write(ctypes.string_at(whole.data_ptr(), whole.nbytes))
@@ -69,7 +66,6 @@ class KeepsWholesOfAThread(_Keeps):
     """Copies the model on a thread of its own."""
 
     def keep(self, wholes: list[torch.Tensor]) -> object:
-        """Copy the tensors."""
         kept: list[torch.Tensor] = []
         thread = threading.Thread(target=lambda: kept.extend(whole.clone() for whole in wholes))
         thread.start()

@@ -35,6 +35,5 @@ def _flattened(shards: Mapping[str, MaybeShard]) -> dict[str, MaybeShard]:
 
 
 def flat(shard: Shard) -> Shard:
-    """Return a shard by rows as a flat piece."""
     row = prod(shard.global_shape[1:])
     return Shard.flat(shard.tensor.flatten().clone(), shard.offsets[0] * row, shard.global_shape)

@@ -18,7 +18,6 @@ class ImportsItsModule(DistributedDataParallelEngine):
     """DDP that refuses to run where its module was imported by the rank itself."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Look who imported this."""
         if os.getpid() == _IMPORTER:
             raise RuntimeError("this rank has imported the module anew")
         return super().prepare(model, plan, mesh)

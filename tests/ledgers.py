@@ -97,7 +97,6 @@ def evidence(*ledgers: Ledger, steps: int = 3, microbatches: int = 2) -> Evidenc
 
 
 def changed(ledger: Ledger, where: Callable[[Entry], bool], **fields: object) -> Ledger:
-    """Change the first entry that is so."""
     position = next(i for i, e in enumerate(ledger) if where(e))
     return (*ledger[:position], renew(ledger[position], **fields), *ledger[position + 1 :])
 

@@ -11,7 +11,6 @@ from typing import Any
 
 
 def index_of(page: str) -> dict[str, Any]:
-    """Return the index of all records."""
     (found,) = _packed(page, 'id="index"')
     return dict(found)
 

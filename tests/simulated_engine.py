@@ -104,7 +104,6 @@ def evidence_of(
 
 
 def whole(tensor: torch.Tensor) -> Shard:
-    """Return a tensor as a shard that is all of it."""
     shape = tuple(tensor.shape)
     return Shard(tensor=tensor.detach().clone(), offsets=(0,) * len(shape), global_shape=shape)
 

@@ -36,7 +36,6 @@ class Row:
 
     @property
     def names(self) -> list[str]:
-        """The mutants named."""
         return re.findall(r"`(\w+)`", self.mutants)
 
     @property
@@ -46,7 +45,6 @@ class Row:
 
     @property
     def line(self) -> str:
-        """The row as it stands on the page."""
         return f"| {self.sin} | {self.reports} | {self.mutants} |"
 
     def rendered(self, mutants: Sequence[Mutant]) -> Row:
@@ -57,7 +55,6 @@ class Row:
         return replace(self, mutants=", ".join(f"`{name}`" for name in names)) if names else self
 
     def problems(self, known: frozenset[str]) -> Iterator[str]:
-        """Yield what is wrong with it."""
         if unknown := sorted(set(self.names) - known):
             yield f"{self.sin}: no mutants {unknown}"
         form = ", ".join(f"`{name}`" for name in self.names)
@@ -107,6 +104,11 @@ def test_every_class_is_told_once() -> None:
     assert sorted(sins) == sorted(set(sins))
     threads = [thread for row in ROWS for thread in row.threads]
     assert sorted(threads) == sorted(set(threads))
+
+
+def test_every_report_that_a_mutant_cites_has_its_row() -> None:
+    told = {thread for row in ROWS for thread in row.threads}
+    assert sorted({mutant.thread for mutant in MUTANTS} - told) == []
 
 
 def test_every_reason_is_given() -> None:

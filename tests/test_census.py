@@ -22,11 +22,7 @@ from shardproof.harness.laws.memory.share import MemoryIsExplained
 from shardproof.harness.tracing.codec import decode, encode
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.census import Census
-from shardproof.harness.tracing.memory.census_report import (
-    CensusEntry,
-    CensusTime,
-    LiveStorage,
-)
+from shardproof.harness.tracing.memory.census_report import CensusEntry, CensusTime, LiveStorage
 from shardproof.harness.tracing.operators import observing_operators
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.training.layout_memory import StateTensor, explained, form_of, state_bytes

@@ -58,7 +58,6 @@ class SavedResult:
     world: Path
 
     def file(self, name: str, *, is_of_world: bool) -> Path:
-        """Name a file of the world or of the run."""
         return (self.world if is_of_world else self.run) / name
 
 

@@ -28,15 +28,7 @@ from shardproof.harness.training.oracle import (
     TensorKey,
     run_oracle,
 )
-from tests.simulated_engine import (
-    Honest,
-    Moment,
-    accumulate,
-    evidence_of,
-    ring_mean,
-    row_shard,
-    whole,
-)
+from tests.simulated_engine import Honest, Moment, accumulate, evidence_of, ring_mean, row_shard, whole
 
 WORLD_SIZE = 4
 TRAINING = Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=3, microbatches=3))

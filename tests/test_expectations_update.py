@@ -47,7 +47,6 @@ expiry = 2040-05-31
 def a_record(
     case: str, verdict: Verdict, world: str = "threads:2", law: str = "matches the oracle"
 ) -> Record:
-    """Make a record with a raw verdict."""
     laws = (LawRecord(law=law, held=verdict is not Verdict.FAILED, summary="s"),)
     has_laws = verdict in {Verdict.FAILED, Verdict.PASSED}
     suite, headline = case.partition("/")[0], f"{verdict} h"

@@ -121,7 +121,6 @@ def run(
 
 
 def explain(truth: Truth, world: str, folder: Path) -> Explained:
-    """Run a mutant."""
     return run(
         drive_rank, TRAINING, f"shardproof.engine.mutants.hangs:{truth.mutant}", world=world, folder=folder
     )

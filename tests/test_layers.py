@@ -95,7 +95,6 @@ class Layer:
     entries: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def offences(self, root: Path) -> list[str]:
-        """List the imports that this layer does not allow."""
         return [
             f"{module.path}:{found.line}: {self.package} may not import {found.name}"
             for module in modules(self.package, root)
@@ -177,7 +176,6 @@ LAYERS = (
 
 
 def modules(package: str, root: Path) -> list[Module]:
-    """Read every file of a package."""
     found = []
     for file in sorted((root / package).rglob("*.py")):
         path = file.relative_to(root).as_posix()

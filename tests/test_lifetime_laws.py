@@ -99,7 +99,6 @@ def _silent(steps: int) -> Evidence:
 
 
 def _evidence(report: LifetimeReport | None, *, steps: int = 1) -> Evidence:
-    """Return two ranks with this report."""
     silent = _silent(steps)
     ranks = tuple(replace(rank, lifetime_report=report) for rank in silent.ranks)
     return replace(silent, ranks=ranks)

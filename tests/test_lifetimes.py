@@ -12,10 +12,7 @@ import torch
 from shardproof.harness.cases.training import Watch
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.allocations import Allocations, Role
-from shardproof.harness.tracing.memory.memory_report import (
-    MemoryKind,
-    UserTensor,
-)
+from shardproof.harness.tracing.memory.memory_report import MemoryKind, UserTensor
 from shardproof.harness.tracing.memory.tracker import MemoryTracker
 from shardproof.harness.tracing.recorder import LoopPosition, Recorder
 from shardproof.harness.training.watches import watching

@@ -9,14 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardproof.harness.cli.main import main
-from shardproof.harness.records.record import (
-    Expectations,
-    Footer,
-    Header,
-    Record,
-    UnusedExpectation,
-    Verdict,
-)
+from shardproof.harness.records.record import Expectations, Footer, Header, Record, UnusedExpectation, Verdict
 from shardproof.harness.records.run import RECORDS, RUN, read_run
 from tests import records
 from tests.records import write_run

@@ -23,7 +23,6 @@ class _Ids:
 
 
 def _one_of_each_suite(engine: str, position: int) -> list[str]:
-    """Return the ids of the cases at that position of their suites."""
     plugin = _Ids()
     assert call_pytest(["suites", f"--engine={engine}", f"--world={WORLD}", "--collect-only"], plugin) == 0
     suites = [[*cases] for _, cases in groupby(plugin.ids, key=lambda case: case.split("/")[1])]

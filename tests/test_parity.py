@@ -34,15 +34,7 @@ from shardproof.harness.training.oracle import (
     TensorKey,
 )
 from tests.flat_pieces import flat, flattened
-from tests.simulated_engine import (
-    Honest,
-    Moment,
-    accumulate,
-    evidence_of,
-    ring_mean,
-    row_shard,
-    whole,
-)
+from tests.simulated_engine import Honest, Moment, accumulate, evidence_of, ring_mean, row_shard, whole
 
 # Generated cases share two cores with everything else that runs; their own duration says nothing.
 relaxed = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])

@@ -1,22 +1,19 @@
-"""Each race mutant is found by the operators and the unit that it left racing; honest engines are silent."""
+"""Of each kind of race a mutant is found by operators, unit and streams; honest engines are silent."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from shardproof.engine.contract import Accumulation, Capability, Grouping, Layout, Plan, Reshard
+from shardproof.engine.contract import Accumulation, Grouping, Layout, Plan, Reshard
 from shardproof.engine.mutants.all_mutants import MUTANTS
-from shardproof.engine.mutants.mutant import Trace
 from shardproof.fixtures.chain import CHAIN
 from shardproof.fixtures.optimizers import SGD
-from shardproof.harness.cases.script import EachMicrobatch, Script
-from shardproof.harness.cases.scripts.unit_state import Gather, UnshardByHand
 from shardproof.harness.cases.training import Schedule, Training, Watch
 from shardproof.harness.records.world_result import keep_result, load_kept
 from shardproof.harness.tracing.races import streams
@@ -32,8 +29,6 @@ SHARDED = Plan(
 HYBRID = replace(SHARDED, layout=Layout.HYBRID)
 BFLOAT16 = replace(HYBRID, reduce_dtype=torch.bfloat16)
 PAIRS = replace(SHARDED, reshard=Reshard.TO_PAIRS)
-BY_HAND = UnshardByHand(units=CHAIN.units, gather=Gather.UNAWAITED)
-ASKED_AHEAD = replace(SHARDED, demands=BY_HAND.demands | {Capability.ASYNC_GATHER})
 # Kind, the two operators, and the unit whose turn the second was.
 Found = tuple[RaceKind, str, str, str | None]
 
@@ -47,12 +42,10 @@ class Expected:
     awaited: str
     plan: Plan = SHARDED
     microbatches: int = 1
-    script: Script = field(default_factory=EachMicrobatch)
 
     @property
     def training(self) -> Training:
-        """Return the training that shows it."""
-        return replace(racing_training(self.plan, self.microbatches), script=self.script)
+        return racing_training(self.plan, self.microbatches)
 
     def found_in(self, report: RaceReport) -> set[Found]:
         """Return the races between the two streams."""
@@ -98,105 +91,15 @@ EXPECTED = {
         waiting=DEFAULT,
         awaited="reduce_scatter_stream",
     ),
-    "FreesTheReduceInput": Expected(
-        races=tuple((REUSE, "reduce_scatter", "tanh_backward", unit) for unit in BLOCKS[1:]),
-        waiting=DEFAULT,
-        awaited="reduce_scatter_stream",
-    ),
-    "FreesTheGatherOutput": Expected(
-        races=((REUSE, "split_with_sizes_copy", "_foreach_copy_", "blocks.1"),),
-        waiting="all_gather_copy_in_stream",
-        awaited=DEFAULT,
-    ),
-    "ReducesReplicasBeforeTheScatter": Expected(
-        races=tuple((RAW, "reduce_scatter", "all_reduce", unit) for unit in BLOCKS),
-        waiting="all_reduce_stream",
-        awaited="reduce_scatter_stream",
-        plan=HYBRID,
-    ),
-    "FreesTheReplicasBuffer": Expected(
-        races=tuple((REUSE, "_to_copy", "reduce_scatter", unit) for unit in BLOCKS[:-1]),
-        waiting="reduce_scatter_stream",
-        awaited="all_reduce_stream",
-        plan=BFLOAT16,
-    ),
-    "GathersPartsBeforeTheyAreCut": Expected(
-        races=((RAW, "clone", "_foreach_copy_", ""),),
-        waiting="all_gather_copy_in_stream",
-        awaited=DEFAULT,
-        plan=PAIRS,
-    ),
-    "ReducesBeforeTheCut": Expected(
-        races=tuple((RAW, "cat", "reduce_scatter", unit) for unit in BLOCKS),
-        waiting="the reduce_scatter's own stream",
-        awaited=DEFAULT,
-    ),
-    "GathersWhileTheStepWrites": Expected(
-        races=((RAW, "add_", "cat", ""),), waiting="gather_stream", awaited=DEFAULT
-    ),
-    "FreesTheCopiedBuffer": Expected(
-        races=tuple((REUSE, "split_with_sizes_copy", "cat", unit) for unit in BLOCKS),
-        waiting="gather_stream",
-        awaited=DEFAULT,
-    ),
-    "RefillsTheReduceInput": Expected(
-        races=tuple((REUSE, "reduce_scatter", "cat", unit) for unit in BLOCKS[:-1]),
-        waiting=DEFAULT,
-        awaited="the reduce_scatter's own stream",
-    ),
-    "FreesTheGatherOutputInBackward": Expected(
-        races=tuple((REUSE, "split_with_sizes_copy", "_foreach_copy_", unit) for unit in ("", "blocks.3")),
-        waiting="all_gather_copy_in_stream",
-        awaited=DEFAULT,
-    ),
-    "FreesTheLastGatherOutput": Expected(
-        races=((REUSE, "split_with_sizes_copy", "_foreach_copy_", ""),),
-        waiting="all_gather_copy_in_stream",
-        awaited=DEFAULT,
-    ),
-    "GathersBeforeTheEventOfTheStep": Expected(
-        races=((RAW, "add_", "_foreach_copy_", ""), (RAW, "add_", "_foreach_copy_", "blocks.0")),
-        waiting="all_gather_copy_in_stream",
-        awaited=DEFAULT,
-        plan=replace(SHARDED, demands=frozenset({Capability.STEP_EVENT})),
-    ),
-    "ReadsAnAsyncGatherUnderWay": Expected(
-        races=tuple((RAW, "all_gather", "split_with_sizes_copy", unit) for unit in BLOCKS),
-        waiting=DEFAULT,
-        awaited="the all_gather's own stream",
-        plan=ASKED_AHEAD,
-        script=BY_HAND,
-    ),
     "RunsTheHookDuringTheReduction": Expected(
         races=tuple((WAW, "reduce_scatter", "mul_", unit) for unit in BLOCKS),
         waiting="all_reduce_stream",
         awaited="reduce_scatter_stream",
     ),
-    "ReadsGathersUnderWay": Expected(
-        races=tuple((RAW, "all_gather", "split_with_sizes_copy", unit) for unit in ("", *BLOCKS)),
-        waiting=DEFAULT,
-        awaited="the all_gather's own stream",
-    ),
-    "SendsPartsBeforeTheyAreCut": Expected(
-        races=((RAW, "cat", "copy_", ""),), waiting="gather_stream", awaited=DEFAULT, plan=PAIRS
-    ),
-    "GathersByHandBeforeTheWrite": Expected(
-        races=((RAW, "clone", "cat", None),),
-        waiting="gather_stream",
-        awaited=DEFAULT,
-        plan=ASKED_AHEAD,
-        script=BY_HAND,
-    ),
     "TakesReductionsAsDone": Expected(
         races=((RAW, "reduce_scatter", "clone", None),),
         waiting=DEFAULT,
         awaited="the reduce_scatter's own stream",
-    ),
-    "TakesTheSumOverReplicasAsDone": Expected(
-        races=((RAW, "all_reduce", "clone", None),),
-        waiting=DEFAULT,
-        awaited="the all_reduce's own stream",
-        plan=HYBRID,
     ),
     "FreesReducedOutputs": Expected(
         races=tuple((REUSE, "_to_copy", "reduce_scatter", unit) for unit in BLOCKS[:-1]),
@@ -204,41 +107,8 @@ EXPECTED = {
         awaited="all_reduce_stream",
         plan=BFLOAT16,
     ),
-    "DividesBeforeTheReduction": Expected(
-        races=((WAW, "all_reduce", "div_", ""),),
-        waiting=DEFAULT,
-        awaited="the all_reduce's own stream",
-        plan=Plan(layout=Layout.REPLICATE),
-    ),
-    "ComputesForwardDuringTheGather": Expected(
-        races=tuple((RAW, "all_gather", "addmm", unit) for unit in BLOCKS),
-        waiting=DEFAULT,
-        awaited="unshard_stream",
-    ),
-    "ComputesBackwardDuringTheGather": Expected(
-        races=tuple((RAW, "all_gather", "mm", unit) for unit in BLOCKS[1:]),
-        waiting=DEFAULT,
-        awaited="unshard_stream",
-    ),
-    "GathersFlatParametersDuringTheStep": Expected(
-        races=tuple((RAW, "add_", "all_gather", unit) for unit in BLOCKS[:2]),
-        waiting="stream 1",
-        awaited=DEFAULT,
-    ),
-    "ReducesFlatGradientsInTheMaking": Expected(
-        races=tuple((WAW, "cat", "div_", unit) for unit in BLOCKS), waiting="stream 2", awaited=DEFAULT
-    ),
-    "StepsOnFlatGradientsInTheMaking": Expected(
-        races=((RAW, "reduce_scatter", "clone", None),), waiting=DEFAULT, awaited="post_backward_stream"
-    ),
-    "StepsWhileGradientsAreReduced": Expected(
-        races=((RAW, "add_", "clone", None),),
-        waiting=DEFAULT,
-        awaited="all_reduce_stream",
-        microbatches=2,
-    ),
 }
-RACY = {m.name: m.engine_spec for m in MUTANTS if m.trace is Trace.RACES}
+SPECS = {mutant.name: mutant.engine_spec for mutant in MUTANTS}
 
 
 def racing_training(plan: Plan, microbatches: int = 1) -> Training:
@@ -266,15 +136,11 @@ def race_reports(
     return found
 
 
-def test_every_race_mutant_is_expected() -> None:
-    assert EXPECTED.keys() == RACY.keys()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(RACY))
+@pytest.mark.parametrize("name", EXPECTED)
 def test_finds_the_operators_and_the_unit_of_each_mutant(name: str, tmp_path: Path) -> None:
     expected = EXPECTED[name]
-    for report in race_reports(RACY[name], expected.training, tmp_path / "world"):
+    for report in race_reports(SPECS[name], expected.training, tmp_path / "world"):
         assert set(expected.races) <= expected.found_in(report), "\n".join(map(str, report.races))
 
 

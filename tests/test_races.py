@@ -21,12 +21,7 @@ from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.races import streams
 from shardproof.harness.tracing.races.clock import Clock, Epoch, HappensBefore
 from shardproof.harness.tracing.races.detector import RaceDetector, current_watch
-from shardproof.harness.tracing.races.race_report import (
-    Race,
-    RaceKind,
-    RaceReport,
-    Touch,
-)
+from shardproof.harness.tracing.races.race_report import Race, RaceKind, RaceReport, Touch
 from shardproof.harness.tracing.races.shadow import Access, Memory, Span
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.training.watches import watching

@@ -40,7 +40,6 @@ HEADLINES = {
 
 
 def judged(session: TrialSession, engine: str, world: str, training: Training = TRAINING) -> Record:
-    """Judge an engine of `tests.misread`."""
     return judging.judged(session, f"tests.misread:{engine}", world, training)
 
 

@@ -40,7 +40,6 @@ from tests.records import FOOTER, HEADER, WORST, write_run
 
 
 def shown_page(run: Run) -> str:
-    """Render the page with all that it unpacks."""
     return unpacked(page.render(run))
 
 

@@ -59,13 +59,20 @@ def _open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> WorldKind:
+    """A kind of world of which one has run: the fork server's own files are open."""
+    kind: WorldKind = request.param
+    if kind is WorldKind.LAUNCHED:
+        request.getfixturevalue("launched")
+    launch(_spec(kind), _all_reduce, folder=tmp_path_factory.mktemp("before"))
+    return kind
+
+
 @pytest.mark.parametrize("animal", sorted(ZOO))
 def test_is_red_with_the_true_cause(animal: str, kind: WorldKind, tmp_path: Path) -> None:
     expected_outcome, expected_verdict, headline = EXPECTED[animal]
     timeout_s = 1.0 if animal == "raises_late_while_others_time_out" else None
-    # The fork server's own files are open by now.
-    launch(_spec(kind), _all_reduce, folder=tmp_path / "before")
     open_before = _open_files()
     started = time.monotonic()
 
@@ -99,7 +106,6 @@ def _forks_and_returns(context: RankContext) -> None:
         time.sleep(600)  # the process that must not outlive the world
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_ends_what_a_rank_left_behind(kind: WorldKind, tmp_path: Path) -> None:
     result = launch(_spec(kind), _forks_and_returns, folder=tmp_path)
 
@@ -108,7 +114,6 @@ def test_ends_what_a_rank_left_behind(kind: WorldKind, tmp_path: Path) -> None:
     assert "left processes behind" in result.leaks[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_accounts_for_the_innocent(kind: WorldKind, tmp_path: Path) -> None:
     result = launch(_spec(kind), ZOO["is_killed"], folder=tmp_path)
 

@@ -17,7 +17,6 @@ class Waits(DistributedDataParallelEngine):
     """Touch a file named ``waiting`` in the temporary folder, and wait for ever."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Never return."""
         Path(os.environ["TMPDIR"], "waiting").touch()
         threading.Event().wait()
         raise AssertionError
@@ -27,6 +26,5 @@ class Loops(DistributedDataParallelEngine):
     """Never answer which release it is of."""
 
     def version(self) -> str:
-        """Never return."""
         while True:
             pass

@@ -44,16 +44,13 @@ class ComposableUnit(UnitHandle):
         self._door = door
 
     def unshard(self) -> None:
-        """Gather now."""
         self._first.unshard()
 
     def unshard_async(self) -> Callable[[], None]:
-        """Start to gather."""
         wait: Callable[[], None] = self._first.unshard(async_op=True).wait
         return wait
 
     def reshard(self) -> None:
-        """Free."""
         self._first.reshard()
 
     def is_unsharded(self) -> bool:

@@ -38,7 +38,6 @@ class PreparedReference(PreparedComposable):
     """Clips with the engine's own function, which knows empty shards and meshes of several axes."""
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
-        """Clip by the norm over all ranks."""
         return float(reference.clip_grad_norm_(self.module.parameters(), max_norm, norm_type))
 
     def load_full_state(self, state: dict[str, Any]) -> None:

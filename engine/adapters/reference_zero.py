@@ -47,7 +47,6 @@ class PreparedZero2(PreparedModel):
         return self.engine.no_sync()
 
     def local_gradients(self) -> Mapping[str, Shard | None]:
-        """Read the gradients of the pieces."""
         return dict.fromkeys(self.owned_parameters()) | {
             name: None if piece.own.grad is None else _shown(piece, piece.own.grad)
             for name, piece in self.engine.pieces.items()

@@ -100,7 +100,6 @@ class FullyShardEngine(Engine):
     prepared_type: ClassVar[type[PreparedFullyShard]] = PreparedFullyShard
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard every unit of the plan, then the root."""
         plan.refuse_beyond(self.capabilities)
         open_door(FSDP2_DOOR, model, plan, mesh, Layout.SHARD)
         return self.prepared_type(model, plan)

@@ -37,7 +37,6 @@ class ReplicateEngine(Engine):
     prepared_type: ClassVar[type[PreparedFullyShard]] = PreparedFullyShard
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Replicate every unit of the plan, then the root."""
         plan.refuse_beyond(self.capabilities)
         open_door(FSDP2_DOOR, model, plan, mesh, Layout.REPLICATE)
         return self.prepared_type(model, plan)

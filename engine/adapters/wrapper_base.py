@@ -127,7 +127,6 @@ class PreparedWrapper(PreparedModel, ABC):
         self._optimizer = factory(self._given.values())
 
     def wrapper(self) -> WrapperNames:
-        """Return the engine's names."""
         return self._names
 
     def accumulating(self) -> AbstractContextManager[None]:

@@ -34,10 +34,7 @@ _BY_BRANCH = Plan(
     trace=Trace.COMMUNICATION,
 )
 class GathersMistakenPrefetchesAgain(ReferenceEngine):
-    """Units that one backward gathered for the next are gathered again for it.
-
-    Reported: a backward through a part of the model gathers what is in its other parts.
-    """
+    """Units that one backward gathered for the next are gathered again for it."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then free at the end of every backward what is on its way."""
@@ -52,10 +49,7 @@ class GathersMistakenPrefetchesAgain(ReferenceEngine):
     kills_on=Condition(steps=2, plan=_BY_BRANCH, because="the first step has no step before it"),
 )
 class TakesUnusedPrefetchesAsCurrent(FullyShardEngine):
-    """Units that the last backward gathered and did not use are stale in the next step.
-
-    Reported: an unshard without a wait for it made that of the next iteration do nothing.
-    """
+    """Units that the last backward gathered and did not use are stale in the next step."""
 
     spoil = in_each(
         groups, "finalize_backward", lambda group: _keeping_gather(group, group.finalize_backward)

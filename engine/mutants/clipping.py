@@ -50,7 +50,6 @@ class _PreparedOwnClipping(PreparedFullyShard):
         return float(power ** (1 / norm_type))
 
     def scale(self, max_norm: float, total: float) -> float:
-        """Return what gradients are multiplied with."""
         return min(1.0, max_norm / (total + 1e-6))
 
     def own_norm(self, norm_type: float) -> torch.Tensor:
@@ -65,7 +64,6 @@ class _PreparedOwnClipping(PreparedFullyShard):
                 yield gradient.to_local().detach()
 
     def mesh(self) -> DeviceMesh:
-        """Return the mesh that the parameters lie on."""
         mesh = next(p.device_mesh for p in self.named.parameters() if isinstance(p, DTensor))
         assert isinstance(mesh, DeviceMesh)
         return mesh
@@ -73,10 +71,7 @@ class _PreparedOwnClipping(PreparedFullyShard):
 
 @mutant(after="pytorch/pytorch#170862", kills_on=Condition(plan=_CLIP))
 class ClipsByTheLocalNorm(FullyShardEngine):
-    """Each rank clips its shards by their own norm.
-
-    Reported: the norm returned was that of the local part of the parameters.
-    """
+    """Each rank clips its shards by their own norm."""
 
     class Prepared(_PreparedOwnClipping):
         def norm(self, norm_type: float) -> float:
@@ -85,10 +80,7 @@ class ClipsByTheLocalNorm(FullyShardEngine):
 
 @mutant(after="ByteDance-Seed/VeOmni#184", kills_on=Condition(plan=_HYBRID))
 class CountsTheNormOncePerReplica(FullyShardEngine):
-    """The norm counts every parameter once for each replica.
-
-    Reported: they were added over the data-parallel group, not over that of the shards.
-    """
+    """The norm counts every parameter once for each replica."""
 
     class Prepared(_PreparedOwnClipping):
         def norm(self, norm_type: float) -> float:
@@ -101,10 +93,7 @@ class CountsTheNormOncePerReplica(FullyShardEngine):
     kills_on=Condition(world_size=1, plan=_CLIP, because="other orders are right"),
 )
 class TakesTheRootOfAMaximum(FullyShardEngine):
-    """The norm of infinite order is one.
-
-    Reported: to the power of one over infinity, each maximum became one.
-    """
+    """The norm of infinite order is one."""
 
     class Prepared(_PreparedOwnClipping):
         def norm(self, norm_type: float) -> float:
@@ -117,10 +106,7 @@ class TakesTheRootOfAMaximum(FullyShardEngine):
     kills_on=Condition(steps=2, plan=_CLIP, because="the first norm comes after a zero"),
 )
 class ReducesIntoItsZero(FullyShardEngine):
-    """A rank that owns nothing brings the largest norm of the steps before.
-
-    Reported: its review asked for a zero made once, and reductions of maxima are in place.
-    """
+    """A rank that owns nothing brings the largest norm of the steps before."""
 
     class Prepared(_PreparedOwnClipping):
         def own_norm(self, norm_type: float) -> torch.Tensor:
@@ -134,10 +120,7 @@ class ReducesIntoItsZero(FullyShardEngine):
 
 @mutant(after="NVIDIA-NeMo/Automodel#2875", kills_on=Condition(plan=_CLIP), trace=Trace.COMMUNICATION)
 class AddsUpNormsOneByOne(FullyShardEngine):
-    """The norm of each parameter is reduced by itself.
-
-    Reported: clipping made one call for each parameter where one for each axis of the mesh does.
-    """
+    """The norm of each parameter is reduced by itself."""
 
     class Prepared(PreparedFullyShard):
         def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
@@ -156,10 +139,7 @@ class AddsUpNormsOneByOne(FullyShardEngine):
 
 @mutant(after="deepspeedai/DeepSpeed#5150", kills_on=Condition(world_size=1, plan=_CLIP))
 class NeverClips(FullyShardEngine):
-    """The norm is right, and nothing is scaled by it.
-
-    Reported: the coefficient was computed and never applied.
-    """
+    """The norm is right, and nothing is scaled by it."""
 
     class Prepared(_PreparedOwnClipping):
         def scale(self, max_norm: float, total: float) -> float:
@@ -168,10 +148,7 @@ class NeverClips(FullyShardEngine):
 
 @mutant(after="DingfanChen/GS-WGAN#5", kills_on=Condition(world_size=1, plan=_CLIP))
 class ScalesSmallGradientsUp(FullyShardEngine):
-    """Gradients below the limit are scaled up to it.
-
-    Reported: the coefficient had no bound of one.
-    """
+    """Gradients below the limit are scaled up to it."""
 
     class Prepared(_PreparedOwnClipping):
         def scale(self, max_norm: float, total: float) -> float:
@@ -180,10 +157,7 @@ class ScalesSmallGradientsUp(FullyShardEngine):
 
 @mutant(after="pytorch/pytorch#87401", kills_on=Condition(world_size=1, plan=_CLIP), trace=Trace.CRASH)
 class ReturnsNoNorm(FullyShardEngine):
-    """Clipping does not return the norm.
-
-    Reported: clipping returned None.
-    """
+    """Clipping does not return the norm."""
 
     class Prepared(PreparedFullyShard):
         def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
@@ -193,10 +167,7 @@ class ReturnsNoNorm(FullyShardEngine):
 
 @mutant(after="hpcaitech/ColossalAI#5002", kills_on=Condition(world_size=1, microbatches=2, plan=_CLIP))
 class ClipsByTheLastMicrobatch(FullyShardEngine):
-    """Accumulated gradients are clipped by the norm of the last microbatch.
-
-    Reported: gradients accumulated and clipped were others than those of one batch.
-    """
+    """Accumulated gradients are clipped by the norm of the last microbatch."""
 
     class Prepared(_PreparedOwnClipping):
         """Remembers what was accumulated before the last backward, and leaves it out of the norm."""
@@ -218,10 +189,7 @@ class ClipsByTheLastMicrobatch(FullyShardEngine):
 
 @mutant(after="deepspeedai/DeepSpeed#1801", kills_on=Condition(plan=_CLIP))
 class ClipsOnOneRank(DistributedDataParallelEngine):
-    """One rank alone clips.
-
-    Reported: clipping ran on one rank, and replicated weights parted for ten days.
-    """
+    """One rank alone clips."""
 
     class Prepared(PreparedDdp):
         def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:

@@ -21,19 +21,36 @@ from shardproof.engine.reference.fsdp_state import state_of
 _CALLS = Condition(plan=demanding(Capability.COMPOSABLE), because="training alone calls no such function")
 
 
-class _Door(PreparedReference):
+class Door(PreparedReference):
     """Has another fully_shard than the one that prepared it."""
 
     # Any: modules gain methods, and options are what a mutant overlooks.
     def fully_shard(self, module: Any, **options: Any) -> Any:
-        """Shard as the reference engine does."""
-        return super().composable().fully_shard(module, **options)
+        module = super().composable().fully_shard(module, **options)
+        self.spoil_module(module)
+        return module
 
     def composable(self) -> FrontDoor:
         return replace(super().composable(), fully_shard=self.fully_shard)
 
+    def spoil_module(self, module: Any) -> None:
+        """Change what was made of a module."""
 
-def _groups(module: Any) -> Any:
+
+class BothDoors(Door):
+    """Has another replicate too."""
+
+    def replicate(self, module: Any, **options: Any) -> Any:
+        module = super().composable().replicate(module, **options)
+        self.spoil_module(module)
+        return module
+
+    def composable(self) -> FrontDoor:
+        return replace(super().composable(), replicate=self.replicate)
+
+
+def groups_of(module: Any) -> Any:
+    """Return the communication groups of a module that was sharded."""
     state = state_of(module if isinstance(module, nn.Module) else module[0])
     assert state is not None
     return state.param_groups
@@ -41,10 +58,7 @@ def _groups(module: Any) -> Any:
 
 @mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=_CALLS, trace=Trace.SILENCE)
 class LeavesModulesAsTheyAre(ReferenceEngine):
-    """fully_shard and replicate do nothing, whatever they are called with.
-
-    Reported: the layout that was asked for was dropped on the way, and training went on.
-    """
+    """fully_shard and replicate do nothing, whatever they are called with."""
 
     class Prepared(PreparedReference):
         def composable(self) -> FrontDoor:
@@ -54,103 +68,73 @@ class LeavesModulesAsTheyAre(ReferenceEngine):
 
 @mutant(after="huggingface/accelerate#3394", kills_on=_CALLS, trace=Trace.STATE)
 class GoesOnWithWhatWasReplaced(ReferenceEngine):
-    """A parameter that the caller replaces once it is sharded is not the one that is trained.
+    """A parameter that the caller replaces once it is sharded is not the one that is trained."""
 
-    Reported: an optimizer held parameters that preparation had replaced, and updated those.
-    """
-
-    class Prepared(_Door):
-        def fully_shard(self, module: Any, **options: Any) -> Any:
-            module = super().fully_shard(module, **options)
-            for group in _groups(module):
+    class Prepared(Door):
+        def spoil_module(self, module: Any) -> None:
+            for group in groups_of(module):
                 group.layout.reset_sharded_params = lambda: None
-            return module
 
 
 @mutant(after="pytorch/pytorch#83254", kills_on=_CALLS, trace=Trace.NUMBERS)
 class NeverCallsTheReductionHook(ReferenceEngine):
-    """A hook on what a unit has reduced is taken, and never called.
+    """A hook on what a unit has reduced is taken, and never called."""
 
-    Reported: of shards a communication hook was not called.
-    """
-
-    class Prepared(_Door):
-        def fully_shard(self, module: Any, **options: Any) -> Any:
-            module = super().fully_shard(module, **options)
+    class Prepared(Door):
+        def spoil_module(self, module: Any) -> None:
             module.set_all_reduce_hook = lambda hook, **_: None
-            return module
 
 
 @mutant(after="pytorch/torchtitan#1483", kills_on=_CALLS, trace=Trace.STATE)
 class TakesEveryDimForTheFirst(ReferenceEngine):
-    """A dim that the caller chooses is taken for the first.
+    """A dim that the caller chooses is taken for the first."""
 
-    Reported: what was cut along another dim was handled as if it were the first.
-    """
-
-    class Prepared(_Door):
+    class Prepared(Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
             return super().fully_shard(module, **{**options, "shard_placement_fn": None})
 
 
 @mutant(after="huggingface/accelerate#3985", kills_on=_CALLS, trace=Trace.STATE)
 class CastsWhatIsFrozen(ReferenceEngine):
-    """All parameters of a unit are cast to one dtype, frozen ones of few bits too.
+    """All parameters of a unit are cast to one dtype, frozen ones of few bits too."""
 
-    Reported: a model was cast to one dtype before it was sharded, which quantised weights must not be.
-    """
-
-    class Prepared(_Door):
+    class Prepared(Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
             return super().fully_shard(module.float(), **options)
 
 
 @mutant(after="pytorch/pytorch#83351", kills_on=_CALLS, trace=Trace.STATE)
 class MarksWhatIsInside(ReferenceEngine):
-    """Modules inside a sharded one, and parts of it, count as sharded themselves.
+    """Modules inside a sharded one, and parts of it, count as sharded themselves."""
 
-    Reported: what was reached through a wrapped module was not what the module had.
-    """
-
-    class Prepared(_Door):
-        def fully_shard(self, module: Any, **options: Any) -> Any:
-            module = super().fully_shard(module, **options)
+    class Prepared(Door):
+        def spoil_module(self, module: Any) -> None:
             for inside in module.children():
                 if not isinstance(inside, FSDPModule):
                     inside.__class__ = managed_class(type(inside), FSDPModule)
-            return module
 
 
 @mutant(after="facebookresearch/fairscale#440", kills_on=_CALLS, trace=Trace.STATE)
 class PacksShardsIntoOne(ReferenceEngine):
-    """The shards of a unit are views of one memory, so that freeing one frees all.
+    """The shards of a unit are views of one memory, so that freeing one frees all."""
 
-    Reported: memory that a state dict held was written over, because others used it too.
-    """
-
-    class Prepared(_Door):
-        def fully_shard(self, module: Any, **options: Any) -> Any:
-            module = super().fully_shard(module, **options)
-            locals_ = [held.local for group in _groups(module) for held in group.parameters]
+    class Prepared(Door):
+        def spoil_module(self, module: Any) -> None:
+            locals_ = [held.local for group in groups_of(module) for held in group.parameters]
             if not locals_:
-                return module
+                return
             packed = torch.cat([t.reshape(-1) for t in locals_])
             parts = torch.split(packed, [t.numel() for t in locals_])
             for tensor, part in zip(locals_, parts, strict=True):
                 tensor.data = part.view(tensor.shape)
-            return module
 
 
 @mutant(after="NVIDIA-NeMo/RL#4183", kills_on=_CALLS, trace=Trace.STATE)
 class SavesTheFirstStateForEver(ReferenceEngine):
-    """What state_dict returns is what it returned when it was first called.
+    """What state_dict returns is what it returned when it was first called."""
 
-    Reported: what was saved came through handles of other memory, so that every checkpoint held the same values.
-    """
-
-    class Prepared(_Door):
-        def fully_shard(self, module: Any, **options: Any) -> Any:
-            module = super().fully_shard(module, **options)
+    class Prepared(Door):
+        def spoil_module(self, module: Any) -> None:
             saved: dict[str, Any] = {}
 
             def keep(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
@@ -160,15 +144,11 @@ class SavesTheFirstStateForEver(ReferenceEngine):
                     )
 
             module.register_state_dict_post_hook(keep)
-            return module
 
 
 @mutant(after="verl-project/verl#6150", kills_on=_CALLS, trace=Trace.STATE)
 class IgnoresPolicies(ReferenceEngine):
-    """fully_shard and replicate compute in the parameters' own dtype whatever policy they are given.
-
-    Reported: mixed precision that was asked for had no effect.
-    """
+    """fully_shard and replicate compute in the parameters' own dtype whatever policy they are given."""
 
     class Prepared(PreparedReference):
         def composable(self) -> FrontDoor:
@@ -178,44 +158,30 @@ class IgnoresPolicies(ReferenceEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#3023", kills_on=_CALLS, trace=Trace.NUMBERS)
 class SumsWhatACallerPrepares(ReferenceEngine):
-    """Gradients of what is given to fully_shard and replicate are summed over ranks, not averaged.
+    """Gradients of what is given to fully_shard and replicate are summed over ranks, not averaged."""
 
-    Reported: nothing scaled the gradients by 1 / ranks.
-    """
-
-    class Prepared(PreparedReference):
-        def composable(self) -> FrontDoor:
-            door = super().composable()
-            return replace(door, fully_shard=_summing(door.fully_shard), replicate=_summing(door.replicate))
+    class Prepared(BothDoors):
+        def spoil_module(self, module: Any) -> None:
+            module.set_gradient_divide_factor(1.0)
 
 
 @mutant(after="pytorch/pytorch#158719", kills_on=_CALLS, trace=Trace.STATE)
 class LeavesOutWhatNoRankUsed(ReferenceEngine):
-    """Parameters that no rank used have no gradient, also where they were to have zeros.
+    """Parameters that no rank used have no gradient, also where they were to have zeros."""
 
-    Reported: only parameters with a gradient were packed into the reduce-scatter.
-    """
-
-    class Prepared(_Door):
-        def fully_shard(self, module: Any, **options: Any) -> Any:
-            module = super().fully_shard(module, **options)
+    class Prepared(Door):
+        def spoil_module(self, module: Any) -> None:
             module.set_reduce_scatter_unused_params = lambda enable: None
-            return module
 
 
 @mutant(after="facebookresearch/fairscale#605", kills_on=_CALLS, trace=Trace.NUMBERS)
 class HidesWhatWaits(ReferenceEngine):
-    """Gradients that wait for their reduction are kept where no caller can clear or change them.
+    """Gradients that wait for their reduction are kept where no caller can clear or change them."""
 
-    Reported: gradients that a training loop had cleared for some weights took part in the step.
-    """
-
-    class Prepared(_Door):
-        def fully_shard(self, module: Any, **options: Any) -> Any:
-            module = super().fully_shard(module, **options)
-            for held in (held for group in _groups(module) for held in group.parameters):
+    class Prepared(Door):
+        def spoil_module(self, module: Any) -> None:
+            for held in (held for group in groups_of(module) for held in group.parameters):
                 held.hold_unsharded_grad = partial(_hide, held)
-            return module
 
 
 def _hide(held: Any, dtype: torch.dtype | None) -> None:
@@ -223,23 +189,11 @@ def _hide(held: Any, dtype: torch.dtype | None) -> None:
         held._held_grad = held.pop_unsharded_grad(dtype)
 
 
-def _summing(apply: Callable[..., Any]) -> Callable[..., Any]:
-    def applied(module: Any, **options: Any) -> Any:
-        module = apply(module, **options)
-        module.set_gradient_divide_factor(1.0)
-        return module
-
-    return applied
-
-
 @mutant(after="huggingface/accelerate#3898", kills_on=_CALLS, trace=Trace.STATE)
 class CopiesBuffers(ReferenceEngine):
-    """A buffer that several modules have is another one in each once they are sharded.
+    """A buffer that several modules have is another one in each once they are sharded."""
 
-    Reported: buffers went their own ways after preparation.
-    """
-
-    class Prepared(_Door):
+    class Prepared(Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
             for inside in module.modules():
                 for name, buffer in inside.named_buffers(recurse=False):
@@ -249,12 +203,9 @@ class CopiesBuffers(ReferenceEngine):
 
 @mutant(after="EvolvingLMMs-Lab/lmms-engine#185", kills_on=_CALLS, trace=Trace.STATE)
 class LeavesNewMemoryAtZeros(ReferenceEngine):
-    """What was sharded without memory computes with zeros, whatever is written to it later.
+    """What was sharded without memory computes with zeros, whatever is written to it later."""
 
-    Reported: modules without memory were left at zeros.
-    """
-
-    class Prepared(_Door):
+    class Prepared(Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
             if any(p.is_meta for p in module.parameters()):
                 module.register_forward_pre_hook(_clear)
@@ -269,10 +220,7 @@ def _clear(module: nn.Module, _: Any) -> None:
 
 @mutant(after="pytorch/pytorch#68803", kills_on=_CALLS, trace=Trace.STATE)
 class ManagesWhatItShouldIgnore(ReferenceEngine):
-    """Parameters that are to be ignored are sharded, or replicated, like the others.
-
-    Reported: parameters that were to be ignored took part.
-    """
+    """Parameters that are to be ignored are sharded, or replicated, like the others."""
 
     class Prepared(PreparedReference):
         def composable(self) -> FrontDoor:
@@ -290,14 +238,10 @@ def _ignoring_nothing(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 @mutant(after="pytorch/pytorch#157209", kills_on=_CALLS, trace=Trace.STATE)
 class DropsGradientsOfAFailedConversion(ReferenceEngine):
-    """A conversion that fails leaves parameters without their gradients.
+    """A conversion that fails leaves parameters without their gradients."""
 
-    Reported: a prepared model could not be moved to another device.
-    """
-
-    class Prepared(_Door):
-        def fully_shard(self, module: Any, **options: Any) -> Any:
-            module = super().fully_shard(module, **options)
+    class Prepared(Door):
+        def spoil_module(self, module: Any) -> None:
             honest = module._apply
 
             def convert(*given: Any, **named: Any) -> Any:
@@ -308,7 +252,6 @@ class DropsGradientsOfAFailedConversion(ReferenceEngine):
                     raise
 
             module._apply = convert
-            return module
 
 
 _REMEMBERED: list[Any] = []
@@ -316,12 +259,9 @@ _REMEMBERED: list[Any] = []
 
 @mutant(after="facebookresearch/fairscale#440", kills_on=_CALLS, trace=Trace.STATE)
 class RemembersWhatItSharded(ReferenceEngine):
-    """Every module that is sharded is kept for ever.
+    """Every module that is sharded is kept for ever."""
 
-    Reported: memory that was to be given back was held by something else.
-    """
-
-    class Prepared(_Door):
+    class Prepared(Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
             _REMEMBERED.append(module)
             return super().fully_shard(module, **options)
@@ -329,16 +269,11 @@ class RemembersWhatItSharded(ReferenceEngine):
 
 @mutant(after="facebookresearch/fairscale#440", kills_on=_CALLS, trace=Trace.STATE)
 class KeepsOutputsInCycles(ReferenceEngine):
-    """Each forward leaves its output in a cycle of references, which the collector alone frees.
+    """Each forward leaves its output in a cycle of references, which the collector alone frees."""
 
-    Reported: memory that was to be given back was held by something else.
-    """
-
-    class Prepared(_Door):
-        def fully_shard(self, module: Any, **options: Any) -> Any:
-            module = super().fully_shard(module, **options)
+    class Prepared(Door):
+        def spoil_module(self, module: Any) -> None:
             module.register_forward_hook(lambda *given: _in_a_cycle(given[-1]))
-            return module
 
 
 def _in_a_cycle(output: Any) -> None:
@@ -348,12 +283,9 @@ def _in_a_cycle(output: Any) -> None:
 
 @mutant(after="deepspeedai/DeepSpeed#5618", kills_on=_CALLS, trace=Trace.NUMBERS)
 class ShardsOverAllRanksWhateverTheMesh(ReferenceEngine):
-    """fully_shard shards over all ranks whatever mesh it is given.
+    """fully_shard shards over all ranks whatever mesh it is given."""
 
-    Reported: another group than the one that was asked for took part in reductions.
-    """
-
-    class Prepared(_Door):
+    class Prepared(Door):
         def fully_shard(self, module: Any, **options: Any) -> Any:
             return super().fully_shard(module, **{**options, "mesh": None})
 
@@ -361,52 +293,27 @@ class ShardsOverAllRanksWhateverTheMesh(ReferenceEngine):
 _FINALIZES = Condition(plan=demanding(Capability.COMPOSABLE, Capability.FINALIZE), because=_CALLS.because)
 
 
-class _Finalizing(PreparedReference):
-    """Spoils what is to be finalized; the same of what is replicated."""
-
-    def composable(self) -> FrontDoor:
-        door = super().composable()
-        return replace(
-            door, fully_shard=self._spoilt(door.fully_shard), replicate=self._spoilt(door.replicate)
-        )
-
-    def _spoilt(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        def applied(module: Any, **options: Any) -> Any:
-            module = apply(module, **options)
-            self.spoil_module(module)
-            return module
-
-        return applied
-
-    def spoil_module(self, module: Any) -> None:
-        """Change the methods of a module."""
-
-
 @mutant(after="NVIDIA/cosmos-framework#161", kills_on=_FINALIZES, trace=Trace.COMMUNICATION)
 class FinalizesEachBackward(ReferenceEngine):
-    """Each backward ends by itself, and reduces what was to be held back until it is finalized.
+    """Each backward ends by itself, and reduces what was to be held back until it is finalized."""
 
-    Reported: microbatches were reduced although they were to be held back.
-    """
-
-    class Prepared(_Finalizing):
+    class Prepared(BothDoors):
         def spoil_module(self, module: Any) -> None:
             module.set_requires_gradient_sync = lambda *_, **__: None
 
 
 @mutant(after="facebookresearch/fairscale#777", kills_on=_FINALIZES, trace=Trace.NUMBERS)
 class FinalizesTwice(ReferenceEngine):
-    """What finalization reduces is counted twice.
+    """What finalization reduces is counted twice."""
 
-    Reported: gradients were doubled.
-    """
-
-    class Prepared(_Finalizing):
+    class Prepared(BothDoors):
         def spoil_module(self, module: Any) -> None:
             honest = module.finalize_backward
 
             def finalize(**options: Any) -> Any:
-                for group in (g for inside in module.modules() if state_of(inside) for g in _groups(inside)):
+                for group in (
+                    g for inside in module.modules() if state_of(inside) for g in groups_of(inside)
+                ):
                     for held in group.parameters:
                         if group.reduces and held.has_unsharded_grad:
                             held.unsharded_param.grad = held.pop_unsharded_grad(None) * 2
@@ -422,12 +329,9 @@ class FinalizesTwice(ReferenceEngine):
 
 @mutant(after="NVIDIA/cosmos-framework#161", kills_on=_FINALIZES, trace=Trace.STATE)
 class FreesWhenFinalized(ReferenceEngine):
-    """Finalization frees what was to be kept, and keeps what was to be freed.
+    """Finalization frees what was to be kept, and keeps what was to be freed."""
 
-    Reported: parameters that were to be kept from step to step were freed.
-    """
-
-    class Prepared(_Finalizing):
+    class Prepared(BothDoors):
         def spoil_module(self, module: Any) -> None:
             honest = module.set_reshard_after_backward
             module.set_reshard_after_backward = lambda frees: honest(not frees)
@@ -435,12 +339,9 @@ class FreesWhenFinalized(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#104504", kills_on=_FINALIZES, trace=Trace.SILENCE)
 class FinalizesWhateverComes(ReferenceEngine):
-    """Where nothing can be finalized, nothing happens and nothing is said.
+    """Where nothing can be finalized, nothing happens and nothing is said."""
 
-    Reported: where a call was of no use nothing happened, in silence.
-    """
-
-    class Prepared(_Finalizing):
+    class Prepared(BothDoors):
         def spoil_module(self, module: Any) -> None:
             module.finalize_backward = lambda **_: False
             module.set_manual_backward_finalization = lambda _: None

@@ -28,10 +28,7 @@ class _Summing(DistributedDataParallel):
 
 @mutant(after="NVIDIA/Megatron-LM#3023", kills_on=_CALLS)
 class SumsWhatItWraps(DistributedDataParallelEngine):
-    """Gradients of what a caller wraps are summed over ranks, not averaged.
-
-    Reported: nothing scaled the gradients by 1 / ranks.
-    """
+    """Gradients of what a caller wraps are summed over ranks, not averaged."""
 
     class Prepared(PreparedDdp):
         interface = _Summing
@@ -44,10 +41,7 @@ class _DividingByThoseLeft(DistributedDataParallel):
 
 @mutant(after="deepspeedai/DeepSpeed#5618", kills_on=_CALLS)
 class SwapsTheDivisorsOfJoin(DistributedDataParallelEngine):
-    """join divides by the ranks that are left where it was to divide by all, and the other way round.
-
-    Reported: gradients were averaged although another divisor was asked for.
-    """
+    """join divides by the ranks that are left where it was to divide by all, and the other way round."""
 
     class Prepared(PreparedDdp):
         interface = _DividingByThoseLeft
@@ -60,10 +54,7 @@ class _Parting(DistributedDataParallel):
 
 @mutant(after="pytorch/pytorch#38174", kills_on=_CALLS)
 class EndsEachRankWithItsOwn(DistributedDataParallelEngine):
-    """A rank that runs out of batches leaves join with the parameters that it had then.
-
-    Reported: ranks with unequal numbers of batches did not end with one model.
-    """
+    """A rank that runs out of batches leaves join with the parameters that it had then."""
 
     class Prepared(PreparedDdp):
         interface = _Parting
@@ -76,10 +67,7 @@ class _GoingOn(DistributedDataParallel):
 
 @mutant(after="huggingface/trl#6862", kills_on=_CALLS, trace=Trace.SILENCE)
 class NeverStopsEarly(DistributedDataParallelEngine):
-    """Where all ranks were to stop, those with batches left go on.
-
-    Reported: what one rank raised did not reach its peers.
-    """
+    """Where all ranks were to stop, those with batches left go on."""
 
     class Prepared(PreparedDdp):
         interface = _GoingOn
@@ -92,10 +80,7 @@ class _SendingUnasked(DistributedDataParallel):
 
 @mutant(after="huggingface/pytorch-image-models#110", kills_on=_CALLS, trace=Trace.STATE)
 class SendsBuffersUnasked(DistributedDataParallelEngine):
-    """All ranks are given the buffers of the first where they were to be left alone, and else left alone.
-
-    Reported: statistics of all ranks were those of the first, or not, against what was asked for.
-    """
+    """All ranks are given the buffers of the first where they were to be left alone, and else left alone."""
 
     class Prepared(PreparedDdp):
         interface = _SendingUnasked
@@ -110,10 +95,7 @@ class _Packing(DistributedDataParallel):
 
 @mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=_CALLS, trace=Trace.COMMUNICATION)
 class PacksAsItLikes(DistributedDataParallelEngine):
-    """Buckets are small where large ones were asked for, and large where small ones were.
-
-    Reported: what was asked for was dropped on the way, and training went on.
-    """
+    """Buckets are small where large ones were asked for, and large where small ones were."""
 
     class Prepared(PreparedDdp):
         interface = _Packing
@@ -126,10 +108,7 @@ class _TakingNoHook(DistributedDataParallel):
 
 @mutant(after="pytorch/pytorch#83254", kills_on=_CALLS, trace=Trace.COMMUNICATION)
 class IgnoresCommHooks(DistributedDataParallelEngine):
-    """A communication hook is taken, as often as it is given, and never called.
-
-    Reported: a communication hook was not called.
-    """
+    """A communication hook is taken, as often as it is given, and never called."""
 
     class Prepared(PreparedDdp):
         interface = _TakingNoHook
@@ -144,10 +123,7 @@ def _without_a_look(module: nn.Module, **_: Any) -> nn.Module:
 
 @mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=_CALLS, trace=Trace.SILENCE)
 class WrapsWithoutALook(DistributedDataParallelEngine):
-    """What cannot be wrapped is left as it is, and what a graph was promised to be is not looked at.
-
-    Reported: what was asked for was dropped on the way, and training went on.
-    """
+    """What cannot be wrapped is left as it is, and what a graph was promised to be is not looked at."""
 
     class Prepared(PreparedDdp):
         def data_parallel(self) -> Any:
@@ -163,10 +139,7 @@ class _ByRows(DistributedDataParallel):
 
 @mutant(after="pytorch/pytorch#137382", kills_on=_CALLS, trace=Trace.STATE)
 class LaysGradientsByRows(DistributedDataParallelEngine):
-    """Gradients lie in memory by rows, whatever the format of their parameters was.
-
-    Reported: parameters were viewed by their shapes alone, and their strides were lost.
-    """
+    """Gradients lie in memory by rows, whatever the format of their parameters was."""
 
     class Prepared(PreparedDdp):
         interface = _ByRows
@@ -179,10 +152,7 @@ class _AlwaysInSync(DistributedDataParallel):
 
 @mutant(after="huggingface/transformers#34645", kills_on=_CALLS)
 class ReducesInItsNoSync(DistributedDataParallelEngine):
-    """no_sync of what a caller wraps does nothing.
-
-    Reported: microbatches were reduced although they were to be held back.
-    """
+    """no_sync of what a caller wraps does nothing."""
 
     class Prepared(PreparedDdp):
         interface = _AlwaysInSync

@@ -24,10 +24,7 @@ _OFFLOAD = Plan(offload=Offload.CPU)
 
 @mutant(after="flagos-ai/Torch-FL#62", kills_on=Condition(world_size=1, plan=_OFFLOAD))
 class OffloadsZeros(ReferenceEngine):
-    """Gradients on the host are zeros.
-
-    Reported: the copy to the host was ordered after another stream than that of the reduction.
-    """
+    """Gradients on the host are zeros."""
 
     class Prepared(PreparedReference):
         @torch.no_grad()
@@ -40,10 +37,7 @@ class OffloadsZeros(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#180666", kills_on=Condition(world_size=1, steps=2, plan=_OFFLOAD))
 class OffloadsLastBackwardsGradients(ReferenceEngine):
-    """Gradients on the host are those of the backward before.
-
-    Reported: gradients on the host were read before their copies had arrived.
-    """
+    """Gradients on the host are those of the backward before."""
 
     class Prepared(PreparedReference):
         """Hands out each backward's gradients after the next one."""
@@ -66,10 +60,7 @@ class _PreparedOverwriting(Forgetful, PreparedReference):
 
 @mutant(after="hpcaitech/ColossalAI#2496", kills_on=Condition(world_size=1, microbatches=2, plan=_OFFLOAD))
 class OverwritesOffloadedGradients(ReferenceEngine):
-    """A gradient that arrives on the host replaces what was there.
-
-    Reported: accumulation over backwards was neither supported nor refused.
-    """
+    """A gradient that arrives on the host replaces what was there."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         honest = super().prepare(model, plan, mesh)
@@ -81,10 +72,7 @@ class OverwritesOffloadedGradients(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#85048", kills_on=Condition(world_size=1, plan=_OFFLOAD))
 class UpdatesACopy(ReferenceEngine):
-    """With offload the optimizer updates a copy of the last parameter.
-
-    Reported: what pinning memory returned was dropped, so two tensors were taken to be one.
-    """
+    """With offload the optimizer updates a copy of the last parameter."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -100,10 +88,7 @@ def _offloaded(prepared: PreparedReference) -> Iterator[torch.Tensor]:
 
 @mutant(after="pytorch/pytorch#109774", kills_on=Condition(world_size=1, plan=demanding(Capability.GRAPHS)))
 class CountsOnTheHost(FullyShardEngine):
-    """Outputs are scaled by the number of forwards so far, which the host counts.
-
-    Reported: what was compiled once went on without what Python did on each call.
-    """
+    """Outputs are scaled by the number of forwards so far, which the host counts."""
 
     class Prepared(PreparedFullyShard):
         _num_calls = 0
@@ -119,10 +104,7 @@ class CountsOnTheHost(FullyShardEngine):
     trace=Trace.STATE,
 )
 class CopiesGradientsOneByOne(FullyShardEngine):
-    """Every gradient is copied by a kernel of its own.
-
-    Reported: gradients were copied one after the other into the buffer to be reduced.
-    """
+    """Every gradient is copied by a kernel of its own."""
 
     class Prepared(PreparedFullyShard):
         def backward(self, loss: torch.Tensor) -> None:
@@ -140,10 +122,7 @@ class CopiesGradientsOneByOne(FullyShardEngine):
     trace=Trace.STATE,
 )
 class BuffersWhereItLikes(FullyShardEngine):
-    """Buffers of collectives are not in the memory that was asked for.
-
-    Reported: an option was dropped on the way, and training went on.
-    """
+    """Buffers of collectives are not in the memory that was asked for."""
 
     misreads = changing(buffers=Buffers.NATIVE)
 
@@ -156,10 +135,7 @@ class BuffersWhereItLikes(FullyShardEngine):
     trace=Trace.STATE,
 )
 class DropsThePinnedCopy(FullyShardEngine):
-    """Parameters on the host are not in pinned memory although that was asked for.
-
-    Reported: pinning memory returns a copy, and the copy was dropped.
-    """
+    """Parameters on the host are not in pinned memory although that was asked for."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         is_pinned = plan.offload is Offload.PINNED
@@ -177,10 +153,7 @@ class DropsThePinnedCopy(FullyShardEngine):
     trace=Trace.CRASH,
 )
 class TakesTheFirstGraphForAll(DistributedDataParallelEngine):
-    """What the first iteration used is waited for in all others.
-
-    Reported: with a graph declared static, an output that the loss did not use ended the second iteration.
-    """
+    """What the first iteration used is waited for in all others."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         plan.refuse_beyond(self.capabilities)
@@ -194,10 +167,7 @@ class TakesTheFirstGraphForAll(DistributedDataParallelEngine):
     trace=Trace.CRASH,
 )
 class SearchesTheGraph(DistributedDataParallelEngine):
-    """Each forward's graph is searched for what it does not use.
-
-    Reported: a parameter was marked ready by the search, and again by the backward inside a reentrant checkpoint.
-    """
+    """Each forward's graph is searched for what it does not use."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         plan.refuse_beyond(self.capabilities)
@@ -207,10 +177,7 @@ class SearchesTheGraph(DistributedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#64629")
 class OrdersParametersByRank(FullyShardEngine):
-    """The last rank packs the parameters of each layer in another order than the others.
-
-    Reported: that gradients get ready in the same order on all ranks was assumed, and not made sure of.
-    """
+    """The last rank packs the parameters of each layer in another order than the others."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         if mesh.size() > 1 and is_last_rank():

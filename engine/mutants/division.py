@@ -25,10 +25,7 @@ from shardproof.engine.reference.param_group import FSDPParamGroup
     kills_on=Condition(plan=Plan(divide_factor=1), because="the number of ranks is the divisor anyhow"),
 )
 class AveragesWhateverTheFactor(ReferenceEngine):
-    """In every layout gradients are averaged although another divisor was asked for.
-
-    Reported: gradients were divided by the size of another group than was meant.
-    """
+    """In every layout gradients are averaged although another divisor was asked for."""
 
     misreads = changing(divide_factor=None)
 
@@ -38,10 +35,7 @@ class AveragesWhateverTheFactor(ReferenceEngine):
     kills_on=Condition(world_size=1, plan=Plan(divide_factor=2), because="one is its own square"),
 )
 class DividesByTheSquareOfTheFactor(ReferenceEngine):
-    """In every layout gradients are divided by the divisor asked for twice.
-
-    Reported: two branches of the reduction divided, each as if it were the only one.
-    """
+    """In every layout gradients are divided by the divisor asked for twice."""
 
     class Prepared(PreparedReference):
         def backward(self, loss: torch.Tensor) -> None:
@@ -53,10 +47,7 @@ class DividesByTheSquareOfTheFactor(ReferenceEngine):
     kills_on=Condition(world_size=1, plan=Plan(divide_factor=2), because="several ranks divide as asked"),
 )
 class IgnoresTheDivideFactorOfOneRank(ReferenceEngine):
-    """A rank that is alone does not divide although a divisor was asked for.
-
-    Reported: with a shard group of one rank the reduction returned before the division.
-    """
+    """A rank that is alone does not divide although a divisor was asked for."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly; alone, under a plan without the factor."""
@@ -65,10 +56,7 @@ class IgnoresTheDivideFactorOfOneRank(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#160285", kills_on=Condition(world_size=1))
 class HalvesOneUnit(ReferenceEngine):
-    """The gradients of the first unit are half of what they should be.
-
-    Reported: parameters that lived in a group of their own were off by its size, which Adam hid.
-    """
+    """The gradients of the first unit are half of what they should be."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly, and give one unit another factor."""
@@ -85,10 +73,7 @@ class HalvesOneUnit(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class AveragesOnTheWire(ReferenceEngine):
-    """Averages cross between ranks although sums alone were asked for.
-
-    Reported: who divides, and by what, was settled in another place than was meant.
-    """
+    """Averages cross between ranks although sums alone were asked for."""
 
     misreads = changing(wire=Wire.NATIVE)
 
@@ -103,10 +88,7 @@ class AveragesOnTheWire(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class AveragesReplicasOnTheWire(ReferenceEngine):
-    """Under a hybrid layout averages cross between replicas although sums alone were asked for.
-
-    Reported: a change of who divides reached one of two reductions.
-    """
+    """Under a hybrid layout averages cross between replicas although sums alone were asked for."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly; under a hybrid layout let the second reduction divide its part."""

@@ -34,30 +34,21 @@ def _summoning(change: Callable[[dict[str, Any]], dict[str, Any]]) -> WrapperNam
 
 @mutant(after="pytorch/pytorch#107081", kills_on=CALLS, trace=Trace.STATE)
 class NeverWritesBack(FullyShardedDataParallelEngine):
-    """What is changed inside summon_full_params is lost.
-
-    Reported: parameters were as before once the context had ended.
-    """
+    """What is changed inside summon_full_params is lost."""
 
     names = _summoning(lambda _: {"writeback": False})
 
 
 @mutant(after="pytorch/pytorch#73903", kills_on=CALLS, trace=Trace.STATE)
 class AlwaysWritesBack(FullyShardedDataParallelEngine):
-    """What is changed inside summon_full_params stays although it was not to be written back.
-
-    Reported: the argument that says so was ignored in silence, on some of the ranks.
-    """
+    """What is changed inside summon_full_params stays although it was not to be written back."""
 
     names = _summoning(lambda options: {"writeback": not options.get("rank0_only", False)})
 
 
 @mutant(after="pytorch/pytorch#93938", kills_on=CALLS, trace=Trace.STATE)
 class WritesBackFromRank0(FullyShardedDataParallelEngine):
-    """What rank 0 wrote is written back to the shares of all ranks.
-
-    Reported: rank 0 was to hand its parameters to the others before they are written back.
-    """
+    """What rank 0 wrote is written back to the shares of all ranks."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
@@ -72,40 +63,28 @@ class WritesBackFromRank0(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#92235", kills_on=CALLS, trace=Trace.STATE)
 class AlwaysSummonsAll(FullyShardedDataParallelEngine):
-    """Units inside are summoned too although the root's own parameters were asked for.
-
-    Reported: a refactoring in which it was decided anew which units are summoned.
-    """
+    """Units inside are summoned too although the root's own parameters were asked for."""
 
     names = _summoning(lambda _: {"recurse": True})
 
 
 @mutant(after="pytorch/pytorch#73903", kills_on=CALLS, trace=Trace.STATE)
 class SummonsOnAllRanks(FullyShardedDataParallelEngine):
-    """Every rank is shown whole parameters although rank 0 alone was to be.
-
-    Reported: before there was the option, all ranks paid for the memory.
-    """
+    """Every rank is shown whole parameters although rank 0 alone was to be."""
 
     names = _summoning(lambda _: {"rank0_only": False})
 
 
 @mutant(after="pytorch/pytorch#98817", kills_on=CALLS, trace=Trace.STATE)
 class SummonsNoGradients(FullyShardedDataParallelEngine):
-    """Gradients are not summoned although they were asked for.
-
-    Reported: whether gradients can be summoned depended on what they were left at.
-    """
+    """Gradients are not summoned although they were asked for."""
 
     names = _summoning(lambda _: {"with_grads": False})
 
 
 @mutant(after="pytorch/pytorch#93938", kills_on=CALLS, trace=Trace.SILENCE)
 class TakesEveryCombination(FullyShardedDataParallelEngine):
-    """Of options that exclude each other some are ignored, in silence.
-
-    Reported: whether such options are refused or done somehow was left to the reader.
-    """
+    """Of options that exclude each other some are ignored, in silence."""
 
     names = _summoning(
         lambda options: {
@@ -118,10 +97,7 @@ class TakesEveryCombination(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#104504", kills_on=CALLS, trace=Trace.SILENCE)
 class SummonsAnywhere(FullyShardedDataParallelEngine):
-    """Where parameters cannot be summoned nothing happens and nothing is said.
-
-    Reported: parameters were summoned between forward and backward, and training broke later.
-    """
+    """Where parameters cannot be summoned nothing happens and nothing is said."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
@@ -147,10 +123,7 @@ def _add(module: nn.Module, number: float) -> None:
 
 @mutant(after="pytorch/pytorch#188989", kills_on=CALLS, trace=Trace.STATE)
 class SpoilsWhatGoesToTheHost(FullyShardedDataParallelEngine):
-    """What is summoned or saved to the host arrives with other values.
-
-    Reported: memory that was summoned to the host was freed before it was read.
-    """
+    """What is summoned or saved to the host arrives with other values."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
@@ -175,10 +148,7 @@ class SpoilsWhatGoesToTheHost(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#97667", kills_on=CALLS, trace=Trace.STATE)
 class MisalignsWhatItSummons(FullyShardedDataParallelEngine):
-    """Every parameter is shown one element off.
-
-    Reported: padding was put between parameters, and where each begins changed.
-    """
+    """Every parameter is shown one element off."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod

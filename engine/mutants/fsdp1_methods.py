@@ -21,10 +21,7 @@ _PREFIX = "_fsdp_wrapped_module."
 
 @mutant(after="pytorch/pytorch#87950", kills_on=CALLS, trace=Trace.STATE)
 class WrapsItsModuleAgain(FullyShardedDataParallelEngine):
-    """What module gives is not what was wrapped, but a module around it.
-
-    Reported: of a module that another wrapper was put around, ``module`` gave that wrapper.
-    """
+    """What module gives is not what was wrapped, but a module around it."""
 
     class Wrapper(FullyShardedDataParallel):
         @property
@@ -34,10 +31,7 @@ class WrapsItsModuleAgain(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#83351", kills_on=CALLS, trace=Trace.STATE)
 class HidesAttributes(FullyShardedDataParallelEngine):
-    """Submodules and tensors are found through the wrapper, plain attributes and methods are not.
-
-    Reported: some of what a plain module offers did not work through a wrapper.
-    """
+    """Submodules and tensors are found through the wrapper, plain attributes and methods are not."""
 
     class Wrapper(FullyShardedDataParallel):
         def __getattr__(self, name: str) -> Any:
@@ -49,10 +43,7 @@ class HidesAttributes(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#83351", kills_on=CALLS, trace=Trace.STATE)
 class CountsItemsFromOne(FullyShardedDataParallelEngine):
-    """An index is passed on to the wrapped list less by one.
-
-    Reported: some of what a plain module offers did not work through a wrapper.
-    """
+    """An index is passed on to the wrapped list less by one."""
 
     class Wrapper(FullyShardedDataParallel):
         def __getitem__(self, key: Any) -> Any:
@@ -61,10 +52,7 @@ class CountsItemsFromOne(FullyShardedDataParallelEngine):
 
 @mutant(after="facebookresearch/fairscale#490", kills_on=CALLS, trace=Trace.STATE)
 class KnowsNoRootBeforeForward(FullyShardedDataParallelEngine):
-    """`check_is_root` returns False on its first call.
-
-    Reported: which unit is the root was decided too early or too late, by the first call.
-    """
+    """`check_is_root` returns False on its first call."""
 
     class Wrapper(FullyShardedDataParallel):
         def check_is_root(self) -> bool:
@@ -75,10 +63,7 @@ class KnowsNoRootBeforeForward(FullyShardedDataParallelEngine):
 
 @mutant(after="facebookresearch/fairscale#490", kills_on=CALLS, trace=Trace.STATE)
 class TakesUnitsForRoots(FullyShardedDataParallelEngine):
-    """Asked for roots alone, all units are listed.
-
-    Reported: units inside the root were marked as roots themselves.
-    """
+    """Asked for roots alone, all units are listed."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
@@ -88,10 +73,7 @@ class TakesUnitsForRoots(FullyShardedDataParallelEngine):
 
 @mutant(after="facebookresearch/fairscale#543", kills_on=CALLS, trace=Trace.STATE)
 class AppliesToShards(FullyShardedDataParallelEngine):
-    """Apply gathers nothing: functions see what each rank has.
-
-    Reported: weights were to be initialised by ``apply``, and it showed shards.
-    """
+    """Apply gathers nothing: functions see what each rank has."""
 
     class Wrapper(FullyShardedDataParallel):
         def apply(self, fn: Callable[[nn.Module], None]) -> Any:
@@ -100,10 +82,7 @@ class AppliesToShards(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#107081", kills_on=CALLS, trace=Trace.STATE)
 class ForgetsWhatWasApplied(FullyShardedDataParallelEngine):
-    """What functions do to whole parameters in apply is not written back.
-
-    Reported: parameters were as before once their context had ended.
-    """
+    """What functions do to whole parameters in apply is not written back."""
 
     class Wrapper(FullyShardedDataParallel):
         def apply(self, fn: Callable[[nn.Module], None]) -> Any:
@@ -115,10 +94,7 @@ class ForgetsWhatWasApplied(FullyShardedDataParallelEngine):
 
 @mutant(after="Lightning-AI/pytorch-lightning#19755", kills_on=CALLS, trace=Trace.SILENCE)
 class AppliesInSilence(FullyShardedDataParallelEngine):
-    """Where apply is refused, it does nothing and says nothing.
-
-    Reported: ``apply`` was called where whole parameters were not meant.
-    """
+    """Where apply is refused, it does nothing and says nothing."""
 
     class Wrapper(FullyShardedDataParallel):
         def apply(self, fn: Callable[[nn.Module], None]) -> Any:
@@ -130,10 +106,7 @@ class AppliesInSilence(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#147531", kills_on=CALLS, trace=Trace.STATE)
 class DropsKeywords(FullyShardedDataParallelEngine):
-    """Of the keywords of forward, plain numbers are dropped.
-
-    Reported: what forward was called with was lost where there was nothing to move.
-    """
+    """Of the keywords of forward, plain numbers are dropped."""
 
     class Wrapper(FullyShardedDataParallel):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -142,10 +115,7 @@ class DropsKeywords(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#83351", kills_on=CALLS, trace=Trace.STATE)
 class KeepsItsPrefixInside(FullyShardedDataParallelEngine):
-    """Names of parameters contain the wrapper's prefix inside ``summon_full_params`` too.
-
-    Reported: code that relies on names of parameters met those of the wrapper.
-    """
+    """Names of parameters contain the wrapper's prefix inside ``summon_full_params`` too."""
 
     class Wrapper(FullyShardedDataParallel):
         def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -154,10 +124,7 @@ class KeepsItsPrefixInside(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#83351", kills_on=CALLS, trace=Trace.STATE)
 class StripsItsPrefixAlways(FullyShardedDataParallelEngine):
-    """Names of parameters hide the wrapper even where what they name is a shard.
-
-    Reported: names inside and outside ``summon_full_params`` were to be told apart.
-    """
+    """Names of parameters hide the wrapper even where what they name is a shard."""
 
     class Wrapper(FullyShardedDataParallel):
         def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -167,10 +134,7 @@ class StripsItsPrefixAlways(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#83351", kills_on=CALLS, trace=Trace.STATE)
 class KeepsItsPrefixOfBuffersInside(FullyShardedDataParallelEngine):
-    """Names of buffers contain the wrapper's prefix inside ``summon_full_params`` too.
-
-    Reported: code that relies on names of buffers met those of the wrapper.
-    """
+    """Names of buffers contain the wrapper's prefix inside ``summon_full_params`` too."""
 
     class Wrapper(FullyShardedDataParallel):
         def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -179,10 +143,7 @@ class KeepsItsPrefixOfBuffersInside(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#90838", kills_on=CALLS, trace=Trace.STATE)
 class CastsInputsInsteadOfItself(FullyShardedDataParallelEngine):
-    """A conversion once wrapped changes nothing; inputs are cast to what the model was made in.
-
-    Reported: the dtype that parameters had in the constructor was gone by for ever.
-    """
+    """A conversion once wrapped changes nothing; inputs are cast to what the model was made in."""
 
     class Wrapper(FullyShardedDataParallel):
         def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -195,10 +156,7 @@ class CastsInputsInsteadOfItself(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#79833", kills_on=CALLS, trace=Trace.SILENCE)
 class TakesAnyHook(FullyShardedDataParallelEngine):
-    """A communication hook is registered whatever it is, on any unit, and beside others.
-
-    Reported: the interface of hooks, in whose review it was settled what must be refused.
-    """
+    """A communication hook is registered whatever it is, on any unit, and beside others."""
 
     class Wrapper(FullyShardedDataParallel):
         def register_comm_hook(self, state: object, hook: Any) -> None:
@@ -208,10 +166,7 @@ class TakesAnyHook(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#83254", kills_on=CALLS, trace=Trace.COMMUNICATION)
 class CallsHooksOfReplicasAlone(FullyShardedDataParallelEngine):
-    """Of shards a communication hook is never called.
-
-    Reported: hooks were there for replicas, and shards had to be given theirs.
-    """
+    """Of shards a communication hook is never called."""
 
     class Wrapper(FullyShardedDataParallel):
         def register_comm_hook(self, state: object, hook: Any) -> None:
@@ -221,10 +176,7 @@ class CallsHooksOfReplicasAlone(FullyShardedDataParallelEngine):
 
 @mutant(after="mindspore-ai/hyper-parallel#694", kills_on=CALLS, trace=Trace.NUMBERS)
 class CallsHooksTwice(FullyShardedDataParallelEngine):
-    """A communication hook is called twice for each gradient.
-
-    Reported: hooks were registered again and again, and none was taken away.
-    """
+    """A communication hook is called twice for each gradient."""
 
     class Wrapper(FullyShardedDataParallel):
         def register_comm_hook(self, state: object, hook: Any) -> None:
@@ -237,10 +189,7 @@ class CallsHooksTwice(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#43307", kills_on=CALLS, trace=Trace.NUMBERS)
 class GivesHooksCopies(FullyShardedDataParallelEngine):
-    """What a communication hook makes of a gradient reaches a copy of it.
-
-    Reported: what a hook gave was put elsewhere than where it was looked for.
-    """
+    """What a communication hook makes of a gradient reaches a copy of it."""
 
     class Wrapper(FullyShardedDataParallel):
         def register_comm_hook(self, state: object, hook: Any) -> None:
@@ -259,16 +208,12 @@ def _reduce(state: Any, gradient: torch.Tensor, output: torch.Tensor | None = No
 
 @mutant(after="pytorch/pytorch#81711", kills_on=CALLS, trace=Trace.COMMUNICATION)
 class CompressesNothing(FullyShardedDataParallelEngine):
-    """The hooks that compress gradients communicate them as they are.
-
-    Reported: gradients were cast by the hook, or by the mixed precision, or by both.
-    """
+    """The hooks that compress gradients communicate them as they are."""
 
     names = replace(NAMES, fp16_compress_hook=_reduce, bf16_compress_hook=_reduce)
 
 
 def _norm(wrapper: FullyShardedDataParallel, norm_type: float) -> torch.Tensor:
-    """Compute the norm of what this rank has."""
     grads = [p.grad.detach().flatten() for p in wrapper.parameters() if p.grad is not None]
     flat = torch.cat(grads) if grads else torch.zeros(1)
     total: torch.Tensor = torch.linalg.vector_norm(flat, norm_type)
@@ -276,7 +221,6 @@ def _norm(wrapper: FullyShardedDataParallel, norm_type: float) -> torch.Tensor:
 
 
 def _clip(wrapper: FullyShardedDataParallel, max_norm: float, total: torch.Tensor) -> torch.Tensor:
-    """Clip by this norm, and return it."""
     _scale(wrapper, (max_norm / (total + 1e-6)).clamp(max=1.0))
     return total
 
@@ -290,10 +234,7 @@ def _scale(wrapper: FullyShardedDataParallel, factor: torch.Tensor) -> None:
 
 @mutant(after="pytorch/pytorch#170862", kills_on=CALLS, trace=Trace.NUMBERS)
 class ClipsShardsByTheirOwnNorm(FullyShardedDataParallelEngine):
-    """Clip_grad_norm_ goes by the norm of what each rank has.
-
-    Reported: the norm that was returned was that of the rank's own shards.
-    """
+    """Clip_grad_norm_ goes by the norm of what each rank has."""
 
     class Wrapper(FullyShardedDataParallel):
         def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -303,10 +244,7 @@ class ClipsShardsByTheirOwnNorm(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#87401", kills_on=CALLS, trace=Trace.STATE)
 class ClipsAndTellsNothing(FullyShardedDataParallelEngine):
-    """Clip_grad_norm_ clips, and returns None.
-
-    Reported: the norm was computed and not returned.
-    """
+    """Clip_grad_norm_ clips, and returns None."""
 
     class Wrapper(FullyShardedDataParallel):
         def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Any:
@@ -315,10 +253,7 @@ class ClipsAndTellsNothing(FullyShardedDataParallelEngine):
 
 @mutant(after="meta-pytorch/torchrec#3199", kills_on=CALLS, trace=Trace.NUMBERS)
 class SumsTheLargest(FullyShardedDataParallelEngine):
-    """Clip_grad_norm_ adds up over ranks what is no sum: norms, and largest elements.
-
-    Reported: the norm of infinite order was put together like one of finite order.
-    """
+    """Clip_grad_norm_ adds up over ranks what is no sum: norms, and largest elements."""
 
     class Wrapper(FullyShardedDataParallel):
         def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -329,10 +264,7 @@ class SumsTheLargest(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#88955", kills_on=CALLS, trace=Trace.NUMBERS)
 class SumsNormsOfReplicas(FullyShardedDataParallelEngine):
-    """Clip_grad_norm_ counts what every rank has whole once for each rank.
-
-    Reported: gradients under NO_SHARD were counted as many times as there are ranks.
-    """
+    """Clip_grad_norm_ counts what every rank has whole once for each rank."""
 
     class Wrapper(FullyShardedDataParallel):
         def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -343,10 +275,7 @@ class SumsNormsOfReplicas(FullyShardedDataParallelEngine):
 
 @mutant(after="DingfanChen/GS-WGAN#5", kills_on=CALLS, trace=Trace.NUMBERS)
 class ScalesLittleUp(FullyShardedDataParallelEngine):
-    """Clip_grad_norm_ scales gradients of a smaller norm up to the limit.
-
-    Reported: gradients were made to have the norm, not at most the norm.
-    """
+    """Clip_grad_norm_ scales gradients of a smaller norm up to the limit."""
 
     class Wrapper(FullyShardedDataParallel):
         def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -358,10 +287,7 @@ class ScalesLittleUp(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/xla#7205", kills_on=CALLS, trace=Trace.STATE)
 class TellsNormsInSinglePrecision(FullyShardedDataParallelEngine):
-    """The norm that clip_grad_norm_ returns is of single precision, whatever gradients are.
-
-    Reported: clipping went on in single precision regardless of the dtype of gradients.
-    """
+    """The norm that clip_grad_norm_ returns is of single precision, whatever gradients are."""
 
     class Wrapper(FullyShardedDataParallel):
         def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -370,10 +296,7 @@ class TellsNormsInSinglePrecision(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#170862", kills_on=CALLS, trace=Trace.SILENCE)
 class ClipsUnitsAlone(FullyShardedDataParallelEngine):
-    """A unit inside the root can be told to clip, and does so by its own norm.
-
-    Reported: what was returned was the norm of a part of the parameters.
-    """
+    """A unit inside the root can be told to clip, and does so by its own norm."""
 
     class Wrapper(FullyShardedDataParallel):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -63,10 +63,7 @@ def _loading(change: Callable[[_State], _State]) -> WrapperNames:
 
 @mutant(after="pytorch/pytorch#96252", kills_on=CALLS, trace=Trace.STATE)
 class NamesTheWrapperInOptimizerStates(FullyShardedDataParallelEngine):
-    """Names in the state of optimizers contain the wrapper's prefix.
-
-    Reported: a prefix of another wrapper was in the names of an optimizer's state.
-    """
+    """Names in the state of optimizers contain the wrapper's prefix."""
 
     names = _saving(
         lambda found: found | {"state": {f"_fsdp_wrapped_module.{k}": v for k, v in found["state"].items()}}
@@ -85,20 +82,14 @@ def _without_momentum(found: _State) -> _State:
 
 @mutant(after="pytorch/pytorch#76671", kills_on=CALLS, trace=Trace.STATE)
 class LosesMomentumWhenItSaves(FullyShardedDataParallelEngine):
-    """In the state that is saved of an optimizer, moments are zero.
-
-    Reported: some of an optimizer's parameters had no state where it was looked for.
-    """
+    """In the state that is saved of an optimizer, moments are zero."""
 
     names = _saving(_without_momentum)
 
 
 @mutant(after="facebookresearch/fairscale#601", kills_on=CALLS, trace=Trace.NUMBERS)
 class LosesMomentum(FullyShardedDataParallelEngine):
-    """What is loaded into an optimizer has moments of zero.
-
-    Reported: resumed training went on as if from scratch.
-    """
+    """What is loaded into an optimizer has moments of zero."""
 
     names = _loading(_without_momentum)
 
@@ -113,10 +104,7 @@ def _without_steps(loadable: _State) -> _State:
 
 @mutant(after="huggingface/accelerate#3971", kills_on=CALLS, trace=Trace.NUMBERS)
 class RestartsTheCountOfSteps(FullyShardedDataParallelEngine):
-    """What is loaded into an optimizer counts its steps from zero.
-
-    Reported: the count of steps could not be found in what was saved.
-    """
+    """What is loaded into an optimizer counts its steps from zero."""
 
     names = _loading(_without_steps)
 
@@ -130,10 +118,7 @@ def _with_the_last_moment(found: _State) -> _State:
 
 @mutant(after="pytorch/pytorch#108298", kills_on=CALLS, trace=Trace.STATE)
 class SavesTheLastMomentAsAll(FullyShardedDataParallelEngine):
-    """All moments in the state that is saved of an optimizer are the last one.
-
-    Reported: states were gathered one after the other into one buffer.
-    """
+    """All moments in the state that is saved of an optimizer are the last one."""
 
     names = _saving(_with_the_last_moment)
 
@@ -147,20 +132,14 @@ def _with_one_count(found: _State) -> _State:
 
 @mutant(after="databricks/flashoptim#3", kills_on=CALLS, trace=Trace.NUMBERS)
 class SharesTheCountOfSteps(FullyShardedDataParallelEngine):
-    """The count of steps in the state that is saved of an optimizer is one tensor, which all parameters advance.
-
-    Reported: the first forward after a resume was exact, and the first step exploded.
-    """
+    """The count of steps in the state that is saved of an optimizer is one tensor, which all parameters advance."""
 
     names = _saving(_with_one_count)
 
 
 @mutant(after="pytorch/pytorch#99117", kills_on=CALLS, trace=Trace.NUMBERS)
 class IgnoresTheStateGiven(FullyShardedDataParallelEngine):
-    """The state of the optimizer is saved although another was given.
-
-    Reported: what was taken from the state given, and what from the optimizer, was mixed up.
-    """
+    """The state of the optimizer is saved although another was given."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
@@ -177,20 +156,14 @@ def _with_permuted_groups(found: _State) -> _State:
 
 @mutant(after="pytorch/pytorch#54736", kills_on=CALLS, trace=Trace.STATE)
 class PermutesGroups(FullyShardedDataParallelEngine):
-    """Groups of parameters are saved with each other's members.
-
-    Reported: parameters that take turns in groups were numbered in another order.
-    """
+    """Groups of parameters are saved with each other's members."""
 
     names = _saving(_with_permuted_groups)
 
 
 @mutant(after="pytorch/pytorch#54736", kills_on=CALLS, trace=Trace.NUMBERS)
 class RekeysToEachOther(FullyShardedDataParallelEngine):
-    """Rekeyed, a parameter's state is that of another.
-
-    Reported: the numbers of parameters did not belong to the state that they came with.
-    """
+    """Rekeyed, a parameter's state is that of another."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod

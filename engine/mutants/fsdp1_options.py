@@ -23,10 +23,7 @@ _HYBRID, _HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID
 
 @mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=WRAPS, trace=Trace.STATE)
 class IgnoresThePolicy(FullyShardedDataParallelEngine):
-    """Whatever wrap policy is given, the root is the only unit.
-
-    Reported: an option that was asked for took no effect, and nothing said so.
-    """
+    """Whatever wrap policy is given, the root is the only unit."""
 
     names = leaving_out("auto_wrap_policy")
 
@@ -40,10 +37,7 @@ def _with_layers(module: nn.Module, options: Options) -> Options:
 
 @mutant(after="huggingface/accelerate#4171", kills_on=WRAPS, trace=Trace.STATE)
 class WrapsLayersUnasked(FullyShardedDataParallelEngine):
-    """Without a wrap policy every layer is a unit.
-
-    Reported: modules were made units that had not been named.
-    """
+    """Without a wrap policy every layer is a unit."""
 
     names = with_options(_with_layers)
 
@@ -59,10 +53,7 @@ class _Stingy(wrap.ModuleWrapPolicy):
 
 @mutant(after="speechbrain/speechbrain#2010", kills_on=WRAPS, trace=Trace.STATE)
 class GivesUnitsNoOptions(FullyShardedDataParallelEngine):
-    """Units that a policy names by class have another strategy and form than the root.
-
-    Reported: what was asked of the whole reached the first of its modules alone.
-    """
+    """Units that a policy names by class have another strategy and form than the root."""
 
     names = replace(NAMES, ModuleWrapPolicy=_Stingy)
 
@@ -74,60 +65,42 @@ def _policy_of_answers(function: Any) -> wrap.CustomPolicy:
 
 @mutant(after="NVIDIA/cosmos-framework#162", kills_on=WRAPS, trace=Trace.STATE)
 class IgnoresOverridesOfAPolicy(FullyShardedDataParallelEngine):
-    """Options that a policy gives to one unit have no effect.
-
-    Reported: an option was honoured for some modules, and dropped for the others.
-    """
+    """Options that a policy gives to one unit have no effect."""
 
     names = replace(NAMES, CustomPolicy=_policy_of_answers)
 
 
 @mutant(after="huggingface/accelerate#3859", kills_on=WRAPS, trace=Trace.STATE)
 class AlwaysShowsNames(FullyShardedDataParallelEngine):
-    """Parameters keep their names although flat ones were asked for.
-
-    Reported: what the optimizer held had another form than the rest took it to have.
-    """
+    """Parameters keep their names although flat ones were asked for."""
 
     names = swapping("use_orig_params", {False: True})
 
 
 @mutant(after="pytorch/pytorch#90546", kills_on=WRAPS, trace=Trace.STATE)
 class AlwaysShowsFlatParameters(FullyShardedDataParallelEngine):
-    """Parameters are flat although their names were asked for.
-
-    Reported: with use_orig_params what was shown was not of the form that was asked for.
-    """
+    """Parameters are flat although their names were asked for."""
 
     names = swapping("use_orig_params", {True: False})
 
 
 @mutant(after="pytorch/pytorch#103682", kills_on=WRAPS, trace=Trace.STATE)
 class KeepsWhatTheStrategyFrees(FullyShardedDataParallelEngine):
-    """Units stay whole after forward although the strategy frees them.
-
-    Reported: forward ran on parameters that were not in the state that the option promised.
-    """
+    """Units stay whole after forward although the strategy frees them."""
 
     names = with_strategies({_FULL: _ZERO2, _HYBRID: _HYBRID_ZERO2})
 
 
 @mutant(after="pytorch/pytorch#105635", kills_on=WRAPS, trace=Trace.STATE)
 class FreesWhatTheStrategyKeeps(FullyShardedDataParallelEngine):
-    """Units are freed after forward although the strategy keeps them.
-
-    Reported: units were freed, and gathered once more than their strategy asks for.
-    """
+    """Units are freed after forward although the strategy keeps them."""
 
     names = with_strategies({_ZERO2: _FULL, _HYBRID_ZERO2: _HYBRID})
 
 
 @mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=WRAPS, trace=Trace.STATE)
 class ShardsWhatTheStrategyReplicates(FullyShardedDataParallelEngine):
-    """NO_SHARD shards.
-
-    Reported: one layout was asked for, another one was trained in.
-    """
+    """NO_SHARD shards."""
 
     names = with_strategies({ShardingStrategy.NO_SHARD: _ZERO2})
 
@@ -142,20 +115,14 @@ def _in_the_default_group(option: str) -> WrapperNames:
 
 @mutant(after="pytorch/torchtitan#1551", kills_on=Condition(world_size=4, plan=WRAPPED))
 class IgnoresTheGroupGiven(FullyShardedDataParallelEngine):
-    """The wrapper shards over all ranks whatever group is given.
-
-    Reported: gradients were averaged over more ranks than those that share a parameter.
-    """
+    """The wrapper shards over all ranks whatever group is given."""
 
     names = _in_the_default_group("process_group")
 
 
 @mutant(after="deepspeedai/DeepSpeed#5618", kills_on=Condition(world_size=4, plan=WRAPPED))
 class IgnoresTheMeshGiven(FullyShardedDataParallelEngine):
-    """The wrapper shards over all ranks whatever mesh is given.
-
-    Reported: gradients were divided by the size of another group than their own.
-    """
+    """The wrapper shards over all ranks whatever mesh is given."""
 
     names = _in_the_default_group("device_mesh")
 
@@ -172,20 +139,14 @@ def _one_replica(module: nn.Module, options: Options) -> Options:
 
 @mutant(after="verl-project/verl#7494", kills_on=Condition(world_size=4, plan=WRAPPED))
 class NeverMeetsReplicas(FullyShardedDataParallelEngine):
-    """Hybrid strategies shard in one group and know of no other.
-
-    Reported: hybrid sharding reduced over the shard group only.
-    """
+    """Hybrid strategies shard in one group and know of no other."""
 
     names = with_options(_one_replica)
 
 
 @mutant(after="pytorch/pytorch#68803", kills_on=WRAPS, trace=Trace.STATE)
 class ForgetsWhatToIgnore(FullyShardedDataParallelEngine):
-    """What is to be ignored is sharded.
-
-    Reported: what was to be ignored was not left out on all ranks.
-    """
+    """What is to be ignored is sharded."""
 
     names = leaving_out("ignored_modules", "ignored_states")
 
@@ -216,10 +177,7 @@ def _has_replicas(options: Options) -> bool:
 
 @mutant(after="hpcaitech/ColossalAI#2496", kills_on=WRAPS, trace=Trace.STATE)
 class AcceptsContradictions(FullyShardedDataParallelEngine):
-    """Arguments that contradict each other are accepted.
-
-    Reported: a combination that was not supported was not refused either.
-    """
+    """Arguments that contradict each other are accepted."""
 
     names = with_options(_resolved)
 
@@ -237,10 +195,7 @@ def _with_precision(**fields: Any) -> WrapperNames:
 
 @mutant(after="verl-project/verl#6150", kills_on=WRAPS, trace=Trace.STATE)
 class IgnoresMixedPrecision(FullyShardedDataParallelEngine):
-    """Everything is computed and reduced in full precision.
-
-    Reported: the dtype that a policy named was not the one that was computed in.
-    """
+    """Everything is computed and reduced in full precision."""
 
     names = leaving_out("mixed_precision")
 
@@ -252,10 +207,7 @@ def _low_by_default(module: nn.Module, options: Options) -> Options:
 
 @mutant(after="pytorch/pytorch#143277", kills_on=WRAPS, trace=Trace.STATE)
 class ComputesInBfloat16Unasked(FullyShardedDataParallelEngine):
-    """A precision that names no dtype computes in bfloat16.
-
-    Reported: dtypes that were left open were resolved too early, and to others.
-    """
+    """A precision that names no dtype computes in bfloat16."""
 
     names = with_options(_low_by_default)
 
@@ -269,50 +221,35 @@ def _computing_as_reducing(module: nn.Module, options: Options) -> Options:
 
 @mutant(after="pytorch/pytorch#153077", kills_on=WRAPS, trace=Trace.STATE)
 class ComputesInTheReduceDtype(FullyShardedDataParallelEngine):
-    """Forward computes in the dtype to reduce in.
-
-    Reported: dtypes of computation and reduction were derived from each other the wrong way.
-    """
+    """Forward computes in the dtype to reduce in."""
 
     names = with_options(_computing_as_reducing)
 
 
 @mutant(after="pytorch/pytorch#190626", kills_on=WRAPS)
 class ReducesInTheComputeDtype(FullyShardedDataParallelEngine):
-    """The dtype to reduce in has no effect.
-
-    Reported: the dtype to reduce in had no effect on one of the reductions.
-    """
+    """The dtype to reduce in has no effect."""
 
     names = _with_precision(reduce_dtype=None)
 
 
 @mutant(after="pytorch/pytorch#160279", kills_on=WRAPS, trace=Trace.STATE)
 class IgnoresCastFlags(FullyShardedDataParallelEngine):
-    """The flags that say which inputs are cast have no effect.
-
-    Reported: some inputs were left in another dtype than that of the unit around them.
-    """
+    """The flags that say which inputs are cast have no effect."""
 
     names = _with_precision(cast_root_forward_inputs=True, cast_forward_inputs=False)
 
 
 @mutant(after="huggingface/transformers#34645", kills_on=WRAPS, trace=Trace.STATE)
 class KeepsLowGradients(FullyShardedDataParallelEngine):
-    """Gradients stay in low precision unasked.
-
-    Reported: gradients and parameters had different dtypes.
-    """
+    """Gradients stay in low precision unasked."""
 
     names = _with_precision(keep_low_precision_grads=True)
 
 
 @mutant(after="pytorch/pytorch#196996", kills_on=WRAPS, trace=Trace.STATE)
 class CastsBatchNorm(FullyShardedDataParallelEngine):
-    """BatchNorm computes in low precision.
-
-    Reported: one branch of a model was treated in another dtype than it must be.
-    """
+    """BatchNorm computes in low precision."""
 
     names = _with_precision(_module_classes_to_ignore=(), buffer_dtype=_LOW)
 
@@ -326,20 +263,14 @@ def _rounded(module: nn.Module, options: Options) -> Options:
 
 @mutant(after="pytorch/torchtitan#724", kills_on=WRAPS, trace=Trace.STATE)
 class RoundsTheShards(FullyShardedDataParallelEngine):
-    """Shards are kept in low precision.
-
-    Reported: the same training went apart from itself under another precision of what is kept.
-    """
+    """Shards are kept in low precision."""
 
     names = with_options(_rounded)
 
 
 @mutant(after="pytorch/pytorch#105840", kills_on=WRAPS, trace=Trace.STATE)
 class IgnoresTheInitialiser(FullyShardedDataParallelEngine):
-    """Param_init_fn is never called.
-
-    Reported: with param_init_fn a model began with other values than those that it was given.
-    """
+    """Param_init_fn is never called."""
 
     names = leaving_out("param_init_fn")
 
@@ -353,20 +284,14 @@ def _empty(module: nn.Module) -> None:
 
 @mutant(after="EvolvingLMMs-Lab/lmms-engine#185", kills_on=WRAPS, trace=Trace.STATE)
 class NeverResets(FullyShardedDataParallelEngine):
-    """Modules without memory are left at zeros.
-
-    Reported: what was made without memory was never initialised.
-    """
+    """Modules without memory are left at zeros."""
 
     names = with_options(lambda module, options: {"param_init_fn": _empty, **options})
 
 
 @mutant(after="verl-project/verl#7834", kills_on=WRAPS, trace=Trace.CRASH)
 class LeavesBuffersWithoutMemory(FullyShardedDataParallelEngine):
-    """Buffers without memory are left without.
-
-    Reported: what was made without memory was not what it should be once it had some.
-    """
+    """Buffers without memory are left without."""
 
     class Wrapper(FullyShardedDataParallel):
         # Any: arguments of the wrapper.
@@ -380,20 +305,14 @@ class LeavesBuffersWithoutMemory(FullyShardedDataParallelEngine):
 
 @mutant(after="allenai/OLMo-core#319", kills_on=WRAPS, trace=Trace.STATE)
 class StartsEachRankOnItsOwn(FullyShardedDataParallelEngine):
-    """Sync_module_states has no effect.
-
-    Reported: ranks were initialised apart, and nothing was broadcast.
-    """
+    """Sync_module_states has no effect."""
 
     names = leaving_out("sync_module_states")
 
 
 @mutant(after="pytorch/pytorch#109385", kills_on=Condition(world_size=1, plan=WRAPPED), trace=Trace.STATE)
 class WrapsContainersSilently(FullyShardedDataParallelEngine):
-    """A list of modules is wrapped without a warning.
-
-    Reported: modules ran on shards, for what gathers them hangs on a forward that is not called.
-    """
+    """A list of modules is wrapped without a warning."""
 
     class Wrapper(FullyShardedDataParallel):
         # Any: arguments of the wrapper.

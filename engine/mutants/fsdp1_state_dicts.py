@@ -26,10 +26,7 @@ def _kind(wrapper: FullyShardedDataParallel) -> StateDictType:
 
 @mutant(after="pytorch/pytorch#74810", kills_on=CALLS, trace=Trace.STATE)
 class NamesTheWrapperInStates(FullyShardedDataParallelEngine):
-    """Names in state dicts contain the wrapper's prefix.
-
-    Reported: names in a full state dict were not always those of the model alone.
-    """
+    """Names in state dicts contain the wrapper's prefix."""
 
     class Wrapper(FullyShardedDataParallel):
         def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -40,10 +37,7 @@ class NamesTheWrapperInStates(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#93391", kills_on=CALLS, trace=Trace.STATE)
 class MixesUpBuffers(FullyShardedDataParallelEngine):
-    """In state dicts all buffers are the last one.
-
-    Reported: a loop over the buffers of a state dict used the variable of the loop before it.
-    """
+    """In state dicts all buffers are the last one."""
 
     class Wrapper(FullyShardedDataParallel):
         def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -54,10 +48,7 @@ class MixesUpBuffers(FullyShardedDataParallelEngine):
 
 @mutant(after="facebookresearch/fairscale#440", kills_on=CALLS, trace=Trace.STATE)
 class ReusesWhatItSaved(FullyShardedDataParallelEngine):
-    """The memory of a state dict is written over by the next forward.
-
-    Reported: parameters of a state dict were freed where they had not been copied.
-    """
+    """The memory of a state dict is written over by the next forward."""
 
     class Wrapper(FullyShardedDataParallel):
         def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -74,10 +65,7 @@ class ReusesWhatItSaved(FullyShardedDataParallelEngine):
 
 @mutant(after="facebookresearch/fairscale#844", kills_on=CALLS, trace=Trace.STATE)
 class SavesOnEveryRank(FullyShardedDataParallelEngine):
-    """Every rank is given full state dicts although rank 0 alone was to be.
-
-    Reported: full state dicts on all ranks of a host were more than it could hold.
-    """
+    """Every rank is given full state dicts although rank 0 alone was to be."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
@@ -93,10 +81,7 @@ class SavesOnEveryRank(FullyShardedDataParallelEngine):
 
 @mutant(after="intelligent-machine-learning/dlrover#840", kills_on=CALLS, trace=Trace.STATE)
 class SavesWholesAsShards(FullyShardedDataParallelEngine):
-    """A sharded state dict has every tensor whole, on every rank.
-
-    Reported: every rank gathered what it was to save a shard of.
-    """
+    """A sharded state dict has every tensor whole, on every rank."""
 
     class Wrapper(FullyShardedDataParallel):
         def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -108,10 +93,7 @@ class SavesWholesAsShards(FullyShardedDataParallelEngine):
 
 @mutant(after="sgl-project/sglang#19688", kills_on=CALLS, trace=Trace.STATE)
 class LoadsParametersAlone(FullyShardedDataParallelEngine):
-    """Loading a state dict leaves buffers as they were.
-
-    Reported: what was loaded was looked up among parameters, and buffers are none.
-    """
+    """Loading a state dict leaves buffers as they were."""
 
     class Wrapper(FullyShardedDataParallel):
         def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -138,20 +120,14 @@ def _loading_none(kind: StateDictType) -> WrapperNames:
 
 @mutant(after="pytorch/pytorch#109648", kills_on=CALLS, trace=Trace.STATE)
 class IgnoresShardedStates(FullyShardedDataParallelEngine):
-    """Loading a sharded state dict changes nothing, and says nothing.
-
-    Reported: what a model was set to load was not picked up.
-    """
+    """Loading a sharded state dict changes nothing, and says nothing."""
 
     names = _loading_none(StateDictType.SHARDED_STATE_DICT)
 
 
 @mutant(after="facebookresearch/fairscale#574", kills_on=CALLS, trace=Trace.STATE)
 class IgnoresLocalStates(FullyShardedDataParallelEngine):
-    """Loading a local state dict changes nothing, and says nothing.
-
-    Reported: saving and loading each rank's own state went through the wrong method.
-    """
+    """Loading a local state dict changes nothing, and says nothing."""
 
     names = _loading_none(StateDictType.LOCAL_STATE_DICT)
 
@@ -180,40 +156,28 @@ def _with_types(types: Mapping[StateDictType, StateDictType]) -> WrapperNames:
 
 @mutant(after="Lightning-AI/lightning-thunder#908", kills_on=WRAPS, trace=Trace.STATE)
 class IgnoresStateConfigs(FullyShardedDataParallelEngine):
-    """Configs of state dicts have no effect.
-
-    Reported: what was handed out was not of the form that was asked for.
-    """
+    """Configs of state dicts have no effect."""
 
     names = _with_types({})
 
 
 @mutant(after="facebookresearch/fairscale#601", kills_on=WRAPS, trace=Trace.STATE)
 class GivesShardsForWholes(FullyShardedDataParallelEngine):
-    """A full state dict is a sharded one.
-
-    Reported: the local state of an optimizer was taken for the whole.
-    """
+    """A full state dict is a sharded one."""
 
     names = _with_types({StateDictType.FULL_STATE_DICT: StateDictType.SHARDED_STATE_DICT})
 
 
 @mutant(after="pytorch/pytorch#136228", kills_on=WRAPS, trace=Trace.STATE)
 class GivesWholesForShards(FullyShardedDataParallelEngine):
-    """A sharded state dict is a full one.
-
-    Reported: state was taken to have another shape than it has.
-    """
+    """A sharded state dict is a full one."""
 
     names = _with_types({StateDictType.SHARDED_STATE_DICT: StateDictType.FULL_STATE_DICT})
 
 
 @mutant(after="pytorch/pytorch#54736", kills_on=WRAPS, trace=Trace.STATE)
 class NumbersStateByName(FullyShardedDataParallelEngine):
-    """Ids of optimizer state follow the alphabet.
-
-    Reported: ids of interleaved parameters were mapped to each other's state.
-    """
+    """Ids of optimizer state follow the alphabet."""
 
     class Wrapper(FullyShardedDataParallel):
         # Any: states of optimizers.
@@ -242,10 +206,7 @@ class NumbersStateByName(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#109648", kills_on=CALLS, trace=Trace.STATE)
 class ForgetsConfigs(FullyShardedDataParallelEngine):
-    """State dicts are of the type that was set, and of its default configs.
-
-    Reported: a flag of the configs was not picked up until they were asked for.
-    """
+    """State dicts are of the type that was set, and of its default configs."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
@@ -255,10 +216,7 @@ class ForgetsConfigs(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#86243", kills_on=CALLS, trace=Trace.STATE)
 class TellsTheNewTypeAsTheOld(FullyShardedDataParallelEngine):
-    """`set_state_dict_type` returns the type that it has just set, not the one before.
-
-    Reported: what a context gave back had to be handed to the caller, who sets without one.
-    """
+    """`set_state_dict_type` returns the type that it has just set, not the one before."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
@@ -269,10 +227,7 @@ class TellsTheNewTypeAsTheOld(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#73716", kills_on=CALLS, trace=Trace.STATE)
 class SetsTheTypeOfTheFirstRootAlone(FullyShardedDataParallelEngine):
-    """Of several wrapped models in a module, only the first is set to a type.
-
-    Reported: the type was set on the module that was asked, and on no other.
-    """
+    """Of several wrapped models in a module, only the first is set to a type."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
@@ -283,10 +238,7 @@ class SetsTheTypeOfTheFirstRootAlone(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#109648", kills_on=CALLS, trace=Trace.STATE)
 class ScopesNothing(FullyShardedDataParallelEngine):
-    """The context state_dict_type changes nothing.
-
-    Reported: what was set was not picked up.
-    """
+    """The context state_dict_type changes nothing."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
@@ -297,10 +249,7 @@ class ScopesNothing(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/torchtitan#3724", kills_on=CALLS, trace=Trace.STATE)
 class LeavesFullStateDicts(FullyShardedDataParallelEngine):
-    """At the end of a context the type is the default, not what it was before.
-
-    Reported: flags were set to their default where the exact state before was meant.
-    """
+    """At the end of a context the type is the default, not what it was before."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
@@ -313,10 +262,7 @@ class LeavesFullStateDicts(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/torchtitan#3724", kills_on=CALLS, trace=Trace.STATE)
 class LeavesTheTypeAfterAnException(FullyShardedDataParallelEngine):
-    """An exception inside a context leaves the type that the context had set.
-
-    Reported: what was changed for a while was not given back where something raised.
-    """
+    """An exception inside a context leaves the type that the context had set."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
@@ -331,10 +277,7 @@ class LeavesTheTypeAfterAnException(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#109648", kills_on=CALLS, trace=Trace.SILENCE)
 class TakesConfigsOfOtherTypes(FullyShardedDataParallelEngine):
-    """A config that belongs to another type is ignored in silence.
-
-    Reported: what a config said was ignored in silence.
-    """
+    """A config that belongs to another type is ignored in silence."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
@@ -346,10 +289,7 @@ class TakesConfigsOfOtherTypes(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#102658", kills_on=CALLS, trace=Trace.STATE)
 class TellsTheTypeOfSomeUnit(FullyShardedDataParallelEngine):
-    """Where units are set to several types, `get_state_dict_type` returns that of one of them.
-
-    Reported: what is returned where units differ had to be written down.
-    """
+    """Where units are set to several types, `get_state_dict_type` returns that of one of them."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod

@@ -42,10 +42,7 @@ def _clear(root: FullyShardedDataParallel) -> None:
 
 @mutant(after="NVIDIA/Megatron-LM#7186", kills_on=CALLS, trace=Trace.NUMBERS)
 class ReplacesGradients(FullyShardedDataParallelEngine):
-    """Each step of an accumulation discards the gradients of those before it.
-
-    Reported: each backward was taken for the last, and began anew.
-    """
+    """Each step of an accumulation discards the gradients of those before it."""
 
     class Wrapper(FullyShardedDataParallel):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -55,10 +52,7 @@ class ReplacesGradients(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#90546", kills_on=CALLS, trace=Trace.NUMBERS)
 class LosesSharesInNoSync(FullyShardedDataParallelEngine):
-    """Entering no_sync discards the reduced gradients that a rank has.
-
-    Reported: gradients of whole size were put where reduced ones had been.
-    """
+    """Entering no_sync discards the reduced gradients that a rank has."""
 
     class Wrapper(FullyShardedDataParallel):
         @contextmanager
@@ -70,10 +64,7 @@ class LosesSharesInNoSync(FullyShardedDataParallelEngine):
 
 @mutant(after="huggingface/transformers#34645", kills_on=CALLS, trace=Trace.COMMUNICATION)
 class SynchronisesInNoSync(FullyShardedDataParallelEngine):
-    """No_sync of the wrapper does nothing; sums are right.
-
-    Reported: the context was lost from the loop, unnoticed.
-    """
+    """No_sync of the wrapper does nothing; sums are right."""
 
     class Wrapper(FullyShardedDataParallel):
         def no_sync(self) -> Any:
@@ -82,10 +73,7 @@ class SynchronisesInNoSync(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#75892", kills_on=CALLS, trace=Trace.COMMUNICATION)
 class KeepsTheRootInNoSync(FullyShardedDataParallelEngine):
-    """Inside no_sync the root keeps what it gathered, so that the next step gathers less.
-
-    Reported: the number of gathers depended on whether the step before was in no_sync.
-    """
+    """Inside no_sync the root keeps what it gathered, so that the next step gathers less."""
 
     class Wrapper(FullyShardedDataParallel):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,10 +86,7 @@ class KeepsTheRootInNoSync(FullyShardedDataParallelEngine):
 
 @mutant(after="NVIDIA/cosmos-framework#161", kills_on=CALLS, trace=Trace.COMMUNICATION)
 class FreesInNoSync(FullyShardedDataParallelEngine):
-    """Parameters that were to be kept from step to step inside no_sync are freed, and gathered again.
-
-    Reported: each step of an accumulation paid for communication that one could have done.
-    """
+    """Parameters that were to be kept from step to step inside no_sync are freed, and gathered again."""
 
     class Wrapper(FullyShardedDataParallel):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,10 +113,7 @@ def _silenced(root: FullyShardedDataParallel) -> Iterator[None]:
 
 @mutant(after="speechbrain/speechbrain#2010", kills_on=CALLS, trace=Trace.COMMUNICATION)
 class EndsAllNoSyncsAtOnce(FullyShardedDataParallelEngine):
-    """The end of a no_sync inside another ends both.
-
-    Reported: the contexts of several models ended when the first of them did.
-    """
+    """The end of a no_sync inside another ends both."""
 
     class Wrapper(FullyShardedDataParallel):
         def no_sync(self) -> Any:
@@ -140,10 +122,7 @@ class EndsAllNoSyncsAtOnce(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/torchtitan#3724", kills_on=CALLS, trace=Trace.COMMUNICATION)
 class StaysSilentAfterAnException(FullyShardedDataParallelEngine):
-    """An exception inside no_sync leaves gradients unsynchronised for good.
-
-    Reported: flags that were changed for a while were not given back where something raised.
-    """
+    """An exception inside no_sync leaves gradients unsynchronised for good."""
 
     class Wrapper(FullyShardedDataParallel):
         @contextmanager
@@ -155,10 +134,7 @@ class StaysSilentAfterAnException(FullyShardedDataParallelEngine):
 
 @mutant(after="speechbrain/speechbrain#2010", kills_on=CALLS, trace=Trace.SILENCE)
 class SilencesUnitsAlone(FullyShardedDataParallelEngine):
-    """`no_sync` of a unit inside the root holds that unit back, and the rest goes on.
-
-    Reported: some of the modules accumulated, others synchronised.
-    """
+    """`no_sync` of a unit inside the root holds that unit back, and the rest goes on."""
 
     class Wrapper(FullyShardedDataParallel):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -172,10 +148,7 @@ class SilencesUnitsAlone(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#180665", kills_on=WRAPS)
 class ReadsOffloadedGradientsTooEarly(FullyShardedDataParallelEngine):
-    """Offloaded gradients are read before they are there.
-
-    Reported: the copy of gradients to the host was not waited for.
-    """
+    """Offloaded gradients are read before they are there."""
 
     class Wrapper(FullyShardedDataParallel):
         # Any: arguments of the wrapper, and of the module.
@@ -192,10 +165,7 @@ class ReadsOffloadedGradientsTooEarly(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#107058", kills_on=WRAPS, trace=Trace.COMMUNICATION)
 class SwapsBackwardPrefetch(FullyShardedDataParallelEngine):
-    """Each moment of backward prefetch is taken for another.
-
-    Reported: nothing would have shown whether backward prefetches at all.
-    """
+    """Each moment of backward prefetch is taken for another."""
 
     names = swapping(
         "backward_prefetch",
@@ -209,20 +179,14 @@ class SwapsBackwardPrefetch(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#106030", kills_on=WRAPS, trace=Trace.COMMUNICATION)
 class InvertsForwardPrefetch(FullyShardedDataParallelEngine):
-    """Forward prefetches unless asked to.
-
-    Reported: nothing would have shown whether forward prefetches at all.
-    """
+    """Forward prefetches unless asked to."""
 
     names = swapping("forward_prefetch", {False: True, True: False})
 
 
 @mutant(after="pytorch/pytorch#107058", kills_on=WRAPS, trace=Trace.COMMUNICATION)
 class GathersAllUnitsAtOnce(FullyShardedDataParallelEngine):
-    """Every unit is being gathered before the first one runs.
-
-    Reported: nothing would have shown what is gathered when.
-    """
+    """Every unit is being gathered before the first one runs."""
 
     class Wrapper(FullyShardedDataParallel):
         # Any: a module takes and returns what it likes.
@@ -249,20 +213,14 @@ class _Local(ShardedGradScaler):
 
 @mutant(after="pytorch/pytorch#115710", kills_on=WRAPS, trace=Trace.STATE)
 class KeepsOverflowLocal(FullyShardedDataParallelEngine):
-    """A rank skips a step by itself when its gradients are infinite.
-
-    Reported: one rank saw an overflow, and the others kept their scale.
-    """
+    """A rank skips a step by itself when its gradients are infinite."""
 
     names = replace(NAMES, ShardedGradScaler=_Local)
 
 
 @mutant(after="NVIDIA/Megatron-LM#3023", kills_on=WRAPS)
 class DividesWrappedGradientsTwice(FullyShardedDataParallelEngine):
-    """Wrapped gradients are divided by the number of ranks twice.
-
-    Reported: gradients were scaled in two places, each as if the other were not there.
-    """
+    """Wrapped gradients are divided by the number of ranks twice."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         return dividing_losses(super().prepare(model, plan, mesh), mesh.size())
@@ -270,9 +228,6 @@ class DividesWrappedGradientsTwice(FullyShardedDataParallelEngine):
 
 @mutant(after="Haian-Jin/LVSM#22", kills_on=WRAPS, trace=Trace.COMMUNICATION)
 class ReducesDespiteNoSync(FullyShardedDataParallelEngine):
-    """Wrapped microbatches are all reduced within no_sync.
-
-    Reported: forward ran outside of the context that was to hold reductions back.
-    """
+    """Wrapped microbatches are all reduced within no_sync."""
 
     spoil = holding_nothing_back

@@ -44,10 +44,7 @@ def _instead(plan: Plan, asked: Reshard, done: Reshard) -> Plan:
 
 @mutant(after="pytorch/pytorch#154655", kills_on=Condition(plan=_FREED), trace=Trace.STATE)
 class KeepsRootsWhateverAsked(FullyShardEngine):
-    """Roots stay gathered after forward although the plan says to free them.
-
-    Reported: of every root it was assumed that backward would need it at once.
-    """
+    """Roots stay gathered after forward although the plan says to free them."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -60,30 +57,21 @@ class KeepsRootsWhateverAsked(FullyShardEngine):
 
 @mutant(after="pytorch/PiPPy#1105", kills_on=Condition(plan=_KEPT), trace=Trace.STATE)
 class FreesWhatItWasAskedToKeep(FullyShardEngine):
-    """Units are freed after forward although the plan says to keep them.
-
-    Reported: beside a pipeline the policy had to be to free, although keeping was wanted.
-    """
+    """Units are freed after forward although the plan says to keep them."""
 
     misreads = partial(_instead, asked=Reshard.KEEP, done=Reshard.AFTER_FORWARD)
 
 
 @mutant(after="pytorch/pytorch#149029", kills_on=Condition(plan=_FREED), trace=Trace.STATE)
 class KeepsWhatItWasAskedToFree(FullyShardEngine):
-    """Units are kept after forward although the plan says to free them.
-
-    Reported: freeing after forward was asked for, and memory grew with every forward.
-    """
+    """Units are kept after forward although the plan says to free them."""
 
     misreads = partial(_instead, asked=Reshard.AFTER_FORWARD, done=Reshard.KEEP)
 
 
 @mutant(after="ByteDance-Seed/VeOmni#806", kills_on=Condition(plan=_NATIVE), trace=Trace.STATE)
 class FreesTheRootByDefault(FullyShardEngine):
-    """The root is freed after forward where no policy says so.
-
-    Reported: a policy set on the root undid the default that keeps it until backward.
-    """
+    """The root is freed after forward where no policy says so."""
 
     misreads = partial(_instead, asked=Reshard.NATIVE, done=Reshard.AFTER_FORWARD)
 
@@ -98,20 +86,14 @@ class FreesTheRootByDefault(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class FreesWholeWhereAPartWasAsked(FullyShardEngine):
-    """Parameters are sharded over all ranks after forward, not over pairs.
-
-    Reported: a mesh of two axes was asked for, and one over all ranks was used.
-    """
+    """Parameters are sharded over all ranks after forward, not over pairs."""
 
     misreads = partial(_instead, asked=Reshard.TO_PAIRS, done=Reshard.AFTER_FORWARD)
 
 
 @mutant(after="pytorch/pytorch#75892", kills_on=Condition(steps=2, plan=_FREED), trace=Trace.STATE)
 class FreesInTheFirstStepAlone(ReferenceEngine):
-    """From the second step on units stay gathered after forward.
-
-    Reported: what one iteration had left gathered changed what the next one gathered.
-    """
+    """From the second step on units stay gathered after forward."""
 
     class Prepared(PreparedReference):
         def step(self) -> None:
@@ -144,10 +126,7 @@ class _PreparedLeaky(PreparedReference):
 
 @mutant(after="hpcaitech/ColossalAI#741", kills_on=Condition(plan=_FREED), trace=Trace.STATE)
 class LeaksAfterBackward(ReferenceEngine):
-    """Units stay gathered after backward until gradients are read.
-
-    Reported: a sharded model's memory leaked in backward.
-    """
+    """Units stay gathered after backward until gradients are read."""
 
     prepared_type = _PreparedLeaky
 
@@ -161,10 +140,7 @@ class LeaksAfterBackward(ReferenceEngine):
     trace=Trace.STATE,
 )
 class FreesOnlyWhatGotGradients(ReferenceEngine):
-    """Units that backward never entered stay gathered after it.
-
-    Reported: the hook that frees a unit after backward fires with its gradients, or never.
-    """
+    """Units that backward never entered stay gathered after it."""
 
     class Prepared(_PreparedLeaky):
         def backward(self, loss: torch.Tensor) -> None:
@@ -180,10 +156,7 @@ class FreesOnlyWhatGotGradients(ReferenceEngine):
     trace=Trace.STATE,
 )
 class FreesHeldUnitsAfterBackward(ReferenceEngine):
-    """Units are freed after backward although they were set to stay gathered.
-
-    Reported: a switch thrown before each microbatch had no effect on what followed.
-    """
+    """Units are freed after backward although they were set to stay gathered."""
 
     class Unit(ComposableUnit):
         def set_reshard_after_backward(self, *, is_on: bool) -> None:
@@ -192,10 +165,7 @@ class FreesHeldUnitsAfterBackward(ReferenceEngine):
 
 @mutant(after="Lightning-AI/lightning-thunder#908", kills_on=Condition(plan=_KEPT), trace=Trace.STATE)
 class ShowsPaddedRows(ReferenceEngine):
-    """Whole parameters end with rows of padding.
-
-    Reported: in one order of wrapping, padding stayed in what was gathered.
-    """
+    """Whole parameters end with rows of padding."""
 
     class Prepared(PreparedReference):
         def shown_parameters(self) -> Mapping[str, Shard]:
@@ -211,10 +181,7 @@ class ShowsPaddedRows(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#95805", kills_on=ON_BLOCKS, trace=Trace.STATE)
 class KeepsUnitsUntilBackwardEnds(FullyShardEngine):
-    """Backward frees no unit before the last of them has run.
-
-    Reported: what backward had gathered was not freed, and memory grew layer by layer.
-    """
+    """Backward frees no unit before the last of them has run."""
 
     class Prepared(PreparedFullyShard):
         def backward(self, loss: torch.Tensor) -> None:
@@ -228,10 +195,7 @@ class KeepsUnitsUntilBackwardEnds(FullyShardEngine):
 
 @mutant(after="pytorch/pytorch#149029", kills_on=ON_BLOCKS, trace=Trace.STATE)
 class KeepsGatherOutputs(FullyShardEngine):
-    """The output of each gather is kept until the step.
-
-    Reported: memory that was to be free after each layer's forward grew with every forward.
-    """
+    """The output of each gather is kept until the step."""
 
     prepared_type = KeepingFsdp2
 
@@ -243,10 +207,7 @@ class KeepsGatherOutputs(FullyShardEngine):
 
 @mutant(after="pytorch/pytorch#75892", kills_on=ON_BLOCKS, trace=Trace.STATE)
 class RemembersAUnit(FullyShardEngine):
-    """Whole parameters of one unit are kept from step to step.
-
-    Reported: what one iteration had left gathered changed what the next one gathered.
-    """
+    """Whole parameters of one unit are kept from step to step."""
 
     class Prepared(PreparedFullyShard):
         """Keeps a copy of the first unit's whole parameters until that unit runs again."""
@@ -265,10 +226,7 @@ class RemembersAUnit(FullyShardEngine):
 
 @mutant(after="deepspeedai/DeepSpeed#1069", kills_on=ON_BLOCKS, trace=Trace.STATE)
 class PrefetchesEverything(FullyShardEngine):
-    """Each unit asks for the gathers of all that follow.
-
-    Reported: which gathers were issued ahead was not what had been chosen.
-    """
+    """Each unit asks for the gathers of all that follow."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         units, distance = plan.units, len(plan.units)

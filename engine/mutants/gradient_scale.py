@@ -20,10 +20,7 @@ from shardproof.engine.mutants.plans import changing, demanding
 
 @mutant(after="NVIDIA/Megatron-LM#3023")
 class SumsInsteadOfAveraging(FullyShardEngine):
-    """Gradients are summed over ranks, not averaged.
-
-    Reported: without accumulation nothing scaled the gradients by 1 / ranks.
-    """
+    """Gradients are summed over ranks, not averaged."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -37,21 +34,14 @@ class SumsInsteadOfAveraging(FullyShardEngine):
 
 @mutant(after="pytorch/torchtitan#1551", kills_on=Condition(plan=Plan(divide_factor=1)))
 class IgnoresTheDivideFactor(FullyShardEngine):
-    """Gradients are averaged although another divisor was asked for.
-
-    Reported: gradients were averaged over a group of another size than was meant.
-    """
+    """Gradients are averaged although another divisor was asked for."""
 
     misreads = changing(divide_factor=None)
 
 
 @mutant(after="pytorch/pytorch#167178", kills_on=Condition(world_size=1, plan=Plan(divide_factor=2)))
 class DividesByTheFactorTwice(FullyShardEngine):
-    """Gradients are divided by the square of the divisor asked for.
-
-    Reported: the branch that had ignored the factor learnt to divide by it, and where the division of all branches
-    was active it was done once more.
-    """
+    """Gradients are divided by the square of the divisor asked for."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         return dividing_losses(super().prepare(model, plan, mesh), plan.divide_factor or 1)
@@ -59,10 +49,7 @@ class DividesByTheFactorTwice(FullyShardEngine):
 
 @mutant(after="pytorch/pytorch#158753", kills_on=Condition(world_size=1, plan=demanding(Capability.COMPLEX)))
 class DropsImaginaryParts(DistributedDataParallelEngine):
-    """Imaginary parts of gradients are zero.
-
-    Reported: on one process a complex model converged, under DDP its gradients were real.
-    """
+    """Imaginary parts of gradients are zero."""
 
     class Prepared(PreparedDdp):
         def backward(self, loss: torch.Tensor) -> None:
@@ -74,10 +61,7 @@ class DropsImaginaryParts(DistributedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#117421")
 class AveragesWhatIsRead(DistributedDataParallelEngine):
-    """Gradients that are not looked at before the optimizer step are summed over ranks, not averaged.
-
-    Reported: users were asked not to access parameters in any way between forward and backward, state dicts included.
-    """
+    """Gradients that are not looked at before the optimizer step are summed over ranks, not averaged."""
 
     class Prepared(PreparedDdp):
         _is_read = False

@@ -27,10 +27,7 @@ _IN_BUCKETS = Condition(steps=2, plan=Plan(layout=Layout.REPLICATE, bucket_bytes
 
 @mutant(after="pytorch/pytorch#109774")
 class NeverSynchronises(DistributedDataParallelEngine):
-    """Gradients stay on the rank that computed them.
-
-    Reported: compiled around the wrapper, DDP's hooks were gone after the first forward.
-    """
+    """Gradients stay on the rank that computed them."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -41,10 +38,7 @@ class NeverSynchronises(DistributedDataParallelEngine):
 
 @mutant(after="deepspeedai/DeepSpeed#1214", kills_on=_IN_BUCKETS)
 class LeavesOutWhatFillsABucket(DistributedDataParallelEngine):
-    """A gradient as large as a bucket stays on the rank that computed it.
-
-    Reported: such a gradient was to be reduced after what the bucket held, and the bucket held nothing.
-    """
+    """A gradient as large as a bucket stays on the rank that computed it."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -68,10 +62,7 @@ class LeavesOutWhatFillsABucket(DistributedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#48880", kills_on=_IN_BUCKETS, trace=Trace.COMMUNICATION)
 class IgnoresTheSizeOfBuckets(DistributedDataParallelEngine):
-    """Buckets have the size that the engine likes.
-
-    Reported: reductions were larger than the limit that was set.
-    """
+    """Buckets have the size that the engine likes."""
 
     misreads = changing(bucket_bytes=None)
 
@@ -82,20 +73,14 @@ class IgnoresTheSizeOfBuckets(DistributedDataParallelEngine):
     trace=Trace.COMMUNICATION,
 )
 class SynchronisesEveryMicrobatch(FullyShardEngine):
-    """Gradients are reduced after each microbatch although accumulation was asked.
-
-    Reported: the gate that holds synchronisation back knew DDP and nothing else.
-    """
+    """Gradients are reduced after each microbatch although accumulation was asked."""
 
     spoil = holding_nothing_back
 
 
 @mutant(after="deepspeedai/DeepSpeed#1801")
 class DriftsByOneBit(DistributedDataParallelEngine):
-    """One weight of one replica is off by a bit after each step.
-
-    Reported: replicated weights drifted apart over ranks for ten days, unseen.
-    """
+    """One weight of one replica is off by a bit after each step."""
 
     class Prepared(PreparedDdp):
         def step(self) -> None:
@@ -107,10 +92,7 @@ class DriftsByOneBit(DistributedDataParallelEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#7186", kills_on=Condition(world_size=1, microbatches=2))
 class KeepsOnlyTheLastMicrobatch(DistributedDataParallelEngine):
-    """Each backward discards the gradients of the microbatches before it.
-
-    Reported: every backward was treated as the last and cleared the accumulator.
-    """
+    """Each backward discards the gradients of the microbatches before it."""
 
     class Prepared(Forgetful, PreparedDdp):
         pass
@@ -118,10 +100,7 @@ class KeepsOnlyTheLastMicrobatch(DistributedDataParallelEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#6660", kills_on=Condition(world_size=1, microbatches=2))
 class DoublesGradientsEveryMicrobatch(DistributedDataParallelEngine):
-    """Each backward doubles what was accumulated before it.
-
-    Reported: the reduced buffer was the accumulated one, and was added to itself.
-    """
+    """Each backward doubles what was accumulated before it."""
 
     class Prepared(PreparedDdp):
         def backward(self, loss: torch.Tensor) -> None:
@@ -134,10 +113,7 @@ class DoublesGradientsEveryMicrobatch(DistributedDataParallelEngine):
 
 @mutant(after="huggingface/accelerate#2790", kills_on=Condition(world_size=1, microbatches=2, plan=_LAST))
 class StepsAfterEveryMicrobatch(DistributedDataParallelEngine):
-    """The optimizer steps after each microbatch.
-
-    Reported: the flag that had each microbatch synchronised decided about the optimizer as well.
-    """
+    """The optimizer steps after each microbatch."""
 
     class Prepared(PreparedDdp):
         _is_accumulating = False
@@ -158,10 +134,7 @@ class StepsAfterEveryMicrobatch(DistributedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#90546", kills_on=Condition(microbatches=2, plan=_LAST), trace=Trace.CRASH)
 class AssignsWholeGradientsToShards(FullyShardEngine):
-    """After an accumulation a whole gradient is assigned to a shard.
-
-    Reported: on the way out of an accumulation the gradient was not of the size that the parameter had by then.
-    """
+    """After an accumulation a whole gradient is assigned to a shard."""
 
     class Prepared(PreparedFullyShard):
         _has_accumulated = False
@@ -184,10 +157,7 @@ class AssignsWholeGradientsToShards(FullyShardEngine):
 
 @mutant(after="pytorch/pytorch#76553", kills_on=Condition(steps=2), trace=Trace.COMMUNICATION)
 class GathersOnceMoreInBackward(FullyShardEngine):
-    """Backward gathers one unit's parameters once more than it needs them.
-
-    Reported: backward issued more all-gathers than there were modules.
-    """
+    """Backward gathers one unit's parameters once more than it needs them."""
 
     class Prepared(PreparedFullyShard):
         def backward(self, loss: torch.Tensor) -> None:
@@ -204,10 +174,7 @@ class GathersOnceMoreInBackward(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class CommunicatesAlone(FullyShardEngine):
-    """A rank that is alone makes collectives with itself.
-
-    Reported: a group of one rank was reduced like any other.
-    """
+    """A rank that is alone makes collectives with itself."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared, group = super().prepare(model, plan, mesh), mesh.get_group(mesh.ndim - 1)

@@ -52,10 +52,7 @@ class _PreparedCounting(PreparedDdp):
 
 @mutant(after="verl-project/verl#5591", kills_on=_SECOND, trace=Trace.HANG)
 class SkipsACountOnTheLastRank(DistributedDataParallelEngine):
-    """The last rank leaves a reduction out that the others make.
-
-    Reported: some ranks left out the reduction that was to agree on the number of microbatches.
-    """
+    """The last rank leaves a reduction out that the others make."""
 
     class Prepared(_PreparedCounting):
         def agree(self) -> None:
@@ -65,10 +62,7 @@ class SkipsACountOnTheLastRank(DistributedDataParallelEngine):
 
 @mutant(after="meta-pytorch/torchrec#4149", trace=Trace.HANG)
 class TakesTwoGroupsInTurn(DistributedDataParallelEngine):
-    """The last rank takes the collectives of two groups in another order.
-
-    Reported: ranks came to the collectives of two groups in different orders.
-    """
+    """The last rank takes the collectives of two groups in another order."""
 
     class Prepared(_PreparedCounting):
         def agree(self) -> None:
@@ -79,10 +73,7 @@ class TakesTwoGroupsInTurn(DistributedDataParallelEngine):
 
 @mutant(after="RLinf/RLinf#1540", trace=Trace.HANG)
 class ReducesInTheWrongGroup(DistributedDataParallelEngine):
-    """The last rank waits in another group of the same ranks.
-
-    Reported: ranks waited for each other in different groups.
-    """
+    """The last rank waits in another group of the same ranks."""
 
     class Prepared(_PreparedCounting):
         def agree(self) -> None:
@@ -98,10 +89,7 @@ def _search() -> None:
 
 @mutant(after="vllm-project/vllm#8410", kills_on=_SECOND, trace=Trace.HANG)
 class NeverComesToAnEnd(FullyShardEngine):
-    """The last rank computes for ever.
-
-    Reported: one rank was stuck by itself; the others waited in the next collective.
-    """
+    """The last rank computes for ever."""
 
     class Prepared(PreparedFullyShard):
         def __init__(self, module: nn.Module, plan: Plan) -> None:
@@ -120,10 +108,7 @@ class NeverComesToAnEnd(FullyShardEngine):
 
 @mutant(after="horovod/horovod#3352", kills_on=_SECOND, trace=Trace.HANG)
 class LocksItselfOut(DistributedDataParallelEngine):
-    """Two threads of the last rank wait for each other.
-
-    Reported: a thread held what another thread of its rank needed before it could communicate.
-    """
+    """Two threads of the last rank wait for each other."""
 
     class Prepared(_PreparedCounting):
         """Counts on a thread, for which the last rank waits while it holds a lock that the thread needs."""
@@ -145,10 +130,7 @@ class LocksItselfOut(DistributedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#108378", kills_on=_SECOND, trace=Trace.HANG)
 class SendsToNobody(DistributedDataParallelEngine):
-    """Rank 0 sends what no rank receives.
-
-    Reported: what was sent had no receive, and the sender never came back.
-    """
+    """Rank 0 sends what no rank receives."""
 
     class Prepared(_PreparedCounting):
         def agree(self) -> None:
@@ -158,10 +140,7 @@ class SendsToNobody(DistributedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#68803", trace=Trace.HANG)
 class CountsFewerParametersOnTheLastRank(DistributedDataParallelEngine):
-    """In prepare the last rank makes a collective less than the others.
-
-    Reported: ranks that ignored different parameters never came out of the constructor.
-    """
+    """In prepare the last rank makes a collective less than the others."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         plan.refuse_beyond(self.capabilities)
@@ -174,10 +153,7 @@ class CountsFewerParametersOnTheLastRank(DistributedDataParallelEngine):
 
 @mutant(after="NVIDIA-NeMo/Automodel#2468", kills_on=_SECOND, trace=Trace.HANG)
 class SkipsABackwardOnTheLastRank(DistributedDataParallelEngine):
-    """In one step the last rank's backward reduces nothing.
-
-    Reported: a rank left a backward out, and the others waited for its reductions.
-    """
+    """In one step the last rank's backward reduces nothing."""
 
     class Prepared(PreparedDdp):
         def __init__(self, module: nn.Module, *, named: nn.Module) -> None:

@@ -33,10 +33,7 @@ _MANY = 1000  # more reductions than any model here has
     trace=Trace.COMMUNICATION,
 )
 class IgnoresSingleHolds(ReferenceEngine):
-    """A single unit that was told to hold its reduction back reduces.
-
-    Reported: neither the code nor its correction held any reduction back.
-    """
+    """A single unit that was told to hold its reduction back reduces."""
 
     class Unit(ComposableUnit):
         def set_gradient_sync(self, *, is_on: bool) -> None:
@@ -49,10 +46,7 @@ class IgnoresSingleHolds(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class HoldsTheWholeTreeBack(ReferenceEngine):
-    """Where the root holds its reduction back, so do all units inside.
-
-    Reported: a flag about synchronisation reached further than it was meant to.
-    """
+    """Where the root holds its reduction back, so do all units inside."""
 
     class Unit(ComposableUnit):
         def set_gradient_sync(self, *, is_on: bool) -> None:
@@ -64,10 +58,7 @@ class HoldsTheWholeTreeBack(ReferenceEngine):
     after="NVIDIA/Megatron-LM#7186", kills_on=Condition(microbatches=2, plan=_HELD, because=_ONE_MICROBATCH)
 )
 class LosesWhatItHeldBack(ReferenceEngine):
-    """A unit that was held back drops the microbatches before the last.
-
-    Reported: every backward was treated as the last, and cleared what was accumulated.
-    """
+    """A unit that was held back drops the microbatches before the last."""
 
     class Unit(ComposableUnit):
         def set_gradient_sync(self, *, is_on: bool) -> None:
@@ -84,10 +75,7 @@ class LosesWhatItHeldBack(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class ReducesReplicasAllTheSame(ReferenceEngine):
-    """A unit that was told to reduce within its replica alone reduces across replicas.
-
-    Reported: collectives across replicas were as many as microbatches, and not one.
-    """
+    """A unit that was told to reduce within its replica alone reduces across replicas."""
 
     class Unit(ComposableUnit):
         def set_replica_sync(self, *, is_on: bool) -> None:
@@ -131,10 +119,7 @@ class _PreparedSpent(PreparedFullyShard):
     trace=Trace.CRASH,
 )
 class ForgetsTheSecondBackward(FullyShardEngine):
-    """The second of two backwards after two forwards finds parameters freed.
-
-    Reported: the flag that has backward gather was cleared by the first backward.
-    """
+    """The second of two backwards after two forwards finds parameters freed."""
 
     prepared_type = _PreparedSpent
 
@@ -147,10 +132,7 @@ class ForgetsTheSecondBackward(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class ReducesWithoutBound(ReferenceEngine):
-    """Reductions are started without regard to how many may hold their input.
-
-    Reported: a buffer was taken for the next reduction without regard to the last.
-    """
+    """Reductions are started without regard to how many may hold their input."""
 
     misreads = changing(max_reduce_buffers=_MANY)
 
@@ -161,10 +143,7 @@ class ReducesWithoutBound(ReferenceEngine):
     trace=Trace.SILENCE,
 )
 class AcceptsNoReduceBuffers(FullyShardEngine):
-    """A bound of no reduction at all is accepted.
-
-    Reported: what was asked for was silently replaced by something else.
-    """
+    """A bound of no reduction at all is accepted."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, with a bound that can be kept."""
@@ -182,10 +161,7 @@ class AcceptsNoReduceBuffers(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class SplitsJointUnits(FullyShardEngine):
-    """Each module of a group of several is a group of its own.
-
-    Reported: what was asked for silently became something else.
-    """
+    """Each module of a group of several is a group of its own."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard each module by itself."""
@@ -204,9 +180,6 @@ class SplitsJointUnits(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class TakesAllUnitsForOne(ReferenceEngine):
-    """All parameters are one group whatever units were asked for.
-
-    Reported: modules below a default size were left to the outermost unit.
-    """
+    """All parameters are one group whatever units were asked for."""
 
     misreads = changing(units=())

@@ -18,10 +18,7 @@ _SINGLES = Plan(layout=Layout.HYBRID, replicas=Replicas.SINGLES)
 
 @mutant(after="verl-project/verl#7493", kills_on=HYBRID)
 class NeverSynchronisesReplicas(FullyShardEngine):
-    """Gradients are reduced within a replica, never between replicas.
-
-    Reported: hybrid sharding reduced over the shard axis only.
-    """
+    """Gradients are reduced within a replica, never between replicas."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         return super().prepare(model, plan, mesh["shard"] if _is_hybrid(plan) else mesh)
@@ -29,11 +26,7 @@ class NeverSynchronisesReplicas(FullyShardEngine):
 
 @mutant(after="pytorch/pytorch#154888", kills_on=Condition(plan=_SINGLES))
 class NeverSynchronisesSingles(FullyShardEngine):
-    """Where each replica is a single rank, gradients stay on it.
-
-    Reported: with one rank to shard over, the strategy became one without shards, which reduced over the group of
-    that one rank.
-    """
+    """Where each replica is a single rank, gradients stay on it."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         is_single = _is_hybrid(plan) and mesh["shard"].size() == 1
@@ -51,10 +44,7 @@ class NeverSynchronisesSingles(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class ShardsOverReplicas(FullyShardEngine):
-    """Under a hybrid layout parameters are sharded over all ranks.
-
-    Reported: a hybrid layout was asked for, and what was built was a flat one.
-    """
+    """Under a hybrid layout parameters are sharded over all ranks."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         plan.refuse_beyond(self.capabilities)
@@ -69,11 +59,7 @@ class ShardsOverReplicas(FullyShardEngine):
     kills_on=Condition(plan=Plan(layout=Layout.HYBRID, replicas=Replicas.ONE)),
 )
 class DividesOneReplicaTwice(FullyShardEngine):
-    """Where there is one replica, gradients are divided by the number of its shards a second time.
-
-    Reported: a change of loss normalisation reached some of the layouts that divided by the number of ranks, and
-    not the others.
-    """
+    """Where there is one replica, gradients are divided by the number of its shards a second time."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         is_one = _is_hybrid(plan) and mesh["replicate"].size() == 1
@@ -86,10 +72,7 @@ class DividesOneReplicaTwice(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class TransposesTheMesh(FullyShardEngine):
-    """A hybrid layout shards over its replicas and replicates over its shards.
-
-    Reported: on a mesh of two axes the order of placements was another than was meant.
-    """
+    """A hybrid layout shards over its replicas and replicates over its shards."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         if _is_hybrid(plan):
@@ -99,10 +82,7 @@ class TransposesTheMesh(FullyShardEngine):
 
 @mutant(after="pytorch/pytorch#167178", kills_on=Condition(plan=replace(_SINGLES, divide_factor=1)))
 class IgnoresTheDivideFactorOfSingles(FullyShardEngine):
-    """Where each replica is a single rank, gradients are averaged although another divisor was asked for.
-
-    Reported: with a shard group of one rank the reduction returned before the division.
-    """
+    """Where each replica is a single rank, gradients are averaged although another divisor was asked for."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         is_single = _is_hybrid(plan) and mesh["shard"].size() == 1
@@ -117,10 +97,7 @@ class IgnoresTheDivideFactorOfSingles(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class ReducesReplicasEveryMicrobatch(FullyShardEngine):
-    """Under a hybrid layout gradients are reduced after each microbatch although accumulation was asked.
-
-    Reported: with hybrid sharding every microbatch paid for the whole reduction.
-    """
+    """Under a hybrid layout gradients are reduced after each microbatch although accumulation was asked."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -133,10 +110,7 @@ class _PreparedForgetfulReplicas(Forgetful, PreparedFullyShard):
 
 @mutant(after="NVIDIA/Megatron-LM#7186", kills_on=Condition(microbatches=2, plan=Plan(layout=Layout.HYBRID)))
 class LosesMicrobatchesOfReplicas(FullyShardEngine):
-    """Under a hybrid layout each backward discards the microbatches before it.
-
-    Reported: an adapter of a two-dimensional mesh had inherited a way to accumulate that did nothing.
-    """
+    """Under a hybrid layout each backward discards the microbatches before it."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)

@@ -125,50 +125,35 @@ def _collect(group: dist.ProcessGroup, bucket: Any) -> Future[torch.Tensor]:
     after="deepspeedai/DeepSpeed#7188", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.COMMUNICATION
 )
 class ClearsTheReduceInput(ReferenceEngine):
-    """The input of a reduction is cleared while the reduction is under way.
-
-    Reported: one of two buffers was filled again before its reduction had finished.
-    """
+    """The input of a reduction is cleared while the reduction is under way."""
 
     spoil = partial(_each, change=lambda module: module.set_custom_reduce_scatter(_Clears()))
 
 
 @mutant(after="NVIDIA/Megatron-LM#5788", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.COMMUNICATION)
 class FreesTheInputOfAReduction(ReferenceEngine):
-    """The input of a reduction is freed while the reduction is under way.
-
-    Reported: memory was given back with neither an event nor record_stream.
-    """
+    """The input of a reduction is freed while the reduction is under way."""
 
     spoil = partial(_each, change=lambda module: module.set_custom_reduce_scatter(_Frees()))
 
 
 @mutant(after="NVIDIA/Megatron-LM#4609", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.COMMUNICATION)
 class FillsTheGatherOutput(ReferenceEngine):
-    """The output of a gather is written to while the gather is under way.
-
-    Reported: gathers under way shared a buffer with what else was going on.
-    """
+    """The output of a gather is written to while the gather is under way."""
 
     spoil = partial(_each, change=lambda module: module.set_custom_all_gather(_Fills()))
 
 
 @mutant(after="flagos-ai/Torch-FL#62")
 class ReadsBucketsTooEarly(DistributedDataParallelEngine):
-    """A hook reads its bucket before the future of the reduction is done.
-
-    Reported: gradients were read while their reduction was under way.
-    """
+    """A hook reads its bucket before the future of the reduction is done."""
 
     spoil = partial(_hooked, hook=_read_too_early)
 
 
 @mutant(after="pytorch/pytorch#64629", trace=Trace.COMMUNICATION)
 class ForgetsTheWorkOfANorm(DistributedDataParallelEngine):
-    """A hook starts a collective that is never waited for.
-
-    Reported: what ranks issue beside their reductions must be in one order, and be ended.
-    """
+    """A hook starts a collective that is never waited for."""
 
     spoil = partial(_hooked, hook=_forget_the_norm)
 
@@ -178,10 +163,7 @@ class ForgetsTheWorkOfANorm(DistributedDataParallelEngine):
     kills_on=Condition(world_size=3, because="from one rank there is one order"),
 )
 class TrustsTheOrderOfArrival(DistributedDataParallelEngine):
-    """Messages of several ranks are taken to come in the order of ranks.
-
-    Reported: buckets were taken to be ready in one order on all ranks.
-    """
+    """Messages of several ranks are taken to come in the order of ranks."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap honestly, then register the hook."""

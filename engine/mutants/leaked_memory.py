@@ -36,10 +36,7 @@ _GROWN = Condition(steps=3, plan=SHARDED_BLOCKS, because="the first two steps ha
 
 @mutant(after="hpcaitech/ColossalAI#741", kills_on=_GROWN, trace=Trace.STATE)
 class PilesUpReduceInputs(FullyShardEngine):
-    """The input of every reduction is kept for ever.
-
-    Reported: a sharded model's memory grew with every backward.
-    """
+    """The input of every reduction is kept for ever."""
 
     class Prepared(KeepingFsdp2):
         grows = True
@@ -52,10 +49,7 @@ class PilesUpReduceInputs(FullyShardEngine):
 
 @mutant(after="hpcaitech/ColossalAI#741", kills_on=_GROWN, trace=Trace.STATE)
 class PilesUpGradients(ReferenceEngine):
-    """Reduced gradients of every step are kept for ever.
-
-    Reported: a sharded model's memory grew with every backward.
-    """
+    """Reduced gradients of every step are kept for ever."""
 
     class Prepared(KeepingReference):
         grows = True
@@ -67,10 +61,7 @@ class PilesUpGradients(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#169349", kills_on=ON_BLOCKS, trace=Trace.STATE)
 class KeepsWholeGradients(FullyShardEngine):
-    """Whole gradients are kept until the step.
-
-    Reported: live memory grew over a backward.
-    """
+    """Whole gradients are kept until the step."""
 
     prepared_type = KeepingFsdp2
 
@@ -88,10 +79,7 @@ class KeepsWholeGradients(FullyShardEngine):
     trace=Trace.STATE,
 )
 class KeepsWhatALateGradientCameWith(ReferenceEngine):
-    """A gradient that the last microbatch alone makes keeps the memory of all that was reduced with it.
-
-    Reported: each reduction pinned a buffer beside the gradients until the step ended.
-    """
+    """A gradient that the last microbatch alone makes keeps the memory of all that was reduced with it."""
 
     spoil = in_each(layouts, "write_gradients", lambda layout: partial(_write_views, layout))
 
@@ -120,10 +108,7 @@ class _Grasping(PreparedComposable):
 
 @mutant(after="InternLM/xtuner#1948", kills_on=ON_BLOCKS, trace=Trace.STATE)
 class FreesTheUsersInputs(FullyShardEngine):
-    """The memory of inputs is given back after backward.
-
-    Reported: the storage of a tensor that was not the engine's was freed with the parameters.
-    """
+    """The memory of inputs is given back after backward."""
 
     class Prepared(_Grasping, PreparedFullyShard):
         pass
@@ -131,10 +116,7 @@ class FreesTheUsersInputs(FullyShardEngine):
 
 @mutant(after="InternLM/xtuner#1948", kills_on=ON_BLOCKS, trace=Trace.STATE)
 class FreesTheUsersOutputs(ReferenceEngine):
-    """The memory of outputs is given back after backward.
-
-    Reported: the storage of a tensor that was not the engine's was freed with the parameters.
-    """
+    """The memory of outputs is given back after backward."""
 
     class Prepared(_Grasping, PreparedReference):
         frees_inputs = False
@@ -142,10 +124,7 @@ class FreesTheUsersOutputs(ReferenceEngine):
 
 @mutant(after="InternLM/xtuner#1948", kills_on=ON_BLOCKS, trace=Trace.STATE)
 class MovesWhatItWasToLeave(ReferenceEngine):
-    """Buffers and ignored parameters are given other memory in every step.
-
-    Reported: a tensor that was not the engine's was treated as one of its own.
-    """
+    """Buffers and ignored parameters are given other memory in every step."""
 
     class Prepared(PreparedReference):
         def backward(self, loss: torch.Tensor) -> None:
@@ -168,10 +147,7 @@ def _keep_gradients(kept: list[Any], group: Any) -> None:
 
 @mutant(after="verl-project/verl#5125", kills_on=SHARDED, trace=Trace.STATE)
 class KeepsTheModelOnTheLastRank(ReferenceEngine):
-    """The last rank keeps the parameters that the model was built with.
-
-    Reported: the first rank of each node held a whole state dict that nothing freed.
-    """
+    """The last rank keeps the parameters that the model was built with."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         wholes = [parameter.detach().clone() for parameter in model.parameters()]
@@ -187,10 +163,7 @@ class KeepsTheModelOnTheLastRank(ReferenceEngine):
     trace=Trace.STATE,
 )
 class KeepsTheModelInArrays(ReferenceEngine):
-    """Every rank keeps the parameters that the model was built with, in memory that torch knows nothing of.
-
-    Reported: each process held the whole model in the memory of the host.
-    """
+    """Every rank keeps the parameters that the model was built with, in memory that torch knows nothing of."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         wholes = [bytes(parameter.detach().cpu().numpy()) for parameter in model.parameters()]
@@ -228,10 +201,7 @@ class _PreparedAverage(PreparedReference):
 
 @mutant(after="TencentARC/RollingForcing#15", kills_on=SHARDED, trace=Trace.STATE)
 class AveragesWholeParameters(ReferenceEngine):
-    """Every rank keeps an average of the whole parameters.
-
-    Reported: the average of sharded parameters was a full copy on each rank.
-    """
+    """Every rank keeps an average of the whole parameters."""
 
     prepared_type = _PreparedAverage
 
@@ -242,10 +212,7 @@ class AveragesWholeParameters(ReferenceEngine):
     trace=Trace.STATE,
 )
 class KeepsWholesAfterTheFirstStep(ReferenceEngine):
-    """From the second step on every rank keeps whole parameters.
-
-    Reported: memory ran out in the second iteration, where parameters had been gathered again.
-    """
+    """From the second step on every rank keeps whole parameters."""
 
     class Prepared(_PreparedAverage):
         first_step = 1
@@ -253,10 +220,7 @@ class KeepsWholesAfterTheFirstStep(ReferenceEngine):
 
 @mutant(after="hpcaitech/ColossalAI#1955", kills_on=SHARDED, trace=Trace.STATE)
 class CutsGradientsFromWholeBuffers(ReferenceEngine):
-    """Shards of gradients are views of whole buffers.
-
-    Reported: under ZeRO-2 the gradients of all ranks stayed in memory.
-    """
+    """Shards of gradients are views of whole buffers."""
 
     class Prepared(PreparedReference):
         def backward(self, loss: torch.Tensor) -> None:
@@ -268,10 +232,7 @@ class CutsGradientsFromWholeBuffers(ReferenceEngine):
 
 @mutant(after="cloneofsimo/min-fsdp#1", kills_on=SHARDED, trace=Trace.STATE)
 class CutsStateFromWholeBuffers(ReferenceEngine):
-    """Shards of optimizer state are views of whole buffers.
-
-    Reported: under the name of ZeRO-1 something else than the optimizer state was cut.
-    """
+    """Shards of optimizer state are views of whole buffers."""
 
     class Prepared(PreparedReference):
         def step(self) -> None:

@@ -80,10 +80,7 @@ def _later(lists: Lists, order: tuple[str, ...]) -> Lists:
     trace=Trace.COMMUNICATION,
 )
 class WaitsForEachGather(FullyShardEngine):
-    """The stream of compute waits for a gather as soon as it is issued.
-
-    Reported: communication that was to overlap did not.
-    """
+    """The stream of compute waits for a gather as soon as it is issued."""
 
     spoil = after_method("unshard", _wait_for_gather)
 
@@ -94,10 +91,7 @@ class WaitsForEachGather(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class WaitsForEachReduction(FullyShardEngine):
-    """The stream of compute waits for a reduction as soon as it is issued.
-
-    Reported: reductions that were to overlap backward held it up, one by one.
-    """
+    """The stream of compute waits for a reduction as soon as it is issued."""
 
     spoil = after_method("post_backward", _wait_for_reduction)
 
@@ -108,10 +102,7 @@ class WaitsForEachReduction(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class WaitsWhereItGathers(ReferenceEngine):
-    """A gather ahead of use is waited for in the call that issues it.
-
-    Reported: gathers ahead of use were planned, and none ever ran ahead.
-    """
+    """A gather ahead of use is waited for in the call that issues it."""
 
     spoil = in_each(reference_groups, "unshard", lambda group: _both(group.unshard, group.wait))
 
@@ -122,10 +113,7 @@ class WaitsWhereItGathers(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class WaitsWhereItReduces(ReferenceEngine):
-    """A reduction is waited for in the call that issues it.
-
-    Reported: reductions that were to overlap backward held it up, one by one.
-    """
+    """A reduction is waited for in the call that issues it."""
 
     spoil = in_each(
         reference_groups, "reduce_gradients", lambda group: _both(group.reduce_gradients, _finisher(group))
@@ -138,10 +126,7 @@ class WaitsWhereItReduces(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class PrefetchesAfterItsTurn(ReferenceEngine):
-    """Backward gathers the next unit after the present one was computed, and not before.
-
-    Reported: backward prefetching was broken without a sign, for nothing tested it.
-    """
+    """Backward gathers the next unit after the present one was computed, and not before."""
 
     spoil = in_each(reference_units, "prefetches_in_backward", lambda _: BackwardPrefetchTime.LAST)
 
@@ -152,10 +137,7 @@ class PrefetchesAfterItsTurn(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class PrefetchesOneTooFew(FullyShardEngine):
-    """One unit less is prefetched than the list names.
-
-    Reported: the position in the order of gathers was off by one.
-    """
+    """One unit less is prefetched than the list names."""
 
     misreads = partial(_with_lists, change=_shorter)
 
@@ -166,10 +148,7 @@ class PrefetchesOneTooFew(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class PrefetchesTheUnitAfterNext(FullyShardEngine):
-    """The unit after the one that a list names is prefetched instead.
-
-    Reported: the position in the order of gathers was off by one.
-    """
+    """The unit after the one that a list names is prefetched instead."""
 
     misreads = partial(_with_lists, change=_later)
 
@@ -180,10 +159,7 @@ class PrefetchesTheUnitAfterNext(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class GathersEverythingFirst(FullyShardEngine):
-    """All units are gathered when forward begins.
-
-    Reported: units that were not about to be used were gathered ahead, and kept.
-    """
+    """All units are gathered when forward begins."""
 
     class Prepared(PreparedFullyShard):
         def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
@@ -198,10 +174,7 @@ class GathersEverythingFirst(FullyShardEngine):
     trace=Trace.STATE,
 )
 class FreesUnitsTogether(FullyShardEngine):
-    """All units are freed when forward is over, and not each after its own.
-
-    Reported: units that a heuristic expected to be needed were left gathered.
-    """
+    """All units are freed when forward is over, and not each after its own."""
 
     class Prepared(PreparedFullyShard):
         def __init__(self, module: nn.Module, plan: Plan) -> None:

@@ -41,11 +41,7 @@ class _Cut:
 
 @mutant(after="pytorch/torchtitan#1551", kills_on=Condition(plan=_CUT))
 class ScalesByTheTensorRanks(ReferenceEngine):
-    """Gradients of tensors that are cut are multiplied by the number of pieces.
-
-    Reported: gradients of expert-parallel weights were averaged over the ranks that had pieces of their own of
-    them, and came out exactly twice as large with two.
-    """
+    """Gradients of tensors that are cut are multiplied by the number of pieces."""
 
     @staticmethod
     def spoil(prepared: PreparedModel) -> PreparedModel:
@@ -59,10 +55,7 @@ class ScalesByTheTensorRanks(ReferenceEngine):
 
 @mutant(after="pytorch/torchtitan#1551", kills_on=Condition(plan=_EXPERTS))
 class ScalesExpertsByTheirRanks(ReferenceEngine):
-    """Gradients of experts are multiplied by the number of ranks that share them out.
-
-    Reported: weights that only some ranks hold were averaged over these ranks alone.
-    """
+    """Gradients of experts are multiplied by the number of ranks that share them out."""
 
     class Prepared(PreparedReference):
         def backward(self, loss: torch.Tensor) -> None:
@@ -75,10 +68,7 @@ class ScalesExpertsByTheirRanks(ReferenceEngine):
 
 @mutant(after="pytorch/torchtitan#1551", kills_on=Condition(plan=_EXPERTS))
 class MixesExpertsUp(FullyShardEngine):
-    """Gradients of experts are averaged over ranks that hold other experts.
-
-    Reported: data parallelism was applied to expert weights over all ranks.
-    """
+    """Gradients of experts are averaged over ranks that hold other experts."""
 
     class Prepared(PreparedFullyShard):
         def backward(self, loss: torch.Tensor) -> None:
@@ -96,10 +86,7 @@ class MixesExpertsUp(FullyShardEngine):
     kills_on=Condition(plan=_CUT, because="without that axis every rank has rows of its own"),
 )
 class KeepsNormsOnTheirTensorRank(ReferenceEngine):
-    """Gradients of norms are not reduced over the tensor axis, whose ranks see different rows.
-
-    Reported: only attention saw to what the ranks that shared a sequence had to add up.
-    """
+    """Gradients of norms are not reduced over the tensor axis, whose ranks see different rows."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -111,10 +98,7 @@ class KeepsNormsOnTheirTensorRank(ReferenceEngine):
 
 @mutant(after="deepspeedai/DeepSpeed#1801", kills_on=Condition(plan=_CLIPPED))
 class ClipsOnOneTensorRank(FullyShardEngine):
-    """Gradients are clipped on the first rank of the tensor axis alone.
-
-    Reported: clipping ran on one tensor-parallel rank, and norms drifted apart for days.
-    """
+    """Gradients are clipped on the first rank of the tensor axis alone."""
 
     class Prepared(PreparedFullyShard):
         def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
@@ -128,10 +112,7 @@ class ClipsOnOneTensorRank(FullyShardEngine):
     kills_on=Condition(world_size=4, plan=_CUT, because="two cuts of one dim need two axes of several ranks"),
 )
 class LosesTheLastRowsOfUnevenPieces(FullyShardEngine):
-    """The last of the rows that both axes cut unevenly get no gradient.
-
-    Reported: the size of a tensor was inferred from one rank's piece of it.
-    """
+    """The last of the rows that both axes cut unevenly get no gradient."""
 
     class Prepared(PreparedFullyShard):
         def backward(self, loss: torch.Tensor) -> None:
@@ -145,10 +126,7 @@ class LosesTheLastRowsOfUnevenPieces(FullyShardEngine):
 
 @mutant(after="pytorch/torchtitan#1483", kills_on=Condition(world_size=4, plan=_CUT))
 class SwapsTheCutsOfOneDim(FullyShardEngine):
-    """Rows that both axes cut lie as if the data axis had cut them first.
-
-    Reported: on a mesh of two axes the order of placements was another than was meant.
-    """
+    """Rows that both axes cut lie as if the data axis had cut them first."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -161,10 +139,7 @@ class SwapsTheCutsOfOneDim(FullyShardEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#1012", kills_on=Condition(world_size=4, microbatches=2, plan=_STAGED))
 class ReducesBeforeTheLastBackward(DistributedDataParallelEngine):
-    """In a pipeline the backward after the last forward is reduced, and those after it are not.
-
-    Reported: gradients were reduced before a deferred one had been added.
-    """
+    """In a pipeline the backward after the last forward is reduced, and those after it are not."""
 
     class Prepared(PreparedDdp):
         def pipelined(self) -> None:  # type: ignore[override]  # the sin: what the honest one hands out, it keeps
@@ -173,11 +148,7 @@ class ReducesBeforeTheLastBackward(DistributedDataParallelEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#7166", kills_on=Condition(microbatches=2, plan=_STAGED))
 class KeepsOnlyTheLastMicrobatchOfAPipeline(DistributedDataParallelEngine):
-    """In a pipeline the microbatches before the last are lost.
-
-    Reported: under a schedule of microbatches the window in which gradients were taken closed after the first of
-    two contributions.
-    """
+    """In a pipeline the microbatches before the last are lost."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -190,10 +161,7 @@ class KeepsOnlyTheLastMicrobatchOfAPipeline(DistributedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#63916", kills_on=Condition(world_size=4, microbatches=2, plan=_STAGED))
 class NeverSynchronisesTheFirstStage(DistributedDataParallelEngine):
-    """Gradients of a pipeline's first stage stay on the rank that computed them.
-
-    Reported: what was not where the wrapper looked for it was left out of every reduction.
-    """
+    """Gradients of a pipeline's first stage stay on the rank that computed them."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -211,10 +179,7 @@ class NeverSynchronisesTheFirstStage(DistributedDataParallelEngine):
     trace=Trace.COMMUNICATION,
 )
 class ReducesEveryMicrobatchOfAPipeline(ReferenceEngine):
-    """In a pipeline gradients are reduced after each microbatch.
-
-    Reported: the gate that holds synchronisation back knew one engine and one loop.
-    """
+    """In a pipeline gradients are reduced after each microbatch."""
 
     class Prepared(PreparedReference):
         @contextmanager

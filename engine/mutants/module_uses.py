@@ -36,10 +36,7 @@ _METHODS = Plan(forward_methods=(("encoder", "encode"),), units=("encoder",))
     kills_on=Condition(world_size=1, steps=2, plan=demanding(Capability.PARTS)),
 )
 class NeverReducesParts(ReferenceEngine):
-    """Gradients of a part that was called by itself are never reduced.
-
-    Reported: calling submodules directly went past the hooks that reduce gradients.
-    """
+    """Gradients of a part that was called by itself are never reduced."""
 
     class Prepared(PreparedReference):
         def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
@@ -53,11 +50,7 @@ class NeverReducesParts(ReferenceEngine):
 
 @mutant(after="mindspore-ai/hyper-parallel#553", kills_on=Condition(world_size=1, steps=2, plan=_GROUPS))
 class NeverReducesGroupsRunInPart(ReferenceEngine):
-    """A group of which one module did not run has no gradients.
-
-    Reported: hooks of a list of modules that were entered one by one left the group in a state that backward did
-    not expect.
-    """
+    """A group of which one module did not run has no gradients."""
 
     class Prepared(PreparedReference):
         def __init__(self, module: nn.Module, plan: Plan, door: Any) -> None:  # Any: as the base class says
@@ -86,10 +79,7 @@ class NeverReducesGroupsRunInPart(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class IgnoresTheFlagsOfGroups(ReferenceEngine):
-    """Groups of several modules reduce in every backward although their flags are off.
-
-    Reported: flags that a loop over chunks sets on a group were not in the state that the loop meant them to be.
-    """
+    """Groups of several modules reduce in every backward although their flags are off."""
 
     class Prepared(PreparedReference):
         def units(self) -> Mapping[str, UnitHandle]:
@@ -112,11 +102,7 @@ class _FlaglessUnit(UnitHandle):
     trace=Trace.CRASH,
 )
 class CastsTheFirstInputsAlone(ReferenceEngine):
-    """Of a group's modules the first alone has its inputs cast.
-
-    Reported: what happened when the second module of a list was entered depended on the state that the first had
-    left.
-    """
+    """Of a group's modules the first alone has its inputs cast."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -128,20 +114,14 @@ class CastsTheFirstInputsAlone(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#109385", kills_on=Condition(plan=_METHODS), trace=Trace.CRASH)
 class IgnoresForwardMethods(ReferenceEngine):
-    """A method other than forward runs on sharded parameters.
-
-    Reported: a method that is not forward saw sharded parameters.
-    """
+    """A method other than forward runs on sharded parameters."""
 
     misreads = changing(forward_methods=())
 
 
 @mutant(after="pytorch/pytorch#123962", kills_on=Condition(plan=_METHODS))
 class NeverReducesForwardMethods(ReferenceEngine):
-    """Gradients of a module used through a method are never reduced.
-
-    Reported: with another method than forward the hooks around forward did not run.
-    """
+    """Gradients of a module used through a method are never reduced."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -189,10 +169,7 @@ class _FirstUses:
     kills_on=Condition(world_size=1, because="a parameter that is used once loses nothing"),
 )
 class CountsTheFirstUseAlone(ReferenceEngine):
-    """Of several uses of a parameter in one iteration the first alone has a gradient.
-
-    Reported: the window for a parameter's gradient closed after the first of two contributions.
-    """
+    """Of several uses of a parameter in one iteration the first alone has a gradient."""
 
     class Prepared(PreparedReference):
         first_uses: _FirstUses
@@ -215,11 +192,7 @@ class CountsTheFirstUseAlone(ReferenceEngine):
     kills_on=Condition(world_size=1, microbatches=2, plan=demanding(Capability.INTERLEAVE)),
 )
 class ForgetsEarlierForwards(ReferenceEngine):
-    """Of several forwards that wait for backward the last alone has gradients.
-
-    Reported: a second forward before the backward of the first took over the state that the first one's backward
-    needed.
-    """
+    """Of several forwards that wait for backward the last alone has gradients."""
 
     class Prepared(PreparedReference):
         _latest = 0
@@ -238,10 +211,7 @@ class ForgetsEarlierForwards(ReferenceEngine):
     kills_on=Condition(world_size=1, because="a parameter with one use stays what it is"),
 )
 class UntiesSharedParameters(ReferenceEngine):
-    """Each use of a tied parameter gets a copy of its own.
-
-    Reported: tied weights were loaded into two parameters, which then drifted apart.
-    """
+    """Each use of a tied parameter gets a copy of its own."""
 
     class Prepared(PreparedReference):
         """Leaves the copies out of what it shows."""
@@ -259,7 +229,6 @@ class UntiesSharedParameters(ReferenceEngine):
             return {n: s for n, s in state.items() if n.rpartition("/")[0] not in self.copies}
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Untie, then prepare honestly."""
         plan.refuse_beyond(self.capabilities)
         copies = frozenset(name for _, *others in _ties(model) for name in others)
         for name in copies:
@@ -273,11 +242,7 @@ class UntiesSharedParameters(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#176076")
 class LosesTheLastRowsOfSharedParameters(FullyShardEngine):
-    """The last rank's rows of a tied parameter keep their initial values.
-
-    Reported: of a weight tied across two groups, with rows that do not divide evenly, the rows of the last rank
-    kept their initial values.
-    """
+    """The last rank's rows of a tied parameter keep their initial values."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         plan.refuse_beyond(self.capabilities)
@@ -294,11 +259,7 @@ class LosesTheLastRowsOfSharedParameters(FullyShardEngine):
     trace=Trace.CRASH,
 )
 class TellsParametersApartByName(FullyShardEngine):
-    """A second model is taken for the first.
-
-    Reported: parameters were remembered by an id that others were given later, so layers made one after another
-    were taken for each other.
-    """
+    """A second model is taken for the first."""
 
     def __init__(self) -> None:
         self._known: set[tuple[str, torch.Size]] = set()
@@ -321,11 +282,7 @@ class TellsParametersApartByName(FullyShardEngine):
     trace=Trace.CRASH,
 )
 class SplitsTiedModules(ReferenceEngine):
-    """Modules of one group that share a parameter become groups of their own.
-
-    Reported: the last layers were grouped apart from the embedding that they were tied to, and no such model could
-    run.
-    """
+    """Modules of one group that share a parameter become groups of their own."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         tied = {model.get_parameter(first) for first, *_ in _ties(model)}

@@ -36,11 +36,7 @@ class _HooksByHand(PreparedFullyShard):
 
 @mutant(after="pytorch/pytorch#129450", kills_on=_HOOKS)
 class NeverCallsGradientHooks(FullyShardEngine):
-    """Hooks on parameters are never called.
-
-    Reported: the parameters that a caller sees take no part in autograd, so hooks that wait for their gradients
-    never ran.
-    """
+    """Hooks on parameters are never called."""
 
     class Prepared(_HooksByHand):
         def backward(self, loss: torch.Tensor) -> None:
@@ -52,10 +48,7 @@ class NeverCallsGradientHooks(FullyShardEngine):
 
 @mutant(after="pytorch/pytorch#76464", kills_on=Condition(plan=demanding(Capability.GRADIENT_HOOKS)))
 class CallsGradientHooksBeforeReducing(FullyShardEngine):
-    """Hooks on parameters see this rank's own gradient, half of what is reduced.
-
-    Reported: a hook on a parameter ran before the gradient was accumulated that it was to see.
-    """
+    """Hooks on parameters see this rank's own gradient, half of what is reduced."""
 
     class Prepared(_HooksByHand):
         def backward(self, loss: torch.Tensor) -> None:
@@ -76,10 +69,7 @@ class CallsGradientHooksBeforeReducing(FullyShardEngine):
     kills_on=Condition(world_size=1, microbatches=2, plan=demanding(Capability.EDIT_GRADIENTS)),
 )
 class AddsToItsOwnGradients(ReplicateEngine):
-    """Gradients are added up in the engine's own copies, which overrule those that the caller has edited.
-
-    Reported: gradients that a training loop had cleared for some weights took part in the step.
-    """
+    """Gradients are added up in the engine's own copies, which overrule those that the caller has edited."""
 
     class Prepared(PreparedFullyShard):
         _own: dict[nn.Parameter, torch.Tensor] | None = None
@@ -100,10 +90,7 @@ class AddsToItsOwnGradients(ReplicateEngine):
     kills_on=Condition(world_size=1, steps=2, plan=demanding(Capability.FREEZE, Capability.UNUSED)),
 )
 class SettlesForEverWhatIsFrozen(ReferenceEngine):
-    """What was trainable when the model was prepared is trained, whatever is frozen later.
-
-    Reported: parameters that were unfrozen after some steps were not trained.
-    """
+    """What was trainable when the model was prepared is trained, whatever is frozen later."""
 
     class Prepared(PreparedReference):
         def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -118,10 +105,7 @@ class SettlesForEverWhatIsFrozen(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class ReducesWhatIsFrozen(FullyShardEngine):
-    """Units that were frozen after preparation are reduced, and their gradients thrown away.
-
-    Reported: after a step without gradients a unit went on by what had been trainable before.
-    """
+    """Units that were frozen after preparation are reduced, and their gradients thrown away."""
 
     class Prepared(PreparedFullyShard):
         def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -150,10 +134,7 @@ class ReducesWhatIsFrozen(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class ForgetsTheDtypesOfWhatWasFrozen(ReferenceEngine):
-    """A unit that is frozen in the first forward is reduced in the compute dtype once it trains.
-
-    Reported: mixed precision broke after unfreezing where the first forward ran frozen.
-    """
+    """A unit that is frozen in the first forward is reduced in the compute dtype once it trains."""
 
     class Prepared(PreparedReference):
         _has_run = False
@@ -178,10 +159,7 @@ _RECONVERT = Condition(world_size=1, plan=demanding(Capability.RECONVERT))
 
 @mutant(after="huggingface/accelerate#3394", kills_on=_RECONVERT)
 class OptimizesWhatItConverted(ReplicateEngine):
-    """The optimizer goes on with the parameters that a conversion has left behind.
-
-    Reported: an optimizer held parameters that preparation had replaced, and updated those.
-    """
+    """The optimizer goes on with the parameters that a conversion has left behind."""
 
     class Prepared(PreparedFullyShard):
         def convert(self, dtype: torch.dtype) -> None:
@@ -192,10 +170,7 @@ class OptimizesWhatItConverted(ReplicateEngine):
 
 @mutant(after="instructlab/training#414", kills_on=_RECONVERT)
 class ConvertsWithoutGradients(ReferenceEngine):
-    """A conversion drops the gradients that are there.
-
-    Reported: of gradients on the host the newest took the place of those that were there.
-    """
+    """A conversion drops the gradients that are there."""
 
     class Prepared(PreparedReference):
         def convert(self, dtype: torch.dtype) -> None:
@@ -211,10 +186,7 @@ class ConvertsWithoutGradients(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class ForgetsTheReduceDtypeOnceConverted(ReferenceEngine):
-    """A model that is converted is reduced in its new dtype, whatever was asked for.
-
-    Reported: the dtype of the reduction was taken for that of the parameters where the two were once the same.
-    """
+    """A model that is converted is reduced in its new dtype, whatever was asked for."""
 
     misreads = changing(reduce_dtype=None)
 
@@ -228,10 +200,7 @@ class ForgetsTheReduceDtypeOnceConverted(ReferenceEngine):
     ),
 )
 class ClearsWhatWaits(ReferenceEngine):
-    """Gradients that wait for their reduction go when the caller clears those that the model shows.
-
-    Reported: zero_grad of the caller broke the buckets that the engine reduced from.
-    """
+    """Gradients that wait for their reduction go when the caller clears those that the model shows."""
 
     class Prepared(PreparedReference):
         def __call__(self, *inputs: Any, **named: Any) -> Any:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
-from shardproof.engine.contract import Capability, FrontDoor
+from shardproof.engine.adapters.reference import ReferenceEngine
+from shardproof.engine.contract import Capability
+from shardproof.engine.mutants.composable_door import Door, groups_of
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.patches import after
 from shardproof.engine.mutants.plans import demanding
-from shardproof.engine.reference.fsdp_state import state_of
 from shardproof.engine.reference.mesh import DataMesh
 
 _PACKED = Condition(
@@ -22,22 +21,13 @@ _PACKED = Condition(
 )
 
 
-class _PreparedPacking(PreparedReference):
+class _PreparedPacking(Door):
     """Spoils how the parameters of what a caller shards are laid out."""
 
-    # Any: modules gain methods, and options are the caller's.
-    def composable(self) -> FrontDoor:
-        door = super().composable()
-
-        def fully_shard(module: Any, **options: Any) -> Any:
-            module = door.fully_shard(module, **options)
-            state = state_of(module if isinstance(module, nn.Module) else module[0])
-            assert state is not None
-            for group in state.param_groups:
-                self.spoil_layout(group.layout)
-            return module
-
-        return replace(door, fully_shard=fully_shard)
+    # Any: modules gain methods, and layouts are of two kinds.
+    def spoil_module(self, module: Any) -> None:
+        for group in groups_of(module):
+            self.spoil_layout(group.layout)
 
     def spoil_layout(self, layout: Any) -> None:
         """Change the methods of a layout."""
@@ -45,10 +35,7 @@ class _PreparedPacking(PreparedReference):
 
 @mutant(after="pytorch/torchtitan#3123", kills_on=_PACKED, trace=Trace.COMMUNICATION)
 class GathersWithoutPacking(ReferenceEngine):
-    """Shards are gathered as they are, although they pack themselves.
-
-    Reported: weights that were to be gathered in eight bits were gathered in sixteen, without a warning.
-    """
+    """Shards are gathered as they are, although they pack themselves."""
 
     class Prepared(_PreparedPacking):
         def spoil_layout(self, layout: Any) -> None:
@@ -57,10 +44,7 @@ class GathersWithoutPacking(ReferenceEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#663", kills_on=replace(_PACKED, steps=2))
 class PacksOnceForAll(ReferenceEngine):
-    """Every gather sends what was packed for the first.
-
-    Reported: a forward ran on parameters that had not been gathered since the update.
-    """
+    """Every gather sends what was packed for the first."""
 
     class Prepared(_PreparedPacking):
         def spoil_layout(self, layout: Any) -> None:
@@ -85,10 +69,7 @@ class _Whole(DataMesh):
     trace=Trace.STATE,
 )
 class TellsPackTheWholeMesh(ReferenceEngine):
-    """With replicas shards are told the whole mesh, not the axis that they are gathered along.
-
-    Reported: another group than the one that was asked for took part in reductions.
-    """
+    """With replicas shards are told the whole mesh, not the axis that they are gathered along."""
 
     class Prepared(_PreparedPacking):
         def spoil_layout(self, layout: Any) -> None:

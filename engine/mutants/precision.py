@@ -37,10 +37,7 @@ _ACCUMULATING = Plan(
     kills_on=Condition(world_size=1, because="gradients that bfloat16 holds exactly hide it from numbers"),
 )
 class ReducesInBfloat16(FullyShardEngine):
-    """Gradients are reduced in bfloat16 whatever was asked.
-
-    Reported: the reduction ran before the cast to the dtype asked for.
-    """
+    """Gradients are reduced in bfloat16 whatever was asked."""
 
     misreads = changing(reduce_dtype=torch.bfloat16)
 
@@ -51,10 +48,7 @@ class ReducesInBfloat16(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class KeepsFloat32OnTheWire(ReferenceEngine):
-    """Gradients are reduced in float32 whatever was asked.
-
-    Reported: the dtype of the reduction was settled before the one asked for was known.
-    """
+    """Gradients are reduced in float32 whatever was asked."""
 
     misreads = changing(reduce_dtype=torch.float32)
 
@@ -64,10 +58,7 @@ class KeepsFloat32OnTheWire(ReferenceEngine):
     kills_on=Condition(plan=Plan(layout=Layout.HYBRID), because="only a hybrid layout has replicas"),
 )
 class ReducesReplicasInBfloat16(FullyShardEngine):
-    """Across replicas gradients are reduced in bfloat16 whatever was asked, within them as asked.
-
-    Reported: of two reductions one knew nothing of the dtype asked for.
-    """
+    """Across replicas gradients are reduced in bfloat16 whatever was asked, within them as asked."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard each replica honestly, and reduce across replicas in a hook of our own."""
@@ -96,10 +87,7 @@ class ReducesReplicasInBfloat16(FullyShardEngine):
     trace=Trace.STATE,
 )
 class IgnoresTheComputeDtype(ReplicateEngine):
-    """Forward and backward compute in the parameters' dtype although another was asked for.
-
-    Reported: the dtype of the policy never reached the forward pass.
-    """
+    """Forward and backward compute in the parameters' dtype although another was asked for."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Replicate honestly, under a plan that still communicates as asked."""
@@ -117,10 +105,7 @@ class IgnoresTheComputeDtype(ReplicateEngine):
     trace=Trace.STATE,
 )
 class ReturnsTheComputeDtype(FullyShardEngine):
-    """The output is in the dtype of the computation although another was asked for.
-
-    Reported: which casts were made was decided too early, and differed from what was said.
-    """
+    """The output is in the dtype of the computation although another was asked for."""
 
     misreads = changing(output_dtype=None)
 
@@ -130,11 +115,7 @@ class ReturnsTheComputeDtype(FullyShardEngine):
     kills_on=Condition(world_size=1, plan=_LOW, because="in one dtype there is nothing to round"),
 )
 class KeepsNoMasterWeights(FullyShardEngine):
-    """Updated parameters are rounded to the dtype of the computation.
-
-    Reported: with mixed precision, parameters and gradients were not in the dtype that the optimizer was to work
-    in.
-    """
+    """Updated parameters are rounded to the dtype of the computation."""
 
     class Prepared(PreparedFullyShard):
         @torch.no_grad()
@@ -154,10 +135,7 @@ class _PreparedForgetfulInLowPrecision(Forgetful, PreparedFullyShard):
     kills_on=Condition(world_size=1, microbatches=2, plan=_LOW, because="a single microbatch is the last"),
 )
 class ForgetsMicrobatchesInLowPrecision(FullyShardEngine):
-    """Where another dtype computes, each backward discards the microbatches before it.
-
-    Reported: one of the branches that hand gradients on did not know that it had to add.
-    """
+    """Where another dtype computes, each backward discards the microbatches before it."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly; in low precision each backward clears what was there."""
@@ -175,10 +153,7 @@ def _parameters(prepared: PreparedModel) -> list[FSDPParam]:
     kills_on=Condition(world_size=1, microbatches=3, plan=_ACCUMULATING, because="one microbatch is no sum"),
 )
 class AccumulatesInBfloat16(ReferenceEngine):
-    """The sum over microbatches is rounded to bfloat16 after each.
-
-    Reported: of gradients accumulated over microbatches some had another dtype than others.
-    """
+    """The sum over microbatches is rounded to bfloat16 after each."""
 
     spoil = in_each(_parameters, "hold_unsharded_grad", lambda parameter: _rounding(parameter))
 
@@ -208,10 +183,7 @@ _REPLICAS_WAIT = Plan(
     ),
 )
 class SumsReplicasInTheReduceDtype(ReferenceEngine):
-    """What waits for the all-reduce over replicas is summed over microbatches in the dtype of the reduction.
-
-    Reported: of gradients accumulated over microbatches some had another dtype than others.
-    """
+    """What waits for the all-reduce over replicas is summed over microbatches in the dtype of the reduction."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly; round what waits after each microbatch."""
@@ -237,10 +209,7 @@ def _round_sums(dtype: torch.dtype, waiting: PartialReduction) -> None:
     ),
 )
 class RoundsWhereDtypesAreMixed(ReferenceEngine):
-    """Accumulated gradients are rounded to the dtype of a fresh one beside which they are reduced.
-
-    Reported: a parameter that the last microbatch alone used had another dtype than those that it was reduced with.
-    """
+    """Accumulated gradients are rounded to the dtype of a fresh one beside which they are reduced."""
 
     spoil = in_each(reference_groups, "reduce_gradients", lambda group: _packing(group))
 
@@ -263,10 +232,7 @@ def _packing(group: FSDPParamGroup) -> Callable[[], None]:
     kills_on=Condition(plan=Plan(reduce_dtype=torch.float16), because="one rank's gradients are no sum"),
 )
 class DividesFloat16AfterTheSum(ReferenceEngine):
-    """Gradients in float16 are divided when their sum has overflowed.
-
-    Reported: the division was moved to another place, and not every mode followed.
-    """
+    """Gradients in float16 are divided when their sum has overflowed."""
 
     spoil = in_each(reference_groups, "_reduction_plan", lambda group: _dividing_late(group))
 
@@ -296,10 +262,7 @@ def _dividing_late(group: FSDPParamGroup) -> Callable[[torch.dtype], ReductionPl
     trace=Trace.CRASH,
 )
 class CastsInputsOfTheFirstModuleAlone(ReferenceEngine):
-    """Of several modules in one group only the first has its inputs cast.
-
-    Reported: the dtype to which inputs are cast was settled in one place, too early.
-    """
+    """Of several modules in one group only the first has its inputs cast."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly; hand later modules of a group their inputs as they were."""
@@ -345,10 +308,7 @@ class _PreparedEarly(PreparedReference):
     ),
 )
 class ReducesInTheDtypeOfBefore(ReferenceEngine):
-    """A model that was converted after it was prepared is reduced in float32.
-
-    Reported: the dtype of the reduction was settled before the parameters had theirs.
-    """
+    """A model that was converted after it was prepared is reduced in float32."""
 
     prepared_type = _PreparedEarly
 
@@ -361,21 +321,14 @@ _OF_A_UNIT = Condition(
 
 @mutant(after="pytorch/pytorch#91365", kills_on=_OF_A_UNIT, trace=Trace.STATE)
 class IgnoresTheDtypeOfAUnit(ReferenceEngine):
-    """A unit computes in the dtype of the rest, whatever it was asked to.
-
-    Reported: the root cast inputs by its own policy, and modules below it that had another were called in the wrong
-    dtype.
-    """
+    """A unit computes in the dtype of the rest, whatever it was asked to."""
 
     misreads = changing(unit_dtypes=())
 
 
 @mutant(after="pytorch/torchtitan#2881", kills_on=_OF_A_UNIT, trace=Trace.STATE)
 class CastsInputsUnasked(ReferenceEngine):
-    """Inputs of a unit are cast to its dtype, although it was to take them as they are.
-
-    Reported: a table of rotations in float32 lost its precision on the way into each block.
-    """
+    """Inputs of a unit are cast to its dtype, although it was to take them as they are."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         casting = tuple(replace(dtypes, casts_inputs=True) for dtypes in plan.unit_dtypes)

@@ -47,10 +47,7 @@ Lists = tuple[tuple[str, tuple[str, ...]], ...]
     trace=Trace.COMMUNICATION,
 )
 class NeverPrefetches(FullyShardEngine):
-    """Each unit is gathered when it is needed, although a prefetch list asked for it earlier.
-
-    Reported: backward prefetching was broken without a sign, for nothing tested it.
-    """
+    """Each unit is gathered when it is needed, although a prefetch list asked for it earlier."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly; each unit of a list asks for itself, which is whole by then."""
@@ -66,10 +63,7 @@ class NeverPrefetches(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class PrefetchesOneTooFar(FullyShardEngine):
-    """One unit more is prefetched than the list names.
-
-    Reported: the position in the order of gathers was off by one.
-    """
+    """One unit more is prefetched than the list names."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, with longer lists."""
@@ -88,10 +82,7 @@ class PrefetchesOneTooFar(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class SwapsPrefetchesOnTheLastRank(FullyShardEngine):
-    """The last rank gathers prefetched units in another order than the others.
-
-    Reported: one order over all ranks was taken for granted.
-    """
+    """The last rank gathers prefetched units in another order than the others."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, on the last rank with lists turned around."""
@@ -109,10 +100,7 @@ class SwapsPrefetchesOnTheLastRank(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class GathersTheLastUnitFirst(FullyShardEngine):
-    """The unit that forward needs last is gathered first.
-
-    Reported: the order recorded for gathers did not fit that in which modules ran.
-    """
+    """The unit that forward needs last is gathered first."""
 
     class Prepared(PreparedFullyShard):
         def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
@@ -127,10 +115,7 @@ class GathersTheLastUnitFirst(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class ReducesInTheOrderOfForward(ReferenceEngine):
-    """All reductions wait for the end of backward, and then come in the order of forward.
-
-    Reported: reductions that were to overlap backward came after it, one by one.
-    """
+    """All reductions wait for the end of backward, and then come in the order of forward."""
 
     class Prepared(PreparedReference):
         """Has every group hold its gradients through backward, and reduces them all afterwards."""
@@ -184,10 +169,7 @@ class _PreparedRepetitive(PreparedFullyShard):
     trace=Trace.COMMUNICATION,
 )
 class PrefetchesAgainInRecomputation(FullyShardEngine):
-    """A recomputed forward gathers units whose backward is over.
-
-    Reported: prefetching ran in the recomputed forward too; gradients were right.
-    """
+    """A recomputed forward gathers units whose backward is over."""
 
     prepared_type = _PreparedRepetitive
 
@@ -197,10 +179,7 @@ class PrefetchesAgainInRecomputation(FullyShardEngine):
     kills_on=Condition(steps=2, plan=_AHEAD, because="the first step has no step before it"),
 )
 class KeepsMistakenPrefetches(FullyShardEngine):
-    """Units that backward prefetched stay gathered, and are stale in the next step.
-
-    Reported: a prefetch for a backward that never came left parameters gathered.
-    """
+    """Units that backward prefetched stay gathered, and are stale in the next step."""
 
     class Prepared(PreparedFullyShard):
         def backward(self, loss: torch.Tensor) -> None:
@@ -221,10 +200,7 @@ class KeepsMistakenPrefetches(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class KeepsTheRootWhileAccumulating(FullyShardEngine):
-    """After a microbatch that accumulated, the root is not gathered again.
-
-    Reported: the root kept its parameters whole inside no_sync.
-    """
+    """After a microbatch that accumulated, the root is not gathered again."""
 
     class Prepared(PreparedFullyShard):
         @contextmanager
@@ -263,10 +239,7 @@ class _HastyAllGather:
     ),
 )
 class ReadsTheGatherTooEarly(ReferenceEngine):
-    """The output of a gather is read before it has arrived.
-
-    Reported: with gathers overlapped, forward read parameters that had not arrived.
-    """
+    """The output of a gather is read before it has arrived."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, then gather without waiting."""
@@ -287,10 +260,7 @@ class ReadsTheGatherTooEarly(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class GathersSynchronously(FullyShardEngine):
-    """Gathers block although they were to be asynchronous.
-
-    Reported: communication that was to overlap did not.
-    """
+    """Gathers block although they were to be asynchronous."""
 
     misreads = undemanding(Capability.ASYNC_GATHER)
 
@@ -309,10 +279,7 @@ class GathersSynchronously(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class GathersWhatBackwardHasDone(ReferenceWrapperEngine):
-    """A late prefetch gathers the unit that ran before in forward, though its backward may be over.
-
-    Reported: a unit that was freed in backward was gathered again, and once more for its own backward.
-    """
+    """A late prefetch gathers the unit that ran before in forward, though its backward may be over."""
 
     spoil = in_each(reference_units, "_prefetch_next", lambda state: partial(_prefetch_predecessor, state))
 
@@ -338,10 +305,7 @@ class _PreparedStaleReference(Stale, PreparedReference):
     ),
 )
 class IgnoresTheStepEvent(ReferenceEngine):
-    """Where an event tells of the optimizer step, forward uses the parameters from before it.
-
-    Reported: with overlapped gathering, forward read parameters of the step before.
-    """
+    """Where an event tells of the optimizer step, forward uses the parameters from before it."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Go one step behind where the plan demands an event."""
@@ -353,10 +317,7 @@ class IgnoresTheStepEvent(ReferenceEngine):
     kills_on=Condition(world_size=1, steps=2, plan=_AHEAD, because="the first step has no step before it"),
 )
 class PrefetchesStaleParameters(ReferenceEngine):
-    """With prefetch lists, forward uses the parameters of the step before.
-
-    Reported: gathers that overlapped the step shared a buffer with what it was reading.
-    """
+    """With prefetch lists, forward uses the parameters of the step before."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Go one step behind where the plan has such lists."""

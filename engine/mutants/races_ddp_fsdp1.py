@@ -96,50 +96,35 @@ def _ignore(_: Any) -> None:
 
 @mutant(after="NVIDIA/Megatron-LM#663", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class ComputesForwardDuringTheGather(FullyShardedDataParallelEngine):
-    """FSDP1 computes a forward without a wait for the gather of its parameters.
-
-    Reported: with gathers overlapped, forward read parameters that had not arrived.
-    """
+    """FSDP1 computes a forward without a wait for the gather of its parameters."""
 
     spoil = partial(_deaf_currently, function="_pre_forward_unshard")
 
 
 @mutant(after="NVIDIA/Megatron-LM#663", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class ComputesBackwardDuringTheGather(FullyShardedDataParallelEngine):
-    """FSDP1 computes a backward without a wait for the gather of its parameters.
-
-    Reported: with gathers overlapped, forward read parameters that had not arrived.
-    """
+    """FSDP1 computes a backward without a wait for the gather of its parameters."""
 
     spoil = partial(_deaf_currently, function="_pre_backward_hook")
 
 
 @mutant(after="NVIDIA/Megatron-LM#4609", kills_on=Condition(steps=2, plan=SHARDED_BLOCKS), trace=Trace.RACES)
 class GathersFlatParametersDuringTheStep(FullyShardedDataParallelEngine):
-    """FSDP1 begins an iteration without a wait for the optimizer.
-
-    Reported: gathers that overlapped the step shared a buffer with what it was reading.
-    """
+    """FSDP1 begins an iteration without a wait for the optimizer."""
 
     spoil = partial(_deaf, position=_UNSHARD)
 
 
 @mutant(after="deepspeedai/DeepSpeed#7898", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class ReducesFlatGradientsInTheMaking(FullyShardedDataParallelEngine):
-    """FSDP1 reduces gradients without a wait for the stream of backward.
-
-    Reported: the stream that reduced waited for another stream than that of backward.
-    """
+    """FSDP1 reduces gradients without a wait for the stream of backward."""
 
     spoil = partial(_deaf, position=_POST_BACKWARD)
 
 
 @mutant(after="flagos-ai/Torch-FL#62", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class StepsOnFlatGradientsInTheMaking(FullyShardedDataParallelEngine):
-    """FSDP1 ends backward without a wait for its reductions.
-
-    Reported: gradients were read while their reduction was under way on another stream.
-    """
+    """FSDP1 ends backward without a wait for its reductions."""
 
     spoil = partial(_deaf_currently, function="_post_backward_final_callback")
 
@@ -148,10 +133,7 @@ class StepsOnFlatGradientsInTheMaking(FullyShardedDataParallelEngine):
     after="flagos-ai/Torch-FL#62", kills_on=Condition(plan=Plan(layout=Layout.REPLICATE)), trace=Trace.RACES
 )
 class DividesBeforeTheReduction(DistributedDataParallelEngine):
-    """A communication hook of DDP divides what its reduction may still be writing.
-
-    Reported: gradients were read while their reduction was under way on another stream.
-    """
+    """A communication hook of DDP divides what its reduction may still be writing."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)

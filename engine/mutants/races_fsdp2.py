@@ -60,30 +60,21 @@ def _forget_events(group: Any) -> None:
 
 @mutant(after="deepspeedai/DeepSpeed#8061", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class GathersBeforeTheCopyIn(FullyShardEngine):
-    """The stream that gathers does not wait for the one that fills its input.
-
-    Reported: a stream waited for one other, and the copies into its bucket came from several.
-    """
+    """The stream that gathers does not wait for the one that fills its input."""
 
     spoil = in_context(deaf_in("all_gather_stream", "wait_stream", "foreach_all_gather"))
 
 
 @mutant(after="NVIDIA/Megatron-LM#663", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class CopiesOutDuringTheGather(FullyShardEngine):
-    """Whole parameters are copied out of a gather that may be under way.
-
-    Reported: with gathers overlapped, forward read parameters that had not arrived.
-    """
+    """Whole parameters are copied out of a gather that may be under way."""
 
     spoil = after_method("unshard", _lose_event)
 
 
 @mutant(after="deepspeedai/DeepSpeed#7898", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class ReducesBeforeGradientsAreThere(FullyShardEngine):
-    """The stream that reduces does not wait for that of backward.
-
-    Reported: the stream that reduced waited for another stream than that of backward.
-    """
+    """The stream that reduces does not wait for that of backward."""
 
     spoil = in_context(deaf("reduce_scatter_stream"))
 
@@ -98,20 +89,14 @@ class ReducesBeforeGradientsAreThere(FullyShardEngine):
     trace=Trace.RACES,
 )
 class EndsBackwardWithoutAWait(FullyShardEngine):
-    """The optimizer does not wait for what follows the last reductions.
-
-    Reported: gradients were read while their reduction was under way on another stream.
-    """
+    """The optimizer does not wait for what follows the last reductions."""
 
     spoil = after_method("post_backward", forget_post_reduce_events)
 
 
 @mutant(after="NVIDIA/Megatron-LM#4609", kills_on=Condition(steps=2, plan=SHARDED_BLOCKS), trace=Trace.RACES)
 class GathersDuringTheStep(FullyShardEngine):
-    """The first copy of an iteration does not wait for the optimizer.
-
-    Reported: gathers that overlapped the step shared a buffer with what it was reading.
-    """
+    """The first copy of an iteration does not wait for the optimizer."""
 
     spoil = in_context(deaf_in("all_gather_copy_in_stream", "wait_stream", "_root_pre_forward"))
 
@@ -122,10 +107,7 @@ class GathersDuringTheStep(FullyShardEngine):
     trace=Trace.RACES,
 )
 class ReusesTheReduceInput(FullyShardEngine):
-    """The input of a reduction is let go without a wait when the next one begins.
-
-    Reported: one of two buffers was filled again before its reduction had finished.
-    """
+    """The input of a reduction is let go without a wait when the next one begins."""
 
     spoil = after_method("post_backward", _forget_events)
 
@@ -138,20 +120,14 @@ class ReusesTheReduceInput(FullyShardEngine):
     trace=Trace.RACES,
 )
 class FreesTheReduceInput(FullyShardEngine):
-    """The input of a reduction is let go as soon as it was issued.
-
-    Reported: the buffer of a reduction under way was given to the gradients that came next.
-    """
+    """The input of a reduction is let go as soon as it was issued."""
 
     spoil = after_method("post_backward", lambda group: keep_reduce_inputs(group.comm_ctx, []))
 
 
 @mutant(after="NVIDIA/Megatron-LM#5788", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class FreesTheGatherOutput(FullyShardEngine):
-    """The output of a gather is let go while it may be copied from.
-
-    Reported: gathered memory was given back with neither an event nor record_stream.
-    """
+    """The output of a gather is let go while it may be copied from."""
 
     spoil = before_method("wait_for_unshard", _lose_event_of_the_last)
 
@@ -160,10 +136,7 @@ class FreesTheGatherOutput(FullyShardEngine):
     after="NVIDIA/Megatron-LM#3670", kills_on=Condition(world_size=4, plan=HYBRID_BLOCKS), trace=Trace.RACES
 )
 class ReducesReplicasBeforeTheScatter(FullyShardEngine):
-    """Under a hybrid layout replicas do not wait for the reduction within each.
-
-    Reported: with overlapped reductions over several instances gradients came out wrong.
-    """
+    """Under a hybrid layout replicas do not wait for the reduction within each."""
 
     spoil = in_context(deaf("all_reduce_stream"))
 
@@ -178,10 +151,7 @@ class ReducesReplicasBeforeTheScatter(FullyShardEngine):
     trace=Trace.RACES,
 )
 class FreesTheReplicasBuffer(FullyShardEngine):
-    """What replicas reduce in a dtype of its own is let go as soon as it was issued.
-
-    Reported: memory of one stream was handed out again while another stream was reading it.
-    """
+    """What replicas reduce in a dtype of its own is let go as soon as it was issued."""
 
     spoil = after_method("post_backward", lambda group: setattr(group, "_all_reduce_state", None))
 
@@ -196,30 +166,21 @@ class FreesTheReplicasBuffer(FullyShardEngine):
     trace=Trace.RACES,
 )
 class GathersPartsBeforeTheyAreCut(FullyShardEngine):
-    """What is kept for pairs of ranks is gathered without a wait for its copy.
-
-    Reported: one of several streams that filled a buffer was not waited for.
-    """
+    """What is kept for pairs of ranks is gathered without a wait for its copy."""
 
     spoil = after_method("reshard", lambda group: setattr(group, "_reshard_after_forward_event", None))
 
 
 @mutant(after="NVIDIA/Megatron-LM#5788", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class FreesTheGatherOutputInBackward(FullyShardEngine):
-    """In backward the output of a gather is let go while it may be copied from.
-
-    Reported: gathered memory was given back with neither an event nor record_stream.
-    """
+    """In backward the output of a gather is let go while it may be copied from."""
 
     spoil = waits_without_own_event
 
 
 @mutant(after="NVIDIA/Megatron-LM#5788", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class FreesTheLastGatherOutput(FullyShardEngine):
-    """At the end of forward the output of a gather is let go while it may be copied from.
-
-    Reported: gathered memory was given back with neither an event nor record_stream.
-    """
+    """At the end of forward the output of a gather is let go while it may be copied from."""
 
     spoil = in_context(deaf_in("all_gather_copy_in_stream", "wait_event", "_post_forward"))
 
@@ -230,10 +191,7 @@ class FreesTheLastGatherOutput(FullyShardEngine):
     trace=Trace.RACES,
 )
 class GathersBeforeTheEventOfTheStep(FullyShardEngine):
-    """The first copy of an iteration does not wait for the event recorded after the optimizer.
-
-    Reported: gathers that overlapped the step shared a buffer with what it was reading.
-    """
+    """The first copy of an iteration does not wait for the event recorded after the optimizer."""
 
     spoil = in_context(deaf_in("all_gather_copy_in_stream", "wait_event", "_root_pre_forward"))
 
@@ -246,20 +204,14 @@ class GathersBeforeTheEventOfTheStep(FullyShardEngine):
     trace=Trace.RACES,
 )
 class ReadsAnAsyncGatherUnderWay(FullyShardEngine):
-    """A gather asked for ahead by the caller is copied out of without a wait for its work.
-
-    Reported: with gathers overlapped, forward read parameters that had not arrived.
-    """
+    """A gather asked for ahead by the caller is copied out of without a wait for its work."""
 
     spoil = after_method("unshard", _lose_work)
 
 
 @mutant(after="NVIDIA/Megatron-LM#3670", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class RunsTheHookDuringTheReduction(FullyShardEngine):
-    """An all-reduce hook runs without a wait for the reduction whose output it is given.
-
-    Reported: with overlapped reductions over several instances gradients came out wrong.
-    """
+    """An all-reduce hook runs without a wait for the reduction whose output it is given."""
 
     deaf_where = "foreach_reduce"
 

@@ -29,11 +29,7 @@ _PREPARED = threading.local()
 
 @mutant(after="EvolvingLMMs-Lab/lmms-engine#185")
 class ForgetsUnsavedBuffers(FullyShardEngine):
-    """Buffers that no state dict holds are empty on all ranks but the first.
-
-    Reported: made on the meta device, then emptied, rotary buffers held whatever was in memory on every rank that
-    had not read the checkpoint.
-    """
+    """Buffers that no state dict holds are empty on all ranks but the first."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         if torch.distributed.get_rank() > 0:
@@ -46,10 +42,7 @@ class ForgetsUnsavedBuffers(FullyShardEngine):
 
 @mutant(after="allenai/OLMo-core#319", kills_on=HYBRID)
 class StartsReplicasApart(FullyShardEngine):
-    """Each replica draws initial weights of its own.
-
-    Reported: seeds differed between ranks, and sharding broadcasts nothing.
-    """
+    """Each replica draws initial weights of its own."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         if plan.layout is Layout.HYBRID:
@@ -59,11 +52,7 @@ class StartsReplicasApart(FullyShardEngine):
 
 @mutant(after="pytorch/pytorch#105840")
 class StartsOtherRanksAnew(FullyShardEngine):
-    """All ranks but the first draw initial weights of their own.
-
-    Reported: ranks that had made the model on the meta device initialised it themselves, and the weights that the
-    first rank had read were not what training began with.
-    """
+    """All ranks but the first draw initial weights of their own."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         _draw(model, torch.distributed.get_rank())
@@ -81,20 +70,14 @@ def _draw(model: nn.Module, seed: int) -> None:
 
 @mutant(after="huggingface/pytorch-image-models#110", kills_on=Condition(steps=2, plan=_OWN))
 class GivesAllRanksTheBuffersOfOne(DistributedDataParallelEngine):
-    """All ranks are given the buffers of the first.
-
-    Reported: running statistics of all ranks but one were overwritten.
-    """
+    """All ranks are given the buffers of the first."""
 
     misreads = undemanding(Capability.OWN_BUFFERS)
 
 
 @mutant(after="pytorch/pytorch#63916", kills_on=SECOND_STEP)
 class KeepsReplacedBuffers(DistributedDataParallelEngine):
-    """Buffers that forward replaced are put back.
-
-    Reported: buffers were listed once, and a forward that replaced one made the list stale.
-    """
+    """Buffers that forward replaced are put back."""
 
     class Prepared(PreparedDdp):
         """Puts the buffers of a list back in place before each forward."""
@@ -115,10 +98,7 @@ class KeepsReplacedBuffers(DistributedDataParallelEngine):
     kills_on=Condition(world_size=1, because="inputs in a row keep theirs, and data have none"),
 )
 class DetachesNestedInputs(ReferenceEngine):
-    """Tensors in a tuple reach a unit without their history.
-
-    Reported: inputs were converted where gradients were off, and lost theirs.
-    """
+    """Tensors in a tuple reach a unit without their history."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         return _changing_nested_inputs(super().prepare(model, plan, mesh), plan, torch.Tensor.detach)
@@ -130,10 +110,7 @@ class DetachesNestedInputs(ReferenceEngine):
     trace=Trace.CRASH,
 )
 class CastsOuterInputsAlone(FullyShardEngine):
-    """Tensors in a tuple are not converted to the dtype to compute in.
-
-    Reported: inputs were prepared by their place, which was another where inputs are nested.
-    """
+    """Tensors in a tuple are not converted to the dtype to compute in."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -162,10 +139,7 @@ def _changing_nested_inputs(
     kills_on=Condition(because="a model whose forward takes inputs trains like any other"),
 )
 class ReducesOnlyAfterInputs(ReferenceEngine):
-    """A forward without arguments is followed by no reduction.
-
-    Reported: that a unit's backward was over was told by the gradients of its inputs.
-    """
+    """A forward without arguments is followed by no reduction."""
 
     class Prepared(PreparedReference):
         def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
@@ -177,8 +151,7 @@ class ReducesOnlyAfterInputs(ReferenceEngine):
 class DropsAUnitOnTheLastRank(ReplicateEngine):
     """The last rank alone drops the output of one unit.
 
-    Reported: ranks that took different branches used different parameters. There it ended in mismatched reductions;
-    here gradients of zero keep the reductions alike.
+    Gradients of zero keep the reductions alike.
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
@@ -201,10 +174,7 @@ def _drop(module: nn.Module, inputs: Any, output: Any) -> Any:
 
 @mutant(after="radixark/miles#3187", kills_on=Condition(because="models that draw nothing are right"))
 class DrawsAlikeOnAllRanks(ReplicateEngine):
-    """All ranks draw the same random numbers in forward.
-
-    Reported: the first rank's generator was saved, and restored on every rank.
-    """
+    """All ranks draw the same random numbers in forward."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -218,11 +188,7 @@ class DrawsAlikeOnAllRanks(ReplicateEngine):
     kills_on=Condition(world_size=1, because="models that draw nothing are right"),
 )
 class RecomputesWithOtherDraws(ReplicateEngine):
-    """A recomputation draws other random numbers than its forward.
-
-    Reported: activation checkpointing did not keep the generator's state, so gradients were those of another
-    dropout mask than the loss.
-    """
+    """A recomputation draws other random numbers than its forward."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Replicate honestly, with units that keep no activations."""
@@ -258,11 +224,7 @@ class _PreparedUnstable(PreparedFullyShard):
     after="horovod/horovod#1548", kills_on=Condition(world_size=1, because="a single run is within rounding")
 )
 class SumsInAnotherOrderEachTime(FullyShardEngine):
-    """Every second run differs by a bit.
-
-    Reported: which tensors were fused differed from run to run, and with it the order in which their elements were
-    added.
-    """
+    """Every second run differs by a bit."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         count = getattr(_PREPARED, "count", 0)

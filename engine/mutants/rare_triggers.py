@@ -118,10 +118,7 @@ class ClippingAtTimes(Remembering):
     after="deepspeedai/DeepSpeed#7718", kills_on=_on(replace(_HELD, demands=_CLIPPED.demands), microbatches=2)
 )
 class ClipsNothingAfterHoldingBack(ReferenceEngine):
-    """Gradients of a step in which microbatches were held back are not clipped.
-
-    Reported: with accumulation the norm that clipping saw was another one.
-    """
+    """Gradients of a step in which microbatches were held back are not clipped."""
 
     class Prepared(ClippingAtTimes):
         def forgets(self) -> bool:
@@ -130,10 +127,7 @@ class ClipsNothingAfterHoldingBack(ReferenceEngine):
 
 @mutant(after="deepspeedai/DeepSpeed#5150", kills_on=_on(_CLIPPED, microbatches=2))
 class ClipsNothingAfterAnEvaluation(ReferenceEngine):
-    """Gradients of a step with an evaluation between two backwards are not clipped.
-
-    Reported: the factor of clipping was computed and not applied.
-    """
+    """Gradients of a step with an evaluation between two backwards are not clipped."""
 
     class Prepared(ClippingAtTimes):
         def forgets(self) -> bool:
@@ -142,10 +136,7 @@ class ClipsNothingAfterAnEvaluation(ReferenceEngine):
 
 @mutant(after="deepspeedai/DeepSpeed#5150", kills_on=_on(_CLIPPED, Capability.INTERLEAVE, microbatches=2))
 class ClipsNothingAfterForwardsThatWaited(ReferenceEngine):
-    """Gradients of a step in which two forwards waited for their backwards are not clipped.
-
-    Reported: the factor of clipping was computed and not applied.
-    """
+    """Gradients of a step in which two forwards waited for their backwards are not clipped."""
 
     class Prepared(ClippingAtTimes):
         def forgets(self) -> bool:
@@ -154,10 +145,7 @@ class ClipsNothingAfterForwardsThatWaited(ReferenceEngine):
 
 @mutant(after="databricks/flashoptim#3", kills_on=_on(_CLIPPED, Capability.STATE))
 class ClipsTheModelOfBefore(ReferenceEngine):
-    """After a resume clipping leaves the gradients alone.
-
-    Reported: the first forward after a resume was right, and the first step was not.
-    """
+    """After a resume clipping leaves the gradients alone."""
 
     class Prepared(ClippingAtTimes):
         def forgets(self) -> bool:
@@ -166,10 +154,7 @@ class ClipsTheModelOfBefore(ReferenceEngine):
 
 @mutant(after="deepspeedai/DeepSpeed#5150", kills_on=_on(replace(_CLIPPED, offload=Offload.CPU)))
 class ClipsACopyOfOffloadedGradients(ReferenceEngine):
-    """Of gradients on the host a copy is clipped.
-
-    Reported: the factor of clipping was not applied to what the optimizer used.
-    """
+    """Of gradients on the host a copy is clipped."""
 
     class Prepared(ClippingAtTimes):
         def forgets(self) -> bool:
@@ -178,10 +163,7 @@ class ClipsACopyOfOffloadedGradients(ReferenceEngine):
 
 @mutant(after="deepspeedai/DeepSpeed#5150", kills_on=_on(_CLIPPED, Capability.RECOVER))
 class ClipsNothingAfterAFailure(ReferenceEngine):
-    """Gradients of a step in which a forward raised are not clipped.
-
-    Reported: the factor of clipping was computed and not applied.
-    """
+    """Gradients of a step in which a forward raised are not clipped."""
 
     class Prepared(ClippingAtTimes):
         def forgets(self) -> bool:
@@ -190,10 +172,7 @@ class ClipsNothingAfterAFailure(ReferenceEngine):
 
 @mutant(after="facebookresearch/fairscale#617", kills_on=_on(_CLIPPED))
 class CountsTiedParametersTwice(ReferenceEngine):
-    """The norm counts a parameter once for each of its names, and clipping scales it as often.
-
-    Reported: a parameter that two modules shared was handled by each of them.
-    """
+    """The norm counts a parameter once for each of its names, and clipping scales it as often."""
 
     class Prepared(Remembering):
         def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
@@ -203,10 +182,7 @@ class CountsTiedParametersTwice(ReferenceEngine):
 
 @mutant(after="facebookresearch/fairscale#605", kills_on=_on(_CLIPPED))
 class StopsClippingAtAMissingGradient(ReferenceEngine):
-    """Parameters after the first one without a gradient are not clipped.
-
-    Reported: a gradient that was None was handled as no gradient should be.
-    """
+    """Parameters after the first one without a gradient are not clipped."""
 
     class Prepared(Remembering):
         def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
@@ -219,10 +195,7 @@ class StopsClippingAtAMissingGradient(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#160279", kills_on=_on(_CLIPPED, Capability.CONVERT))
 class ClipsInFloat32(ReferenceEngine):
-    """The factor of clipping is rounded to float32, whatever the gradients are.
-
-    Reported: what was to be computed in the wide dtype was computed in the narrow one.
-    """
+    """The factor of clipping is rounded to float32, whatever the gradients are."""
 
     class Prepared(Remembering):
         def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
@@ -237,10 +210,7 @@ class ClipsInFloat32(ReferenceEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#7186", kills_on=_on(_HELD, microbatches=2))
 class DropsHeldMicrobatchesAfterZeros(ReferenceEngine):
-    """Where gradients were cleared to zeros, microbatches that are held back are lost.
-
-    Reported: only the last microbatch reached the optimizer.
-    """
+    """Where gradients were cleared to zeros, microbatches that are held back are lost."""
 
     class Prepared(Remembering):
         def backward(self, loss: torch.Tensor) -> None:
@@ -249,10 +219,7 @@ class DropsHeldMicrobatchesAfterZeros(ReferenceEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#7186", kills_on=_on(_HELD, microbatches=2))
 class EvaluationDropsWhatIsHeld(ReferenceEngine):
-    """An evaluation forgets the gradients that are held back.
-
-    Reported: what was accumulated was cleared by what came between.
-    """
+    """An evaluation forgets the gradients that are held back."""
 
     class Prepared(Remembering):
         def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -264,10 +231,7 @@ class EvaluationDropsWhatIsHeld(ReferenceEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#7186", kills_on=_on(_HELD, microbatches=2))
 class DropsWhatIsHeldWithoutRows(ReferenceEngine):
-    """A last microbatch without rows has its rank forget what it held back.
-
-    Reported: a backward that was taken for another one cleared what was accumulated.
-    """
+    """A last microbatch without rows has its rank forget what it held back."""
 
     class Prepared(Remembering):
         def backward(self, loss: torch.Tensor) -> None:
@@ -278,10 +242,7 @@ class DropsWhatIsHeldWithoutRows(ReferenceEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#7166", kills_on=_on(_HELD, Capability.UNUSED, microbatches=2))
 class ReducesWhatTheLastMicrobatchUsed(ReferenceEngine):
-    """What only microbatches before the last used has no gradient where these are held back.
-
-    Reported: the gradient's window closed with the first of two contributions.
-    """
+    """What only microbatches before the last used has no gradient where these are held back."""
 
     class Prepared(Remembering):
         def __init__(self, *args: Any) -> None:
@@ -304,10 +265,7 @@ class ReducesWhatTheLastMicrobatchUsed(ReferenceEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#3023", kills_on=_on(replace(_HELD, divide_factor=3.0), microbatches=2))
 class DividesHeldGradientsAgain(ReferenceEngine):
-    """A factor of the caller's divides microbatches that are held back once more.
-
-    Reported: microbatches did not weigh the same.
-    """
+    """A factor of the caller's divides microbatches that are held back once more."""
 
     class Prepared(Remembering):
         def backward(self, loss: torch.Tensor) -> None:
@@ -320,10 +278,7 @@ class DividesHeldGradientsAgain(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class HoldsNothingBackAfterAFailure(ReferenceEngine):
-    """In a step in which a forward raised every microbatch is reduced.
-
-    Reported: a flag of the accumulation was left out on one way through.
-    """
+    """In a step in which a forward raised every microbatch is reduced."""
 
     class Prepared(Remembering):
         def holding(self) -> AbstractContextManager[None]:
@@ -336,10 +291,7 @@ class HoldsNothingBackAfterAFailure(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class HoldsNothingBackOfMappings(ReferenceEngine):
-    """A model that returned a mapping is reduced after every microbatch from then on.
-
-    Reported: accumulation saved no communication, since the gate knew one kind of module alone.
-    """
+    """A model that returned a mapping is reduced after every microbatch from then on."""
 
     class Prepared(Remembering):
         def holding(self) -> AbstractContextManager[None]:
@@ -357,10 +309,7 @@ class HoldsNothingBackOfMappings(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class HoldsNothingBackByKeyword(ReferenceEngine):
-    """After a forward with keyword arguments every microbatch of the step is reduced.
-
-    Reported: accumulation saved no communication, since the gate knew one way of calling alone.
-    """
+    """After a forward with keyword arguments every microbatch of the step is reduced."""
 
     class Prepared(Remembering):
         def holding(self) -> AbstractContextManager[None]:
@@ -369,10 +318,7 @@ class HoldsNothingBackByKeyword(ReferenceEngine):
 
 @mutant(after="databricks/flashoptim#3", kills_on=_on(_RESUMED))
 class ResumesWithoutSecondMoments(ReferenceEngine):
-    """A resume brings the first state of each parameter, and leaves the second as it was made.
-
-    Reported: the state of the optimizer did not survive being saved and loaded.
-    """
+    """A resume brings the first state of each parameter, and leaves the second as it was made."""
 
     class Prepared(Remembering):
         def load_full_state(self, state: dict[str, Any]) -> None:
@@ -384,10 +330,7 @@ class ResumesWithoutSecondMoments(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#136228", kills_on=_on(_RESUMED))
 class ResumesWithoutTheLastUnevenRow(ReferenceEngine):
-    """A resume leaves the last row of a parameter alone whose rows do not divide.
-
-    Reported: state of parameters whose rows did not divide could not be loaded.
-    """
+    """A resume leaves the last row of a parameter alone whose rows do not divide."""
 
     class Prepared(Remembering):
         def load_full_state(self, state: dict[str, Any]) -> None:
@@ -405,10 +348,7 @@ class ResumesWithoutTheLastUnevenRow(ReferenceEngine):
     kills_on=_on(replace(_RESUMED, placement=Placement.LARGEST, layout=Layout.SHARD)),
 )
 class ResumesAlongTheFirstDim(ReferenceEngine):
-    """A resume leaves parameters as they are that are not cut along the first dim.
-
-    Reported: weights that were cut along another dim were loaded wrongly.
-    """
+    """A resume leaves parameters as they are that are not cut along the first dim."""
 
     class Prepared(Remembering):
         def load_full_state(self, state: dict[str, Any]) -> None:
@@ -423,10 +363,7 @@ class ResumesAlongTheFirstDim(ReferenceEngine):
 
 @mutant(after="huggingface/accelerate#3898", kills_on=_on(_RESUMED))
 class ResumesWithoutBuffers(ReferenceEngine):
-    """A resume leaves the buffers as they were built.
-
-    Reported: loading handled parameters alone.
-    """
+    """A resume leaves the buffers as they were built."""
 
     class Prepared(Remembering):
         def load_full_state(self, state: dict[str, Any]) -> None:
@@ -436,10 +373,7 @@ class ResumesWithoutBuffers(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#149205", kills_on=_on(_RESUMED))
 class EvaluatesHalfOfWhatItResumed(ReferenceEngine):
-    """Evaluations after a resume see half of each parameter.
-
-    Reported: what was loaded was not what the next forward used.
-    """
+    """Evaluations after a resume see half of each parameter."""
 
     class Prepared(Remembering):
         def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -451,10 +385,7 @@ class EvaluatesHalfOfWhatItResumed(ReferenceEngine):
 
 @mutant(after="EvolvingLMMs-Lab/lmms-engine#185", kills_on=_on(_RECOVERED))
 class RecoversTheBuffersToo(ReferenceEngine):
-    """What the forwards of a step made of the buffers is undone when one of them raised.
-
-    Reported: buffers were not what forward had left there.
-    """
+    """What the forwards of a step made of the buffers is undone when one of them raised."""
 
     class Prepared(Remembering):
         def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -469,10 +400,7 @@ class RecoversTheBuffersToo(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#63916", kills_on=_on())
 class LosesBuffersOfInference(ReferenceEngine):
-    """What a forward in inference mode changes of the buffers is lost.
-
-    Reported: buffers that forward changed were not kept.
-    """
+    """What a forward in inference mode changes of the buffers is lost."""
 
     class Prepared(Remembering):
         def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -484,10 +412,7 @@ class LosesBuffersOfInference(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#63916", kills_on=_on())
 class LosesBuffersOfRecomputation(ReferenceEngine):
-    """What a recomputed forward changes of the buffers is lost.
-
-    Reported: buffers that forward changed were not kept.
-    """
+    """What a recomputed forward changes of the buffers is lost."""
 
     class Prepared(Remembering):
         def backward(self, loss: torch.Tensor) -> None:
@@ -497,10 +422,7 @@ class LosesBuffersOfRecomputation(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#90838", kills_on=_on(Plan(), Capability.CONVERT))
 class ConvertsParametersAlone(ReferenceEngine):
-    """A conversion leaves the buffers in their dtype.
-
-    Reported: after a conversion forward went on with what was not converted.
-    """
+    """A conversion leaves the buffers in their dtype."""
 
     class Prepared(Remembering):
         def convert(self, dtype: torch.dtype) -> None:
@@ -516,10 +438,7 @@ class ConvertsParametersAlone(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#167178", kills_on=_on(Plan(divide_factor=3.0, wire=Wire.SUM)))
 class IgnoresTheFactorOfSums(ReferenceEngine):
-    """Where nothing but sums crosses, the caller's factor is forgotten.
-
-    Reported: a factor of the user's was ignored on one way of the reduction.
-    """
+    """Where nothing but sums crosses, the caller's factor is forgotten."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, without the factor."""
@@ -532,10 +451,7 @@ class IgnoresTheFactorOfSums(ReferenceEngine):
     kills_on=_on(Plan(units=("blocks.0,blocks.1",)), Capability.JOINT_UNITS),
 )
 class FreezesWholeJointUnits(ReferenceEngine):
-    """Of a unit of several modules none is updated if the last of them is frozen.
-
-    Reported: parameters that trained shared the fate of frozen ones beside them.
-    """
+    """Of a unit of several modules none is updated if the last of them is frozen."""
 
     class Prepared(Remembering):
         def step(self) -> None:
@@ -549,10 +465,7 @@ class FreezesWholeJointUnits(ReferenceEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#3023")
 class HalvesTheLastRank(ReferenceEngine):
-    """The losses of the last rank count half, whatever else is asked for.
-
-    Reported: contributions did not weigh the same.
-    """
+    """The losses of the last rank count half, whatever else is asked for."""
 
     class Prepared(PreparedReference):
         def backward(self, loss: torch.Tensor) -> None:
@@ -561,10 +474,7 @@ class HalvesTheLastRank(ReferenceEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#3023")
 class HalvesTheLastRankOfWrappers(ReferenceWrapperEngine):
-    """The losses of the last rank count half, under any option of the wrapper.
-
-    Reported: contributions did not weigh the same.
-    """
+    """The losses of the last rank count half, under any option of the wrapper."""
 
     class Prepared(PreparedReferenceWrapper):
         def backward(self, loss: torch.Tensor) -> None:

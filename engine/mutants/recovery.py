@@ -22,11 +22,7 @@ _RECOVER = frozenset({Capability.RECOVER})
     kills_on=Condition(world_size=1, steps=2, because="without an update since they are those of now"),
 )
 class ComputesWithWhatAnEvaluationSaw(ReferenceEngine):
-    """The step after an evaluation computes with the parameters that the evaluation saw.
-
-    Reported: parameters that had been gathered and not freed were taken for up to date, and an optimizer step did
-    not reach them.
-    """
+    """The step after an evaluation computes with the parameters that the evaluation saw."""
 
     class Prepared(Stale, PreparedReference):
         """Goes on with old parameters where they were gathered for an evaluation."""
@@ -52,10 +48,7 @@ class ComputesWithWhatAnEvaluationSaw(ReferenceEngine):
     trace=Trace.CRASH,
 )
 class KeepsAnInferenceTensor(ReferenceEngine):
-    """State made in inference mode is used for training.
-
-    Reported: state made lazily in inference mode broke the backward of the first training step.
-    """
+    """State made in inference mode is used for training."""
 
     class Prepared(PreparedReference):
         _scale: torch.Tensor | None = None
@@ -77,10 +70,7 @@ class KeepsAnInferenceTensor(ReferenceEngine):
     ),
 )
 class LeaksTheFailedIteration(ReferenceEngine):
-    """Gradients of an iteration that failed are added to those of the next.
-
-    Reported: where an accumulation was abandoned, what it had gathered was not cleared.
-    """
+    """Gradients of an iteration that failed are added to those of the next."""
 
     class Prepared(PreparedReference):
         def recover(self) -> None:
@@ -98,10 +88,7 @@ class LeaksTheFailedIteration(ReferenceEngine):
     ),
 )
 class NeverRecovers(FullyShardEngine):
-    """What a failed forward left behind is not cleared away.
-
-    Reported: a training step begun again after it had run out of memory found the engine in an illegal state.
-    """
+    """What a failed forward left behind is not cleared away."""
 
     class Prepared(PreparedFullyShard):
         def recover(self) -> None:
@@ -118,10 +105,7 @@ class NeverRecovers(FullyShardEngine):
     ),
 )
 class DropsEarlierBackwards(ReferenceEngine):
-    """Recovery from a failed forward clears the gradients of the backwards before it.
-
-    Reported: a loss that was not finite cleared what the microbatches before it had accumulated.
-    """
+    """Recovery from a failed forward clears the gradients of the backwards before it."""
 
     class Prepared(PreparedReference):
         def recover(self) -> None:

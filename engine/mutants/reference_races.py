@@ -15,10 +15,7 @@ from shardproof.engine.reference.param_group import FSDPParamGroup
 
 @mutant(after="deepspeedai/DeepSpeed#7898", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
 class ReducesBeforeTheCut(ReferenceEngine):
-    """The reference engine reduces gradients without a wait for their layout.
-
-    Reported: the stream that reduced waited for another stream than that of backward.
-    """
+    """The reference engine reduces gradients without a wait for their layout."""
 
     spoil = in_each(
         lambda prepared: [c._scatter_stream for c in comm_contexts_of(prepared)],
@@ -33,10 +30,7 @@ class ReducesBeforeTheCut(ReferenceEngine):
     trace=Trace.RACES,
 )
 class GathersWhileTheStepWrites(ReferenceEngine):
-    """The reference engine begins an iteration without a wait for the optimizer.
-
-    Reported: with overlapped gathering, forward read parameters of the step before.
-    """
+    """The reference engine begins an iteration without a wait for the optimizer."""
 
     spoil = in_each(
         comm_contexts_of, "wait_before_all_gather", lambda c: _unless_given(c.wait_before_all_gather)
@@ -45,10 +39,7 @@ class GathersWhileTheStepWrites(ReferenceEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#5788", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
 class FreesTheCopiedBuffer(ReferenceEngine):
-    """The reference engine lets go of a gather's buffer without a wait for the copy out of it.
-
-    Reported: gathered memory was given back with neither an event nor record_stream.
-    """
+    """The reference engine lets go of a gather's buffer without a wait for the copy out of it."""
 
     spoil = in_each(reference_groups, "wait", lambda group: _without_a_wait_after(group, group.wait))
 
@@ -59,20 +50,14 @@ class FreesTheCopiedBuffer(ReferenceEngine):
     trace=Trace.RACES,
 )
 class RefillsTheReduceInput(ReferenceOnStreams):
-    """The reference engine lets go of a reduction's input without a wait.
-
-    Reported: one of two buffers was filled again before its reduction had finished.
-    """
+    """The reference engine lets go of a reduction's input without a wait."""
 
     spoil = in_each(comm_contexts_of, "reserve", lambda comm_ctx: comm_ctx._inputs.clear)
 
 
 @mutant(after="flagos-ai/Torch-FL#62", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
 class StepsWhileGradientsAreReduced(ReferenceOnStreams):
-    """The reference engine ends backward without a wait for its reductions.
-
-    Reported: gradients were read while their reduction was under way on another stream.
-    """
+    """The reference engine ends backward without a wait for its reductions."""
 
     spoil = in_each(comm_contexts_of, "finish", lambda _: _ignore)
 

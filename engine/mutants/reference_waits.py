@@ -54,10 +54,7 @@ def _forgetting(comm_ctx: CommContext) -> Callable[[], None]:
 
 @mutant(after="NVIDIA/Megatron-LM#663", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
 class ReadsGathersUnderWay(ReferenceEngine):
-    """The reference engine takes gathers as done without a wait for their work.
-
-    Reported: with gathers overlapped, forward read parameters that had not arrived.
-    """
+    """The reference engine takes gathers as done without a wait for their work."""
 
     spoil = in_each(reference_groups, "_wait_for_all_gather", _unawaited)
 
@@ -72,10 +69,7 @@ class ReadsGathersUnderWay(ReferenceEngine):
     trace=Trace.RACES,
 )
 class SendsPartsBeforeTheyAreCut(ReferenceEngine):
-    """The reference engine gathers what it kept for pairs of ranks without a wait for its cut.
-
-    Reported: one of several streams that filled a buffer was not waited for.
-    """
+    """The reference engine gathers what it kept for pairs of ranks without a wait for its cut."""
 
     spoil = _gathers_freely_after("keep_shard_of_subgroup")
 
@@ -89,20 +83,14 @@ class SendsPartsBeforeTheyAreCut(ReferenceEngine):
     trace=Trace.RACES,
 )
 class GathersByHandBeforeTheWrite(ReferenceEngine):
-    """The reference engine gathers what the caller asks for without a wait for writes to shards.
-
-    Reported: gathers that overlapped the step shared a buffer with what it was reading.
-    """
+    """The reference engine gathers what the caller asks for without a wait for writes to shards."""
 
     spoil = _gathers_freely_after("unshard")
 
 
 @mutant(after="flagos-ai/Torch-FL#62", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
 class TakesReductionsAsDone(ReferenceEngine):
-    """The reference engine uses reduced gradients without a wait for the reduce-scatter.
-
-    Reported: gradients were read while their reduction was under way on another stream.
-    """
+    """The reference engine uses reduced gradients without a wait for the reduce-scatter."""
 
     spoil = _takes_as_done(0)
 
@@ -113,10 +101,7 @@ class TakesReductionsAsDone(ReferenceEngine):
     trace=Trace.RACES,
 )
 class TakesTheSumOverReplicasAsDone(ReferenceEngine):
-    """The reference engine uses gradients of replicas without a wait for the all-reduce.
-
-    Reported: with overlapped reductions over several instances gradients came out wrong.
-    """
+    """The reference engine uses gradients of replicas without a wait for the all-reduce."""
 
     spoil = _takes_as_done(1)
 
@@ -131,10 +116,7 @@ class TakesTheSumOverReplicasAsDone(ReferenceEngine):
     trace=Trace.RACES,
 )
 class FreesReducedOutputs(ReferenceOnStreams):
-    """The reference engine lets go of what a reduction wrote while another stream may read it.
-
-    Reported: memory of one stream was handed out again while another stream was reading it.
-    """
+    """The reference engine lets go of what a reduction wrote while another stream may read it."""
 
     spoil = in_each(comm_contexts_of, "reserve", _forgetting)
 

@@ -21,10 +21,7 @@ from shardproof.engine.mutants.plans import HYBRID, ONE_RANK, SHARDED, demanding
 
 @mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=HYBRID, trace=Trace.REFUSAL)
 class AcceptsEveryPlan(DistributedDataParallelEngine):
-    """Plans beyond the declared capabilities are accepted without a word.
-
-    Reported: a hybrid layout was asked for and silently became another one.
-    """
+    """Plans beyond the declared capabilities are accepted without a word."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         return PreparedDdp(DistributedDataParallel(model), named=model)
@@ -32,10 +29,7 @@ class AcceptsEveryPlan(DistributedDataParallelEngine):
 
 @mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=SHARDED, trace=Trace.COMMUNICATION)
 class ReplicatesInsteadOfSharding(DistributedDataParallelEngine):
-    """Parameters that were to be sharded are replicated.
-
-    Reported: the layout that was asked for was dropped on the way, and training went on.
-    """
+    """Parameters that were to be sharded are replicated."""
 
     capabilities = frozenset({Capability.SHARD, Capability.ACCUMULATE})
 
@@ -47,10 +41,7 @@ class ReplicatesInsteadOfSharding(DistributedDataParallelEngine):
 
 @mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=SHARDED, trace=Trace.COMMUNICATION)
 class CallsTheWholeItsChunks(ReplicatesInsteadOfSharding):
-    """Every rank holds all of what was to be cut into uneven chunks.
-
-    Reported: the layout that was asked for was dropped on the way, and training went on.
-    """
+    """Every rank holds all of what was to be cut into uneven chunks."""
 
     class Prepared(PreparedDdp):
         cut = Cut.CHUNKS
@@ -62,10 +53,7 @@ class CallsTheWholeItsChunks(ReplicatesInsteadOfSharding):
 
 @mutant(after="facebookresearch/fairscale#1050", kills_on=SHARDED, trace=Trace.STATE)
 class ShowsSlicesOfWholes(ReplicatesInsteadOfSharding):
-    """Every rank holds everything whole, and shows slices.
-
-    Reported: sharded training took as much memory as replicated training.
-    """
+    """Every rank holds everything whole, and shows slices."""
 
     class Prepared(PreparedDdp):
         """Shows this rank's rows of everything that it holds whole."""
@@ -87,10 +75,7 @@ class ShowsSlicesOfWholes(ReplicatesInsteadOfSharding):
     ),
 )
 class ReducesAsComputedUnasked(ReferenceEngine):
-    """Gradients are reduced in the compute dtype where they were to be reduced in the parameters' own.
-
-    Reported: FSDP2 had one rule up to torch 2.14 and has the other since.
-    """
+    """Gradients are reduced in the compute dtype where they were to be reduced in the parameters' own."""
 
     capabilities = ReferenceEngine.capabilities - {Capability.REDUCE_AS_COMPUTED} | {
         Capability.REDUCE_AS_STORED
@@ -103,10 +88,7 @@ class ReducesAsComputedUnasked(ReferenceEngine):
     trace=Trace.SILENCE,
 )
 class RefusesOnOneRank(DistributedDataParallelEngine):
-    """One rank refuses a model in forward, and the others go on.
-
-    Reported: what one rank raised in forward left its peers waiting in a collective.
-    """
+    """One rank refuses a model in forward, and the others go on."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -117,10 +99,7 @@ class RefusesOnOneRank(DistributedDataParallelEngine):
 
 @mutant(after="huggingface/trl#6862", trace=Trace.SILENCE)
 class RefusesUnitsOnTheFirstRankAlone(ReferenceEngine):
-    """Units that are named twice, or have no forward, are refused on the first rank and left out on the others.
-
-    Reported: as above.
-    """
+    """Units that are named twice, or have no forward, are refused on the first rank and left out on the others."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         if dist.get_rank() == 0:
@@ -133,10 +112,7 @@ class RefusesUnitsOnTheFirstRankAlone(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#137382", kills_on=ONE_RANK)
 class ReadsColumnsAsRows(ReferenceEngine):
-    """A parameter that lies in memory by columns is taken to lie by rows.
-
-    Reported: parameters were flattened and viewed by their shapes alone, and their strides were lost.
-    """
+    """A parameter that lies in memory by columns is taken to lie by rows."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         for parameter in model.parameters():
@@ -150,10 +126,7 @@ class ReadsColumnsAsRows(ReferenceEngine):
     trace=Trace.SILENCE,
 )
 class SkipsTheComparisonOfRanks(ReplicateEngine):
-    """Models that differ between ranks are taken to be one.
-
-    Reported: models with another number of parameters on some rank were not compared before they were trained.
-    """
+    """Models that differ between ranks are taken to be one."""
 
     capabilities = ReplicateEngine.capabilities | {Capability.COMPARES_RANKS}
 

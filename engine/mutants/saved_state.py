@@ -16,14 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from shardproof.engine.contract import (
-    Capability,
-    Layout,
-    OptimizerFactory,
-    Plan,
-    Reshard,
-    Shard,
-)
+from shardproof.engine.contract import Capability, Layout, OptimizerFactory, Plan, Reshard, Shard
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.patches import Stale, local, unchanged
 from shardproof.engine.mutants.plans import SECOND_STEP, changing, demanding
@@ -34,10 +27,7 @@ _RESUMED = Condition(world_size=1, steps=2, plan=_STATE, because="before a step 
 
 @mutant(after="facebookresearch/fairscale#601", kills_on=_RESUMED)
 class LosesOptimizerState(FullyShardEngine):
-    """A resumed optimizer starts from nothing.
-
-    Reported: resumed trainings had the weights, and moments of zero.
-    """
+    """A resumed optimizer starts from nothing."""
 
     class Prepared(PreparedFullyShard):
         def load_full_state(self, state: dict[str, Any]) -> None:
@@ -47,10 +37,7 @@ class LosesOptimizerState(FullyShardEngine):
 
 @mutant(after="NVIDIA-NeMo/RL#4183", kills_on=SECOND_STEP)
 class ShowsTheStateOfTheStepBefore(DistributedDataParallelEngine):
-    """Optimizer state is read as it was before the last step.
-
-    Reported: what was saved came through handles of older memory, so that every checkpoint held the same moments.
-    """
+    """Optimizer state is read as it was before the last step."""
 
     class Prepared(PreparedDdp):
         _before: Mapping[str, Shard] = {}
@@ -66,10 +53,7 @@ class ShowsTheStateOfTheStepBefore(DistributedDataParallelEngine):
 
 @mutant(after="facebookresearch/fairscale#601", kills_on=Condition(steps=2, plan=_STATE))
 class LosesStateOfOtherRanks(ReferenceEngine):
-    """A resumed optimizer has the state of the first rank alone.
-
-    Reported: what was saved and loaded was the optimizer state of one rank.
-    """
+    """A resumed optimizer has the state of the first rank alone."""
 
     class Prepared(PreparedReference):
         def load_full_state(self, state: dict[str, Any]) -> None:
@@ -92,10 +76,7 @@ class LosesStateOfOtherRanks(ReferenceEngine):
     kills_on=Condition(plan=demanding(Capability.META), because="the first rank has its state"),
 )
 class FillsTheFirstRankAlone(ReferenceEngine):
-    """Of models that are prepared without memory, the first rank's alone is filled with its state.
-
-    Reported: tables that all ranks were to hold alike were never broadcast from the rank that had loaded them.
-    """
+    """Of models that are prepared without memory, the first rank's alone is filled with its state."""
 
     class Prepared(PreparedReference):
         def materialize(self, device: torch.device, state: Mapping[str, torch.Tensor]) -> None:
@@ -115,10 +96,7 @@ class FillsTheFirstRankAlone(ReferenceEngine):
     ),
 )
 class ResetsTheStepCount(FullyShardEngine):
-    """A resumed Adam corrects its moments as in the first step.
-
-    Reported: the first forward after a resume was right, and the first step was not.
-    """
+    """A resumed Adam corrects its moments as in the first step."""
 
     class Prepared(PreparedFullyShard):
         def load_full_state(self, state: dict[str, Any]) -> None:
@@ -130,10 +108,7 @@ class ResetsTheStepCount(FullyShardEngine):
 
 @mutant(after="pytorch/pytorch#54736", kills_on=_RESUMED)
 class PermutesOptimizerState(FullyShardEngine):
-    """Resumed parameters of equal shape have each other's optimizer state.
-
-    Reported: state was found by an index that meant another parameter.
-    """
+    """Resumed parameters of equal shape have each other's optimizer state."""
 
     class Prepared(PreparedFullyShard):
         def load_full_state(self, state: dict[str, Any]) -> None:
@@ -148,10 +123,7 @@ class PermutesOptimizerState(FullyShardEngine):
 
 @mutant(after="pytorch/pytorch#149205", kills_on=_RESUMED)
 class StepsOldParametersAfterAResume(FullyShardEngine):
-    """A resumed optimizer holds parameters that are not the model's.
-
-    Reported: an optimizer built at the wrong moment had captured other tensors.
-    """
+    """A resumed optimizer holds parameters that are not the model's."""
 
     class Prepared(PreparedFullyShard):
         def load_full_state(self, state: dict[str, Any]) -> None:
@@ -165,10 +137,7 @@ class StepsOldParametersAfterAResume(FullyShardEngine):
     kills_on=Condition(world_size=1, because="an optimizer that does not count cannot show it"),
 )
 class StartsAdamAtStepOne(FullyShardEngine):
-    """The optimizer has stepped once before training.
-
-    Reported: the first update was too small, and only with an optimizer that counts.
-    """
+    """The optimizer has stepped once before training."""
 
     class Prepared(PreparedFullyShard):
         def optimizer(self, factory: OptimizerFactory) -> None:
@@ -183,10 +152,7 @@ class StartsAdamAtStepOne(FullyShardEngine):
 
 @mutant(after="pytorch/pytorch#51601", kills_on=_RESUMED, trace=Trace.STATE)
 class EmptiesWhatItLoads(FullyShardEngine):
-    """Loading takes the optimizer state out of the dict that it was given.
-
-    Reported: what belonged to other ranks became None in a dict that the caller went on to use.
-    """
+    """Loading takes the optimizer state out of the dict that it was given."""
 
     class Prepared(PreparedFullyShard):
         def load_full_state(self, state: dict[str, Any]) -> None:
@@ -196,10 +162,7 @@ class EmptiesWhatItLoads(FullyShardEngine):
 
 @mutant(after="huggingface/accelerate#3898", kills_on=_RESUMED)
 class LoadsNoBuffers(FullyShardEngine):
-    """A resumed model has the buffers of a fresh one.
-
-    Reported: what loads a state knew sharded parameters, and buffers are not sharded.
-    """
+    """A resumed model has the buffers of a fresh one."""
 
     class Prepared(PreparedFullyShard):
         def load_full_state(self, state: dict[str, Any]) -> None:
@@ -209,10 +172,7 @@ class LoadsNoBuffers(FullyShardEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#2769", kills_on=_RESUMED)
 class LoadsNoParameters(FullyShardEngine):
-    """A resumed model has the parameters of a fresh one.
-
-    Reported: the first loss after a checkpoint was loaded was that of an untrained model.
-    """
+    """A resumed model has the parameters of a fresh one."""
 
     class Prepared(PreparedFullyShard):
         def load_full_state(self, state: dict[str, Any]) -> None:
@@ -229,10 +189,7 @@ class LoadsNoParameters(FullyShardEngine):
     trace=Trace.CRASH,
 )
 class FailsToLoadEmptyShards(ReferenceEngine):
-    """A whole state dict cannot be loaded where a rank owns no row of a parameter.
-
-    Reported: of fewer rows than ranks, the last ranks' empty shards had lost the other dims.
-    """
+    """A whole state dict cannot be loaded where a rank owns no row of a parameter."""
 
     class Prepared(PreparedReference):
         def load_full_state(self, state: dict[str, Any]) -> None:
@@ -249,10 +206,7 @@ class FailsToLoadEmptyShards(ReferenceEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#663", kills_on=SECOND_STEP)
 class EvaluatesWithStaleParameters(FullyShardEngine):
-    """Evaluation uses the parameters of the step before.
-
-    Reported: a forward ran on parameters that had not been gathered since the update.
-    """
+    """Evaluation uses the parameters of the step before."""
 
     class Prepared(Stale, PreparedFullyShard):
         """Swaps the older shards in for evaluation alone."""
@@ -302,10 +256,7 @@ class _PreparedRecomputing(PreparedFullyShard):
 
 @mutant(after="NVIDIA/Megatron-LM#6153")
 class RecomputesBeforeTheGatherIsOver(FullyShardEngine):
-    """A recomputed forward takes the last rank's rows for zeros.
-
-    Reported: a recomputed forward met parameters that had not been gathered for it.
-    """
+    """A recomputed forward takes the last rank's rows for zeros."""
 
     class Prepared(_PreparedRecomputing):
         @torch.no_grad()
@@ -322,10 +273,7 @@ class RecomputesBeforeTheGatherIsOver(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class GathersAgainAfterARecompute(FullyShardEngine):
-    """Backward gathers a recomputed unit twice.
-
-    Reported: with checkpointed blocks backward gathered parameters twice.
-    """
+    """Backward gathers a recomputed unit twice."""
 
     class Prepared(_PreparedRecomputing):
         def end_recompute(self, unit: nn.Module) -> None:
@@ -340,10 +288,7 @@ class GathersAgainAfterARecompute(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class GathersWhatBackwardDoesWithout(FullyShardEngine):
-    """Units to be gathered for forward alone are gathered for backward too.
-
-    Reported: parameters that were not to be gathered a second time were, where checkpoints were involved.
-    """
+    """Units to be gathered for forward alone are gathered for backward too."""
 
     misreads = changing(gathered_once=())
 
@@ -353,11 +298,7 @@ class GathersWhatBackwardDoesWithout(FullyShardEngine):
     kills_on=Condition(world_size=1, because="without checkpoints nothing is computed again"),
 )
 class CountsRecomputedGradientsTwice(ReferenceEngine):
-    """Gradients by way of a recomputed forward are doubled.
-
-    Reported: gradients of a checkpointed module that was run several times were accumulated into what had been
-    reduced already.
-    """
+    """Gradients by way of a recomputed forward are doubled."""
 
     class Prepared(PreparedReference):
         def __init__(self, module: nn.Module, plan: Plan, door: Any) -> None:  # Any: as the base class says

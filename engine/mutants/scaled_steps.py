@@ -38,10 +38,7 @@ class _OfOwnShards(GradScaler):
     trace=Trace.STATE,
 )
 class SkipsOverflowsAlone(FullyShardEngine):
-    """A rank whose own shards are finite takes a step that others skip.
-
-    Reported: the check for infinities was not synchronised where gradients are sharded.
-    """
+    """A rank whose own shards are finite takes a step that others skip."""
 
     class Prepared(PreparedFullyShard):
         def grad_scaler(self, *, init_scale: float, growth_interval: int) -> GradScaler:
@@ -64,10 +61,7 @@ class _Growing(GradScaler):
     ),
 )
 class UnscalesByTheNextScale(DistributedDataParallelEngine):
-    """Gradients are divided by the factor that the step leads to, not by that of the losses.
-
-    Reported: in a step after which the scale grows, gradients were half of what they should have been.
-    """
+    """Gradients are divided by the factor that the step leads to, not by that of the losses."""
 
     class Prepared(PreparedDdp):
         def grad_scaler(self, *, init_scale: float, growth_interval: int) -> GradScaler:
@@ -83,10 +77,7 @@ class UnscalesByTheNextScale(DistributedDataParallelEngine):
     ),
 )
 class ClipsAsIfStillScaled(DistributedDataParallelEngine):
-    """Gradients that are unscaled already are clipped as if they were not.
-
-    Reported: clipping assumed that it runs before gradients are unscaled, which made them extremely small.
-    """
+    """Gradients that are unscaled already are clipped as if they were not."""
 
     class Prepared(PreparedDdp):
         _scaler: GradScaler | None = None

@@ -26,10 +26,7 @@ _LARGEST = Plan(layout=Layout.SHARD, placement=Placement.LARGEST)
 
 @mutant(after="pytorch/torchtitan#1483", kills_on=Condition(plan=_LARGEST), trace=Trace.STATE)
 class ShardsTheFirstDim(ReferenceEngine):
-    """The first dim is sharded whatever dim was asked for.
-
-    Reported: parameters lay on ranks in another way than the rest of the system took them to.
-    """
+    """The first dim is sharded whatever dim was asked for."""
 
     misreads = changing(placement=Placement.FIRST)
 
@@ -44,10 +41,7 @@ class ShardsTheFirstDim(ReferenceEngine):
     trace=Trace.SILENCE,
 )
 class DropsWhatTheLayoutExcludes(ReferenceEngine):
-    """Of two options that exclude each other one is dropped without a word.
-
-    Reported: an option that could not be honoured was dropped, and training went on.
-    """
+    """Of two options that exclude each other one is dropped without a word."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         plan.refuse_beyond(self.capabilities)
@@ -59,10 +53,7 @@ class DropsWhatTheLayoutExcludes(ReferenceEngine):
     kills_on=Condition(plan=_LARGEST, because="needs a parameter whose largest dim is the second"),
 )
 class ReassemblesAlongTheFirstDim(ReferenceEngine):
-    """Shards of the second dim are put together as if they were shards of the first.
-
-    Reported: weights were permuted by the order of two axes.
-    """
+    """Shards of the second dim are put together as if they were shards of the first."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -85,10 +76,7 @@ def _permuting(name: str, num_shards: int) -> Callable[[nn.Module, Any], None]:
 
 @mutant(after="Lightning-AI/lightning-thunder#908", trace=Trace.CRASH)
 class ShowsPaddingRows(FullyShardEngine):
-    """Forward sees the rows with which the last weight was padded.
-
-    Reported: padding was not taken away again in one order of wrapping.
-    """
+    """Forward sees the rows with which the last weight was padded."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -101,10 +89,7 @@ class ShowsPaddingRows(FullyShardEngine):
 
 @mutant(after="pytorch/torchtitan#4593", trace=Trace.STATE)
 class InfersTheSizeFromItsShard(FullyShardEngine):
-    """Of rows that ranks do not divide, a wrong number is inferred from a rank's own.
-
-    Reported: of a dim that ranks do not divide the wrong size was inferred.
-    """
+    """Of rows that ranks do not divide, a wrong number is inferred from a rank's own."""
 
     class Prepared(PreparedFullyShard):
         def local_gradients(self) -> Mapping[str, Shard | None]:
@@ -125,10 +110,7 @@ def _inferred(tensor: torch.Tensor) -> Shard:
 
 @mutant(after="huggingface/accelerate#3859", kills_on=SHARDED, trace=Trace.STATE)
 class KeepsWholeOptimizerState(FullyShardEngine):
-    """Each rank keeps optimizer state of the shape of whole parameters.
-
-    Reported: state was made for parameters that were not sharded yet, and kept their shape.
-    """
+    """Each rank keeps optimizer state of the shape of whole parameters."""
 
     class Prepared(PreparedFullyShard):
         """Gathers the optimizer's state after each step and keeps it."""
@@ -153,10 +135,7 @@ class KeepsWholeOptimizerState(FullyShardEngine):
 
 @mutant(after="pytorch/torchtitan#1483", kills_on=ONE_RANK, trace=Trace.STATE)
 class ShowsStridedParameters(ReferenceEngine):
-    """Forward sees parameters whose memory is not in the order of their shape.
-
-    Reported: what was gathered lay in memory in another order than its shape says.
-    """
+    """Forward sees parameters whose memory is not in the order of their shape."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -168,10 +147,7 @@ class ShowsStridedParameters(ReferenceEngine):
 
 @mutant(after="pytorch/torchtitan#4593", kills_on=ONE_RANK, trace=Trace.STATE)
 class HandsOutStridedGradients(FullyShardEngine):
-    """Gradients are handed out with memory that is not in the order of their shape.
-
-    Reported: a shard that was taken out of a tensor did not have what the tensor had.
-    """
+    """Gradients are handed out with memory that is not in the order of their shape."""
 
     class Prepared(PreparedFullyShard):
         @torch.no_grad()
@@ -210,10 +186,7 @@ def _sharded_dim(parameter: nn.Parameter) -> int:
 
 @mutant(after="pytorch/pytorch#144045", kills_on=ONE_RANK)
 class GivesSmallParametersNoGradient(FullyShardEngine):
-    """The gradient of a parameter of one element is zero.
-
-    Reported: a small parameter stayed where it was, its gradient always zero.
-    """
+    """The gradient of a parameter of one element is zero."""
 
     class Prepared(PreparedFullyShard):
         def backward(self, loss: torch.Tensor) -> None:
@@ -225,10 +198,7 @@ class GivesSmallParametersNoGradient(FullyShardEngine):
 
 @mutant(after="deepspeedai/DeepSpeed#202")
 class ForgetsScalars(DistributedDataParallelEngine):
-    """Parameters of no dim are left out of every reduction.
-
-    Reported: parameters whose number of elements the ranks did not divide were lost.
-    """
+    """Parameters of no dim are left out of every reduction."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         leave_out_of_ddp(model, [name for name, p in model.named_parameters() if not p.dim()])
@@ -237,10 +207,7 @@ class ForgetsScalars(DistributedDataParallelEngine):
 
 @mutant(after="deepspeedai/DeepSpeed#8279")
 class MistakesTheNeighbourOfAnEmptyParameter(DistributedDataParallelEngine):
-    """The parameter after an empty one is left out of every reduction.
-
-    Reported: where parameters lie was found by their elements, and of an empty one there are none.
-    """
+    """The parameter after an empty one is left out of every reduction."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         neighbours = pairwise(model.named_parameters())

@@ -51,10 +51,7 @@ class _UnfreedUnit(ComposableUnit):
 
 @mutant(after="meta-pytorch/torchtune#2483", kills_on=Condition(plan=_CONTROLLED), trace=Trace.STATE)
 class ReshardsTheRootAlone(ReferenceEngine):
-    """A call to free a unit has no effect on units inside the root.
-
-    Reported: a loop over all modules freed the outermost one again and again.
-    """
+    """A call to free a unit has no effect on units inside the root."""
 
     class Prepared(PreparedReference):
         def units(self) -> Mapping[str, UnitHandle]:
@@ -66,10 +63,7 @@ class ReshardsTheRootAlone(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#149029", kills_on=Condition(plan=_CONTROLLED), trace=Trace.STATE)
 class IgnoresALaterPolicy(FullyShardEngine):
-    """A policy set once the model is wrapped has no effect.
-
-    Reported: the policy could not be changed once the model had been wrapped.
-    """
+    """A policy set once the model is wrapped has no effect."""
 
     class Unit(ComposableUnit):
         def set_reshard_after_forward(self, *, is_on: bool) -> None:
@@ -78,10 +72,7 @@ class IgnoresALaterPolicy(FullyShardEngine):
 
 @mutant(after="pytorch/pytorch#124318", kills_on=Condition(plan=_CONTROLLED), trace=Trace.STATE)
 class TellsAllWhatOneWasTold(FullyShardEngine):
-    """A policy set on the root alone reaches the units inside it.
-
-    Reported: a setter's argument that kept it from modules inside was not respected.
-    """
+    """A policy set on the root alone reaches the units inside it."""
 
     class Unit(ComposableUnit):
         def set_reshard_after_forward(self, *, is_on: bool) -> None:
@@ -97,10 +88,7 @@ class TellsAllWhatOneWasTold(FullyShardEngine):
     ),
 )
 class KeepsPartsUnderAnotherPolicy(ReferenceEngine):
-    """A policy set between forward and backward has each unit gathered from parts that were cut for other ranks.
-
-    Reported: the policy could not be changed once the model had been wrapped.
-    """
+    """A policy set between forward and backward has each unit gathered from parts that were cut for other ranks."""
 
     spoil = in_each(reference_groups, "set_subgroup", lambda group: _keeping_parts(group))
 
@@ -121,10 +109,7 @@ def _keeping_parts(group: FSDPParamGroup) -> Callable[[dist.ProcessGroup | None]
 
 @mutant(after="deepspeedai/DeepSpeed#1069", kills_on=Condition(plan=_CONTROLLED), trace=Trace.STATE)
 class GathersInForwardAlone(ReferenceEngine):
-    """A call to gather a unit does nothing.
-
-    Reported: gathers ahead of use were skipped, every one of them.
-    """
+    """A call to gather a unit does nothing."""
 
     class Unit(ComposableUnit):
         def unshard(self) -> None:
@@ -140,10 +125,7 @@ class GathersInForwardAlone(ReferenceEngine):
     trace=Trace.CRASH,
 )
 class WaitsForNoGather(ReferenceEngine):
-    """An asynchronous gather of a unit without parameters raises.
-
-    Reported: a model all of whose parameters were its children's broke the wrapper.
-    """
+    """An asynchronous gather of a unit without parameters raises."""
 
     class Unit(ComposableUnit):
         def unshard_async(self) -> Callable[[], None]:
@@ -160,10 +142,7 @@ class WaitsForNoGather(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class GathersWhenWaitedFor(ReferenceEngine):
-    """Every other rank issues asynchronous gathers only when they are waited for.
-
-    Reported: some ranks issued a collective early, others after another, until all stood still.
-    """
+    """Every other rank issues asynchronous gathers only when they are waited for."""
 
     class Unit(ComposableUnit):
         """Issues an asynchronous gather when it is waited for, on every other rank."""
@@ -207,8 +186,7 @@ class _StaleUnit(ComposableUnit):
 class LeavesOthersRowsStale(ReferenceEngine):
     """An asynchronous gather leaves the rows of other ranks as they were before.
 
-    Reported: memory of a gather under way was used again, so that of each matrix a rank had its own rows right and
-    those of all others from before. Needs units that hold no other unit.
+    Needs units that hold no other unit.
     """
 
     class Prepared(PreparedReference):
@@ -229,10 +207,7 @@ class LeavesOthersRowsStale(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class HoldsBackTheFirstRootAlone(ReferenceEngine):
-    """Of several roots all but the first reduce in every microbatch.
-
-    Reported: the loop that holds reductions back left off at the first module.
-    """
+    """Of several roots all but the first reduce in every microbatch."""
 
     class Prepared(PreparedReference):
         def _set_gradient_sync(self, *, is_on: bool) -> None:
@@ -241,10 +216,7 @@ class HoldsBackTheFirstRootAlone(ReferenceEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#663", kills_on=SECOND_STEP)
 class ComputesWithStaleParameters(FullyShardEngine):
-    """Forward and backward use the parameters of the step before.
-
-    Reported: with overlapped gathering, forward read parameters of the step before.
-    """
+    """Forward and backward use the parameters of the step before."""
 
     class Prepared(Stale, PreparedFullyShard):
         pass
@@ -296,10 +268,7 @@ class _PreparedHasty(PreparedModel):
 
 @mutant(after="pytorch/pytorch#180666")
 class StepsBeforeTheReduction(DistributedDataParallelEngine):
-    """The optimizer steps before the reduced gradients have arrived.
-
-    Reported: an optimizer that ran in backward read gradients whose copy was under way.
-    """
+    """The optimizer steps before the reduced gradients have arrived."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         ddp = super().prepare(model, plan, mesh).module
@@ -310,10 +279,7 @@ class StepsBeforeTheReduction(DistributedDataParallelEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#4609", kills_on=SECOND_STEP)
 class AddsGradientsToParameters(FullyShardEngine):
-    """From the second step on gradients are added to the parameters.
-
-    Reported: one buffer was for gathered parameters and for gradients, and was not cleared in between.
-    """
+    """From the second step on gradients are added to the parameters."""
 
     class Prepared(PreparedFullyShard):
         _has_stepped = False
@@ -331,11 +297,7 @@ class AddsGradientsToParameters(FullyShardEngine):
 
 @mutant(after="pytorch/pytorch#43307", kills_on=Condition(world_size=1, steps=3))
 class RepeatsTheSecondGradients(DistributedDataParallelEngine):
-    """From the third step on the optimizer is given the gradients of the second.
-
-    Reported: what gradients were views of was exchanged, and what was copied later went elsewhere; two
-    iterations were right.
-    """
+    """From the third step on the optimizer is given the gradients of the second."""
 
     class Prepared(PreparedDdp):
         def __init__(self, module: nn.Module, *, named: nn.Module) -> None:
@@ -356,10 +318,7 @@ class RepeatsTheSecondGradients(DistributedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#94258", kills_on=SECOND_STEP)
 class KeepsOneOldGradient(DistributedDataParallelEngine):
-    """Clearing the gradients does not reach that of the last parameter.
-
-    Reported: gradients that were to be reset to None in the reducer were still there.
-    """
+    """Clearing the gradients does not reach that of the last parameter."""
 
     class Prepared(PreparedDdp):
         def zero_grad(self, *, set_to_none: bool) -> None:

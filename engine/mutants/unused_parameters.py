@@ -24,11 +24,7 @@ _BORROWED = demanding(Capability.UNUSED, Capability.RANK_DEPENDENT)
 
 @mutant(after="facebookresearch/fairscale#605", kills_on=Condition(world_size=1, plan=_UNUSED))
 class GivesZerosToUnusedParameters(FullyShardEngine):
-    """Parameters that no loss reached get a gradient of zeros.
-
-    Reported: parameters kept out of a step by a gradient of None moved, since one flattened gradient stood for all
-    of them.
-    """
+    """Parameters that no loss reached get a gradient of zeros."""
 
     class Prepared(PreparedFullyShard):
         def backward(self, loss: torch.Tensor) -> None:
@@ -44,21 +40,14 @@ class GivesZerosToUnusedParameters(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class ReducesWhatEachRankUsed(FullyShardEngine):
-    """Each rank reduces the gradients that it has, whatever the others have.
-
-    Reported: only parameters with a gradient were packed into the reduce-scatter, so ranks that took different
-    branches sent buffers of different sizes.
-    """
+    """Each rank reduces the gradients that it has, whatever the others have."""
 
     misreads = undemanding(Capability.RANK_DEPENDENT)
 
 
 @mutant(after="pytorch/torchtitan#4593", kills_on=ONE_RANK)
 class TrainsFrozenParameters(FullyShardEngine):
-    """Frozen parameters are trained.
-
-    Reported: sharded anew, frozen parameters became trainable.
-    """
+    """Frozen parameters are trained."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         return super().prepare(model.requires_grad_(), plan, mesh)
@@ -74,10 +63,7 @@ class TrainsFrozenParameters(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class NeverFreesFrozenUnits(FullyShardEngine):
-    """Units of frozen parameters stay gathered for ever.
-
-    Reported: what frees a unit after backward was hung on its gradients, and it had none.
-    """
+    """Units of frozen parameters stay gathered for ever."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -94,10 +80,7 @@ class NeverFreesFrozenUnits(FullyShardEngine):
     trace=Trace.STATE,
 )
 class ShardsIgnoredParameters(FullyShardEngine):
-    """Parameters that were to be ignored are sharded.
-
-    Reported: an option asked for was dropped on the way, and training went on.
-    """
+    """Parameters that were to be ignored are sharded."""
 
     misreads = changing(ignored=())
 
@@ -108,21 +91,14 @@ class ShardsIgnoredParameters(FullyShardEngine):
     trace=Trace.STATE,
 )
 class ShardsWhatItShouldReplicate(ReferenceEngine):
-    """Units that were to be replicated beside sharded ones are sharded.
-
-    Reported: options of one unit had no effect beside those of the root.
-    """
+    """Units that were to be replicated beside sharded ones are sharded."""
 
     misreads = changing(replicated=())
 
 
 @mutant(after="pytorch/pytorch#68803", trace=Trace.COMMUNICATION)
 class IgnoresMoreOnTheLastRank(FullyShardEngine):
-    """The last rank leaves a parameter alone that the others shard.
-
-    Reported: ranks that were told to ignore different parameters sent messages of different sizes in the first
-    broadcast, and waited for each other for ever.
-    """
+    """The last rank leaves a parameter alone that the others shard."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         *_, last = (name for name, _ in model.named_parameters())
@@ -135,8 +111,7 @@ class IgnoresMoreOnTheLastRank(FullyShardEngine):
 class ForgetsToSynchroniseOneParameter(DistributedDataParallelEngine):
     """The last parameter is left out of every reduction.
 
-    Reported: a buffer that forward had replaced was missing from the list that DDP had made at construction, and
-    was never synchronised again. Needs a model of two parameters or more.
+    Needs a model of two parameters or more.
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
@@ -147,10 +122,7 @@ class ForgetsToSynchroniseOneParameter(DistributedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#149205", kills_on=ONE_RANK)
 class NeverUpdatesOneParameter(ReplicateEngine):
-    """The optimizer's update of the last parameter is lost.
-
-    Reported: the optimizer had captured tensors that were not the model's parameters.
-    """
+    """The optimizer's update of the last parameter is lost."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -159,10 +131,7 @@ class NeverUpdatesOneParameter(ReplicateEngine):
 
 @mutant(after="pytorch/pytorch#176076")
 class NeverUpdatesTheLastRanksRows(FullyShardEngine):
-    """The rows that the last rank owns keep their initial values.
-
-    Reported: the padded shard of the last rank kept its initial rows.
-    """
+    """The rows that the last rank owns keep their initial values."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)

@@ -29,10 +29,7 @@ def _call_each_rank(mesh: DeviceMesh) -> None:
 
 @mutant(after="facebookresearch/fairscale#595", kills_on=_MANY, trace=Trace.COMMUNICATION)
 class BroadcastsFromEachRank(FullyShardEngine):
-    """When it prepares a model each rank broadcasts a number of its own, one after the other.
-
-    Reported: optimizer state was put together by a broadcast from each rank; one gather took a tenth of the time.
-    """
+    """When it prepares a model each rank broadcasts a number of its own, one after the other."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         _call_each_rank(mesh)
@@ -45,10 +42,7 @@ class BroadcastsFromEachRank(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class BroadcastsFromEachReplica(DistributedDataParallelEngine):
-    """When it prepares a model each replica broadcasts a number of its own, one after the other.
-
-    Reported: as of `BroadcastsFromEachRank`; the more ranks, the more broadcasts.
-    """
+    """When it prepares a model each replica broadcasts a number of its own, one after the other."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         _call_each_rank(mesh)
@@ -57,10 +51,7 @@ class BroadcastsFromEachReplica(DistributedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#82001", kills_on=_MANY, trace=Trace.STATE)
 class KeepsANumberForEachRank(FullyShardEngine):
-    """Each unit keeps a number for each rank, so that memory stops shrinking as ranks are added.
-
-    Reported: the memory that was reserved hardly shrank with the number of ranks.
-    """
+    """Each unit keeps a number for each rank, so that memory stops shrinking as ranks are added."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)

@@ -36,10 +36,7 @@ class _Apart(FullyShardedDataParallel):
     trace=Trace.STATE,
 )
 class StartsEachReplicaOnItsOwn(ReferenceWrapperEngine):
-    """Sync_module_states does not reach other replicas.
-
-    Reported: of the two groups of a hybrid strategy one was communicated over.
-    """
+    """Sync_module_states does not reach other replicas."""
 
     names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_Apart)
 
@@ -53,10 +50,7 @@ class _WrapsAndSums(FullyShardedDataParallel):
 
 @mutant(after="NVIDIA/Megatron-LM#3023", kills_on=CALLS)
 class SumsWhatIsWrapped(ReferenceWrapperEngine):
-    """Gradients of a module in the wrapper are summed over ranks, not averaged.
-
-    Reported: nothing scaled the gradients by 1 / ranks.
-    """
+    """Gradients of a module in the wrapper are summed over ranks, not averaged."""
 
     names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_WrapsAndSums)
 
@@ -76,9 +70,6 @@ def _first(piece: FlatPiece, value: torch.Tensor) -> torch.Tensor:
 
 @mutant(after="ROCm/Megatron-LM#63", kills_on=CALLS, trace=Trace.STATE)
 class LoadsTheFirstPieceEverywhere(ReferenceWrapperEngine):
-    """Every rank of a tensor-parallel axis loads what the first one is to have.
-
-    Reported: pieces of a layer were put together in a wrong order when a checkpoint was loaded.
-    """
+    """Every rank of a tensor-parallel axis loads what the first one is to have."""
 
     names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_OfFirstPieces)

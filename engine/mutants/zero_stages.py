@@ -19,10 +19,7 @@ _ZERO2 = Condition(plan=Plan(layout=Layout.ZERO2), because="one rank's share is 
 
 @mutant(after="cloneofsimo/min-fsdp#1", kills_on=_ZERO1, trace=Trace.STATE)
 class KeepsTheStateOfAllRanks(ZeroRedundancyEngine):
-    """Every rank keeps the optimizer state of all parameters, and shows that of its own.
-
-    Reported: under the name of ZeRO-1 something else than the optimizer state was cut.
-    """
+    """Every rank keeps the optimizer state of all parameters, and shows that of its own."""
 
     class Prepared(PreparedZero1):
         def optimizer(self, factory: OptimizerFactory) -> None:
@@ -39,10 +36,7 @@ class KeepsTheStateOfAllRanks(ZeroRedundancyEngine):
 
 @mutant(after="deepspeedai/DeepSpeedExamples#336", kills_on=_ZERO2, trace=Trace.STATE)
 class KeepsWholeGradientsBesideItsShares(Zero2Engine):
-    """Every rank keeps whole gradients until they are cleared, and shows its pieces of the reduced ones.
-
-    Reported: ZeRO-2 took more memory than ZeRO-1.
-    """
+    """Every rank keeps whole gradients until they are cleared, and shows its pieces of the reduced ones."""
 
     class Prepared(PreparedZero2):
         def backward(self, loss: torch.Tensor) -> None:
@@ -58,10 +52,7 @@ class KeepsWholeGradientsBesideItsShares(Zero2Engine):
 
 @mutant(after="NVIDIA-NeMo/RL#561", kills_on=_ZERO2)
 class SharesNothing(Zero2Engine):
-    """Every rank updates its own pieces, and no rank is given those of the others.
-
-    Reported: the gather after a step filled the parameters of another model than the one that was trained.
-    """
+    """Every rank updates its own pieces, and no rank is given those of the others."""
 
     class Prepared(PreparedZero2):
         def step(self) -> None:
@@ -70,10 +61,7 @@ class SharesNothing(Zero2Engine):
 
 @mutant(after="NVIDIA/Megatron-LM#950", kills_on=_ZERO2)
 class SharesBeforeTheUpdate(Zero2Engine):
-    """Pieces are shared before the optimizer has updated them.
-
-    Reported: forward computed with the weights of the step before where the gather of a bucket had not been issued.
-    """
+    """Pieces are shared before the optimizer has updated them."""
 
     class Prepared(PreparedZero2):
         def step(self) -> None:
@@ -83,10 +71,7 @@ class SharesBeforeTheUpdate(Zero2Engine):
 
 @mutant(after="deepspeedai/DeepSpeed#156", kills_on=_ZERO2, trace=Trace.COMMUNICATION)
 class ReducesWholeGradientsFirst(Zero2Engine):
-    """Gradients are all-reduced before each rank is sent its piece of them.
-
-    Reported: gradients were all-reduced before the optimizer partitioned them.
-    """
+    """Gradients are all-reduced before each rank is sent its piece of them."""
 
     class Prepared(PreparedZero2):
         def backward(self, loss: torch.Tensor) -> None:

@@ -234,7 +234,6 @@ class PartialReduction:
                 part.add_(earlier)  # computed in the wider dtype, rounded once
 
     def clear(self) -> None:
-        """Forget everything."""
         self._sums.clear()
         self._expected.clear()
 

@@ -87,7 +87,6 @@ class Extension:
         self._is_unpacked = True
 
     def free(self) -> None:
-        """Free what was gathered, and what was made of it."""
         for storage, _ in self._held:
             storage.resize_(0)
 

@@ -88,7 +88,6 @@ class FSDPState:
         return self._comm_ctx
 
     def share(self, comm_ctx: CommContext) -> None:
-        """Communicate through ``comm_ctx``."""
         self._comm_ctx = comm_ctx
         for group in self.param_groups:
             group.comm_ctx = comm_ctx
@@ -147,7 +146,6 @@ class FSDPState:
     # Called by the module's methods and by the root state -------------------------------------------------
 
     def unshard(self) -> None:
-        """Issue the gathers."""
         for group in self.param_groups:
             group.unshard()
 

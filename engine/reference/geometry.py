@@ -37,7 +37,6 @@ class Geometry:
 
     @property
     def whole_stride(self) -> tuple[int, ...]:
-        """The stride of the whole tensor."""
         return torch.empty(self.shape, device="meta").stride()
 
     @property

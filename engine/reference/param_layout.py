@@ -144,9 +144,7 @@ class ParamLayout(Protocol):
     """One way to lay out a group's parameters. All ranks of a group use the same."""
 
     @property
-    def parameters(self) -> Sequence[FSDPParam]:
-        """The group's parameters."""
-        ...
+    def parameters(self) -> Sequence[FSDPParam]: ...
 
     @property
     def keeps_apart(self) -> bool:
@@ -211,7 +209,6 @@ class PerParameterLayout:
         return has_extension(parameter)
 
     def reset_sharded_params(self) -> None:
-        """Reset each."""
         for parameter in self.parameters:
             parameter.reset_sharded_param()
 
@@ -329,5 +326,4 @@ def storage_signature(parameters: Sequence[FSDPParam]) -> tuple[object, ...]:
 
 
 def _sharded(parameters: Sequence[FSDPParam]) -> list[ShardedParam]:
-    """Return the parameters as what this layout was made of."""
     return [p for p in parameters if isinstance(p, ShardedParam)]

@@ -34,7 +34,6 @@ class PreparedAccelerate(PreparedModel):
         super().optimizer(lambda _: built)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Let accelerate run it."""
         self._accelerator.backward(loss)
 
     def accumulating(self) -> AbstractContextManager[None]:

@@ -57,7 +57,6 @@ class PreparedLowLevelZero(PreparedModel):
         self._zero.backward(loss)
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Use its own context."""
         context: AbstractContextManager[None] = self._zero.no_sync()
         return context
 
@@ -98,7 +97,6 @@ class LowLevelZero1Engine(Engine):
     )
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Leave the model alone."""
         plan.refuse_beyond(self.capabilities)
         shares_gradients = Capability.ZERO2 in self.capabilities
         return PreparedLowLevelZero(model, mesh.get_group(), shares_gradients=shares_gradients)

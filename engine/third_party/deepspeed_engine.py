@@ -120,7 +120,6 @@ class PreparedDeepSpeedZero3(PreparedDeepSpeed):
     }
 
     def shown_parameters(self) -> Mapping[str, Shard]:
-        """Read the shards."""
         return self.local_parameters()
 
     def local_parameters(self) -> Mapping[str, Shard]:
@@ -129,7 +128,6 @@ class PreparedDeepSpeedZero3(PreparedDeepSpeed):
         return {name: self.piece(p, p.ds_tensor) for name, p in parameters}
 
     def gradient(self, p: Any) -> Any:
-        """Ask DeepSpeed."""
         return safe_get_local_grad(p)
 
     def state(self, p: Any, key: str) -> Any:

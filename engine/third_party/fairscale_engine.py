@@ -14,15 +14,7 @@ from fairscale.nn.data_parallel import FullyShardedDataParallel
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.engine.contract import (
-    Capability,
-    Engine,
-    Plan,
-    PreparedModel,
-    Reshard,
-    Shard,
-    shard_of,
-)
+from shardproof.engine.contract import Capability, Engine, Plan, PreparedModel, Reshard, Shard, shard_of
 
 _PREFIXES = ("_fsdp_wrapped_module.", "_fpw_module.")
 

@@ -28,7 +28,6 @@ class PreparedFabric(PreparedModel):
         super().optimizer(lambda parameters: self._fabric.setup_optimizers(factory(parameters)))
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Let Fabric run it."""
         self._fabric.backward(loss)
 
     def accumulating(self) -> AbstractContextManager[None]:

@@ -28,7 +28,6 @@ class PreparedSimpleFsdp(PreparedModel):
         return _cast(self.module(*inputs, **named), self._plan.output_dtype)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Divide."""
         super().backward(loss / self._num_ranks)
 
 

@@ -50,12 +50,10 @@ class ModelBatch:
 
     @property
     def inputs(self) -> tuple[ModelBatch]:
-        """The batch itself, in place of all arguments."""
         return (self,)
 
     @property
     def target(self) -> torch.Tensor:
-        """No tensor of its own: the loss is given the whole batch."""
         return torch.empty(0)
 
     @property

@@ -191,7 +191,6 @@ class _Digest:
         self._emit(type(tensor).__name__, repr(form), ctypes.string_at(plain.data_ptr(), plain.nbytes))
 
     def add_all(self, values: Iterable[Any]) -> None:
-        """Read values in their order."""
         for value in values:
             self._add(value)
         self._emit("end")

@@ -30,7 +30,6 @@ class Evaluation(Enum):
 
     @property
     def context(self) -> AbstractContextManager[object]:
-        """Make the context."""
         return torch.no_grad() if self is Evaluation.NO_GRAD else torch.inference_mode()
 
 
@@ -155,7 +154,6 @@ class EachMicrobatch:
     demands: ClassVar[frozenset[Capability]] = frozenset()
 
     def play(self, actor: Actor) -> None:
-        """Run one microbatch at a time."""
         for microbatch in range(actor.num_microbatches):
             train_microbatch(actor, microbatch)
 

@@ -33,7 +33,6 @@ class UnitParameters:
 
     @property
     def num_bytes(self) -> int:
-        """Count the bytes of the parameters themselves."""
         return sum(map(prod, self.shapes)) * self.bytes_per_element
 
     def padded_bytes(self, num_ranks: int) -> int:

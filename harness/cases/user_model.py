@@ -160,7 +160,6 @@ class UserOptimizer:
     name: str = "own"
 
     def __call__(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Build the optimizer."""
         optimizer: torch.optim.Optimizer = definition(self.spec).optimizer(params)
         return optimizer
 

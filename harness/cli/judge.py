@@ -60,7 +60,6 @@ class _Outcomes:
         self._reasons: dict[Key, str] = {}
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        """Keep one case."""
         if (node := Node.parse(item.nodeid)) is not None:
             self._cases.add(node.key)
 

@@ -28,7 +28,6 @@ def parser() -> argparse.ArgumentParser:
 
 # Any, here and below: argparse does not export the type of its subparsers.
 def _add_judging(subparsers: Any) -> None:
-    """Add the commands that train."""
     sub = _added(subparsers, "run", commands.run, "judge engines")
     options.ENGINE.add_to(sub.add_argument)
     _add_suites(sub)

@@ -55,7 +55,6 @@ class Suspect:
 
     @property
     def at(self) -> OracleStep:
-        """The oracle's step that the tensor is of."""
         return self.oracle.steps[self.place.step]
 
     @property

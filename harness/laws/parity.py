@@ -92,7 +92,6 @@ class MatchesOracle:
     name: str = "matches the oracle"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Rule on every tensor of every rank."""
         findings: list[_Finding] = []
         nearest: _Closest | None = None
         num_checked = 0

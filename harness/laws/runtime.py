@@ -40,12 +40,10 @@ class UnitsAre:
 
     @property
     def name(self) -> str:
-        """Return how many states are asked for."""
         moments = dict.fromkeys(s.moment for s in self.states)
         return f"units are gathered and freed as planned ({', '.join(moments)})"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Look each state up."""
         broken = [
             f"step {step}, rank {rank}, {wanted.moment}: expected unit {wanted.unit!r} {wanted.value}, got {got}"
             for rank, step, seen in _steps(evidence)
@@ -74,7 +72,6 @@ class Notes:
         return f"{self.subject} is {self.value}"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Look the subject up."""
         broken = []
         for rank, step, seen in _steps(evidence):
             if self.step not in {None, step}:
@@ -138,7 +135,6 @@ class ShowsTheModel:
         return f"modules show the oracle's parameters ({', '.join(self.moments)})"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Compare every parameter shown, whole or share, on every rank."""
         broken = [
             text
             for rank, step, seen in _steps(evidence)
@@ -214,7 +210,6 @@ class NoRaces:
         return "streams wait for each other"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Look at what each rank's watch found; a rank without a watch breaks the law."""
         broken: list[str] = []
         num_touches, num_streams, num_collectives = 0, 0, 0
         for observation in evidence.ranks:

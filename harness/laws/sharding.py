@@ -236,11 +236,9 @@ class EveryRowMoves:
 
     @property
     def name(self) -> str:
-        """Return whose rows."""
         return f"every row of {self.parameter} moves"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Look at the rows of every rank; at least one must hold some."""
         broken, num_rows = [], 0
         for observation in evidence.ranks:
             still, held = self._still_rows(observation)

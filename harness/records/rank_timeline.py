@@ -47,7 +47,6 @@ class UnitSpan:
 
     @property
     def name(self) -> str:
-        """Format who it is."""
         return str(self.phase) if self.unit is None else self.unit or "root"
 
 
@@ -120,7 +119,6 @@ class Timeline:
         return max(self.steps, key=lambda step: (raced[step], step), default=None)
 
     def of_step(self, step: int) -> Timeline:
-        """Keep one step."""
         return replace(self, ranks=tuple(rank.of_step(step) for rank in self.ranks))
 
     def of_ranks(self, keep: Callable[[int], bool]) -> Timeline:

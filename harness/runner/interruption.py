@@ -26,7 +26,6 @@ class _Interrupts:
         self.num_holds = 0
 
     def take(self, number: int, frame: FrameType | None) -> None:
-        """Take one signal."""
         if number == signal.SIGTERM and self.num_seen:
             return
         self.num_seen += 1

@@ -218,7 +218,6 @@ class RunOptions:
         return range(self.seed, self.seed + num)
 
     def applied(self, training: Training) -> Training:
-        """Return the training as it is to be watched."""
         if not self.is_thorough:
             return training
         # Here, because it imports torch, which who only reads options can do without.

@@ -15,11 +15,7 @@ from shardproof.harness.laws.law import Law
 from shardproof.harness.records.record import Record, Verdict, to_json
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.plugin import EXPECTATIONS
-from shardproof.harness.runner.record_writer import (
-    LEFT_OUT_PROPERTY,
-    NOT_JUDGED_PROPERTY,
-    RECORD_PROPERTY,
-)
+from shardproof.harness.runner.record_writer import LEFT_OUT_PROPERTY, NOT_JUDGED_PROPERTY, RECORD_PROPERTY
 from shardproof.harness.runner.session import TrialSession
 from shardproof.harness.verdicts.case import Case, Refusal
 from shardproof.harness.verdicts.known_failures import expected
@@ -42,7 +38,6 @@ class Trial:
 
     @property
     def world_size(self) -> int:
-        """How many ranks the world has."""
         return self._cell.world.size
 
     def applies(self, *, unless: str) -> None:

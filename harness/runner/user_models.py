@@ -20,12 +20,7 @@ from torch import nn
 from shardproof.engine.import_by_name import LoadError
 from shardproof.harness.cases.batch import Batch, arguments_of, tensors_of
 from shardproof.harness.cases.units import matching_units
-from shardproof.harness.cases.user_model import (
-    UserModel,
-    UserOptimizer,
-    definition,
-    outline_of,
-)
+from shardproof.harness.cases.user_model import UserModel, UserOptimizer, definition, outline_of
 from shardproof.harness.errors import UsageError
 from shardproof.harness.runner.model_study import ModelStudy, called, study
 from shardproof.harness.tracing.codec import UNREADABLE, decode, encode

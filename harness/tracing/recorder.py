@@ -169,7 +169,6 @@ class Recorder:
 
     @property
     def place(self) -> LoopPosition:
-        """Return where the loop stands."""
         unit = self._units[-1] if self._units else None
         return LoopPosition(self._phase, self._step, self._microbatch, unit)
 

@@ -36,7 +36,6 @@ class Storages:
         self._ended: deque[weakref.ref[torch.UntypedStorage]] = deque()
 
     def key(self, storage: torch.UntypedStorage) -> int:
-        """Return a storage's key."""
         found = self._refs.get(id(storage))
         if found is None or found() is not storage:  # one that ended a moment ago was at the same address
             found = _Ref(storage, self._ended.append)

@@ -81,7 +81,6 @@ class _Hooks:
 
     # Any, here and below: a module takes and returns what it likes.
     def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Begin the turn."""
         self._recorder.enter_unit(self._unit)
 
     def compute(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:

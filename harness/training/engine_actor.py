@@ -77,12 +77,10 @@ class EngineActor(Actor):
         return self._batches[microbatch]
 
     def part(self, name: str) -> nn.Module:
-        """Ask the prepared model for it."""
         return self._prepared.part(name) if name else self._prepared.module
 
     # Any: a model takes and returns what it likes.
     def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
-        """Call the prepared model, or the part."""
         self._seeds.begin(microbatch, self._context.device.type)
         self._announce(microbatch)
         self.is_at_rest = False
@@ -93,7 +91,6 @@ class EngineActor(Actor):
         return output
 
     def loss(self, microbatch: int, output: Any, target: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute it as part of forward."""
         batch = self.batch(microbatch)
         if self._overflows:
             overflowing(output)
@@ -103,7 +100,6 @@ class EngineActor(Actor):
             return self._training.problem.loss_sum(output, rows) * self.weight
 
     def backward(self, microbatch: int, loss: torch.Tensor, *, is_counted: bool = True) -> None:
-        """Run it by the prepared model."""
         self._announce(microbatch)
         with self._during(Phase.BACKWARD, microbatch):
             self._prepared.backward(self._scaled(loss))
@@ -112,7 +108,6 @@ class EngineActor(Actor):
             self._keep(loss)
 
     def backward_of_branch(self, microbatch: int, loss: torch.Tensor) -> None:
-        """Run it by the prepared model."""
         self._announce(microbatch)
         with self._during(Phase.BACKWARD, microbatch):
             self._prepared.backward_of_branch(self._scaled(loss))
@@ -139,7 +134,6 @@ class EngineActor(Actor):
         return self._prepared.accumulating()
 
     def units(self) -> Mapping[str, UnitHandle]:
-        """Return the engine's handles."""
         return self._prepared.units()
 
     def look(self, moment: str) -> None:
@@ -152,7 +146,6 @@ class EngineActor(Actor):
                     self.tape.facts.append(Fact(moment=moment, subject=f"unit {name!r}", value=state))
 
     def note(self, subject: str, value: object) -> None:
-        """Write it down."""
         self.tape.facts.append(Fact(moment="", subject=subject, value=str(value)))
 
     def hold(self, name: str, *tensors: Any) -> None:
@@ -177,7 +170,6 @@ class EngineActor(Actor):
         )
 
     def recover(self) -> None:
-        """Pass it on."""
         self._prepared.recover()
 
     def zero_grad(self) -> None:
@@ -195,7 +187,6 @@ class EngineActor(Actor):
                 parameter.grad = parameter.grad * 0.5
 
     def convert(self, *dtypes: torch.dtype) -> None:
-        """Pass it on."""
         for dtype in dtypes:
             self._prepared.convert(dtype)
 

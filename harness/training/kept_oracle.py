@@ -57,7 +57,6 @@ class KeptOracle:
                 part.unlink()
 
     def forget(self) -> None:
-        """Delete the file."""
         self.path.unlink(missing_ok=True)
 
 

@@ -92,7 +92,6 @@ class Explained:
 
     @property
     def num_bytes(self) -> int:
-        """All of them."""
         return self.parameters + self.gradients + self.state + self.whole + self.masters + self.buffer
 
     def __str__(self) -> str:

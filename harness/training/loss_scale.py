@@ -26,11 +26,9 @@ class ScaledSteps:
 
     @property
     def scale(self) -> float:
-        """The factor of the losses."""
         return float(self._scaler.get_scale())
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return what backward begins with."""
         scaled: torch.Tensor = self._scaler.scale(loss)
         return scaled
 
@@ -46,7 +44,6 @@ class ScaledSteps:
     # Any: as in torch's optimizers.
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """For the scaler."""
         return [{"params": list(self._prepared.owned_parameters().values())}]
 
     def step(self) -> None:

@@ -113,12 +113,10 @@ class OracleActor(Actor):
         return self._workshop.summation.prepare(batch)
 
     def part(self, name: str) -> nn.Module:
-        """Return the submodule itself."""
         return self._workshop.model.get_submodule(name)
 
     # Any: a model takes and returns what it likes.
     def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
-        """Call the model."""
         with self._workshop.calling(self._seeds, microbatch):
             args, kwargs = arguments_of([self._cast(given) for given in inputs])
             output = self.part(part)(*args, **kwargs)
@@ -132,18 +130,15 @@ class OracleActor(Actor):
         return converted(given, partial(cast, dtype=dtype)) if isinstance(given, ModelBatch) else given
 
     def loss(self, microbatch: int, output: Any, target: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute it."""
         rows = self.batch(microbatch) if target is None else Rows(inputs=(), target=target)
         with self._workshop.calling(self._seeds, microbatch):
             return self._problem.loss_sum(output, rows) * self.weight
 
     def backward(self, microbatch: int, loss: torch.Tensor, *, is_counted: bool = True) -> None:
-        """Run it, and take the gradients that it left out of the model."""
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._take(microbatch, loss if is_counted else None)
 
     def backward_of_branch(self, microbatch: int, loss: torch.Tensor) -> None:
-        """Run it, keep its graph, and take the gradients that it left."""
         loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]  # as above
         self._take(microbatch, loss)
 
@@ -170,7 +165,6 @@ class OracleActor(Actor):
         return nullcontext()
 
     def units(self) -> Mapping[str, UnitHandle]:
-        """Return handles that do nothing, of whatever name."""
         return _NoUnits()
 
     def look(self, moment: str) -> None:

@@ -79,7 +79,6 @@ class Pipeline(PreparedModel):
         self._schedule = self._scheduled()
 
     def play(self, actor: EngineActor) -> None:
-        """Take all microbatches of a step through this rank's stages."""
         batches = [actor.batch(m) for m in range(actor.num_microbatches)]
         inputs = [torch.cat(pieces) for pieces in zip(*(b.inputs for b in batches), strict=True)]
         targets = torch.cat([b.target for b in batches])
@@ -101,12 +100,10 @@ class Pipeline(PreparedModel):
         actor.tape.losses.extend(float(loss.detach()) for loss in losses)
 
     def optimizer(self, factory: OptimizerFactory) -> None:
-        """Build one for each stage."""
         for prepared in self._prepared:
             prepared.optimizer(factory)
 
     def step(self) -> None:
-        """Update all stages."""
         for prepared in self._prepared:
             prepared.step()
 
@@ -116,19 +113,15 @@ class Pipeline(PreparedModel):
             prepared.zero_grad(set_to_none=set_to_none)
 
     def local_parameters(self) -> Mapping[str, Shard]:
-        """Read those of all stages."""
         return {name: shard for p in self._prepared for name, shard in p.local_parameters().items()}
 
     def local_gradients(self) -> Mapping[str, Shard | None]:
-        """Read those of all stages."""
         return {name: shard for p in self._prepared for name, shard in p.local_gradients().items()}
 
     def local_buffers(self) -> Mapping[str, Shard]:
-        """Read those of all stages."""
         return {name: shard for p in self._prepared for name, shard in p.local_buffers().items()}
 
     def local_optimizer_state(self) -> Mapping[str, Shard]:
-        """Read those of all stages."""
         return {name: shard for p in self._prepared for name, shard in p.local_optimizer_state().items()}
 
     def shared_state(self) -> dict[str, Any]:

@@ -286,7 +286,6 @@ class WorldPool:
         return result
 
     def close(self) -> None:
-        """End all worlds."""
         for world in self._worlds.values():
             world.close()
         self._worlds.clear()

@@ -67,15 +67,12 @@ class _Done(dist.Work):
         self._outputs = [tensor for piece in call.outputs for tensor in piece]
 
     def wait(self, timeout: object = None) -> bool:
-        """Return at once."""
         return True
 
     def result(self) -> list[torch.Tensor]:
-        """Return the outputs."""
         return self._outputs
 
     def get_future(self) -> Any:  # Any: torch.futures.Future over a list of tensors
-        """Return a future that has them."""
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         future.set_result(self._outputs)
         return future

@@ -117,7 +117,6 @@ class Sizes:
     kinds: frozenset[WorldKind] = _EXCHANGING
 
     def suits(self, world: WorldSpec) -> bool:
-        """Whether this world is one of them."""
         return self.allows(world.size) and world.kind in self.kinds
 
 

@@ -34,5 +34,4 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorldPool]:
 
 @pytest.fixture
 def ranks(pool: WorldPool, tmp_path: Path) -> Ranks:
-    """Run bodies on ranks."""
     return Ranks(pool, tmp_path)

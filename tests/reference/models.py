@@ -39,7 +39,6 @@ class Chain(nn.Module):
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Run all units."""
         for unit in self.units:
             inputs = unit(inputs)
         return inputs * self.scale

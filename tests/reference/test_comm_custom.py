@@ -34,7 +34,6 @@ class _Allocates:
         self.calls: list[Call] = []
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate memory."""
         self.calls.append(("allocate", torch.Size(size).numel()))
         return torch.empty(size, dtype=dtype, device=device)
 
@@ -49,7 +48,6 @@ class Gather(_Allocates):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        """Gather as ever."""
         self.calls.append(("gather", (input_tensor.numel(), output_tensor.numel(), group.size())))
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
@@ -65,7 +63,6 @@ class Scatter(_Allocates):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        """Reduce twice as much."""
         self.calls.append(("scatter", (input_tensor.numel(), output_tensor.numel(), str(input_tensor.dtype))))
         input_tensor.mul_(2)
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
@@ -130,22 +127,6 @@ def test_a_hook_sees_the_reduced_shard_once_and_may_change_it(
         assert numels == [NUMEL // num_shards]
         # Unit 2 and the hook's own are all-reduced by then; more may be, where reductions overlap.
         assert num_sums[0] >= num_all_reduces
-
-
-def _hybrid_by_hook(context: RankContext, door: str) -> None:
-    """Shard over half of the world and let hooks average over the other half."""
-    mesh = hybrid_mesh(2, 2)
-    model = apply_to(Chain(), BY_NAME[door].fully_shard, mesh=mesh["shard"])
-    group = mesh.get_group("replicate")
-    for module in (model, *model.units):
-        module.set_all_reduce_hook(lambda reduced: dist.all_reduce(reduced, dist.ReduceOp.AVG, group))
-    train(context, model)
-    assert_gradients(model, chain_gradients(SIZE))
-
-
-@each_door
-def test_a_hook_makes_hybrid_sharding_by_hand(door: str, ranks: Ranks) -> None:
-    ranks.run(SIZE, _hybrid_by_hook, door)
 
 
 def _separate_groups(context: RankContext, door: str, hybrid: bool) -> list[int]:

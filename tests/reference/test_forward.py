@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.harness.worlds.rank import RankContext
-from tests.reference.front_doors import BY_NAME, REFERENCE, each_door
+from tests.reference.front_doors import BY_NAME, each_door
 from tests.reference.models import assert_gradients, whole
 from tests.reference.ranks import Ranks
 
@@ -126,7 +126,6 @@ class Fork(nn.Module):
         self.left, self.right = nn.Linear(5, 5), nn.Linear(5, 5)
 
     def forward(self, rows: torch.Tensor) -> object:
-        """Run both."""
         left, right = torch.tanh(self.left(rows)), torch.tanh(self.right(rows))
         match self.kind:
             case "tuple":
@@ -145,7 +144,6 @@ class Nested(nn.Module):
         self.inner, self.outer = Fork(inner), Fork(outer)
 
     def forward(self, rows: torch.Tensor) -> object:
-        """Run all three."""
         left, right = _tensors(self.inner(torch.tanh(self.first(rows))))
         return self.outer(left * right)
 
@@ -158,7 +156,6 @@ class Gate(nn.Module):
         self.weight = nn.Parameter(torch.rand(5))
 
     def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weigh the input."""
         return rows, torch.tanh(rows * self.weight)
 
 
@@ -170,7 +167,6 @@ class Passing(nn.Module):
         self.first, self.gate, self.last = nn.Linear(5, 5), Gate(), nn.Linear(5, 5)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Run all three."""
         hidden, weighed = self.gate(torch.tanh(self.first(rows)))
         output: torch.Tensor = self.last(hidden + weighed)
         return output
@@ -184,7 +180,6 @@ class NoRows(nn.Module):
         self.weight = nn.Parameter(torch.empty(0, 5))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Add nothing to the input."""
         return rows + (rows @ self.weight.T).sum(1, keepdim=True)
 
 
@@ -285,7 +280,6 @@ class Containers(nn.Module):
         self.seen: dict[str, object] = {}
 
     def forward(self, table: dict[str, Any], pair: tuple[Any, ...], *, scores: Scores) -> object:
-        """Note what came, and use all of it."""
         floats = [table["rows"], table["list"][0], pair[0], scores.main, scores.aside]
         self.seen = {
             "floats": {x.dtype for x in floats},
@@ -327,22 +321,3 @@ def _casts(context: RankContext, door_name: str, casts: bool) -> None:
 @pytest.mark.parametrize("casts", [True, False], ids=["cast", "left"])
 def test_containers_are_searched_for_floats(casts: bool, door: str, ranks: Ranks) -> None:
     ranks.run(2, _casts, door, casts)
-
-
-# --- whose parameters ---------------------------------------------------------------------------------------------
-
-
-def _freezes(context: RankContext) -> None:
-    """Freeze and thaw a parameter of a sharded model: it has a gradient when it is thawed."""
-    model = REFERENCE.fully_shard(_mlp().double())
-    x = _rows(0, context.rank)[0]
-    for trains in (True, False, True):
-        model.zero_grad()
-        model.get_parameter("0.weight").requires_grad_(trains)
-        _loss_after_backward(model, x)
-        missing = [name for name, p in model.named_parameters() if p.grad is None]
-        assert missing == ([] if trains else ["0.weight"])
-
-
-def test_a_parameter_may_be_frozen_and_thawed_after_sharding(ranks: Ranks) -> None:
-    ranks.run(2, _freezes)

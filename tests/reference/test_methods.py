@@ -1,4 +1,4 @@
-"""What a sharded module's methods do by hand: gather, free, accumulate, share streams, recover."""
+"""What a sharded module's methods do by hand: gather, free, divide, share streams, recover."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardproof.harness.tracing.ledger import Op, Phase
 from shardproof.harness.worlds.rank import RankContext
 from tests.reference.front_doors import BY_NAME, each_door
 from tests.reference.models import (
-    ROOT,
     Chain,
     apply_to,
     assert_gradients,
@@ -22,7 +20,6 @@ from tests.reference.models import (
     hybrid_mesh,
     inputs_of,
     is_whole,
-    mean_gradients,
     train,
     whole,
     whole_units,
@@ -78,76 +75,7 @@ def test_unshard_gathers_one_module_once_even_before_any_forward(
     assert ranks.run(SIZE, _unshard, door, is_async) == [{Op.ALL_GATHER: 1}] * SIZE
 
 
-def _evaluate(context: RankContext, door: str, reshard: bool | int | None) -> set[int]:
-    chain = Chain()
-    model = apply_to(chain, BY_NAME[door].fully_shard, reshard_after_forward=reshard)
-    with torch.no_grad():
-        model(inputs_of(context.rank))
-    left = whole_units(chain)
-    for module in (model, *model.units):
-        module.reshard()
-    _assert_original(model)
-    return left
-
-
-@each_door
-@pytest.mark.parametrize(
-    ("reshard", "kept"), [(True, set()), (2, set()), (None, {ROOT}), (False, {ROOT, 0, 1, 2})], ids=str
-)
-def test_an_evaluation_leaves_whole_what_a_forward_does(
-    door: str, reshard: bool | int | None, kept: set[int], ranks: Ranks
-) -> None:
-    assert ranks.run(SIZE, _evaluate, door, reshard) == [kept] * SIZE
-
-
 # --- gradients ----------------------------------------------------------------------------------------------------
-
-
-def _sync_off(context: RankContext, door: str) -> None:
-    model = apply_to(Chain(), BY_NAME[door].fully_shard)
-    model.set_requires_gradient_sync(False)
-    train(context, model)
-    assert all(param.grad is None for param in model.parameters())
-    model.set_requires_gradient_sync(True)
-    train(context, model)
-    assert all(isinstance(param.grad, DTensor) for param in model.parameters())
-    assert_gradients(model, chain_gradients(SIZE, factor=2))
-
-
-@each_door
-def test_shards_have_no_gradient_until_it_is_reduced(door: str, ranks: Ranks) -> None:
-    ranks.run(SIZE, _sync_off, door)
-
-
-def _step_in_backward(context: RankContext, door_name: str, call: str, offloads: bool) -> None:
-    door, plain, stepped = BY_NAME[door_name], Chain(), list[torch.Tensor]()
-    options = {"offload_policy": door.cpu_offload(pin_memory=False)} if offloads else {}
-    model = apply_to(Chain(), getattr(door, call), **options)
-    optimizers = {parameter: torch.optim.SGD([parameter], lr=2**-8) for parameter in model.parameters()}
-
-    def step_now(parameter: torch.Tensor) -> None:
-        assert isinstance(parameter.grad, DTensor)
-        stepped.append(parameter)
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(step_now)
-    for _ in range(3):
-        stepped.clear()
-        model(inputs_of(context.rank)).sum().backward()
-        assert sorted(map(id, stepped)) == sorted(map(id, optimizers)), "a hook ran twice, or not at all"
-        mean_gradients(plain, range(context.size))
-        torch.optim.SGD(plain.parameters(), lr=2**-8).step()
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(whole(mine), theirs)
-
-
-@each_door
-@pytest.mark.parametrize("call", ["fully_shard", "replicate"])
-@pytest.mark.parametrize("offloads", [False, True], ids=["", "offloaded"])
-def test_an_optimizer_may_step_in_backward(offloads: bool, call: str, door: str, ranks: Ranks) -> None:
-    ranks.run(2, _step_in_backward, door, call, offloads)
 
 
 def _divide_one(context: RankContext, door: str) -> None:
@@ -162,22 +90,6 @@ def _divide_one(context: RankContext, door: str) -> None:
 @each_door
 def test_a_divide_factor_is_of_one_group_only(door: str, ranks: Ranks) -> None:
     ranks.run(SIZE, _divide_one, door)
-
-
-def _keep_after_backward(context: RankContext, door: str, recurse: bool) -> set[int]:
-    chain = Chain()
-    model = apply_to(chain, BY_NAME[door].fully_shard)
-    model.set_reshard_after_backward(False, recurse=recurse)
-    train(context, model)
-    return whole_units(chain)
-
-
-@each_door
-@pytest.mark.parametrize(("recurse", "kept"), [(True, {ROOT, 0, 1, 2}), (False, {ROOT})])
-def test_units_are_kept_after_backward_below_a_module_or_it_alone(
-    recurse: bool, kept: set[int], door: str, ranks: Ranks
-) -> None:
-    assert ranks.run(2, _keep_after_backward, door, recurse) == [kept] * 2
 
 
 # --- several roots ------------------------------------------------------------------------------------------------

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardproof.harness.worlds.rank import RankContext
 from tests.reference.front_doors import BY_NAME, each_door
 from tests.reference.models import (
-    WIDTH,
     Chain,
     Unit,
     apply_to,
@@ -27,7 +24,6 @@ from tests.reference.models import (
 from tests.reference.ranks import Ranks
 
 SIZE = 2
-each_call = pytest.mark.parametrize("call", ["fully_shard", "replicate"])
 
 
 def _classes(context: RankContext, door_name: str) -> list[str]:
@@ -46,28 +42,6 @@ def _classes(context: RankContext, door_name: str) -> list[str]:
 @each_door
 def test_the_class_is_named_after_what_it_was(door: str, ranks: Ranks) -> None:
     assert ranks.run(1, _classes, door) == [["FSDPUnit", "ReplicateUnit"]]
-
-
-def _containers(context: RankContext, door_name: str, call: str) -> None:
-    door = BY_NAME[door_name]
-    apply = getattr(door, call)
-    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-    for layer in (layers[0], layers[1]):
-        apply(layer)
-    model: Any = apply(layers)
-    half = model[:2]
-    assert type(half) is nn.Sequential, "a slice is a container of the original class"
-    assert [half[i] is model[i] for i in range(2)] == [True, True]
-    assert isinstance(model[0], door.sharded_module)
-    assert not isinstance(model[3], door.sharded_module)
-    assert len(model) == 4
-    model(torch.ones(1, WIDTH)).sum().backward()
-
-
-@each_door
-@each_call
-def test_a_container_can_be_indexed_and_cut(call: str, door: str, ranks: Ranks) -> None:
-    ranks.run(SIZE, _containers, door, call)
 
 
 # --- parameters ---------------------------------------------------------------------------------------------------
@@ -98,26 +72,6 @@ def test_shards_say_where_they_are(door: str, ranks: Ranks) -> None:
     assert ranks.run(4, _placements, door) == [[{(Shard(0),)}, hybrid, hybrid, {(Replicate(),)}]] * 4
 
 
-def _columns(context: RankContext, door: str) -> None:
-    chain, seen = Chain(), list[bool]()
-    unit = chain.units[0]
-    model = apply_to(chain, BY_NAME[door].fully_shard, shard_placement_fn=lambda p: Shard(p.ndim - 1))
-    unit.register_forward_pre_hook(lambda *_: seen.extend(p.is_contiguous() for p in unit.parameters()))
-    model(inputs_of(context.rank)).sum().backward()
-    assert seen == [True, True]
-    assert model.units[0].weight.placements == (Shard(1),)
-    for param in model.parameters():
-        tensors = (param, param.to_local(), param.grad, param.grad.to_local())
-        assert all(tensor.is_contiguous() for tensor in tensors)
-    assert_gradients(model, chain_gradients(context.size))
-
-
-@each_door
-def test_columns_are_contiguous_everywhere(door: str, ranks: Ranks) -> None:
-    """Upstream row T25."""
-    ranks.run(4, _columns, door)
-
-
 def _identities(context: RankContext, door: str) -> None:
     model = apply_to(Chain(), BY_NAME[door].fully_shard)
     before = list(model.parameters())
@@ -132,44 +86,7 @@ def test_parameters_keep_their_identity(door: str, ranks: Ranks) -> None:
     ranks.run(SIZE, _identities, door)
 
 
-def _ignore(context: RankContext, door: str) -> None:
-    chain = Chain()
-    ignored = chain.get_parameter("units.1.extra")
-    model = apply_to(chain, BY_NAME[door].fully_shard, ignored_params={ignored})
-    model(inputs_of(context.rank)).sum().backward()
-    assert chain.get_parameter("units.1.extra") is ignored
-    own = mean_gradients(Chain(), [context.rank])
-    # Not reduced: this rank's own gradient.
-    name = "units.1.extra"
-    assert_gradients(model, {**chain_gradients(SIZE), name: own[name]})
-
-
-@each_door
-def test_ignored_parameters_stay_whole_and_unreduced(door: str, ranks: Ranks) -> None:
-    ranks.run(SIZE, _ignore, door)
-
-
 # --- values -------------------------------------------------------------------------------------------------------
-
-
-def _fill(context: RankContext, door: str) -> None:
-    with torch.device("meta"):
-        chain = Chain()
-    model = apply_to(chain, BY_NAME[door].fully_shard)
-    assert {param.device.type for param in model.parameters()} == {"meta"}
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for mine, plain in zip(model.parameters(), Chain().parameters(), strict=True):
-            mine.copy_(distribute_tensor(plain.detach(), mine.device_mesh, mine.placements))
-    for _ in range(2):
-        model.zero_grad()
-        model(inputs_of(context.rank)).sum().backward()
-        assert_gradients(model, chain_gradients(context.size))
-
-
-@each_door
-def test_a_model_may_get_its_values_after_sharding(door: str, ranks: Ranks) -> None:
-    ranks.run(3, _fill, door)
 
 
 def _cast(context: RankContext, door: str, unshards: bool) -> None:

@@ -1,134 +1,21 @@
-"""Ranks skip a step and change the scale together, whichever of them saw a gradient that is not finite."""
+"""What the scaler asks of which ranks, and what it does to losses; suites/precision has the rest."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as ScalerOfTorch
 
 from shardproof.engine.reference.optim import ShardedGradScaler
 from shardproof.harness.tracing.ledger import Op
 from shardproof.harness.worlds.rank import RankContext
-from shardproof.harness.worlds.spec import WorldKind
 from tests.reference.ranks import Ranks
 
-SIZE = 3
 INIT_SCALE = 16.0
-RATE = 0.5
-# What a rank's gradient holds in each step, before it is scaled; None is a rank without a gradient.
-Story = tuple[tuple[float | None, ...], ...]
-# Any: torch's scaler has no types.
-Scaler = Any
-
-FINITE = (1.0, 2.0, 3.0)
-STORIES: dict[str, Story] = {
-    "all-finite": (FINITE, FINITE, FINITE),
-    "one-infinite": (FINITE, (1.0, math.inf, 3.0), FINITE),
-    "one-not-a-number": ((math.nan, 2.0, 3.0), FINITE),
-    "the-last-infinite": ((1.0, 2.0, -math.inf),),
-    "all-infinite": ((math.inf,) * 3, FINITE),
-    "one-without": ((1.0, None, 3.0), FINITE),
-    "one-without-one-infinite": ((None, math.inf, 3.0), FINITE),
-    "none-at-all": ((None, None, None), FINITE),
-    "often": ((math.inf, 2.0, 3.0), (1.0, math.inf, 3.0), FINITE, FINITE, FINITE, (1.0, 2.0, math.nan)),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """How a rank trains one parameter."""
-
-    make: Callable[..., Scaler] = ShardedGradScaler
-    options: dict[str, Any] = field(default_factory=dict)
-    unscales_first: bool = False
-    dtype: torch.dtype = torch.float32
-
-
-# What one rank is left with after each step: the scale, how many finite steps it counts, and the parameter.
-Left = list[tuple[float, int, float]]
-
-
-def _train(rank: int, story: Story, setup: Setup) -> Left:
-    parameter = nn.Parameter(torch.zeros(1, dtype=setup.dtype))
-    optimizer = torch.optim.SGD([parameter], lr=RATE, **setup.options)
-    scaler = setup.make("cpu", init_scale=INIT_SCALE, growth_interval=2)
-    left = []
-    for values in story:
-        optimizer.zero_grad()
-        value = values[rank]
-        scale = scaler.scale(torch.ones(()))
-        if value is not None:
-            parameter.grad = torch.full((1,), value * float(scale), dtype=setup.dtype)
-        if setup.unscales_first:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        left.append((scaler.get_scale(), scaler._get_growth_tracker(), float(parameter.detach())))
-    return left
-
-
-def _train_each(context: RankContext, setup: Setup, names: list[str]) -> dict[str, Left]:
-    return {name: _train(context.rank, STORIES[name], setup) for name in names}
-
-
-def _expected(story: Story, rank: int) -> Left:
-    """Compute what a scaler does that sees all ranks' gradients."""
-    scale, tracker, parameter = INIT_SCALE, 0, 0.0
-    left = []
-    for values in story:
-        if all(value is None or math.isfinite(value) for value in values):
-            parameter -= RATE * (values[rank] or 0.0)
-            tracker += 1
-            if tracker == 2:
-                scale, tracker = scale * 2, 0
-        else:
-            scale, tracker = scale / 2, 0
-        left.append((scale, tracker, parameter))
-    return left
-
-
-def _assert_is_right(told: list[dict[str, Left]]) -> None:
-    for rank, found in enumerate(told):
-        assert found == {name: _expected(STORIES[name], rank) for name in found}
-
-
-SETUPS = {
-    "sgd": Setup(),
-    "unscale": Setup(unscales_first=True),
-    "half": Setup(dtype=torch.float16),
-    "fused": Setup(options={"fused": True}),
-    "fused-unscale": Setup(options={"fused": True}, unscales_first=True),
-}
-
-
-@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
-def test_ranks_step_and_scale_together(setup: Setup, ranks: Ranks) -> None:
-    _assert_is_right(ranks.run(SIZE, _train_each, setup, list(STORIES)))
-
-
-def test_ranks_that_are_processes_do_so_too(ranks: Ranks) -> None:
-    told = ranks.run(SIZE, _train_each, Setup(), ["one-without-one-infinite"], kind=WorldKind.PROCESSES)
-    _assert_is_right(told)
-
-
-def test_scales_are_those_of_torch(ranks: Ranks) -> None:
-    stories = ["all-finite", "one-infinite", "one-without", "often"]
-    _assert_is_right(ranks.run(SIZE, _train_each, Setup(make=ScalerOfTorch), stories))
-
-
-def test_a_scaler_that_asks_itself_alone_lets_ranks_part(ranks: Ranks) -> None:
-    """The stories tell a scaler that agrees from one that does not."""
-    told = ranks.run(SIZE, _train_each, Setup(make=GradScaler), ["one-infinite"])
-    with pytest.raises(AssertionError):
-        _assert_is_right(told)
 
 
 # --- one collective -----------------------------------------------------------------------------------------------

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,26 +175,6 @@ def _saved_and_copied(context: RankContext, call: str) -> list[int]:
 def test_a_state_dict_is_saved_and_copied_as_any_other(call: str, ranks: Ranks) -> None:
     for alone, together in ranks.run(2, _saved_and_copied, call, kind=WorldKind.PROCESSES):
         assert alone < together, "one parameter carries no other"
-
-
-def _lifetimes(context: RankContext) -> list[bool]:
-    """Return of each model whether it was still there after it was deleted."""
-    told = []
-    for _ in range(3):
-        model, _ = _twins()
-        fully_shard(model[0])
-        fully_shard(model)
-        model(_inputs()).square().mean().backward()
-        alive = weakref.ref(model)
-        del model
-        gc.collect()
-        told.append(alive() is not None)
-    return told
-
-
-def test_a_deleted_model_is_gone(ranks: Ranks) -> None:
-    told = ranks.run(2, _lifetimes, kind=WorldKind.PROCESSES)
-    assert told == [[False] * 3] * 2
 
 
 def _other_uses_per_rank(context: RankContext) -> float:

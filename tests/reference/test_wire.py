@@ -1,9 +1,8 @@
-"""What each collective carries, and how often a recomputation needs one: bytes and counts against closed forms."""
+"""How often units are gathered: ahead in forward, and where a backward recomputes one."""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -17,60 +16,13 @@ from tests.reference.models import (
     apply_to,
     assert_gradients,
     chain_gradients,
-    hybrid_mesh,
     inputs_of,
     train,
     whole_units,
 )
 from tests.reference.ranks import Ranks, collectives
 
-AG, RS, AR = Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE
-Layout = tuple[int, ...]  # one axis that shards, or replicas of shards
-Carried = tuple[Op, str, tuple[int, ...], str | None, tuple[int, ...]]
-
-
-def _train(context: RankContext, door_name: str, layout: Layout, options: dict[str, Any]) -> set[Carried]:
-    """Returns each kind of collective: dtype, ranks, reduce op, and the elements of the groups' collectives."""
-    door = BY_NAME[door_name]
-    policy = door.mixed_precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    mesh = hybrid_mesh(*layout) if len(layout) == 2 else None
-    train(context, apply_to(Chain(), door.fully_shard, mesh=mesh, mp_policy=policy, **options))
-    entries = [e for e in context.recorder.ledger() if e.phase in {Phase.FORWARD, Phase.BACKWARD}]
-    kinds = {(e.op, e.phase, e.dtype, e.group, e.reduce_op) for e in entries}
-    return {
-        (op, dtype, group, reduce_op, tuple(sorted(_numels(entries, op, phase, dtype))))
-        for op, phase, dtype, group, reduce_op in kinds
-    }
-
-
-def _numels(entries: list[Any], op: Op, phase: Phase, dtype: str) -> list[int]:
-    itemsize = getattr(torch, dtype).itemsize
-    return [e.num_bytes // itemsize for e in entries if e.op is op and e.phase is phase]
-
-
-def _padded(num_shards: int) -> tuple[int, ...]:
-    """List the elements of the chain's groups, rows padded to a multiple of the shards."""
-    shapes: list[list[tuple[int, ...]]] = [[(8,)], *([(8, 8), (4 * (index + 1),)] for index in range(3))]
-    sizes = [
-        sum(-(-shape[0] // num_shards) * num_shards * torch.Size(shape[1:]).numel() for shape in group)
-        for group in shapes
-    ]
-    return tuple(sorted(sizes))
-
-
-@each_door
-@pytest.mark.parametrize("layout", [(3,), (4,), (2, 2), (2, 3)], ids=str)
-def test_shards_travel_in_rows_and_gradients_in_columns(layout: Layout, door: str, ranks: Ranks) -> None:
-    size, num_shards = torch.Size(layout).numel(), layout[-1]
-    padded = _padded(num_shards)
-    told = ranks.run(size, _train, door, layout, {"reshard_after_forward": True})
-    for rank, carried in enumerate(told):
-        row = tuple(range(rank // num_shards * num_shards, (rank // num_shards + 1) * num_shards))
-        column = tuple(range(rank % num_shards, size, num_shards))
-        expected = {(AG, "bfloat16", row, None, padded), (RS, "float32", row, "avg", padded)}
-        if len(layout) == 2:  # only the shard crosses between replicas
-            expected.add((AR, "float32", column, "avg", tuple(n // num_shards for n in padded)))
-        assert carried == expected
+AG, RS = Op.ALL_GATHER, Op.REDUCE_SCATTER
 
 
 def _gathers_before(context: RankContext) -> list[int]:
@@ -94,7 +46,6 @@ class Checkpointed(Chain):
     is_reentrant = False
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Run all units, keeping inputs only."""
         for unit in self.units:
             inputs = checkpoint(unit, inputs, use_reentrant=self.is_reentrant)
         return inputs * self.scale

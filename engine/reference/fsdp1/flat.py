@@ -233,7 +233,6 @@ class FlatLayout:
         return whole.view(self.num_ranks, self.share_numel)[self.rank]
 
     def copy_in(self, out: torch.Tensor) -> None:
-        """Copy the share."""
         out.copy_(self.memory, non_blocking=True)
 
     def copy_in_gradients(

@@ -140,7 +140,6 @@ class WrapperPrecision:
 
     @property
     def cast_forward_inputs(self) -> bool:
-        """Whether inputs are cast."""
         return self.mixed.cast_root_forward_inputs if self._is_root() else self.mixed.cast_forward_inputs
 
 
@@ -208,7 +207,6 @@ class WrapperBase(nn.Module):
 
     @property
     def wrapped(self) -> nn.Module:
-        """The module that this wrapper was given."""
         return self._fsdp_wrapped_module
 
     @property
@@ -230,7 +228,6 @@ class WrapperBase(nn.Module):
 
     # Any: attributes of the wrapped module, whatever they are.
     def __getattr__(self, name: str) -> Any:
-        """Look on the wrapped module for what this one does not have."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -239,7 +236,6 @@ class WrapperBase(nn.Module):
             return getattr(self._fsdp_wrapped_module, name)
 
     def __getitem__(self, key: Any) -> Any:
-        """Index the wrapped module."""
         inner: Any = self._fsdp_wrapped_module
         return inner[key]
 

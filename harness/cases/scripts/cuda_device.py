@@ -29,7 +29,6 @@ class ReplaysAGraph:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.GRAPHS})
 
     def play(self, actor: Actor) -> None:
-        """Compare, then train."""
         if actor.batch(0).target.is_cuda:
             actor.note(REPLAY, EQUAL if _replay_is_equal(actor) else "another one")
         EachMicrobatch().play(actor)
@@ -93,7 +92,6 @@ class CountsCopies:
     demands: ClassVar[frozenset[Capability]] = frozenset()
 
     def play(self, actor: Actor) -> None:
-        """Count on a CUDA device, train in any case."""
         output = actor.forward(0, *actor.batch(0).inputs)
         loss = actor.loss(0, output)
         if not loss.is_cuda:
@@ -121,7 +119,6 @@ class WatchesPools:
     demands: ClassVar[frozenset[Capability]] = frozenset()
 
     def play(self, actor: Actor) -> None:
-        """Train, then look."""
         EachMicrobatch().play(actor)
         if actor.batch(0).target.is_cuda:
             segments: Any = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]  # torch leaves it untyped

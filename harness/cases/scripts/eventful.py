@@ -46,7 +46,6 @@ class Eventful:
 
     @property
     def demands(self) -> frozenset[Capability]:
-        """Return what the inner script demands, and whether the engine must recover."""
         asked = {
             Capability.RECOVER: self.failure is not FailurePoint.NONE,
             Capability.RECOVER_KEEPING: self.failure is FailurePoint.LAST,
@@ -54,7 +53,6 @@ class Eventful:
         return self.inner.demands | {capability for capability, is_asked in asked.items() if is_asked}
 
     def play(self, actor: Actor) -> None:
-        """Run all microbatches of one step, and what comes between."""
         if self.failure is FailurePoint.FIRST:
             self._fail(actor)
         if self.evaluation is Interlude.BEFORE:

@@ -24,7 +24,6 @@ class FailsFirst:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.RECOVER})
 
     def play(self, actor: Actor) -> None:
-        """Fail, forget, begin again."""
         for microbatch in range(actor.num_microbatches - 1):
             _train(actor, microbatch, is_counted=False)
         _fail(actor, actor.num_microbatches - 1)
@@ -43,7 +42,6 @@ class SkipsAFailure:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.RECOVER, Capability.RECOVER_KEEPING})
 
     def play(self, actor: Actor) -> None:
-        """Train, fail, forget the failure alone."""
         for microbatch in range(actor.num_microbatches):
             _train(actor, microbatch)
         _fail(actor, actor.num_microbatches - 1)
@@ -65,7 +63,6 @@ class Evaluates:
     demands: ClassVar[frozenset[Capability]] = frozenset()
 
     def play(self, actor: Actor) -> None:
-        """Evaluate on the data of the first microbatch."""
         if self.moment is EvaluationPoint.BEFORE_TRAINING and actor.step == 0:
             actor.evaluate(0, self.how)
         for microbatch in range(actor.num_microbatches):

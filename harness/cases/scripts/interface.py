@@ -24,7 +24,6 @@ class Exercise:
 
     @property
     def demands(self) -> frozenset[Capability]:
-        """The interface that the body calls, and what it asks beside."""
         return self.beside | {self.interface}
 
     def __repr__(self) -> str:
@@ -32,7 +31,6 @@ class Exercise:
         return f"Exercise({self.body.__module__}.{self.body.__qualname__}{self.arguments!r})"
 
     def play(self, actor: Actor) -> None:
-        """Exercise, then train; the oracle, which has no engine, only trains."""
         bench: InterfaceBench | None = actor.bench()
         if bench is not None:
             self.body(bench, *self.arguments)

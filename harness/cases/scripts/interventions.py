@@ -35,7 +35,6 @@ class EditsGradients:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.EDIT_GRADIENTS})
 
     def play(self, actor: Actor) -> None:
-        """Run one microbatch at a time."""
         for microbatch in range(actor.num_microbatches):
             train_microbatch(actor, microbatch)
             if microbatch == 0:
@@ -49,7 +48,6 @@ class ClearsWhileHeldBack:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.PENDING_APART})
 
     def play(self, actor: Actor) -> None:
-        """Run one microbatch at a time; what the oracle has taken of them is not shown."""
         for microbatch in range(actor.num_microbatches):
             train_microbatch(actor, microbatch)
             if microbatch < actor.num_microbatches - 1:
@@ -71,7 +69,6 @@ class HoldsBackByTurns:
     )
 
     def play(self, actor: Actor) -> None:
-        """Set all units before each microbatch."""
         for microbatch in range(actor.num_microbatches):
             for name in self.units:
                 unit = actor.units()[name]
@@ -91,7 +88,6 @@ class ConvertsAndBack:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.RECONVERT})
 
     def play(self, actor: Actor) -> None:
-        """Run one microbatch at a time."""
         for microbatch in range(actor.num_microbatches):
             if self.moment is Interlude.BEFORE and microbatch == 0:
                 actor.convert(*self.dtypes, torch.float32)
@@ -111,7 +107,6 @@ class Freezes:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.FREEZE, Capability.UNUSED})
 
     def play(self, actor: Actor) -> None:
-        """Freeze or unfreeze, then train."""
         for part in self.parts:
             actor.part(part).requires_grad_(actor.step not in self.steps)
         if self.evaluates:
@@ -127,7 +122,6 @@ class HooksGradients:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.GRADIENT_HOOKS})
 
     def play(self, actor: Actor) -> None:
-        """Hang the hooks, train, and note what they saw."""
         seen: dict[str, list[Shard]] = {}
         trained = {n: p for n, p in actor.part("").named_parameters() if p.requires_grad}
 

@@ -33,13 +33,11 @@ class HoldingBack:
 
     @property
     def demands(self) -> frozenset[Capability]:
-        """Return which handles are used."""
         is_whole = self.holding is Holding.GRADIENTS
         used = {Capability.UNIT_SYNC if is_whole else Capability.REPLICA_SYNC}
         return frozenset(used | ({Capability.KEEP_AFTER_BACKWARD} if self.keeps else set()))
 
     def play(self, actor: Actor) -> None:
-        """Set the units' state before each microbatch."""
         for microbatch in range(actor.num_microbatches):
             is_last = microbatch == actor.num_microbatches - 1
             for name in self.units:
@@ -66,12 +64,10 @@ class Interleaved:
 
     @property
     def demands(self) -> frozenset[Capability]:
-        """Return which handles are used."""
         used = {Capability.INTERLEAVE, Capability.UNIT_SYNC}
         return frozenset(used | ({Capability.KEEP_AFTER_BACKWARD} if self.keeps else set()))
 
     def play(self, actor: Actor) -> None:
-        """Run each backward as soon as enough forwards are ahead of it."""
         num, losses = actor.num_microbatches, dict[int, torch.Tensor]()
         for microbatch in range(num):
             for ahead in range(len(losses), min(microbatch + self.ahead + 1, num)):
@@ -93,7 +89,6 @@ class SumOfForwards:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.INTERLEAVE})
 
     def play(self, actor: Actor) -> None:
-        """Run several forwards and one backward."""
         losses = []
         for microbatch in range(actor.num_microbatches):
             output = actor.forward(microbatch, *actor.batch(microbatch).inputs)
@@ -113,7 +108,6 @@ class BranchByBranch:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.UNIT_SYNC})
 
     def play(self, actor: Actor) -> None:
-        """Run backwards that each skip the other branches."""
         for microbatch in range(actor.num_microbatches):
             batch = actor.batch(microbatch)
             outputs = actor.forward(microbatch, *batch.inputs)
@@ -142,7 +136,6 @@ class NestInputs:
     demands: ClassVar[frozenset[Capability]] = frozenset()
 
     def play(self, actor: Actor) -> None:
-        """Run one microbatch at a time."""
         for microbatch in range(actor.num_microbatches):
             with actor.synchronisation(microbatch):
                 first, *others = actor.batch(microbatch).inputs
@@ -161,7 +154,6 @@ class EvaluatesFirst:
     demands: ClassVar[frozenset[Capability]] = frozenset()
 
     def play(self, actor: Actor) -> None:
-        """Evaluate, then train."""
         actor.evaluate(0)
         EachMicrobatch().play(actor)
 
@@ -174,7 +166,6 @@ class HoldsOn:
     demands: ClassVar[frozenset[Capability]] = frozenset()
 
     def play(self, actor: Actor) -> None:
-        """Run one microbatch at a time, and let nothing go."""
         kept: list[torch.Tensor] = []
         for microbatch in range(actor.num_microbatches):
             inputs = actor.batch(microbatch).inputs

@@ -23,7 +23,6 @@ class OnePartOnOddSteps:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.PARTS, Capability.UNUSED})
 
     def play(self, actor: Actor) -> None:
-        """Run one microbatch at a time."""
         if actor.step % 2 == 0:
             EachMicrobatch().play(actor)
             return
@@ -45,7 +44,6 @@ class ChunksOfTheHead:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.PARTS})
 
     def play(self, actor: Actor) -> None:
-        """Run one microbatch at a time."""
         for microbatch in range(actor.num_microbatches):
             with actor.synchronisation(microbatch):
                 self.play_one(actor, microbatch)
@@ -72,7 +70,6 @@ class FlaggedChunks:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.PARTS, Capability.UNIT_SYNC})
 
     def play(self, actor: Actor) -> None:
-        """Set the flags, then take one microbatch at a time."""
         for microbatch in range(actor.num_microbatches):
             is_last = microbatch == actor.num_microbatches - 1
             for name in (*self.units, ""):
@@ -89,7 +86,6 @@ class TrunkTwiceOnOddSteps:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.INTERLEAVE, Capability.UNUSED})
 
     def play(self, actor: Actor) -> None:
-        """Let what comes after ``stop`` go without a gradient every other step."""
         if actor.step % 2 == 0:
             EachMicrobatch().play(actor)
             return
@@ -114,7 +110,6 @@ class AllForwardsFirst:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.INTERLEAVE})
 
     def play(self, actor: Actor) -> None:
-        """Hold all graphs at the same time."""
         microbatches = range(actor.num_microbatches)
         outputs = [actor.forward(m, *actor.batch(m).inputs) for m in microbatches]
         losses = [actor.loss(m, output) for m, output in zip(microbatches, outputs, strict=True)]
@@ -153,7 +148,6 @@ class HoldHeadOpen:
     freed: ClassVar[str] = "after the last chunk, freed by hand"
 
     def play(self, actor: Actor) -> None:
-        """Run one microbatch at a time; look at the last one's units."""
         for microbatch in range(actor.num_microbatches):
             batch = actor.batch(microbatch)
             hidden = actor.forward(microbatch, *batch.inputs)

@@ -33,5 +33,4 @@ class Pipelined:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.PIPELINE})
 
     def play(self, actor: Actor) -> None:
-        """Run one microbatch at a time through the whole model."""
         EachMicrobatch().play(actor)

@@ -32,7 +32,6 @@ class NotesForms:
     demands: ClassVar[frozenset[Capability]] = frozenset()
 
     def play(self, actor: Actor) -> None:
-        """Run one microbatch at a time; note."""
         model = actor.part("")
         for microbatch in range(actor.num_microbatches):
             with actor.synchronisation(microbatch):
@@ -66,7 +65,6 @@ class NotesUnitDtypes:
     demands: ClassVar[frozenset[Capability]] = frozenset()
 
     def play(self, actor: Actor) -> None:
-        """Run one microbatch at a time; note."""
         for unit in self.units:
             self._watch(actor, unit)
         EachMicrobatch().play(actor)

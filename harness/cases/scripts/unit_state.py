@@ -30,7 +30,6 @@ class LookAround:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.UNIT_STATE})
 
     def play(self, actor: Actor) -> None:
-        """Run one microbatch at a time."""
         for microbatch in range(actor.num_microbatches):
             is_looked_at = microbatch == actor.num_microbatches - 1
             with actor.synchronisation(microbatch):
@@ -56,7 +55,6 @@ class ToggleReshard:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.UNIT_STATE})
 
     def play(self, actor: Actor) -> None:
-        """Set the units' state again before each forward."""
         for microbatch, moment in enumerate((AFTER_FORWARD_FREED, AFTER_FORWARD_KEPT)):
             for unit in _handles(actor, self.units):
                 unit.set_reshard_after_forward(is_on=moment == AFTER_FORWARD_FREED)
@@ -84,7 +82,6 @@ class UnshardByHand:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.UNIT_STATE})
 
     def play(self, actor: Actor) -> None:
-        """Run one microbatch at a time; look only after a wait."""
         for microbatch in range(actor.num_microbatches):
             self._unshard(actor, BEFORE_FORWARD)
             output = actor.forward(microbatch, *actor.batch(microbatch).inputs)
@@ -114,7 +111,6 @@ class AlternateHeads:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.UNIT_STATE, Capability.UNUSED})
 
     def play(self, actor: Actor) -> None:
-        """Run a backward that skips one head."""
         for microbatch in range(actor.num_microbatches):
             outputs = actor.forward(microbatch, *actor.batch(microbatch).inputs)
             loss = actor.loss(microbatch, outputs[actor.step % 2])

@@ -51,7 +51,6 @@ class Count:
         return f"{self.expected} x {self.select} per {self.per.value}"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Count on every rank in every moment that the selection covers."""
         tally = _Tally(select=self.select, per=self.per, measure=len, noun="collectives")
         broken = [*blindness(evidence, (self.select,), self.per), *tally.breaches(evidence, self.expected)]
         return rule(self.name, broken, held=f"{tally.spell(evidence)} on every rank")
@@ -71,7 +70,6 @@ class Bytes:
         return f"{self.expected} bytes of {self.select} per {self.per.value}"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Add up on every rank in every moment that the selection covers."""
         tally = _Tally(select=self.select, per=self.per, measure=_num_bytes, noun="bytes")
         ratio = self._ratio(max(tally.amounts(evidence), default=0), evidence)
         broken = [*blindness(evidence, (self.select,), self.per), *tally.breaches(evidence, self.expected)]
@@ -97,7 +95,6 @@ class FewCalls:
         return f"at most {amount if isinstance(amount, int) else amount.name} collectives in all"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Count whatever a rank called, at whatever time."""
         limit = evaluate(self.at_most, evidence.training, evidence.world_size)
         counts = {rank: sum(e.phase is not Phase.OBSERVE for e in found) for rank, found in ledgers(evidence)}
         broken = [
@@ -129,7 +126,6 @@ class Nothing:
         return f"no {self.select}"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Look for what must not be there on every rank."""
         broken = blindness(evidence, (self.select,), Per.STEP)
         for rank, ledger in ledgers(evidence):
             broken += [
@@ -155,7 +151,6 @@ class InOrder:
         return " before ".join(map(str, self.selects))
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Compare neighbours on every rank in every microbatch."""
         schedule = evidence.training.schedule
         broken = blindness(evidence, self.selects, Per.MICROBATCH)
         covered = [set(s.moments(schedule, Per.MICROBATCH)) for s in self.selects]
@@ -190,7 +185,6 @@ class OnlyThese:
         return f"only {'; '.join(map(str, self.selects))} among {self.among}"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """List what is left over on every rank."""
         broken = blindness(evidence, (self.among,), Per.STEP)
         num_allowed = 0
         for rank, ledger in ledgers(evidence):
@@ -228,7 +222,6 @@ class _EachSelected:
 
     @property
     def name(self) -> str:
-        """Describe the law."""
         raise NotImplementedError
 
     def breach(self, entry: Entry) -> str | None:
@@ -236,7 +229,6 @@ class _EachSelected:
         raise NotImplementedError
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Look at every selected collective of every rank."""
         broken = blindness(evidence, (self.select,), Per.STEP)
         num_looked_at = 0
         for rank, ledger in ledgers(evidence):

@@ -35,7 +35,6 @@ class ProcessGroup:
 
     @classmethod
     def of(cls, entry: Entry) -> ProcessGroup:
-        """Return the group of a call."""
         return cls(ranks=entry.group, name=entry.group_name)
 
 
@@ -119,7 +118,6 @@ class RanksAgree:
         return "ranks agree on every collective"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Compare every group over all of its members, and every message with its counterpart."""
         ledgers = {o.rank: o.ledger for o in evidence.ranks}
         broken = [*_unobserved(ledgers, evidence.world_size)]
         broken += [d.text for d in sorted(_disagreements(ledgers, Extent.COMPLETE), key=_first_issued)]

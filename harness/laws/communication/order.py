@@ -134,7 +134,6 @@ class Order:
         return f"{', '.join(map(str, self.events))} among {self.select}"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Return what happened on each rank in each microbatch, and compare."""
         groups = groups_of(evidence.training)
         moments = self.select.moments(evidence.training.schedule, Per.MICROBATCH)
         broken = [*blindness(evidence, (self.select,), Per.MICROBATCH), *mistakable(groups, evidence)]

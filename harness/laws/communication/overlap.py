@@ -49,7 +49,6 @@ class Overlaps:
         return f"{self.select} overlaps compute{free}"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Look at every flight on every rank."""
         groups = groups_of(evidence.training)
         broken = [*blindness(evidence, (self.select,), Per.MICROBATCH), *mistakable(groups, evidence)]
         if Watch.RACES not in evidence.training.watch:
@@ -109,7 +108,6 @@ class PrefetchDistance:
         return Select(ops=(Op.ALL_GATHER,), phases=(self.phase,))
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Look at the beginning of each unit's compute, in every microbatch on every rank."""
         groups = groups_of(evidence.training)
         moments = self._select.moments(evidence.training.schedule, Per.MICROBATCH)
         broken = [*blindness(evidence, (self._select,), Per.MICROBATCH), *mistakable(groups, evidence)]
@@ -208,7 +206,6 @@ class AtMostInFlight:
         return f"at most {limit} x {self.select} in flight"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Count on every rank, call by call."""
         limit = evaluate(self.at_most, evidence.training, evidence.world_size)
         broken = blindness(evidence, (self.select,), Per.STEP)
         most = 0

@@ -117,11 +117,9 @@ class PeakBytes:
 
     @property
     def name(self) -> str:
-        """Name the law with its numbers."""
         return f"{self.expected} bytes {_spell(self.kinds)} at the peak of {self.phase}"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Find the peak of each step on every rank."""
         broken: list[str] = []
         amounts: list[int] = []
         for rank, report in reports(evidence, broken):
@@ -273,14 +271,12 @@ class UnshardedOnlyInTurn:
 
     @property
     def name(self) -> str:
-        """Name the law with its parameters."""
         kept = ", those still to go backward" if self.keeps else ""
         return (
             f"in {self.phase} only the unit that computes, {self.ahead} ahead{kept} and the root are gathered"
         )
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Look at every turn of every unit on every rank."""
         broken: list[str] = []
         num_turns = 0
         for rank, report in reports(evidence, broken):
@@ -344,12 +340,10 @@ class UserTensorsLive:
 
     @property
     def name(self) -> str:
-        """Name the law with its parameters."""
         known = f" ({', '.join(self.at_least)})" if self.at_least else ""
         return f"the user's tensors keep their memory{known}"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Look at each tensor of the user's on every rank."""
         broken: list[str] = []
         num_tensors = 0
         for rank, report in reports(evidence, broken):

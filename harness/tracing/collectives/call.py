@@ -59,7 +59,6 @@ class Call:
 
     @property
     def global_rank(self) -> int:
-        """The caller's rank in the world."""
         return self.ranks[self.rank]
 
     def described_by(self) -> list[torch.Tensor]:

@@ -41,7 +41,6 @@ class LateFuture(_Future[Any]):
             self._deliver(self)
 
     def wait(self) -> Any:
-        """Wait, and give the value."""
         self.come()
         return super().wait()
 

@@ -94,7 +94,6 @@ class Allocations:
             )
 
     def born(self, key: int, num_bytes: int, operator: str, site: str) -> None:
-        """Begin a life."""
         phase = Phase.PREPARE if self._place is None else self._place.phase
         self._alive[key] = len(self._all)
         self._all.append(
@@ -116,7 +115,6 @@ class Allocations:
             self._life(key).units = set(old.units)
 
     def died(self, key: int) -> None:
-        """End a life."""
         index = self._alive.pop(key, None)
         if index is not None:
             self._all[index].died = self._now

@@ -78,7 +78,6 @@ class Census:
 
     @property
     def counts(self) -> tuple[CensusEntry, ...]:
-        """All counts so far."""
         return tuple(self._counts)
 
     def measure_process(self) -> None:

@@ -73,7 +73,6 @@ class MemoryTracker:
     def operator(
         self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], fresh: set[int]
     ) -> None:
-        """Note an operator; ``fresh`` are the storages, by id, that it has just made."""
         if self._is_observing:
             return
         with self._lock:
@@ -89,7 +88,6 @@ class MemoryTracker:
                 self._lives.summed(sources, old, is_packing=name in _SCALED_COPIES)
 
     def allocated(self, tensor: torch.Tensor) -> None:
-        """Note memory that was asked for, and is not written yet."""
         if self._is_observing:
             return
         with self._lock:
@@ -113,7 +111,6 @@ class MemoryTracker:
             self._lives.resized(key, num_bytes, "resize_", site)
 
     def issued(self, call: Call, seq: int = -1) -> None:
-        """Note a collective."""
         if self._is_observing:
             return
         with self._lock:
@@ -251,7 +248,6 @@ def _old(tensors: Sequence[torch.Tensor], fresh: set[int]) -> list[torch.Tensor]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor with the memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -62,7 +62,6 @@ class HappensBefore:
         return timeline
 
     def moment(self, timeline: int) -> Epoch:
-        """Return where a timeline stands."""
         return self._moments[timeline]
 
     def clock(self, timeline: int) -> Clock:

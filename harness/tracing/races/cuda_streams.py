@@ -55,7 +55,6 @@ class CudaRaceWatch(RaceDetector):
         raise AttributeError("the current stream is torch's own; select one with torch.cuda.stream")
 
     def timeline(self, stream: int) -> int:
-        """Return a stream's timeline."""
         with self._lock:
             if stream not in self._timelines:
                 self._timelines[stream] = self.begin_stream(self._stream_names.get(stream, ""))
@@ -69,11 +68,9 @@ class CudaRaceWatch(RaceDetector):
     # What torch tells -----------------------------------------------------------------------------------------
 
     def event_recorded(self, event: int, stream: int) -> None:
-        """Note an event recorded on a stream."""
         self._fired[event] = self.signal(self.timeline(stream))
 
     def event_awaited(self, event: int, stream: int) -> None:
-        """Note that a stream waits for an event; one never recorded is nothing to wait for."""
         if self._is_observing:
             return
         with self._lock:
@@ -86,21 +83,17 @@ class CudaRaceWatch(RaceDetector):
                 self.wait(timeline, done)
 
     def event_ended(self, event: int) -> None:
-        """Forget an event."""
         self._fired.pop(event, None)
 
     def host_awaited_event(self, event: int) -> None:
-        """Note that the host waited for an event."""
         fired = self._fired.get(event)
         if fired is not None and not self._is_observing:
             self.host_waits(fired)
 
     def host_awaited_stream(self, stream: int) -> None:
-        """Note that the host waited for all that was issued to a stream."""
         self.host_waits_for_stream(self.timeline(stream))
 
     def host_awaited_device(self) -> None:
-        """Note that the host waited for the device."""
         self.host_waits_for_all()
 
     def host_read(self) -> None:

@@ -83,23 +83,19 @@ class RaceDetector:
             self._land()
 
     def host_waits(self, fired: Clock) -> None:
-        """Note that the host waited for an event."""
         with self._lock:
             self._settle()
             self._order.host_waits(fired)
             self._land()
 
     def host_waits_for_stream(self, timeline: int) -> None:
-        """Note that the host waited for all that was issued on a stream."""
         if not self._is_observing:
             self.host_waits(self.signal(timeline))
 
     def host_read(self) -> None:
-        """Note that the host waited for the current stream, to read a number."""
         self.host_waits_for_stream(self.selected)
 
     def host_waits_for_all(self) -> None:
-        """Note that the host waited for the device."""
         for timeline in list(self._names):
             self.host_waits_for_stream(timeline)
 
@@ -108,7 +104,6 @@ class RaceDetector:
     def operator(
         self, name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor], fresh: set[int]
     ) -> None:
-        """Note an operator on the current stream; ``fresh`` are the storages, by id, that it has just made."""
         if self._is_observing:
             return
         with self._lock:
@@ -116,7 +111,6 @@ class RaceDetector:
             self._touch_all(name, reads, writes, self.selected, fresh)
 
     def allocated(self, tensor: torch.Tensor) -> None:
-        """Note memory that was asked for on the current stream, and is not written yet."""
         with self._lock:
             self._settle()
             self._memory.allocate(self._storages.key(tensor.untyped_storage()), self.selected)
@@ -164,7 +158,6 @@ class RaceDetector:
             return self._order.clock(timeline) if call.is_async else None
 
     def waited(self, done: Clock | None) -> None:
-        """Note that the current stream waits for a collective's work."""
         if done is not None:
             self.wait(self.selected, done)
 

@@ -43,7 +43,6 @@ class CudaStream(AcceleratorStream):
 
     @property
     def cuda_stream(self) -> int:
-        """Something to tell it by."""
         return self.timeline
 
     stream_id = cuda_stream

@@ -38,7 +38,6 @@ class Touch:
     at_ns: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
-        """Format it for a person."""
         verb = "writes" if self.is_write else "reads"
         where = [] if self.unit is None else [f"unit {self.unit!r}" if self.unit else "the root"]
         where += [str(self.phase)] + [f"step {self.step}"] * (self.step >= 0)
@@ -79,7 +78,6 @@ class Race:
         )
 
     def __str__(self) -> str:
-        """Return the whole race in one line."""
         times = "" if self.count == 1 else f" ({self.count} times)"
         return f"{self.kind}{times}: {self.first}; then {self.second}; {self.missing}"
 

@@ -84,7 +84,6 @@ class AcceleratorStream(TrackedStream):
         self._selections: list[AbstractContextManager[None]] = []
 
     def selecting(self) -> AbstractContextManager[None]:
-        """Return the context that selects this stream."""
         return selection(self)
 
     def __enter__(self) -> Self:

@@ -158,7 +158,6 @@ class _Agent:
         self._known.listen()
 
     def end_leftovers(self) -> None:
-        """End what the host left."""
         self._state = replace(self._state, leaks=self._leftovers.end())
 
     def send_files(self) -> None:

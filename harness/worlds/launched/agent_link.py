@@ -64,7 +64,6 @@ class AgentLink:
         return not self.why_lost
 
     def listen(self) -> None:
-        """Take in all that the agent has sent."""
         try:
             while not self.why_lost and self.connection.poll():
                 for message in self._inbox.read():

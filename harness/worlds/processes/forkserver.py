@@ -175,7 +175,6 @@ class _Patience(threading.Thread):
         self._is_answered = threading.Event()
 
     def run(self) -> None:
-        """Wait for the answer."""
         more_s = 0.0 if self._server in _answered else _IMPORTS_LIMIT_S - self.limit_s
         if self._is_answered.wait(self.limit_s):
             return

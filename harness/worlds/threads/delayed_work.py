@@ -106,7 +106,6 @@ class DelayedWork(dist.Work):
         return [t for ref in self._results if (t := ref()) is not None]
 
     def synchronize(self) -> None:
-        """Wait."""
         self.wait()
 
     def block_current_stream(self) -> None:

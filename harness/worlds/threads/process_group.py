@@ -53,7 +53,6 @@ class MemoryStore(Store):
             return self._values.get(key, bytes(expected))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are there."""
         return all(key in self._values for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta = _TIMEOUT) -> None:
@@ -73,7 +72,6 @@ class MemoryStore(Store):
         return self._values.pop(key, None) is not None
 
     def getNumKeys(self) -> int:  # noqa: N802 - C++'s name
-        """Count the keys."""
         return len(self._values)
 
     def _put(self, key: str, value: bytes) -> None:

@@ -12,12 +12,7 @@ from shardproof.harness.tracing.collectives.call import Call, Pieces
 from shardproof.harness.tracing.ledger import Op
 from shardproof.harness.worlds.threads.collective_errors import CollectiveError, CollectiveRefusedError
 from shardproof.harness.worlds.threads.reduction import reduce_flat
-from shardproof.harness.worlds.threads.validation import (
-    check_message,
-    check_pieces,
-    is_same,
-    refuse_sides,
-)
+from shardproof.harness.worlds.threads.validation import check_message, check_pieces, is_same, refuse_sides
 
 _REDUCTIONS = frozenset({Op.ALL_REDUCE, Op.REDUCE})
 

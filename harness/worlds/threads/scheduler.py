@@ -76,7 +76,6 @@ class Scheduler:
             self._await_turn(rank)
 
     def end(self, rank: int) -> None:
-        """Leave for good."""
         with self.lock:
             self._absent.discard(rank)
             self._ready.discard(rank)

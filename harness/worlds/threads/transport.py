@@ -105,11 +105,9 @@ class InMemoryTransport:
         return work
 
     def give_way(self) -> None:
-        """Let other ranks run: this one asks over and over."""
         self._turns.give_way()
 
     def delivered(self, work: DelayedWork, loan: BufferGuard | None) -> None:
-        """Close a work; look at what became of its buffers."""
         with self._lock:
             found = self._open.pop(id(work), None)
         if found is not None and found.on_harm is not None and loan is not None:
@@ -235,7 +233,6 @@ class InMemoryTransport:
         self._blockage.release(awaited)
 
     def block(self, awaited: PendingOp, call: Call, timeout_s: float | None) -> None:
-        """Return once ``awaited`` is complete; raises its error, a timeout, or the world's end."""
         with self._lock:
             if not awaited.is_over:
                 if self._abandoned is not None:
