@@ -28,7 +28,8 @@ BROKEN = "shardproof.engine.mutants.gradient_sync:NeverSynchronises"
 @pytest.fixture
 def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrialSession:
     """Make a session to which every model is large."""
-    monkeypatch.setattr(observation_cache, "_MOST_BYTES", 1)
+    for limit in ("_MOST_BYTES", "_MOST_BYTES_OF_ORACLES"):
+        monkeypatch.setattr(observation_cache, limit, 1)
     return TrialSession(Source(folder=tmp_path, keep=Keep.FAILURES))
 
 

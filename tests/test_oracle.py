@@ -15,7 +15,7 @@ from shardproof.fixtures.problems import EXACT_LINEAR, MLP_BUFFERS, MLP_UNEVEN, 
 from shardproof.fixtures.random_draws import DROPPED, DROPPED_AND_RECOMPUTED, NOISY
 from shardproof.fixtures.thin import EMPTY_ROWS
 from shardproof.harness.cases.training import Clip, LoopOrder, Schedule, Training, ZeroGrad, loss_weight
-from shardproof.harness.laws.tolerance import MULTIPLE, allowed_error, rounded_scale
+from shardproof.harness.laws.tolerance import MULTIPLE, allowed_error
 from shardproof.harness.training.draws import Seeds, drawing_in
 from shardproof.harness.training.oracle import (
     LOSSES,
@@ -226,7 +226,7 @@ def test_of_few_bits_a_parameter_may_be_off_by_one_rounding_and_a_state_by_two()
         ]
         assert places
         for place in places:
-            expected = num_roundings * torch.finfo(torch.bfloat16).eps * rounded_scale(oracle, place)
+            expected = num_roundings * torch.finfo(torch.bfloat16).eps * oracle.scales[place]
             assert allowed_error(oracle, place) == pytest.approx(expected)
 
 

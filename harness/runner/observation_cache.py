@@ -39,9 +39,10 @@ __all__ = ["ObservationCache", "Source", "unexercised"]
 
 
 _MOST_KEPT = 8  # trainings that are in memory
-# Bytes of the parameters, as built, of the trainings in memory, and of the oracles on disk: of each parameter an oracle
-# keeps some twenty copies.
+# Of the parameters as they were built: those of trainings in memory, and of references, which take some twenty times as
+# much disk.
 _MOST_BYTES = 2**28
+_MOST_BYTES_OF_ORACLES = 2**30
 _Key = TypeVar("_Key")
 _Held = TypeVar("_Held")
 
@@ -154,7 +155,7 @@ class ObservationCache:
                 self._launch(training, cell, seeds, folder)
             self._launched.add(folder)
             self._kept[folder] = load_schedules(folder)
-            for dropped, num_bytes in _drop_oldest(self._kept, _bytes_observed, _MOST_KEPT):
+            for dropped, num_bytes in _drop_oldest(self._kept, _bytes_observed, _MOST_BYTES, _MOST_KEPT):
                 if num_bytes > _MOST_BYTES:
                     self._dropped[dropped] = case
         return self._kept[folder]
@@ -180,7 +181,7 @@ class ObservationCache:
             self._oracles[key] = ask_oracle(
                 arithmetic, world_size, limit_s=limit_s, kept=kept, folder=self._own_folder()
             )
-            _drop_oldest(self._oracles, _bytes_of_oracle)
+            _drop_oldest(self._oracles, _bytes_of_oracle, _MOST_BYTES_OF_ORACLES)
         return self._oracles[key]
 
     def _own_folder(self) -> Path | None:
@@ -255,7 +256,7 @@ class ObservationCache:
 
 
 def _drop_oldest(
-    held: dict[_Key, _Held], num_bytes: Callable[[_Held], int], most: int | None = None
+    held: dict[_Key, _Held], num_bytes: Callable[[_Held], int], most_bytes: int, most: int | None = None
 ) -> list[tuple[_Key, int]]:
     """Forget what was held first, until the rest is few enough; returns what it was, with the bytes of each.
 
@@ -263,7 +264,7 @@ def _drop_oldest(
     """
     dropped = []
     total = sum(map(num_bytes, held.values()))
-    while len(held) > 1 and (total > _MOST_BYTES or (most is not None and len(held) > most)):
+    while len(held) > 1 and (total > most_bytes or (most is not None and len(held) > most)):
         oldest = next(iter(held))
         dropped.append((oldest, num_bytes(held.pop(oldest))))
         total -= dropped[-1][1]
