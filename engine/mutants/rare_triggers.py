@@ -64,6 +64,9 @@ class Remembering(PreparedReference):
         super().backward(loss)
         self.num_waiting -= 1
 
+    def backward_of_branch(self, loss: torch.Tensor) -> None:
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         self.num_held += 1
