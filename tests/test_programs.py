@@ -243,3 +243,9 @@ def test_what_our_own_fault_once_failed_passes(text: str) -> None:
     exploration = Exploration(space=SPACE, training=training_of, laws=laws_of, cell=cell)
     record = exploration.judge(SPACE.parse(text))
     assert record.verdict is Verdict.PASSED, record.headline
+
+
+def test_a_script_clears_gradients_as_its_program_does() -> None:
+    for choice, clears in (("none", "True"), ("alternate", "step % 2 == 0")):
+        text = standalone(SPACE.parse(f"zero_grad={choice}"), "torch.fsdp2", "some symptom") or ""
+        assert f"zero_grad(set_to_none={clears})" in text
