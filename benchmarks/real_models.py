@@ -53,11 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _specs() -> Iterator[str]:
-    """Name the classes that build a model: read, not imported, since this environment lacks their packages."""
+    """Name the public classes that build a model: read, not imported, since this environment lacks their packages."""
     for file in sorted(MODELS.glob("*.py")):
+        building = set[str]()
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and "build" in {getattr(n, "name", "") for n in node.body}:
-                yield f"{file}:{node.name}"
+            if not isinstance(node, ast.ClassDef):
+                continue
+            bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
+            if bases & building or "build" in {getattr(n, "name", "") for n in node.body}:
+                building.add(node.name)
+                if not node.name.startswith("_"):
+                    yield f"{file}:{node.name}"
 
 
 def _run(python: Path, spec: str, engine: str, out: Path, cases: str) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 
-class TimmModel:
+class _TimmModel:
     """Sorts pictures into five classes by one of the models that timm tests itself with."""
 
     units: tuple[str, ...] = ("stages.*",)
@@ -28,38 +28,38 @@ class TimmModel:
         return nn.functional.cross_entropy(output, torch.full((len(output),), 2, device=output.device))
 
 
-class Resnet(TimmModel):
+class Resnet(_TimmModel):
     name = "test_resnet"
     units = ("layer1", "layer2", "layer3", "layer4")
 
 
-class Efficientnet(TimmModel):
+class Efficientnet(_TimmModel):
     name = "test_efficientnet"
     units = ("blocks.*",)
 
 
-class EfficientnetWithGroupNorm(TimmModel):
+class EfficientnetWithGroupNorm(_TimmModel):
     name = "test_efficientnet_gn"
     units = ("blocks.*",)
 
 
-class ByobNet(TimmModel):
+class ByobNet(_TimmModel):
     name = "test_byobnet"
 
 
-class NormalizerFree(TimmModel):
+class NormalizerFree(_TimmModel):
     name = "test_nfnet"
 
 
-class Convnext(TimmModel):
+class Convnext(_TimmModel):
     name = "test_convnext"
 
 
-class MambaOut(TimmModel):
+class MambaOut(_TimmModel):
     name = "test_mambaout"
 
 
-class VisionTransformer(TimmModel):
+class VisionTransformer(_TimmModel):
     name = "test_vit"
     units = ("blocks.*",)
 
