@@ -65,6 +65,8 @@ def test_what_a_run_leaves_is_found(ended: LiveRun) -> None:
     (ended.temporary / "pytest-of-me").mkdir()
     assert ended.litter() == ["pymp-x"]
     orphan = subprocess.Popen(["sleep", "600"], env={"PATH": "/usr/bin:/bin", "TMPDIR": str(ended.temporary)})
+    # Popen returns while the kernel still loads the program: until then /proc shows no environment.
+    ended.wait_until(lambda: bool(ended.processes()), 60.0)
     assert [found.pid for found in ended.orphans(0.0)] == [orphan.pid]
     ended.end()
     assert orphan.wait(10) < 0
