@@ -1,6 +1,6 @@
-"""FSDP2's reset_iter_state drops zeros that zero_grad left: parameters then do not move by momentum. Needs torch >= 2.15.
+"""FSDP2's reset_iter_state drops zeros that zero_grad left: momentum then moves nothing. Needs torch >= 2.15.
 
-torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _reset_iter_state: every sharded parameter's gradient becomes None
+torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _reset_iter_state: every parameter's gradient becomes None
 """
 
 import tempfile
@@ -46,7 +46,7 @@ def main(rank: int, store: str) -> None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
         moved = (model.first.weight.full_tensor() - before).abs().max().item()
-        print(f"rank {rank}, a forward fails: {does_fail}; momentum moves the layer that went unused by {moved:.3g}")
+        print(f"rank {rank}, a forward fails: {does_fail}; momentum moves the unused layer by {moved:.3g}")
     dist.destroy_process_group()
 
 
