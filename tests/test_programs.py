@@ -249,3 +249,19 @@ def test_a_script_clears_gradients_as_its_program_does() -> None:
     for choice, clears in (("none", "True"), ("alternate", "step % 2 == 0")):
         text = standalone(SPACE.parse(f"zero_grad={choice}"), "torch.fsdp2", "some symptom") or ""
         assert f"zero_grad(set_to_none={clears})" in text
+
+
+@pytest.mark.parametrize(
+    ("engine", "effort"),
+    [
+        ("late:TrustsTheOrderOfArrival", ["--schedules=4"]),
+        ("reference_races:FreesTheCopiedBuffer", ["--thorough"]),
+    ],
+)
+def test_explore_draws_schedules_and_watches_where_asked_to(
+    engine: str, effort: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("shardproof.harness.cli.explore.KNOWN", ())
+    explore = ["explore", f"--engine=shardproof.engine.mutants.{engine}", "--world=threads:3", "--minutes=0"]
+    assert main([*explore, f"--out={tmp_path / 'plain'}"]) == 0
+    assert main([*explore, *effort, f"--out={tmp_path / 'with_effort'}"]) == 1

@@ -106,9 +106,7 @@ def _run(
     if file is not None:
         known_failures_file.read(file, today=today())
     arguments.world = [str(WorldSpec.parse(world)) for world in arguments.world or []]
-    effort = RunOptions(
-        seed=arguments.schedule_seed, num_schedules=arguments.schedules, is_thorough=arguments.thorough
-    )
+    effort = _effort(arguments)
     worlds = arguments.world or [DEFAULT_WORLD]
     nodes = [
         node_of(case, engine, world)
@@ -140,6 +138,12 @@ def _run(
         code = _INTERRUPTED
     with uninterrupted():
         return conclude(out, code, lambda: _show(out, _printer(arguments, render)))
+
+
+def _effort(arguments: argparse.Namespace) -> RunOptions:
+    return RunOptions(
+        seed=arguments.schedule_seed, num_schedules=arguments.schedules, is_thorough=arguments.thorough
+    )
 
 
 def _any_is_usable(engines: Sequence[str], limit_s: float) -> bool:
@@ -174,6 +178,7 @@ def explore(arguments: argparse.Namespace) -> int:
             minutes=arguments.minutes,
             num_programs=arguments.programs,
             deadline_s=arguments.deadline,
+            effort=_effort(arguments),
         )
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardproof.engine.registry import check_spelling
@@ -21,8 +21,9 @@ from shardproof.harness.records.run import write_file
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.engines import describe
 from shardproof.harness.runner.exploration import Exploration, Hunt, Progress, ShrunkFailure
+from shardproof.harness.runner.options import RunOptions
 from shardproof.harness.tracing.arcs import COUNTS_ARCS, can_count
-from shardproof.harness.worlds.processes.forkserver import warm_up
+from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, warm_up
 from shardproof.harness.worlds.spec import WorldSpec
 
 __all__ = ["ExploreRequest", "explore_programs", "print_script"]
@@ -48,6 +49,7 @@ class ExploreRequest:
     minutes: float = 5.0
     num_programs: int | None = None
     deadline_s: float = 60.0
+    effort: RunOptions = field(default_factory=RunOptions)
 
 
 def explore_programs(request: ExploreRequest) -> int:
@@ -60,11 +62,16 @@ def explore_programs(request: ExploreRequest) -> int:
     started = time.monotonic()
     check_spelling(request.engine)
     torch.set_num_threads(1)
+    draw_hash_seeds(request.effort.seed)
     warm_up(request.deadline_s)
     world = WorldSpec.parse(request.world, deadline_s=request.deadline_s)
     space = SPACE.within(describe(request.engine).capabilities)
     exploration = Exploration(
-        space=space, training=training_of, laws=laws_of, cell=Cell(engine=request.engine, world=world)
+        space=space,
+        training=training_of,
+        laws=laws_of,
+        cell=Cell(engine=request.engine, world=world),
+        effort=request.effort,
     )
     hunt = Hunt(exploration=exploration, seed=request.seed)
     if not can_count():

@@ -70,7 +70,8 @@ def _add_judging(subparsers: Any) -> None:
     sub.add_argument("--programs", type=int, metavar="N", help="stop after N programs")
     sub.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the draws; default: 0")
     options.OUT.add_to(sub.add_argument, default_text="conformance/explore-NAME")
-    options.DEADLINE.add_to(sub.add_argument)
+    for option in (options.DEADLINE, *options.EFFORT):
+        option.add_to(sub.add_argument)
     sub.add_argument(
         "--script", metavar="PROGRAM", help="print this program as a script for torchrun; judge none"
     )

@@ -18,6 +18,7 @@ from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.world_result import arcs_path
 from shardproof.harness.runner.cell import Cell
+from shardproof.harness.runner.options import RunOptions
 from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.tracing.arcs import Arc, can_count, read_arcs
 from shardproof.harness.training.oracle import Quantity
@@ -56,13 +57,15 @@ class ShrunkFailure:
 class Exploration:
     """What is explored: programs of a space, each a training with laws, on one engine in one world.
 
-    ``arcs`` is the engine's code that any of the programs ran so far, on its first rank; empty where it is not counted.
+    ``effort``: the schedules of each program, and whether races and lifetimes are watched. ``arcs`` is the engine's code
+    that any of the programs ran so far, on its first rank; empty where it is not counted.
     """
 
     space: Space
     training: Callable[[Program], Training]
     laws: Callable[[Program], tuple[Law, ...]]
     cell: Cell
+    effort: RunOptions = field(default_factory=RunOptions)
     arcs: set[Arc] = field(default_factory=set)
 
     def judge(self, program: Program) -> Record:
@@ -72,7 +75,7 @@ class Exploration:
             training = replace(training, watch=training.watch | {Watch.ARCS})
         case = Case(id=f"explore[{program}]", training=training, laws=self.laws(program))
         with tempfile.TemporaryDirectory(prefix="shardproof-explore-") as folder:
-            session = TrialSession(Source(folder=Path(folder)))
+            session = TrialSession(Source(folder=Path(folder)), self.effort)
             try:
                 return session.run(case, self.cell, suite="explore", command="")
             finally:
