@@ -57,8 +57,8 @@ class ShrunkFailure:
 class Exploration:
     """What is explored: programs of a space, each a training with laws, on one engine in one world.
 
-    ``effort``: the schedules of each program, and whether races and lifetimes are watched. ``arcs`` is the engine's code
-    that any of the programs ran so far, on its first rank; empty where it is not counted.
+    ``effort``: the schedules of each program, and whether races and lifetimes are watched. ``arcs`` is the engine's
+    code that any of the programs ran so far, on its first rank; empty where it is not counted.
     """
 
     space: Space
