@@ -37,6 +37,7 @@ class Capability(Enum):
     REDUCE_DTYPE = "reduces gradients in the dtype asked for"
     REDUCE_AS_COMPUTED = "reduces gradients in the compute dtype where no dtype is asked for"
     REDUCE_AS_STORED = "reduces gradients in the parameters' own dtype where no dtype is asked for"
+    GRADIENT_DTYPES = "keeps gradients in the dtype that each parameter sets for them"
     REDUCE_SUM = "sends nothing but sums over the wire, and divides by itself"
     BUCKETS = "reduces gradients in buckets that are closed at the size asked for"
     REDUCE_BUFFERS = "bounds the number of reductions whose input is held at once"

@@ -180,13 +180,28 @@ class HidesWhatWaits(ReferenceEngine):
 
     class Prepared(Door):
         def spoil_module(self, module: Any) -> None:
-            for held in (held for group in groups_of(module) for held in group.parameters):
-                held.hold_unsharded_grad = partial(_hide, held)
+            for group in groups_of(module):
+                hidden: dict[Any, torch.Tensor] = {}
+                group.hold_gradients = partial(_hide, group, hidden)
+                group.reduce_gradients = partial(_reduce_with, group.reduce_gradients, hidden)
 
 
-def _hide(held: Any, dtype: torch.dtype | None) -> None:
-    if held.has_unsharded_grad:
-        held._held_grad = held.pop_unsharded_grad(dtype)
+def _hide(group: Any, hidden: dict[Any, torch.Tensor]) -> None:
+    for held in group.parameters:
+        if held.has_unsharded_grad:
+            fresh = held.pop_unsharded_grad(None)
+            hidden[held] = hidden[held] + fresh if held in hidden else fresh
+
+
+def _reduce_with(honest: Callable[[], None], hidden: dict[Any, torch.Tensor]) -> None:
+    if not honest.__self__.reduces:  # type: ignore[attr-defined]  # a bound method
+        return honest()
+    for held, waited in hidden.items():
+        if held.unsharded_param.grad is not None:
+            waited = waited + held.unsharded_param.grad
+        held.unsharded_param.grad = waited
+    hidden.clear()
+    return honest()
 
 
 @mutant(after="huggingface/accelerate#3898", kills_on=_CALLS, trace=Trace.STATE)

@@ -15,6 +15,7 @@ from shardproof.engine.reference.fsdp_state import FSDPState, state_of, states_i
 from shardproof.engine.reference.mesh import subgroup_of
 from shardproof.engine.reference.param_group import FSDPParamGroup
 from shardproof.engine.reference.root_state import RootState
+from shardproof.engine.reference.torch_private import sets_grad_dtype
 
 
 class UnshardHandle:
@@ -249,17 +250,26 @@ class FSDPModule:
         """Convert shards, never whole parameters: nn.Module comes here for ``to``, ``cuda``, ``to_empty``.
 
         One that fails leaves gradients where they were: nn.Module takes that of a DTensor away while it converts it.
+        Those of a dtype that their parameter sets keep it.
         """
         self.reshard()
+        for group in _param_groups(self):
+            group.layout.reset_sharded_params()  # nn.Module forgets what parameters set for gradients
+        held = [p for group in _param_groups(self) for p in group.parameters]
+        kept = [(p, p.sharded_param.grad) for p in held if sets_grad_dtype(p.sharded_param)]
         gradients = [(p, p.grad) for p in cast("nn.Module", self).parameters() if p.grad is not None]
+        for param, _ in kept:
+            param.sharded_param.grad = None
         try:
             converted = cast("Any", super())._apply(fn, recurse)
         except BaseException:
             for parameter, gradient in gradients:
-                parameter.grad = gradient.to(parameter.dtype)
+                parameter.grad = gradient.to(parameter.grad_dtype or gradient.dtype)
             raise
         for group in _param_groups(self):
             group.reset_sharded_params()
+        for param, gradient in kept:
+            param.sharded_param.grad = None if gradient is None else gradient.to(param.local.device)
         return converted
 
 

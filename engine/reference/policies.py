@@ -23,7 +23,11 @@ class DTypes(Protocol):
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """In which whole gradients are accumulated and cross between ranks; None: that of gathered parameters."""
+        """In which whole gradients are accumulated and cross between ranks.
+
+        None: that which parameters set for their gradients (``grad_dtype``), by default their own; of several in one
+        group the widest crosses.
+        """
         ...
 
     @property
