@@ -170,7 +170,8 @@ def _rounding(parameter: FSDPParam) -> Callable[[torch.dtype | None], None]:
 
 
 _SETS_DTYPES = Condition(
-    plan=demanding(Capability.COMPOSABLE, Capability.GRADIENT_DTYPES), because="no problem sets dtypes of gradients"
+    plan=demanding(Capability.COMPOSABLE, Capability.GRADIENT_DTYPES),
+    because="no problem sets dtypes of gradients",
 )
 
 

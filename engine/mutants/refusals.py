@@ -78,7 +78,9 @@ class ReducesAsComputedUnasked(ReferenceEngine):
     """Gradients are reduced in the compute dtype where they were to be reduced in the parameters' own."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return super().prepare(model, replace(plan, reduce_dtype=plan.reduce_dtype or plan.compute_dtype), mesh)
+        return super().prepare(
+            model, replace(plan, reduce_dtype=plan.reduce_dtype or plan.compute_dtype), mesh
+        )
 
 
 @mutant(

@@ -268,8 +268,8 @@ class FSDPModule:
             raise
         for group in _param_groups(self):
             group.reset_sharded_params()
-        for param, gradient in kept:
-            param.sharded_param.grad = None if gradient is None else gradient.to(param.local.device)
+        for param, own in kept:
+            param.sharded_param.grad = None if own is None else own.to(param.local.device)
         return converted
 
 

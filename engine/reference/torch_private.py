@@ -107,8 +107,7 @@ _KNOWS_OVERRIDES = hasattr(torch.Tensor, "_has_grad_dtype_override")  # since to
 def sets_grad_dtype(parameter: torch.Tensor) -> bool:
     """Whether a parameter sets a dtype for its gradients; before torch 2.15, one that is not its own shows it alone."""
     if _KNOWS_OVERRIDES:
-        is_set: bool = parameter._has_grad_dtype_override
-        return is_set
+        return bool(getattr(parameter, "_has_grad_dtype_override"))  # noqa: B009 -- older releases do not type it
     return parameter.grad_dtype != parameter.dtype
 
 

@@ -34,7 +34,7 @@ class _Exact(torch.autograd.Function):
         return rows * weight.to(rows.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (rows,) = ctx.saved_tensors
         return None, (gradient * rows).to(ctx.made), None
 
@@ -51,7 +51,8 @@ class Scale(nn.Module):
 
     def forward(self, row: torch.Tensor) -> torch.Tensor:
         """Scale the row by each weight that is used."""
-        return torch.stack([_Exact.apply(row, getattr(self, name), self.made) for name in self.used])
+        scale: Any = _Exact.apply  # torch leaves it untyped
+        return torch.stack([scale(row, getattr(self, name), self.made) for name in self.used])
 
 
 def _prepared(bench: Bench, layout: str = "fully_shard", dtype: torch.dtype = LOW, **given: Any) -> Any:
@@ -90,7 +91,8 @@ def _wire(bench: Bench) -> list[str]:
 @pytest.mark.kills("ForgetsDtypesOfGradients")
 @pytest.mark.worlds(EVEN)
 @pytest.mark.parametrize(
-    "layout", ["fully_shard", "replicate", pytest.param("hybrid", marks=pytest.mark.worlds(FOUR_OR_MORE_EVEN))]
+    "layout",
+    ["fully_shard", "replicate", pytest.param("hybrid", marks=pytest.mark.worlds(FOUR_OR_MORE_EVEN))],
 )
 @expects(GRADIENTS, DTYPES, ON_THE_WIRE)
 def test_come_wait_cross_and_stay_in_the_dtype_set_for_them(bench: Bench, layout: str) -> None:
