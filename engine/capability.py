@@ -67,6 +67,7 @@ class Capability(Enum):
     WRAPPER = "has the options and methods of FullyShardedDataParallel"
     DATA_PARALLEL = "has the options and methods of DistributedDataParallel"
     COMPOSABLE = "has the functions fully_shard and replicate, and the methods that they add"
+    KEEP_STORAGE = "keeps the memory of gathered parameters in its place while they are sharded, as asked"
     # Training loops other than forward, backward, step.
     INTERLEAVE = "lets forwards of later microbatches precede backwards of earlier ones"
     PARTS = "lets parts of the model be called by themselves"

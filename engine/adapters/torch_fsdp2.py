@@ -18,6 +18,7 @@ from shardproof.engine.contract import Capability, Engine, FrontDoor, Layout, Pl
 _METHODS = {
     Capability.BUFFERS: "set_symm_mem_for_comm",
     Capability.FINALIZE: "set_manual_backward_finalization",
+    Capability.KEEP_STORAGE: "set_keep_unsharded_storage",
     Capability.RANK_DEPENDENT: "set_reduce_scatter_unused_params",
     Capability.RECOVER: "reset_iter_state",
     Capability.RECOVER_KEEPING: "reset_iter_state",

@@ -87,6 +87,11 @@ class FSDPModule:
         for state in _fsdp_states(self, recurse=recurse):
             state.reshards_after_backward = reshard_after_backward
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Choose whether whole parameters keep their memory while shards are shown, and so their addresses."""
+        for group in _param_groups(self, recurse=recurse):
+            group.keeps_storage = keep
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Choose whether this module's backward needs its parameters; an embedding's does not."""
         for group in _param_groups(self):
@@ -150,7 +155,7 @@ class FSDPModule:
         if not async_op:
             root_state.comm_ctx.finish()
             return None
-        root_state.comm_ctx.unfinished = GradientReductionHandle(root_state.comm_ctx)
+        root_state.comm_ctx.unfinished = GradientReductionHandle(root_state.comm_ctx, root_state)
         return root_state.comm_ctx.unfinished
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:

@@ -75,6 +75,7 @@ class FSDPParamGroup:
         self.most_in_flight = 1
         self.scatter_group: dist.ProcessGroup | None = None
         self.unshards_in_backward = True
+        self.keeps_storage = False
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.comm_hook: CommHook | None = None
         self.keeps_reduce_dtype = False
@@ -375,7 +376,8 @@ class FSDPParamGroup:
         assert self._unsharded is not None
         if self._unsharded.is_direct:
             self.comm_ctx.wait_before_all_gather()  # the next gather may be given this memory
-        self._unsharded.free()
+        if not self.keeps_storage:
+            self._unsharded.free()
 
     def _count(self, unsharded: torch.Tensor) -> None:
         """Count gradients that are whole; when every trainable parameter has its own, they may be reduced.
