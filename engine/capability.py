@@ -46,6 +46,7 @@ class Capability(Enum):
     # Numbers.
     COMPUTE_DTYPE = "computes in another dtype than that of the parameters"
     UNIT_DTYPES = "computes in a dtype of each unit's own, and casts its inputs and outputs as asked"
+    PARAMETER_DTYPES = "computes in their own dtype with the parameters of a unit that a function chooses"
     CPU_OFFLOAD = "keeps parameters, gradients and optimizer state on the host"
     CONVERT = "lets the model be converted to another dtype once prepared"
     COMPLEX = "trains parameters of complex numbers"

@@ -36,8 +36,10 @@ def _not_of_this_release() -> Iterator[Capability]:
     is_newer = RELEASE >= (2, 15)
     # 2.15 reduces in the dtype of the gradients, which is that of the parameters unless a user sets another.
     yield Capability.REDUCE_AS_COMPUTED if is_newer else Capability.REDUCE_AS_STORED
-    # Before, gradients were in the dtypes of parameters; 2.15's reset_iter_state drops all that there are.
-    yield Capability.RECOVER_KEEPING if is_newer else Capability.GRADIENT_DTYPES
+    if is_newer:  # whose reset_iter_state drops all gradients there are
+        yield Capability.RECOVER_KEEPING
+    else:
+        yield from (Capability.GRADIENT_DTYPES, Capability.PARAMETER_DTYPES)
 
 
 _OTHERS = {

@@ -17,7 +17,7 @@ from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFul
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.capability import Capability
 from shardproof.engine.contract import Layout, Plan, PreparedModel, UnitDtypes
-from shardproof.engine.mutants.composable_door import BothDoors, groups_of
+from shardproof.engine.mutants.composable_door import BothDoors, Door, groups_of
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.patches import Forgetful, after, in_each
 from shardproof.engine.mutants.plans import changing, demanding
@@ -195,6 +195,24 @@ class AddsZerosOfAnyDtype(ReferenceEngine):
         def spoil_module(self, module: Any) -> None:
             for group in groups_of(module):
                 group._check_zeros = lambda: None
+
+
+@mutant(
+    after="pytorch/pytorch#190626",
+    kills_on=Condition(
+        plan=demanding(Capability.COMPOSABLE, Capability.PARAMETER_DTYPES),
+        because="no plan has such a function",
+    ),
+    trace=Trace.NUMBERS,
+)
+class ComputesAlikeWithAllParameters(ReferenceEngine):
+    """The parameters of a unit are in one dtype, whichever a function chooses to leave in their own."""
+
+    class Prepared(Door):
+        def fully_shard(self, module: Any, **options: Any) -> Any:
+            if "mp_policy" in options:
+                options["mp_policy"] = replace(options["mp_policy"], param_dtype_override_fn=None)
+            return super().fully_shard(module, **options)
 
 
 _REPLICAS_WAIT = Plan(

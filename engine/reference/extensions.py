@@ -77,7 +77,7 @@ class Extension:
         gathered = tuple(t.reshape(-1, *s[1:]) for t, s in zip(self.targets, self.shapes, strict=True))
         local = self._parameter.local
         unpack: Any = getattr(local, _UNPACK)
-        dtype = self._dtypes.param_dtype or local.dtype
+        dtype = (None if self._parameter.keeps_dtype else self._dtypes.param_dtype) or local.dtype
         if self._is_unpacked:
             unpack(gathered, self._metadata, dtype, out=self._parameter.unsharded_param)
             return

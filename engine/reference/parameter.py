@@ -290,6 +290,7 @@ class ShardedParam(FSDPParam):
         super().__init__(origin=origin, locations=locations, shape=geometry.shape, data_axes=data_axes)
         self.sharded = sharded
         self.geometry = geometry
+        self.keeps_dtype = False  # where the others of the unit compute in another one
 
     @property
     def sharded_param(self) -> nn.Parameter:
