@@ -32,6 +32,7 @@ class Capability(Enum):
     GATHER_ONCE = "leaves out the gather before backward for the units named"
     PREFETCH = "gathers ahead of use in the order asked for"
     PACKED_GATHERS = "lets parameters pack themselves for a gather, and unpack what it delivers"
+    FREES_PACKED = "frees what it gathered once a parameter has unpacked it, where that asks for it"
     ASYNC_GATHER = "gathers without blocking the rank that asks"
     ACCUMULATE = "accumulates gradients locally until the last microbatch"
     REDUCE_DTYPE = "reduces gradients in the dtype asked for"

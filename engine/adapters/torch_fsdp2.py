@@ -39,7 +39,7 @@ def _not_of_this_release() -> Iterator[Capability]:
     if is_newer:  # whose reset_iter_state drops all gradients there are
         yield Capability.RECOVER_KEEPING
     else:
-        yield from (Capability.GRADIENT_DTYPES, Capability.PARAMETER_DTYPES)
+        yield from (Capability.FREES_PACKED, Capability.GRADIENT_DTYPES, Capability.PARAMETER_DTYPES)
 
 
 _OTHERS = {

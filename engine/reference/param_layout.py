@@ -98,6 +98,11 @@ class UnshardedMemory:
 
     def part(self, index: int, parts: int) -> torch.Tensor:
         """Copy out the ``index``-th of ``parts`` equal parts of what a gather delivered, laid out as it was."""
+        if any(extension.releases for extension in self._extensions):
+            raise NotImplementedError(
+                "reshard_after_forward: expected True or False where gathered bytes are freed once they are unpacked, "
+                f"got a split among {parts} parts, which are cut from those bytes"
+            )
         rows = self._ranks // parts
         cut = [t[index * rows : (index + 1) * rows].reshape(rows, -1) for t in self._targets]
         if self._travels_as_bytes:

@@ -1,4 +1,4 @@
-"""What a caller may choose beside torch's own policies: where one parameter is sharded, and how it computes. Values only."""
+"""What a caller may choose beside torch's own policies: where one parameter lies and how it computes. Values only."""
 
 from __future__ import annotations
 
