@@ -74,7 +74,7 @@ class ReferenceEngine(Engine):
         Capability.COMPARES_RANKS,
         Capability.DATA_PARALLEL,
         Capability.GRAPHS,
-        Capability.REDUCE_AS_STORED,
+        Capability.REDUCE_AS_COMPUTED,
         Capability.WRAPPER,
         Capability.ZERO1,
         Capability.ZERO2,

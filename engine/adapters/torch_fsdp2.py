@@ -18,6 +18,7 @@ from shardproof.engine.contract import Capability, Engine, FrontDoor, Layout, Pl
 _METHODS = {
     Capability.BUFFERS: "set_symm_mem_for_comm",
     Capability.FINALIZE: "set_manual_backward_finalization",
+    Capability.KEEP_STORAGE: "set_keep_unsharded_storage",
     Capability.RANK_DEPENDENT: "set_reduce_scatter_unused_params",
     Capability.RECOVER: "reset_iter_state",
     Capability.RECOVER_KEEPING: "reset_iter_state",
@@ -35,8 +36,10 @@ def _not_of_this_release() -> Iterator[Capability]:
     is_newer = RELEASE >= (2, 15)
     # 2.15 reduces in the dtype of the gradients, which is that of the parameters unless a user sets another.
     yield Capability.REDUCE_AS_COMPUTED if is_newer else Capability.REDUCE_AS_STORED
-    if is_newer:  # reset_iter_state drops all gradients there are
+    if is_newer:  # whose reset_iter_state drops all gradients there are
         yield Capability.RECOVER_KEEPING
+    else:
+        yield from (Capability.FREES_PACKED, Capability.GRADIENT_DTYPES, Capability.PARAMETER_DTYPES)
 
 
 _OTHERS = {

@@ -180,13 +180,28 @@ class HidesWhatWaits(ReferenceEngine):
 
     class Prepared(Door):
         def spoil_module(self, module: Any) -> None:
-            for held in (held for group in groups_of(module) for held in group.parameters):
-                held.hold_unsharded_grad = partial(_hide, held)
+            for group in groups_of(module):
+                hidden: dict[Any, torch.Tensor] = {}
+                group.hold_gradients = partial(_hide, group, hidden)
+                group.reduce_gradients = partial(_reduce_with, group.reduce_gradients, hidden)
 
 
-def _hide(held: Any, dtype: torch.dtype | None) -> None:
-    if held.has_unsharded_grad:
-        held._held_grad = held.pop_unsharded_grad(dtype)
+def _hide(group: Any, hidden: dict[Any, torch.Tensor]) -> None:
+    for held in group.parameters:
+        if held.has_unsharded_grad:
+            fresh = held.pop_unsharded_grad(None)
+            hidden[held] = hidden[held] + fresh if held in hidden else fresh
+
+
+def _reduce_with(honest: Callable[[], None], hidden: dict[Any, torch.Tensor]) -> None:
+    if not honest.__self__.reduces:  # type: ignore[attr-defined]  # a bound method
+        return honest()
+    for held, waited in hidden.items():
+        if held.unsharded_param.grad is not None:
+            waited = waited + held.unsharded_param.grad
+        held.unsharded_param.grad = waited
+    hidden.clear()
+    return honest()
 
 
 @mutant(after="huggingface/accelerate#3898", kills_on=_CALLS, trace=Trace.STATE)
@@ -299,7 +314,8 @@ class FinalizesEachBackward(ReferenceEngine):
 
     class Prepared(BothDoors):
         def spoil_module(self, module: Any) -> None:
-            module.set_requires_gradient_sync = lambda *_, **__: None
+            if not isinstance(module, list):  # the root is none
+                module.set_requires_gradient_sync = lambda *_, **__: None
 
 
 @mutant(after="facebookresearch/fairscale#777", kills_on=_FINALIZES, trace=Trace.NUMBERS)
@@ -308,6 +324,8 @@ class FinalizesTwice(ReferenceEngine):
 
     class Prepared(BothDoors):
         def spoil_module(self, module: Any) -> None:
+            if isinstance(module, list):  # no root
+                return
             honest = module.finalize_backward
 
             def finalize(**options: Any) -> Any:
@@ -325,6 +343,44 @@ class FinalizesTwice(ReferenceEngine):
                 return handle
 
             module.finalize_backward = finalize
+
+
+_KEEPS = Condition(plan=demanding(Capability.COMPOSABLE, Capability.KEEP_STORAGE), because=_CALLS.because)
+
+
+@mutant(after="pytorch/pytorch#169349", kills_on=_KEEPS, trace=Trace.STATE)
+class FreesWhatIsToBeKept(ReferenceEngine):
+    """The memory of whole parameters is freed although it was to be kept."""
+
+    class Prepared(Door):
+        def spoil_module(self, module: Any) -> None:
+            module.set_keep_unsharded_storage = lambda *_, **__: None
+
+
+@mutant(after="facebookresearch/fairscale#777", kills_on=_KEEPS, trace=Trace.NUMBERS)
+class ShowsTheFirstValues(ReferenceEngine):
+    """Whole parameters are those of the first gather ever after."""
+
+    class Prepared(BothDoors):
+        def spoil_module(self, module: Any) -> None:
+            for held in (held for group in groups_of(module) for held in group.parameters):
+                held.to_unsharded = partial(_show_first, held, held.to_unsharded, [])
+
+
+def _show_first(held: Any, honest: Callable[[], None], first: list[nn.Parameter]) -> None:
+    honest()
+    first.append(nn.Parameter(held.unsharded_param.detach().clone()))
+    for location in held.locations:
+        location.set(first[0])
+
+
+@mutant(after="pytorch/pytorch#104504", kills_on=_FINALIZES, trace=Trace.SILENCE)
+class SharesNoContext(ReferenceEngine):
+    """Roots that are to share what they communicate by go on as if each were alone."""
+
+    class Prepared(Door):
+        def composable(self) -> FrontDoor:
+            return replace(super().composable(), share_comm_ctx=lambda _: None)
 
 
 @mutant(after="NVIDIA/cosmos-framework#161", kills_on=_FINALIZES, trace=Trace.STATE)

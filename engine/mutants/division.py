@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any  # the engine's methods sit on a class that modules are given at run time
 
@@ -18,6 +18,7 @@ from shardproof.engine.mutants.plans import changing
 from shardproof.engine.mutants.reference_insides import reference_groups
 from shardproof.engine.reference.collectives import ReductionPlan
 from shardproof.engine.reference.param_group import FSDPParamGroup
+from shardproof.engine.reference.parameter import FSDPParam
 
 
 @mutant(
@@ -99,11 +100,11 @@ class AveragesReplicasOnTheWire(ReferenceEngine):
         return prepared
 
 
-def _averaging_across(group: FSDPParamGroup) -> Callable[[torch.dtype], ReductionPlan]:
+def _averaging_across(group: FSDPParamGroup) -> Callable[[Sequence[FSDPParam], torch.dtype], ReductionPlan]:
     honest = group._reduction_plan
 
-    def plan(dtype: torch.dtype) -> ReductionPlan:
-        made = honest(dtype)
+    def plan(chosen: Sequence[FSDPParam], dtype: torch.dtype) -> ReductionPlan:
+        made = honest(chosen, dtype)
         after = made.division.after / made.mesh.replicate_size
         return replace(made, division=replace(made.division, reduce_op=dist.ReduceOp.AVG, after=after))
 

@@ -142,7 +142,8 @@ class ForgetsTheDtypesOfWhatWasFrozen(ReferenceEngine):
         def __call__(self, *inputs: Any, **named: Any) -> Any:
             for group in [] if self._has_run else reference_groups(self):
                 if not any(held.sharded_param.requires_grad for held in group.parameters):
-                    group._dtypes = MixedPrecisionPolicy(param_dtype=group._dtypes.param_dtype)
+                    computed = group._dtypes.param_dtype
+                    group._dtypes = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=computed)
             self._has_run = True
             return super().__call__(*inputs, **named)
 

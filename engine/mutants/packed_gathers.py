@@ -13,7 +13,9 @@ from shardproof.engine.mutants.composable_door import Door, groups_of
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.patches import after
 from shardproof.engine.mutants.plans import demanding
+from shardproof.engine.reference.extensions import has_extension
 from shardproof.engine.reference.mesh import DataMesh
+from shardproof.engine.reference.parameter import ShardedParam
 
 _PACKED = Condition(
     plan=demanding(Capability.COMPOSABLE, Capability.PACKED_GATHERS),
@@ -40,6 +42,20 @@ class GathersWithoutPacking(ReferenceEngine):
     class Prepared(_PreparedPacking):
         def spoil_layout(self, layout: Any) -> None:
             layout.packs_itself = lambda parameter: False
+
+
+@mutant(after="pytorch/pytorch#169349", kills_on=_PACKED, trace=Trace.STATE)
+class KeepsWhatWasUnpacked(ReferenceEngine):
+    """What was gathered is kept once it is unpacked, whatever the shard asks for."""
+
+    class Prepared(_PreparedPacking):
+        def spoil_layout(self, layout: Any) -> None:
+            layout.packs_itself = _ask_nothing
+
+
+def _ask_nothing(parameter: ShardedParam) -> bool:
+    vars(parameter.local).pop("fsdp_should_release_all_gather_outputs_after_post_all_gather", None)
+    return has_extension(parameter)
 
 
 @mutant(after="NVIDIA/Megatron-LM#663", kills_on=replace(_PACKED, steps=2))

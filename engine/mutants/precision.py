@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,9 +17,10 @@ from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFul
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.capability import Capability
 from shardproof.engine.contract import Layout, Plan, PreparedModel, UnitDtypes
+from shardproof.engine.mutants.composable_door import BothDoors, Door, groups_of
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.patches import Forgetful, after, in_each
-from shardproof.engine.mutants.plans import changing
+from shardproof.engine.mutants.plans import changing, demanding
 from shardproof.engine.mutants.reference_insides import reference_groups
 from shardproof.engine.plan import Accumulation, Grouping
 from shardproof.engine.reference.collectives import Division, PartialReduction, ReductionPlan
@@ -163,9 +164,55 @@ def _rounding(parameter: FSDPParam) -> Callable[[torch.dtype | None], None]:
 
     def hold(dtype: torch.dtype | None) -> None:
         honest(dtype)
-        parameter._held_grad = _rounded(parameter._held_grad)
+        _round(parameter)
 
     return hold
+
+
+_SETS_DTYPES = Condition(
+    plan=demanding(Capability.COMPOSABLE, Capability.GRADIENT_DTYPES),
+    because="no problem sets dtypes of gradients",
+)
+
+
+@mutant(after="pytorch/pytorch#190626", kills_on=_SETS_DTYPES, trace=Trace.NUMBERS)
+class ForgetsDtypesOfGradients(ReferenceEngine):
+    """Gradients are in the dtypes of their parameters, whatever these set."""
+
+    class Prepared(BothDoors):
+        def spoil_module(self, module: Any) -> None:
+            for held in (held for group in groups_of(module) for held in group.parameters):
+                held.sharded_param.grad_dtype = held.local.dtype
+                held._adopt_grad_dtype = lambda _: None
+                held._grad_dtypes = ()
+
+
+@mutant(after="huggingface/trl#6862", kills_on=_SETS_DTYPES, trace=Trace.SILENCE)
+class AddsZerosOfAnyDtype(ReferenceEngine):
+    """Zeros for unused parameters have the dtype of these where none is known, and ranks may differ."""
+
+    class Prepared(BothDoors):
+        def spoil_module(self, module: Any) -> None:
+            for group in groups_of(module):
+                group._check_zeros = lambda: None
+
+
+@mutant(
+    after="pytorch/pytorch#190626",
+    kills_on=Condition(
+        plan=demanding(Capability.COMPOSABLE, Capability.PARAMETER_DTYPES),
+        because="no plan has such a function",
+    ),
+    trace=Trace.NUMBERS,
+)
+class ComputesAlikeWithAllParameters(ReferenceEngine):
+    """The parameters of a unit are in one dtype, whichever a function chooses to leave in their own."""
+
+    class Prepared(Door):
+        def fully_shard(self, module: Any, **options: Any) -> Any:
+            if "mp_policy" in options:
+                options["mp_policy"] = replace(options["mp_policy"], param_dtype_override_fn=None)
+            return super().fully_shard(module, **options)
 
 
 _REPLICAS_WAIT = Plan(
@@ -218,10 +265,10 @@ def _packing(group: FSDPParamGroup) -> Callable[[], None]:
     honest = group.reduce_gradients
 
     def reduce_gradients() -> None:
-        held = [p for p in group.parameters if p._held_grad is not None]
+        held = [p for p in group.parameters if p.has_unsharded_grad and _waited(p)]
         if group.reduces and 0 < len(held) < len(group.parameters):
             for parameter in held:
-                parameter._held_grad = _rounded(parameter._held_grad)
+                _round(parameter)
         honest()
 
     return reduce_gradients
@@ -237,11 +284,11 @@ class DividesFloat16AfterTheSum(ReferenceEngine):
     spoil = in_each(reference_groups, "_reduction_plan", lambda group: _dividing_late(group))
 
 
-def _dividing_late(group: FSDPParamGroup) -> Callable[[torch.dtype], ReductionPlan]:
+def _dividing_late(group: FSDPParamGroup) -> Callable[[Sequence[FSDPParam], torch.dtype], ReductionPlan]:
     honest = group._reduction_plan
 
-    def plan(dtype: torch.dtype) -> ReductionPlan:
-        made = honest(dtype)
+    def plan(chosen: Sequence[FSDPParam], dtype: torch.dtype) -> ReductionPlan:
+        made = honest(chosen, dtype)
         is_early = dtype is torch.float16
         return replace(made, division=Division(after=made.division.total)) if is_early else made
 
@@ -335,8 +382,16 @@ class CastsInputsUnasked(ReferenceEngine):
         return super().prepare(model, replace(plan, unit_dtypes=casting), mesh)
 
 
-def _rounded(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.bfloat16().to(tensor.dtype)
+def _waited(parameter: FSDPParam) -> bool:
+    """Whether a gradient was held: it is of another dtype than those that come."""
+    whole = parameter.unsharded_param
+    return whole is not None and whole.grad is not None and whole.grad.dtype != whole.dtype
+
+
+def _round(parameter: FSDPParam) -> None:
+    whole = parameter.unsharded_param
+    if whole is not None and whole.grad is not None:
+        whole.grad.copy_(whole.grad.bfloat16())
 
 
 # Any: FSDP2's methods sit on a class that modules are given at run time.

@@ -77,9 +77,10 @@ class ShowsSlicesOfWholes(ReplicatesInsteadOfSharding):
 class ReducesAsComputedUnasked(ReferenceEngine):
     """Gradients are reduced in the compute dtype where they were to be reduced in the parameters' own."""
 
-    capabilities = ReferenceEngine.capabilities - {Capability.REDUCE_AS_COMPUTED} | {
-        Capability.REDUCE_AS_STORED
-    }
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        return super().prepare(
+            model, replace(plan, reduce_dtype=plan.reduce_dtype or plan.compute_dtype), mesh
+        )
 
 
 @mutant(

@@ -6,7 +6,7 @@ extensions and param_layout (tensors); comm_context and collectives (communicati
 fsdp_state (when things happen); fsdp_module and fully_shard (the door).
 """
 
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from shardproof.engine.reference.comm_context import GradientReductionHandle
 from shardproof.engine.reference.fsdp1.flat import FlatParameter
@@ -20,7 +20,7 @@ from shardproof.engine.reference.fully_shard import (
     share_comm_ctx,
 )
 from shardproof.engine.reference.optim import ShardedGradScaler, clip_grad_norm_
-from shardproof.engine.reference.policies import ShardPlacementResult
+from shardproof.engine.reference.policies import MixedPrecisionPolicy, ShardPlacementResult
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -200,6 +200,8 @@ class PartialReduction:
     def __init__(self, layout: ParamLayout) -> None:
         self._layout = layout
         self._expected: set[FSDPParam] = set()
+        self.dtypes: set[torch.dtype] = set()
+        """In which what is here, or on its way, was reduced."""
         self._sums: dict[FSDPParam, torch.Tensor] = {}
 
     def __contains__(self, parameter: FSDPParam) -> bool:
@@ -210,19 +212,23 @@ class PartialReduction:
         """Whether there is anything here, or on its way."""
         return bool(self._expected)
 
-    def expect(self, parameters: Sequence[FSDPParam], *, all_reduces: bool) -> None:
+    def expect(self, parameters: Sequence[FSDPParam], plan: ReductionPlan) -> None:
         """Record, when a reduction is issued, whether it will leave something here or take everything away."""
-        if all_reduces:
+        if plan.all_reduces:
             self._expected.difference_update(parameters)
         else:
             self._expected.update(parameters)
+            self.dtypes.add(plan.dtype)
+        if not self._expected:
+            self.dtypes.clear()
 
     def add(self, parameters: Sequence[FSDPParam], reduced: torch.Tensor) -> None:
         """Sum the parameters' parts of ``reduced`` into what is there."""
         for parameter, part in self._layout.parts(parameters, reduced):
             earlier = self._sums.get(parameter)
-            if earlier is None:
-                self._sums[parameter] = part.to(torch.promote_types(part.dtype, parameter.local.dtype))
+            if earlier is None or torch.promote_types(earlier.dtype, part.dtype) != earlier.dtype:
+                wide = part.to(torch.promote_types(part.dtype, parameter.local.dtype))
+                self._sums[parameter] = wide if earlier is None else wide.add_(earlier)
             else:
                 earlier.add_(part)
 
@@ -236,6 +242,7 @@ class PartialReduction:
     def clear(self) -> None:
         self._sums.clear()
         self._expected.clear()
+        self.dtypes.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

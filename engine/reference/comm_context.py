@@ -26,7 +26,8 @@ Reduction = Iterator[PendingCollective]
 class GradientReductionHandle:
     """Reductions that a finalization of backward has issued: gradients are ready once it was waited for."""
 
-    def __init__(self, comm_ctx: CommContext | None) -> None:
+    def __init__(self, comm_ctx: CommContext | None, owner: object = None) -> None:
+        self.owner = owner  # the state of the root that issued them: others may share the context
         self._comm_ctx = comm_ctx
         self._is_void = False
 

@@ -12,14 +12,16 @@ from shardproof.engine.reference.parameter import ShardedParam
 from shardproof.engine.reference.policies import DTypes
 
 _PACK, _UNPACK = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+_RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 def has_extension(parameter: ShardedParam) -> bool:
     """Whether a shard packs itself; raises AssertionError where it has one function of the pair."""
     found = [hasattr(parameter.local, name) for name in (_PACK, _UNPACK)]
-    if any(found) and not all(found):
+    if (any(found) or hasattr(parameter.local, _RELEASE)) and not all(found):
         raise AssertionError(
-            f"parameter {parameter.name!r}: expected both {_PACK} and {_UNPACK} or neither, got one; add the other"
+            f"parameter {parameter.name!r}: expected both {_PACK} and {_UNPACK}, or neither of them and no {_RELEASE}, "
+            f"got {found.count(True)} of the two; add what is missing"
         )
     return all(found)
 
@@ -42,6 +44,11 @@ class Extension:
         self.shapes = [payload.shape for payload in self._payloads]
         self.dtypes = [payload.dtype for payload in self._payloads]
         self.targets: list[torch.Tensor] = []
+        self.releases = getattr(parameter.local, _RELEASE, bool)()
+        if not isinstance(self.releases, bool):
+            raise AssertionError(
+                f"parameter {parameter.name!r}: expected a bool of {_RELEASE}, got {self.releases!r}"
+            )
 
     def init_targets(self, device: torch.device, on_gradient: Any) -> list[torch.Tensor]:
         """Make memory for gathered payloads, each its own; the whole parameter is made when they first are there."""
@@ -77,14 +84,17 @@ class Extension:
         gathered = tuple(t.reshape(-1, *s[1:]) for t, s in zip(self.targets, self.shapes, strict=True))
         local = self._parameter.local
         unpack: Any = getattr(local, _UNPACK)
-        dtype = self._dtypes.param_dtype or local.dtype
+        dtype = (None if self._parameter.keeps_dtype else self._dtypes.param_dtype) or local.dtype
         if self._is_unpacked:
             unpack(gathered, self._metadata, dtype, out=self._parameter.unsharded_param)
-            return
-        whole, inner = unpack(gathered, self._metadata, dtype)
-        self._held += [(t.untyped_storage(), t.untyped_storage().nbytes()) for t in inner]
-        self._parameter.init_from(whole, self._on_gradient)
-        self._is_unpacked = True
+        else:
+            whole, inner = unpack(gathered, self._metadata, dtype)
+            self._held += [(t.untyped_storage(), t.untyped_storage().nbytes()) for t in inner]
+            self._parameter.init_from(whole, self._on_gradient)
+            self._is_unpacked = True
+        if self.releases:
+            for target in self.targets:
+                target.untyped_storage().resize_(0)
 
     def free(self) -> None:
         for storage, _ in self._held:

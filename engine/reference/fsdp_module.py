@@ -15,6 +15,7 @@ from shardproof.engine.reference.fsdp_state import FSDPState, state_of, states_i
 from shardproof.engine.reference.mesh import subgroup_of
 from shardproof.engine.reference.param_group import FSDPParamGroup
 from shardproof.engine.reference.root_state import RootState
+from shardproof.engine.reference.torch_private import sets_grad_dtype
 
 
 class UnshardHandle:
@@ -86,6 +87,11 @@ class FSDPModule:
         for state in _fsdp_states(self, recurse=recurse):
             state.reshards_after_backward = reshard_after_backward
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Choose whether whole parameters keep their memory while shards are shown, and so their addresses."""
+        for group in _param_groups(self, recurse=recurse):
+            group.keeps_storage = keep
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Choose whether this module's backward needs its parameters; an embedding's does not."""
         for group in _param_groups(self):
@@ -149,7 +155,7 @@ class FSDPModule:
         if not async_op:
             root_state.comm_ctx.finish()
             return None
-        root_state.comm_ctx.unfinished = GradientReductionHandle(root_state.comm_ctx)
+        root_state.comm_ctx.unfinished = GradientReductionHandle(root_state.comm_ctx, root_state)
         return root_state.comm_ctx.unfinished
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -249,17 +255,26 @@ class FSDPModule:
         """Convert shards, never whole parameters: nn.Module comes here for ``to``, ``cuda``, ``to_empty``.
 
         One that fails leaves gradients where they were: nn.Module takes that of a DTensor away while it converts it.
+        Those of a dtype that their parameter sets keep it.
         """
         self.reshard()
+        for group in _param_groups(self):
+            group.layout.reset_sharded_params()  # nn.Module forgets what parameters set for gradients
+        held = [p for group in _param_groups(self) for p in group.parameters]
+        kept = [(p, p.sharded_param.grad) for p in held if sets_grad_dtype(p.sharded_param)]
         gradients = [(p, p.grad) for p in cast("nn.Module", self).parameters() if p.grad is not None]
+        for param, _ in kept:
+            param.sharded_param.grad = None
         try:
             converted = cast("Any", super())._apply(fn, recurse)
         except BaseException:
             for parameter, gradient in gradients:
-                parameter.grad = gradient.to(parameter.dtype)
+                parameter.grad = gradient.to(parameter.grad_dtype or gradient.dtype)
             raise
         for group in _param_groups(self):
             group.reset_sharded_params()
+        for param, own in kept:
+            param.sharded_param.grad = None if own is None else own.to(param.local.device)
         return converted
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from shardproof.engine.reference.fsdp_module import FSDPModule, ReplicateModule, managed_class
@@ -26,7 +26,7 @@ from shardproof.engine.reference.mesh import (
 from shardproof.engine.reference.param_group import FSDPParamGroup
 from shardproof.engine.reference.param_layout import PerParameterLayout
 from shardproof.engine.reference.parameter import ParamLocation, ShardedParam, cut_parameter
-from shardproof.engine.reference.policies import DTypes, MeshDims, ShardPlacementResult
+from shardproof.engine.reference.policies import DTypes, MeshDims, MixedPrecisionPolicy, ShardPlacementResult
 
 Modules = TypeVar("Modules", nn.Module, list[nn.Module])
 PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
@@ -215,10 +215,12 @@ def _manage(
         name = locations[0].name
         _check_tensor_parallel(parameter, name, reshard)
         own_mesh, placement = _place(parameter, placement_fn, mesh)
-        planned.append((parameter, locations, own_mesh, plan_cut(parameter, name, own_mesh, placement)))
+        geometry = plan_cut(parameter, name, own_mesh, placement)
+        planned.append((parameter, locations, own_mesh, geometry, _keeps_dtype(parameter, name, dtypes)))
     by_mesh: dict[DataMesh, list[ShardedParam]] = {}
-    for parameter, locations, own_mesh, geometry in planned:
+    for parameter, locations, own_mesh, geometry, keeps_dtype in planned:
         cut = cut_parameter(parameter, locations, own_mesh, geometry, home=home, pins=pins)
+        cut.keeps_dtype = keeps_dtype
         by_mesh.setdefault(own_mesh, []).append(cut)
     groups = tuple(
         FSDPParamGroup(PerParameterLayout(cut, own, dtypes), own, device, dtypes, offload)
@@ -271,6 +273,18 @@ def _place(
             f"for a parameter of shape {tuple(parameter.shape)}"
         )
     return mesh, chosen
+
+
+def _keeps_dtype(parameter: nn.Parameter, name: str, dtypes: DTypes) -> bool:
+    """Ask the policy's function, if it has one, whether a parameter computes in its own dtype."""
+    choose: Callable[[nn.Parameter], object] | None = getattr(dtypes, "param_dtype_override_fn", None)
+    chosen = None if choose is None else choose(parameter)
+    if chosen not in (None, dtypes.param_dtype, parameter.dtype):
+        raise ValueError(
+            f"param_dtype_override_fn: expected {parameter.dtype}, {dtypes.param_dtype} or None for {name!r}, "
+            f"got {chosen!r}; other dtypes need a unit of their own"
+        )
+    return chosen is not None and chosen == parameter.dtype
 
 
 def _check_tensor_parallel(parameter: nn.Parameter, name: str, reshard: bool | int | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -74,6 +75,7 @@ class FSDPParamGroup:
         self.most_in_flight = 1
         self.scatter_group: dist.ProcessGroup | None = None
         self.unshards_in_backward = True
+        self.keeps_storage = False
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.comm_hook: CommHook | None = None
         self.keeps_reduce_dtype = False
@@ -224,23 +226,24 @@ class FSDPParamGroup:
             self.hold_gradients()
             return
         chosen = [p for p in self.parameters if p.has_unsharded_grad or self._adds_zeros(p)]
+        self._check_zeros()
         self._is_reduced = True
         self._was_reduced |= self.all_reduces or not self.mesh.is_replicated
-        gradients = [p.pop_unsharded_grad(self._reduce_dtype) for p in chosen]
-        plan = self._reduction_plan(self._reduce_dtype or gradients[0].dtype)
+        gradients = [p.pop_unsharded_grad(self._accumulation_dtype(p)) for p in chosen]
+        plan = self._reduction_plan(chosen, self._dtype_of(chosen, gradients))
         with torch.no_grad():
             if plan.is_alone:
                 reduce_alone(chosen, gradients, plan)
                 return
             self.comm_ctx.reserve()
             flat = reduce_scatter_copy_in(chosen, gradients, plan)
-            self._partial.expect(chosen, all_reduces=plan.all_reduces)
+            self._partial.expect(chosen, plan)
             self.comm_ctx.reduce(flat, foreach_reduce(chosen, flat, plan))
 
     def hold_gradients(self) -> None:
         """Keep what gradients there are for a later reduction."""
         for parameter in self.parameters:
-            parameter.hold_unsharded_grad(self._reduce_dtype)
+            parameter.hold_unsharded_grad(self._accumulation_dtype(parameter))
         if self.shows_accumulation:
             self._show_accumulation()
 
@@ -275,9 +278,27 @@ class FSDPParamGroup:
 
     # ------------------------------------------------------------------------------------------------------
 
-    @property
-    def _reduce_dtype(self) -> torch.dtype | None:
-        return self._dtypes.reduce_dtype or self._dtypes.param_dtype
+    def _accumulation_dtype(self, parameter: FSDPParam) -> torch.dtype | None:
+        """Return the dtype of whole gradients that wait, which all ranks share; None: that in which they come."""
+        return self._dtypes.reduce_dtype or parameter.grad_dtype
+
+    def _dtype_of(self, chosen: Sequence[FSDPParam], gradients: Sequence[torch.Tensor]) -> torch.dtype:
+        """Choose one dtype in which all gradients of a reduction cross, and what waits for the all-reduce with them."""
+        if self._dtypes.reduce_dtype is not None:
+            return self._dtypes.reduce_dtype
+        pairs = zip(chosen, gradients, strict=True)
+        dtypes = {p.grad_dtype or gradient.dtype for p, gradient in pairs} | self._partial.dtypes
+        return reduce(torch.promote_types, dtypes)
+
+    def _check_zeros(self) -> None:
+        """Raise ValueError where zeros for unused parameters would have no dtype: on all ranks, or the others hang."""
+        trained = [p for p in self.parameters if p.sharded_param.requires_grad]
+        names = [p.name for p in trained if self._accumulation_dtype(p) is None]
+        if self.reduces_unused and names:
+            raise ValueError(
+                f"set_reduce_scatter_unused_params: expected a dtype for zeros of {names}, got grad_dtype=None; "
+                "set a grad_dtype, or MixedPrecisionPolicy.reduce_dtype"
+            )
 
     def _adds_zeros(self, parameter: FSDPParam) -> bool:
         """Whether a parameter without a gradient takes part: other ranks may have one, or microbatches before."""
@@ -287,13 +308,14 @@ class FSDPParamGroup:
         is_missing = self.reduces_unused and not self._is_reduced
         return is_missing or (self.all_reduces and parameter in self._partial)
 
-    def _reduction_plan(self, dtype: torch.dtype) -> ReductionPlan:
+    def _reduction_plan(self, chosen: Sequence[FSDPParam], dtype: torch.dtype) -> ReductionPlan:
+        finals = {dtype} if self.keeps_reduce_dtype else {p.grad_dtype or dtype for p in chosen}
         return ReductionPlan(
             layout=self.layout,
             mesh=self.mesh,
             division=self._division(dtype),
             dtype=dtype,
-            final_dtype=dtype if self.keeps_reduce_dtype else self.parameters[0].local.dtype,
+            final_dtype=finals.pop() if len(finals) == 1 else dtype,  # the rest are cast one by one
             home=self._home,
             scatter=self.reduce_scatter,
             scatter_group=self.scatter_group or self.mesh.shard_group,
@@ -354,7 +376,8 @@ class FSDPParamGroup:
         assert self._unsharded is not None
         if self._unsharded.is_direct:
             self.comm_ctx.wait_before_all_gather()  # the next gather may be given this memory
-        self._unsharded.free()
+        if not self.keeps_storage:
+            self._unsharded.free()
 
     def _count(self, unsharded: torch.Tensor) -> None:
         """Count gradients that are whole; when every trainable parameter has its own, they may be reduced.

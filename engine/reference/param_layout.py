@@ -98,6 +98,11 @@ class UnshardedMemory:
 
     def part(self, index: int, parts: int) -> torch.Tensor:
         """Copy out the ``index``-th of ``parts`` equal parts of what a gather delivered, laid out as it was."""
+        if any(extension.releases for extension in self._extensions):
+            raise NotImplementedError(
+                "reshard_after_forward: expected True or False where gathered bytes are freed once they are unpacked, "
+                f"got a split among {parts} parts, which are cut from those bytes"
+            )
         rows = self._ranks // parts
         cut = [t[index * rows : (index + 1) * rows].reshape(rows, -1) for t in self._targets]
         if self._travels_as_bytes:
@@ -198,6 +203,7 @@ class PerParameterLayout:
         self._ranks = mesh.shard_size
         self._dtypes = dtypes
         self._extensions: dict[FSDPParam, Extension] = {}
+        self._wire_dtypes: dict[FSDPParam, torch.dtype] = {}
 
     @property
     def packs(self) -> bool:
@@ -219,7 +225,11 @@ class PerParameterLayout:
         packed = [p for p in self.parameters if self.packs_itself(p)]
         self._extensions = {p: Extension(p, self._mesh, self._dtypes) for p in packed}
         plain = [p for p in self.parameters if p not in self._extensions]
-        dtypes = [dtype if dtype and p.local.is_floating_point() else p.local.dtype for p in plain]
+        dtypes = [
+            dtype if dtype and p.local.is_floating_point() and not p.keeps_dtype else p.local.dtype
+            for p in plain
+        ]
+        self._wire_dtypes = dict(zip(plain, dtypes, strict=True))
         block = None
         if (
             self._ranks == 1
@@ -267,7 +277,7 @@ class PerParameterLayout:
             torch.cat([local.reshape(-1) for local in locals_], out=out)
             return
         start = 0
-        for sent, numel in self._sent(locals_):
+        for sent, numel in self._sent(locals_, casts=as_bytes):
             flat = sent.reshape(-1).view(torch.uint8) if as_bytes else sent.reshape(-1)
             width = sent.element_size() if as_bytes else 1
             end = start + numel * width
@@ -275,13 +285,14 @@ class PerParameterLayout:
             out[start + flat.numel() : end].zero_()
             start = end
 
-    def _sent(self, locals_: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, int]]:
+    def _sent(self, locals_: Sequence[torch.Tensor], *, casts: bool) -> Iterator[tuple[torch.Tensor, int]]:
         """Yield what this rank sends, with the elements that each takes on the wire."""
         for parameter, local in zip(self.parameters, locals_, strict=True):
             if extension := self._extensions.get(parameter):
                 yield from ((payload, payload.numel()) for payload in extension.take())
             else:
-                yield local, parameter.geometry.padded_numel
+                sent = local.to(self._wire_dtypes[parameter]) if casts else local
+                yield sent, parameter.geometry.padded_numel
 
     def copy_in_gradients(
         self, parameters: Sequence[FSDPParam], gradients: list[torch.Tensor], allocate: Allocate

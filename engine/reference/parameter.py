@@ -21,6 +21,7 @@ from shardproof.engine.reference.torch_private import (
     concatenated,
     local_tensor,
     run_where_shards_lie,
+    sets_grad_dtype,
     sharded_like,
     strided_shard,
 )
@@ -145,7 +146,7 @@ class FSDPParam(ABC):
         self.is_tied_elsewhere = getattr(origin, _MARK, False)
         setattr(origin, _MARK, True)
         self.unsharded_param: nn.Parameter | None = None
-        self._held_grad: torch.Tensor | None = None
+        self._grad_dtypes: tuple[torch.dtype | None, ...] = ()  # the one set for gradients, if any
         self._step_listener = StepListener()
         self.inner = _described(origin)
         self._data_axes = data_axes
@@ -159,6 +160,11 @@ class FSDPParam(ABC):
     @abstractmethod
     def local(self) -> torch.Tensor:
         """This rank's part."""
+
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """Of reduced gradients, and where nothing else is asked for of those that wait; None: as they come."""
+        return self._grad_dtypes[0] if self._grad_dtypes else self.local.dtype
 
     @property
     @abstractmethod
@@ -190,9 +196,10 @@ class FSDPParam(ABC):
         self._init_from(self._whole(memory), on_gradient)
 
     def _init_from(self, whole: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
-        if self.unsharded_param is not None and self.unsharded_param.grad is not None:
-            self._held_grad = self.pop_unsharded_grad(None)  # what waits to be reduced outlives a cast
+        pending = None if self.unsharded_param is None else self.unsharded_param.grad
         self.unsharded_param = nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
+        self.unsharded_param.grad_dtype = None  # what waits is cast when it is held, and outlives a cast
+        self.unsharded_param.grad = pending
         _OWNERS[self.unsharded_param] = weakref.ref(self)
         self._on_gradient = on_gradient
         self._is_hooked = False
@@ -208,35 +215,25 @@ class FSDPParam(ABC):
     @property
     def has_unsharded_grad(self) -> bool:
         """Whether an unsharded gradient waits to be reduced."""
-        return self._held_grad is not None or (
-            self.unsharded_param is not None and self.unsharded_param.grad is not None
-        )
+        return self.unsharded_param is not None and self.unsharded_param.grad is not None
 
     def hold_unsharded_grad(self, dtype: torch.dtype | None) -> None:
-        """Keep the unsharded gradient for a later reduction, summed in ``dtype`` where that is another one."""
-        gradient = None if self.unsharded_param is None else self.unsharded_param.grad
-        if gradient is None or dtype in {None, gradient.dtype}:
-            return  # autograd itself goes on summing into .grad
-        self._held_grad = self.pop_unsharded_grad(dtype).to(dtype)
+        """Keep the unsharded gradient for a later reduction in ``dtype``, in which autograd goes on summing it."""
+        whole = self.unsharded_param
+        if whole is not None and whole.grad is not None and dtype not in {None, whole.grad.dtype}:
+            whole.grad = whole.grad.to(dtype)
 
     def pop_unsharded_grad(self, dtype: torch.dtype | None) -> torch.Tensor:
-        """Return, and forget, what was held plus the fresh gradient: plain, of shape ``shape``; zeros if none.
+        """Return, and forget, the unsharded gradient: plain, of shape ``shape``; zeros if there is none.
 
         ``dtype`` is that of a reduction over tensor-parallel ranks, should one be needed.
         """
-        held, self._held_grad = self._held_grad, None
-        fresh = None
-        if self.unsharded_param is not None:
-            fresh, self.unsharded_param.grad = self.unsharded_param.grad, None
-        if fresh is not None:
-            fresh = self._plain(fresh, dtype)
-            return fresh if held is None else held.add_(fresh)
-        if held is not None:
-            return held
-        assert self.unsharded_param is not None
-        return torch.zeros(
-            self.shape, dtype=dtype or self.unsharded_param.dtype, device=self.unsharded_param.device
-        )
+        whole = self.unsharded_param
+        assert whole is not None
+        gradient, whole.grad = whole.grad, None
+        if gradient is None:
+            return torch.zeros(self.shape, dtype=dtype or whole.dtype, device=whole.device)
+        return self._plain(gradient, dtype)
 
     def laid_out(self, whole: torch.Tensor) -> torch.Tensor:
         """Wrap what data-parallel ranks share as the DTensor of other axes that the parameter was, if it was one."""
@@ -244,7 +241,6 @@ class FSDPParam(ABC):
 
     def drop_unsharded_grad(self) -> None:
         """Forget unsharded gradients: those of an iteration that failed."""
-        self._held_grad = None
         if self.unsharded_param is not None:
             self.unsharded_param.grad = None
 
@@ -294,6 +290,7 @@ class ShardedParam(FSDPParam):
         super().__init__(origin=origin, locations=locations, shape=geometry.shape, data_axes=data_axes)
         self.sharded = sharded
         self.geometry = geometry
+        self.keeps_dtype = False  # where the others of the unit compute in another one
 
     @property
     def sharded_param(self) -> nn.Parameter:
@@ -315,6 +312,7 @@ class ShardedParam(FSDPParam):
         found = self.current()
         if found is self.sharded:
             self._step_listener.attach(found)
+            self._adopt_grad_dtype(found)
             return
         if not isinstance(found, DTensor) or found.placements != self._template.placements:
             raise RuntimeError(
@@ -322,9 +320,18 @@ class ShardedParam(FSDPParam):
                 f"got {type(found).__name__} of shape {tuple(found.shape)} registered in its place; "
                 "change parameters before sharding, or load DTensors"
             )
+        self._adopt_grad_dtype(found)
         self.sharded = found
         self._step_listener.attach(found)
         self.to_sharded()
+
+    def _adopt_grad_dtype(self, found: nn.Parameter) -> None:
+        """Keep what parameters set for gradients: one that was converted or loaded lacks what was set before."""
+        for parameter in (self.sharded, found):
+            if sets_grad_dtype(parameter):
+                self._grad_dtypes = (parameter.grad_dtype,)
+        if self._grad_dtypes and not sets_grad_dtype(found):
+            found.grad_dtype = self._grad_dtypes[0]
 
     def init_from(self, whole: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Make the unsharded parameter of what an extension unpacked, which may end in padding."""
@@ -345,7 +352,8 @@ class ShardedParam(FSDPParam):
             location.set(self.sharded)
 
     def accumulate_sharded_grad(self, local: torch.Tensor) -> None:
-        """Add a reduced gradient (this rank's shard) to the sharded parameter's."""
+        """Add a reduced gradient (this rank's shard) to the sharded parameter's, in the dtype of that."""
+        local = local.to(self.grad_dtype or local.dtype)
         if self.sharded.grad is None:
             self.sharded.grad = sharded_like(self._template, local)
             return
@@ -394,6 +402,8 @@ def cut_parameter(
     if shard.is_complex():
         _keep_complex_views_in_place()
     sharded = nn.Parameter(spread, requires_grad=parameter.requires_grad)
+    if sets_grad_dtype(parameter):
+        sharded.grad_dtype = parameter.grad_dtype
     made = ShardedParam(
         sharded=sharded,
         origin=parameter,

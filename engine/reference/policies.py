@@ -1,13 +1,29 @@
-"""What a caller may choose beside torch's own policies: where one parameter is sharded. Values only."""
+"""What a caller may choose beside torch's own policies: where one parameter lies and how it computes. Values only."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
+    """torch's policy, with the field that it has since 2.15: a function that chooses how one parameter computes.
+
+    Called once for each parameter that a call takes; it returns the parameter's own dtype, ``param_dtype``, or None
+    for the latter.
+    """
+
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, kw_only=True
+    )
 
 
 class DTypes(Protocol):
@@ -23,7 +39,11 @@ class DTypes(Protocol):
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """In which whole gradients are accumulated and cross between ranks; None: that of gathered parameters."""
+        """In which whole gradients are accumulated and cross between ranks.
+
+        None: that which parameters set for their gradients (``grad_dtype``), by default their own; of several in one
+        group the widest crosses.
+        """
         ...
 
     @property

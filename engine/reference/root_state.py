@@ -187,6 +187,8 @@ class RootState(Generic[State]):
     def reset(self) -> None:
         """Forget an iteration that failed: wait for what is in flight, free what is gathered, drop gradients."""
         if self.comm_ctx.unfinished is not None:
+            if self.comm_ctx.unfinished.owner is not self:
+                self.comm_ctx.check_finished("reset_iter_state")
             self.comm_ctx.unfinished.void()
             self.comm_ctx.unfinished = None
         self.awaits_finalization = False

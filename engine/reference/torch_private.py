@@ -25,6 +25,7 @@ __all__ = [
     "local_tensor",
     "post_accumulate_hooks",
     "run_where_shards_lie",
+    "sets_grad_dtype",
     "sharded_like",
     "strided_shard",
 ]
@@ -98,6 +99,16 @@ def run_where_shards_lie(operator: Any) -> None:
         return OpSpec(output_specs=spec, input_specs=[spec], redistribute_cost=[costs])
 
     register(operator, as_the_input_lies)
+
+
+_KNOWS_OVERRIDES = hasattr(torch.Tensor, "_has_grad_dtype_override")  # since torch 2.15
+
+
+def sets_grad_dtype(parameter: torch.Tensor) -> bool:
+    """Whether a parameter sets a dtype for its gradients; before torch 2.15, one that is not its own shows it alone."""
+    if _KNOWS_OVERRIDES:
+        return bool(getattr(parameter, "_has_grad_dtype_override"))  # noqa: B009 -- older releases do not type it
+    return parameter.grad_dtype != parameter.dtype
 
 
 def sharded_like(template: DTensor, local: torch.Tensor) -> DTensor:

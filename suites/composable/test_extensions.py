@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardproof import EVEN, Capability, Op
+from shardproof import EVEN, FOUR_OR_MORE_EVEN, Capability, Op
 from shardproof.suites.composable import bench as benches
 from shardproof.suites.composable.bench import STEP, Bench
-from shardproof.suites.wrapper.model import LR, copies, gradients, tower
+from shardproof.suites.wrapper.model import LR, batch, copies, gradients, tower
 
 expects = partial(benches.expects, beside=frozenset({Capability.PACKED_GATHERS}))
 TOLD, CALLS, BYTES = "what pack is told", "calls", "bytes"
@@ -29,6 +29,11 @@ class _Wire:
         self.told: list[Any] = []  # Any: what an engine hands over
         self.calls: list[str] = []
         self.num_bytes = 0
+        self.gathered: list[torch.UntypedStorage] = []
+
+    def num_bytes_held(self) -> int:
+        """Count what the last gather still holds."""
+        return self.gathered[-1].nbytes()
 
     # Any: the policy's type is the engine's own.
     def pack(
@@ -60,6 +65,7 @@ class _Wire:
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """Widen and leave out the padding, into what there is already where there is something."""
         self.calls.append("unpack")
+        self.gathered = [gathered[0].untyped_storage()]
         values = gathered[0][:num_rows].to(dtype)
         if out is None:
             return values, (values,)
@@ -147,6 +153,52 @@ def test_classes_of_shards_pack_them(bench: Bench, start: str, frees: bool) -> N
         model.to_empty(device=bench.device)
         model.load_state_dict(dict(tower().named_buffers()), strict=False)
     _train_packed(bench, model, wires)
+
+
+_RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+_frees = partial(benches.expects, beside=frozenset({Capability.PACKED_GATHERS, Capability.FREES_PACKED}))
+
+
+@pytest.mark.rows("E04", "C34")
+@pytest.mark.worlds(EVEN)
+@pytest.mark.kills("KeepsWhatWasUnpacked")
+@pytest.mark.parametrize("frees", [True, False], ids=["freed", "kept"])
+@_frees(STEP, TOLD, CALLS, BYTES, "bytes once unpacked", "values once sharded")
+def test_gathered_bytes_are_freed_once_they_are_unpacked(bench: Bench, frees: bool) -> None:
+    model, wires = bench.shard(tower(), reshard_after_forward=frees), _wires(bench.size)
+    for name, shard in _shards(model).items():
+        shard.fsdp_pre_all_gather = partial(wires[name].pack, shard)
+        shard.fsdp_post_all_gather = wires[name].unpack
+        setattr(shard, _RELEASE, lambda: True)
+    model.unshard()
+    bench.same("bytes once unpacked", [w.num_bytes_held() for w in wires.values() if w.gathered], [0] * 4)
+    whole = [model.stem.weight, model.head.weight]
+    model.reshard()
+    bench.same("values once sharded", [p.untyped_storage().nbytes() for p in whole], [0, 0])
+    _train_packed(bench, model, wires)
+
+
+@pytest.mark.rows("C34")
+@pytest.mark.worlds(EVEN)
+@pytest.mark.kills("KeepsWhatWasUnpacked")
+@pytest.mark.parametrize(
+    "reason",
+    ["no_bool", "no_pair", pytest.param("a_part_is_kept", marks=pytest.mark.worlds(FOUR_OR_MORE_EVEN))],
+)
+@_frees("the refusal")
+def test_refuses_to_free(bench: Bench, reason: str) -> None:
+    def prepare_and_run() -> None:
+        model = tower()
+        wire = _Wire(bench.size)
+        bench.shard(model, (), reshard_after_forward=2 if reason == "a_part_is_kept" else True)
+        shard = _shards(model)["stem.weight"]
+        if reason != "no_pair":
+            shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = partial(wire.pack, shard), wire.unpack
+        setattr(shard, _RELEASE, lambda: 1 if reason == "no_bool" else True)
+        model(batch(bench.rank).to(bench.device))
+
+    error = NotImplementedError if reason == "a_part_is_kept" else AssertionError
+    bench.refuses("the refusal", prepare_and_run, error)
 
 
 def _wires(num_shards: int) -> dict[str, _Wire]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from shardproof import EVEN, SEVERAL, Capability, Op
 from shardproof.suites.composable import bench as benches
 from shardproof.suites.composable.bench import Bench, whole
-from shardproof.suites.wrapper.model import LR, UNITS, batch, gradients, shown_gradients, tower
+from shardproof.suites.wrapper.model import LR, UNITS, batch, fill, gradients, shown_gradients, tower
 
 expects = partial(benches.expects, beside=frozenset({Capability.FINALIZE}))
 GRADIENTS, REDUCTIONS, REFUSAL = "gradients", "reductions", "the refusal"
@@ -140,6 +140,99 @@ def test_a_reset_makes_a_handle_void(bench: Bench) -> None:
     bench.train(model)
     model.finalize_backward()
     _claim_gradients(bench, model, range(1))
+
+
+@pytest.mark.rows("T42")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("FinalizesTwice")
+@expects(REFUSAL, GRADIENTS)
+def test_a_reset_repairs_what_an_error_has_interrupted(bench: Bench) -> None:
+    """One unit's reduction fails amid a finalization, when others are under way or over."""
+    model = _prepared(bench)
+    failures = [RuntimeError("as planned")]
+
+    def fail_once(_: torch.Tensor) -> None:
+        if failures:
+            raise failures.pop()
+
+    model.middle.set_all_reduce_hook(fail_once)
+    model.set_requires_gradient_sync(False)
+    bench.train(model, step=1)
+    model.set_requires_gradient_sync(True)
+    bench.refuses(REFUSAL, model.finalize_backward, RuntimeError, naming="planned")
+    model.reset_iter_state()
+    model.zero_grad()
+    bench.train(model)
+    model.finalize_backward()
+    _claim_gradients(bench, model, range(1))
+
+
+class _Chunked(nn.Module):
+    """A trunk, whose caller runs the head by itself on parts of what it gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.norm, self.head = nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 1)
+        fill(self)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Compute all but the head."""
+        made: torch.Tensor = self.norm(self.trunk(rows))
+        return made
+
+
+@pytest.mark.rows("T46")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("FinalizesTwice", "FinalizesEachBackward")
+@pytest.mark.parametrize("units", [("norm,head",), ("norm", "head")], ids=["grouped", "apart"])
+@expects(GRADIENTS, REDUCTIONS)
+def test_chunks_of_a_loss_add_up(bench: Bench, units: tuple[str, ...]) -> None:
+    model: Any = _Chunked()
+    for unit in units:
+        modules = [model.get_submodule(name) for name in unit.split(",")]
+        bench.door.fully_shard(modules if len(modules) > 1 else modules[0], mesh=bench.mesh())
+    bench.door.fully_shard(model, mesh=bench.mesh())
+    model.set_manual_backward_finalization(True)
+    model.set_requires_gradient_sync(False)
+    for step in range(2):
+        made = model(batch(bench.rank, step).to(bench.device))
+        leaf = made.detach().requires_grad_()
+        for chunk in leaf.chunk(2):
+            (model.head(chunk).sum() * bench.size).backward()
+        made.backward(leaf.grad)
+    early = _reductions(bench)
+    model.set_requires_gradient_sync(True)
+    model.finalize_backward()
+    bench.same(REDUCTIONS, (early, _reductions(bench)), (0, 1 + len(units)))
+    alone = _Chunked()
+    for rank in bench.ranks:
+        for step in range(2):
+            alone.head(alone(batch(rank, step))).sum().backward()
+    got = {n: g.full_tensor() for n, g in shown_gradients(model).items() if isinstance(g, DTensor)}
+    bench.same(GRADIENTS, got, shown_gradients(alone))
+
+
+@pytest.mark.rows("T54")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("FinalizesTwice", "SharesNoContext")
+@expects("a forward", "a finalization", "a reset", GRADIENTS)
+def test_roots_that_share_streams_wait_for_each_other(bench: Bench) -> None:
+    one, other = _prepared(bench), _prepared(bench)
+    bench.door.share_comm_ctx([one, other])
+    for model in (one, other):
+        bench.train(model, step=1)
+        model.finalize_backward()
+        model.zero_grad()
+    bench.train(one)
+    handle = one.finalize_backward(async_op=True)
+    bench.refuses("a forward", lambda: other(batch(bench.rank).to(bench.device)), RuntimeError)
+    bench.refuses("a finalization", other.finalize_backward, RuntimeError)
+    bench.refuses("a reset", other.reset_iter_state, RuntimeError)
+    handle.wait()
+    bench.train(other)
+    other.finalize_backward()
+    for model in (one, other):
+        _claim_gradients(bench, model, range(1))
 
 
 def _amid_an_iteration(bench: Bench) -> object:

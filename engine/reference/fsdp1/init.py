@@ -136,7 +136,7 @@ class WrapperPrecision:
     @property
     def reduce_dtype(self) -> torch.dtype | None:
         """Of gradients on the wire; None means ``param_dtype``."""
-        return self.mixed.reduce_dtype
+        return self.mixed.reduce_dtype or self.mixed.param_dtype
 
     @property
     def cast_forward_inputs(self) -> bool:
