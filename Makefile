@@ -42,7 +42,7 @@ models: $(STAMP)
 
 # Engines of other packages beside the bundled ones, an environment for each family: some three hours.
 engines: $(STAMP)
-	$(BIN)/python -m benchmarks.engines
+	$(BIN)/python -m benchmarks.engines $(ENGINES)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Every engine that has an adapter here, judged by the whole catalogue: `make engines`.
+"""Every engine that has an adapter here, judged by the whole catalogue: `make engines`, of one `ENGINES=fairscale`.
 
 ``python -m benchmarks.engines`` makes an environment for each family below ``.venvs/engines/``, runs the catalogue in
 it, and writes ``docs/engines.md`` and ``docs/engines/`` from the records. What has been run already is not run again;

@@ -44,6 +44,8 @@ class PreparedLowLevelZero(PreparedModel):
 
     def optimizer(self, factory: OptimizerFactory) -> None:
         """Wrap it; a scale other than 1 is for float16."""
+        if len({p.dtype for p in self.named.parameters()}) > 1:
+            raise ValueError("expected parameters of one dtype, as does the check that is left out above")
         self._zero: Any = LowLevelZeroOptimizer(
             factory(self.named.parameters()),
             dp_process_group=self._group,
@@ -70,13 +72,13 @@ class PreparedLowLevelZero(PreparedModel):
         return {
             f"{name}/{key}": self._piece(p, value) if value.dim() else shard_of(value)
             for name, p in self.owned_parameters().items()
-            if p.requires_grad
+            if id(p) in masters
             for key, value in self._zero.optim.state.get(masters[id(p)], {}).items()
             if isinstance(value, torch.Tensor)
         }
 
     def _gradient(self, p: nn.Parameter) -> Shard | None:
-        if not p.requires_grad:
+        if id(p) not in self._zero.pid_to_grad_store:  # frozen, or not the optimizer's
             return None
         pieces = self._zero.pid_to_grad_store[id(p)].get_partitioned_gradients_by_param_id(0, id(p))
         mine = 0 if self._shares_gradients else self._group.rank()

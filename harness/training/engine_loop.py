@@ -144,9 +144,8 @@ def _run(
 def _prepare(
     context: RankContext, training: Training, adapter: Engine, plan: Plan, watches: Watches | None = None
 ) -> PreparedModel:
-    # Thousands of numbers that the user's mesh has are not the engine's.
-    is_observing = context.recorder.during(Phase.OBSERVE) if context.is_simulated else nullcontext()
-    with is_observing:
+    # What the user's mesh knows of its ranks is not the engine's to explain.
+    with context.recorder.during(Phase.OBSERVE):
         mesh = _mesh(context, plan)
     data = mesh if mesh.mesh_dim_names == plan.data_axes else mesh[plan.data_axes]
     with _refusing():
