@@ -256,7 +256,7 @@ def test_what_no_loss_reached_or_has_no_elements_may_not_be_off_at_all() -> None
     step, *later = oracle.steps
     unreached = replace(oracle, steps=(replace(step, contributions={}), *later))
     for name in oracle.initial:
-        assert _scale(unreached, TensorKey(quantity=Quantity.GRADIENT, step=0, name=name)) == 0.0
+        assert _scale(unreached, TensorKey(quantity=Quantity.GRADIENT, step=0, name=name), {}) == 0.0
 
 
 def test_exactness_is_lost_when_the_world_is_no_power_of_two() -> None:

@@ -217,7 +217,7 @@ def run_oracle(training: Training, world_size: int, keep: KeepTensors | None = N
         exact,
         steps=steps,
         noise=noise,
-        scales={place: _scale(exact, place) for place in _places(exact)},
+        scales=_scales(exact),
         constants=exact.constants & quiet,
         dtypes=dtypes,
         is_exact=training.problem.is_exact and is_power_of_two and not any(noise.values()),
@@ -348,8 +348,10 @@ class _Deviations:
         self, quantity: Quantity | None, step: int, tensors: Mapping[str, _T], rank: int = 0
     ) -> Mapping[str, _T]:
         """Compare tensors, and keep nothing."""
-        for name, tensor in tensors.items() if quantity else ():
-            if quantity is None or tensor is None:
+        if quantity is None:
+            return {}
+        for name, tensor in tensors.items():
+            if tensor is None:
                 continue
             place = TensorKey(quantity=quantity, step=step, name=name)
             self.met.add(place)
@@ -379,8 +381,15 @@ def _places(exact: OracleObservation) -> Iterator[TensorKey]:
     yield from keys(Quantity.BUFFER, last)
 
 
-def _scale(exact: OracleObservation, place: TensorKey) -> float:
-    """Return the largest value that is rounded on the way to a tensor."""
+def _scales(exact: OracleObservation) -> dict[TensorKey, float]:
+    scales: dict[TensorKey, float] = {}
+    for place in _places(exact):
+        scales[place] = _scale(exact, place, scales)
+    return scales
+
+
+def _scale(exact: OracleObservation, place: TensorKey, earlier: Mapping[TensorKey, float]) -> float:
+    """Return the largest value that is rounded on the way to a tensor; ``earlier`` are those of the steps before."""
     match place.quantity:
         case Quantity.GRADIENT:
             pieces = exact.steps[place.step].contributions.get(place.name)
@@ -390,8 +399,9 @@ def _scale(exact: OracleObservation, place: TensorKey) -> float:
             sizes = sum(piece.abs() for piece in pieces.flatten(0, 1))
             return largest(sizes) / exact.divisor * exact.clipping_factor(place.step, place.name)
         case Quantity.PARAMETER:
-            history = (step.parameters[place.name] for step in exact.steps[: place.step + 1])
-            return max(map(largest, (exact.initial[place.name], *history)))
+            before = earlier.get(replace(place, step=place.step - 1))
+            start = largest(exact.initial[place.name]) if before is None else before
+            return max(start, largest(exact.steps[place.step].parameters[place.name]))
         case Quantity.BUFFER:
             return max(largest(of_rank[place.name]) for of_rank in exact.buffers)
         case Quantity.INITIAL | Quantity.LOSS | Quantity.NORM | Quantity.OPTIMIZER_STATE:
