@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import engines
 from benchmarks.engine_pages import Judged, page, summary
+from shardproof.engine.registry import BUILT_IN, THIRD_PARTY
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import Run
 from tests.records import ENTRY, FOOTER, HEADER, a_record
@@ -76,3 +77,22 @@ def test_no_page_is_written_where_nothing_ran(
     with pytest.raises(SystemExit, match="2"):
         engines.main(["--pages-only"])
     assert "expected runs below" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", [(), ("torch.ddp",)])
+def test_the_page_of_all_engines_is_written_where_all_have_run(
+    missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    runs, docs = tmp_path / "runs", tmp_path / "docs"
+    for engine in {*BUILT_IN, *THIRD_PARTY} - {*missing}:
+        (runs / engine).mkdir(parents=True)
+        (runs / engine / "capabilities.json").touch()
+    docs.mkdir()
+    monkeypatch.setattr(engines, "RUNS", runs)
+    monkeypatch.setattr(engines, "DOCS", docs)
+    monkeypatch.setattr(
+        engines, "_read", lambda folder, _: replace(_judged(_record(Verdict.PASSED)), engine=folder.name)
+    )
+    assert engines.main(["--pages-only"]) == 0
+    assert (docs / "engines.md").exists() == (not missing)
+    assert (docs / "engines" / "reference.md").exists()
