@@ -197,6 +197,23 @@ def test_explore_writes_down_what_fails(tmp_path: Path, capsys: pytest.CaptureFi
     assert "the plain program fails" in capsys.readouterr().out
 
 
+def test_what_fails_as_a_known_program_does_is_not_new(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def judge(_: Exploration, program: Program) -> Record:
+        return a_record(Verdict.CRASHED if "clip" in dict(program.choices) else Verdict.PASSED)
+
+    monkeypatch.setattr(Exploration, "judge", judge)
+    known = tmp_path / "known.txt"
+    known.write_text("clip=inf\n")
+    monkeypatch.setattr("shardproof.harness.cli.explore.KNOWN", (known,))
+    assert main(["explore", "--engine=torch.fsdp2", "--programs=20", f"--out={tmp_path / 'out'}"]) == 1
+    said = capsys.readouterr().out
+    assert "CRASHED" in said.splitlines()[-1]
+    assert "; 0 new failures" in said
+    assert not (tmp_path / "out" / "found.txt").exists()
+
+
 @pytest.mark.parametrize(
     "summary",
     [

@@ -86,17 +86,17 @@ def explore_programs(request: ExploreRequest) -> int:
         return DOES_NOT_CONFORM
     known = [p for p in read_programs(*KNOWN, request.out / _FOUND) if space.has(p)]
     hunt.findings += [f for p in known if (f := hunt.failing(p)) is not None]
-    num_known = len(hunt.findings)
-    print(f"{len(known)} known programs: {num_known} fail", flush=True)
+    print(f"{len(known)} known programs: {len(hunt.findings)} fail", flush=True)
+    num_new = 0  # others fail as a known program does, with other values in other dimensions
     try:
         until = started + 60 * request.minutes
         for finding in hunt.run(until=until, num_programs=request.num_programs):
+            num_new += 1
             write_finding(finding, request.engine, request.world, request.out)
             print(f"{finding.program}\n  {finding.symptom}", flush=True)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
     _write_progress(hunt.progress, request.out, started)
-    num_new = len({f.symptom for f in hunt.findings[num_known:]})
     verdicts = ", ".join(f"{n} {verdict}" for verdict, n in sorted(hunt.verdicts.items()))
     print(
         f"{hunt.num_judged} programs in {time.monotonic() - started:.0f} s: {verdicts}; "
