@@ -40,7 +40,7 @@ def run_rank(context: RankContext, job: Job, enter: Callable[[], None]) -> Outco
     try:
         context.recorder.close()
         return replace(outcome, digests=_digests(context)) if isinstance(outcome, Returned) else outcome
-    except OSError as error:  # a rank whose ledger is not whole has not returned
+    except Exception as error:  # a rank whose ledger is not whole has not returned
         return raised(context.rank, error) if isinstance(outcome, Returned) else outcome
 
 
