@@ -44,7 +44,7 @@ from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.memory_report import MemoryKind
 from shardproof.harness.verdicts.known_failures_file import read
 from shardproof.harness.worlds.spec import WorldSpec
-from tests.records import TRAINS, records_by_engine
+from tests.sample_records import TRAINS, records_by_engine
 from tests.shell import ROOT, python
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]

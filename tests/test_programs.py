@@ -25,7 +25,7 @@ from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.exploration import Exploration, Hunt, ShrunkFailure, Symptom, symptom_of
 from shardproof.harness.worlds.spec import WorldSpec
 from shardproof.suites.combinations.rows import FAMILIES, programs_in, space_of
-from tests.records import a_record
+from tests.sample_records import a_record
 
 CHOICES = [(d.name, value) for d in DIMENSIONS for value in d.values[1:]]
 CONTEXT = {

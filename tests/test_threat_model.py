@@ -25,7 +25,7 @@ def test_all_evidence_exists() -> None:
 
 
 def test_evidence_that_does_not_exist_is_noticed() -> None:
-    assert _missing("[`test_nothing`](../tests/test_judging.py)") == ["test_nothing"]
+    assert _missing("[`test_nothing`](../tests/verdicts/test_judging.py)") == ["test_nothing"]
 
 
 def test_every_claim_has_evidence() -> None:

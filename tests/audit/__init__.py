@@ -1,0 +1,1 @@
+"""Tests of mutation testing and coverage of torch's tests."""

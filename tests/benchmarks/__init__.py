@@ -1,0 +1,1 @@
+"""Tests of benchmarks and the pages that they write."""

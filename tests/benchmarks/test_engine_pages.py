@@ -1,0 +1,98 @@
+"""Pages on engines: what records become there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import engines
+from benchmarks.engine_pages import Judged, page, summary
+from shardproof.engine.registry import BUILT_IN, THIRD_PARTY
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.run import Run
+from tests.sample_records import ENTRY, FOOTER, HEADER, a_record
+from tests.shell import ROOT
+
+
+def _judged(*records: Record) -> Judged:
+    run = Run(header=HEADER, records=records, footer=FOOTER)
+    return Judged(engine="torch.ddp", run=run, capabilities=("REPLICATE",), install="pip install shardproof")
+
+
+def _record(verdict: Verdict, suite: str = "parity", headline: str = "") -> Record:
+    expectation = ENTRY if verdict is Verdict.KNOWN_FAILURE else None
+    case = f"{suite}/test_x.py::test_y"
+    return a_record(
+        verdict, engine="torch.ddp", suite=suite, case=case, headline=headline, expectation=expectation
+    )
+
+
+def test_a_row_counts_each_verdict() -> None:
+    judged = _judged(
+        *map(_record, (Verdict.PASSED, Verdict.KNOWN_FAILURE, Verdict.UNSUPPORTED, Verdict.UNSUPPORTED))
+    )
+    text = summary([judged])
+    assert "| [torch.ddp](engines/torch.ddp.md) | torch 2.13.0+cpu | 2030-01-01 | " in text
+    assert " threads:4 processes:2 | 1 | 1 | 2 | 0 |" in text
+    assert "| parity | 1 of 2 (1 known) |" in text
+
+
+def test_what_does_not_conform_is_bold_and_named() -> None:
+    judged = _judged(_record(Verdict.PASSED, "smoke"), _record(Verdict.HUNG, "parity", "rank 1 waits"))
+    assert "| **1** |" in summary([judged])
+    assert "| **0 of 1** |" in summary([judged])
+    assert "| 1 of 1 |" in summary([judged])
+    assert "- HUNG: rank 1 waits: `parity/test_x.py::test_y`" in page(judged, ROOT)
+
+
+def test_a_promise_that_is_not_declared_is_no_pass() -> None:
+    assert "| zero | - |" in summary([_judged(_record(Verdict.UNSUPPORTED, "zero"))])
+
+
+def test_a_divergence_has_its_reason_and_link() -> None:
+    text = page(_judged(_record(Verdict.KNOWN_FAILURE), _record(Verdict.KNOWN_FAILURE, "smoke")), ROOT)
+    assert f"{ENTRY.reason}" in text.replace("\\", "")
+    assert f"([where]({ENTRY.link})) 2 of the cases show it." in text
+    assert "## Not decided\n\nNothing.\n" in text
+    assert "](../divergences/ddp_reentrant_checkpoint.py)" in text
+
+
+def test_the_engine_is_shown_as_it_was_judged() -> None:
+    judged = _judged(_record(Verdict.PASSED))
+    header = replace(HEADER, git_head="a" * 40, git_dirty=True, options={"cases": "smoke"})
+    text = page(replace(judged, run=replace(judged.run, header=header)), ROOT)
+    assert "by the suites smoke." in text
+    whole = replace(judged.run, footer=replace(FOOTER, is_whole=True))
+    assert "by the whole catalogue." in page(replace(judged, run=whole), ROOT)
+    assert "judged on 2030-01-01 with Shardproof at `aaaaaaaaaa with changes`, torch 2.13.0" in text
+    assert "[`engine/adapters/torch_ddp.py`](../../engine/adapters/torch_ddp.py)" in text
+
+
+def test_no_page_is_written_where_nothing_ran(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engines, "RUNS", tmp_path / "none")
+    with pytest.raises(SystemExit, match="2"):
+        engines.main(["--pages-only"])
+    assert "expected runs below" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", [(), ("torch.ddp",)])
+def test_the_page_of_all_engines_is_written_where_all_have_run(
+    missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    runs, docs = tmp_path / "runs", tmp_path / "docs"
+    for engine in {*BUILT_IN, *THIRD_PARTY} - {*missing}:
+        (runs / engine).mkdir(parents=True)
+        (runs / engine / "capabilities.json").touch()
+    docs.mkdir()
+    monkeypatch.setattr(engines, "RUNS", runs)
+    monkeypatch.setattr(engines, "DOCS", docs)
+    monkeypatch.setattr(
+        engines, "_read", lambda folder, _: replace(_judged(_record(Verdict.PASSED)), engine=folder.name)
+    )
+    assert engines.main(["--pages-only"]) == 0
+    assert (docs / "engines.md").exists() == (not missing)
+    assert (docs / "engines" / "reference.md").exists()

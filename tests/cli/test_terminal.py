@@ -1,0 +1,139 @@
+"""What a run prints: everything once, lines that fit, colours and a bar on a terminal alone, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardproof.harness.cli.main import main
+from shardproof.harness.cli.screen import styled
+from shardproof.harness.records.record import LawRecord, Record, Verdict
+from shardproof.reports import terminal
+from tests.reports.test_reports import a_record, a_run
+from tests.sample_records import TRAINS
+
+SUMS = "shardproof.engine.mutants.gradient_scale:SumsInsteadOfAveraging"
+ESCAPE = "\x1b"
+
+
+def _arguments(out: Path, *options: str) -> list[str]:
+    judged = ["--engine", "torch.ddp", "--engine", SUMS, "--no-expectations", "--case", TRAINS]
+    return ["run", *judged, "--out", str(out), *options]
+
+
+def _on_a_terminal(*arguments: str) -> str:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardproof", *arguments],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm-256color"},
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while piece := os.read(ours, 1 << 16):
+            shown += piece
+    except OSError:  # how Linux reports that the other end is closed
+        pass
+    assert process.wait(timeout=110) == 1
+    return shown.decode()
+
+
+@pytest.mark.slow
+def test_a_terminal_gets_a_bar_and_colours(tmp_path: Path) -> None:
+    shown = _on_a_terminal(*_arguments(tmp_path / "run"))
+    assert re.search(r"0/2.*left:", shown), "how many cases, and how long still"
+    assert f"{SUMS} in threads:2: smoke" in shown or "smoke/test_smoke" in shown, "which case"
+    assert f"{ESCAPE}[1;31mFAILED" in shown
+    assert f"{ESCAPE}[32mPASSED" in shown
+    assert shown.rstrip().splitlines()[-1].startswith("wrote "), "the bar is gone"
+    assert shown.rfind(f"{ESCAPE}[?25h") > shown.rfind(f"{ESCAPE}[?25l"), "and the cursor is back"
+
+
+@pytest.mark.slow
+def test_what_is_no_terminal_gets_plain_lines_and_each_failure_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(_arguments(tmp_path / "run")) == 1
+    shown = capsys.readouterr().out
+    assert ESCAPE not in shown
+    (line,) = re.findall(r"^ *\d of 2 .*FAILED.*$", shown, re.MULTILINE)
+    assert SUMS in line
+    assert " ".join(shown.split()).count("exactly 2 x the reference") == 3, "the headline and two details"
+    assert shown.count("repeat: shardproof run") == 1
+
+
+@pytest.mark.slow
+def test_quiet_prints_what_does_not_conform_and_json_a_document(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(_arguments(tmp_path / "quiet", "--quiet")) == 1
+    quiet = capsys.readouterr().out
+    assert quiet.startswith(f"FAILED {SUMS}")
+    assert quiet.rstrip().splitlines()[-1].startswith("Not conforming: 1 of 2 passed")
+    assert main(_arguments(tmp_path / "json", "--json")) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["conforms"] is False
+    assert document["counts"] == {"PASSED": 1, "FAILED": 1}
+    (cause,) = document["causes"]
+    assert (cause["engine"], cause["cases"]) == (SUMS, [{"case": TRAINS, "world": "threads:2"}])
+    assert all(Path(path).is_file() for path in document["reports"])
+
+
+def test_rows_that_conform_alike_are_folded() -> None:
+    passed = [a_record(f"parity/test_x.py::test_y[{i}]") for i in range(30)]
+    run = a_run(*passed, a_record("parity/test_x.py::test_z", Verdict.FAILED))
+    lines = terminal.render(run).splitlines()
+    (folded,) = (line for line in lines if "30 cases" in line)
+    assert folded.split() == ["30", "cases", "."]
+    assert any(line.split() == ["x::z", "F"] for line in lines)
+    assert not any("x::y" in line for line in lines)
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_lines_fit_however_many_engines_there_are(width: int) -> None:
+    details = tuple("a long detail of a law " * 10 for _ in range(9))
+    broken = LawRecord(law="matches", held=False, summary="s " * 200, details=details)
+    records = [
+        replace(
+            a_record(case, Verdict.FAILED, engine=f"package.module_{n}:Engine"), laws=(broken,), command=""
+        )
+        for n in range(12)
+        for case in ("parity/test_x.py::test_y", f"parity/test_x.py::test_{'long_' * 30}")
+    ]
+    run = a_run(*records)
+    longest = max(map(len, terminal.render(run, width=width).splitlines()))
+    assert longest <= width
+    rows = [line.split() for line in terminal.render(run, width=width).splitlines() if "x::y" in line]
+    cells = [cell for row in rows if row[0] == "x::y" for cell in row[1:]]
+    assert cells == ["F"] * 12, "each column stands in one of the tables"
+
+
+def test_colours_stand_on_verdicts_and_cells_alone() -> None:
+    def coloured(record: Record) -> set[str]:
+        text = styled(terminal.render(a_run(record)))
+        return {text.plain[span.start : span.end] for span in text.spans}
+
+    assert coloured(a_record(headline="F E N")) == {"PASSED", ".", "Conforming"}
+    assert {"FAILED", "F", "Not conforming"} <= coloured(a_record(verdict=Verdict.FAILED, headline="F E N"))
+
+
+@pytest.mark.slow
+def test_a_reader_that_ends_early_gets_no_traceback() -> None:
+    listed = [sys.executable, "-m", "shardproof", "list", "--cases"]
+    with subprocess.Popen(listed, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=110) == 3

@@ -1,0 +1,140 @@
+"""Each rank may hold of a parameter what the plan's layout says: no more where it is sharded, all where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from shardproof.engine.contract import Cut, Layout, Plan, Replicas, Shard
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_UNEVEN
+from shardproof.harness.cases.training import Schedule, Training
+from shardproof.harness.laws.law import Ruling
+from shardproof.harness.laws.sharding import HoldsItsShare
+from shardproof.harness.records.observation import Observation
+from tests.laws.flat_pieces import flattened
+from tests.simulated_engine import evidence_of, oracle_of, simulate
+
+WORLD_SIZE = 4
+PLANS = {
+    "replicate": Plan(layout=Layout.REPLICATE),
+    "shard": Plan(layout=Layout.SHARD),
+    **{r.name.lower(): Plan(layout=Layout.HYBRID, replicas=r) for r in Replicas},
+}
+# How many shares each plan means on four ranks, and how each simulated layout really lies there.
+SHARES = {"replicate": 1, "shard": 4, "one": 4, "two": 2, "pairs": 2, "singles": 1}
+HELD = {Layout.REPLICATE: 1, Layout.HYBRID: 2, Layout.SHARD: 4}
+
+
+def _training(plan: Plan) -> Training:
+    return Training(problem=MLP_UNEVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=1))
+
+
+def _ruling(plan: Plan, held: Layout, shown: Callable[[Observation], Observation] = lambda o: o) -> Ruling:
+    ranks = tuple(shown(o) for o in simulate(_training(plan), WORLD_SIZE, layout=held))
+    oracle = oracle_of(_training(Plan()), WORLD_SIZE)
+    return HoldsItsShare().judge(evidence_of(_training(plan), WORLD_SIZE, ranks=ranks, oracle=oracle))
+
+
+@pytest.mark.parametrize("held", HELD, ids=lambda x: f"held as {x.name}")
+@pytest.mark.parametrize("asked", PLANS)
+def test_holds_for_the_share_that_the_plan_means(asked: str, held: Layout) -> None:
+    # A smaller share than asked for is no sin, but where the whole is asked for nothing less will do.
+    is_right = HELD[held] == 1 if SHARES[asked] == 1 else HELD[held] >= SHARES[asked]
+    record = _ruling(PLANS[asked], held).record
+    assert record.held is is_right
+    assert (f"1/{SHARES[asked]} of" in record.summary) or (record.held and "whole" in record.summary)
+
+
+def _flattened_together(observation: Observation, num_shares: int) -> Observation:
+    """Let each rank hold its part of one long flat parameter, as engines that flatten a group do."""
+    whole = observation.steps[0].parameters
+    share = -(-sum(s.tensor.numel() for s in whole.values()) // num_shares)
+    first = observation.rank % num_shares * share
+    begin = 0
+    mine = {}
+    for name, shard in whole.items():
+        size = shard.tensor.numel()
+        start, stop = (min(max(end - begin, 0), size) for end in (first, first + share))
+        mine[name] = Shard.flat(shard.tensor.flatten()[start:stop], start, shard.global_shape)
+        begin += size
+    return replace(observation, steps=(replace(observation.steps[0], parameters=mine),))
+
+
+@pytest.mark.parametrize("held", [1, 2, 4], ids="held as {}".format)
+@pytest.mark.parametrize("asked", PLANS)
+def test_flat_pieces_hold_for_the_share_that_the_plan_means(asked: str, held: int) -> None:
+    # Some parameter lies wholly on one rank, and no other has any of it.
+    shown = partial(_flattened_together, num_shares=held)
+    record = _ruling(PLANS[asked], Layout.REPLICATE, shown).record
+    assert record.held is (held == 1 if SHARES[asked] == 1 else held >= SHARES[asked])
+    assert (f"1/{SHARES[asked]} of" in record.summary) or (record.held and "whole" in record.summary)
+
+
+def test_too_many_flat_elements_are_counted() -> None:
+    summary = _ruling(PLANS["shard"], Layout.REPLICATE, flattened).record.summary
+    # MLP_UNEVEN has 1776 elements in 8 parameters; each may need 3 more to be aligned.
+    most = sum(-(-(n + 3) // 4) for n in (481, 37, 1073, 29, 145, 5, 5, 1))
+    assert summary.startswith(
+        f"step 0, rank 0: expected at most {most} elements, 1/4 of the 1776 of all flattened parameters, got 1776"
+    )
+
+
+def test_a_plan_without_a_layout_is_no_question() -> None:
+    with pytest.raises(ValueError, match=r"expected a plan that names a layout, got Layout\.NATIVE"):
+        _ruling(Plan(), Layout.SHARD)
+
+
+# By units the rows of MLP_UNEVEN explain chunks of 13, 37, 29 and 5: of 4 ranks one may hold so many elements.
+CHUNKED = 143 + 296 + 58 + 5
+IN_UNITS = replace(PLANS["shard"], units=MLP_UNEVEN.units)
+
+
+def _stretched(
+    observation: Observation,
+    *,
+    share: int,
+    cut: Cut = Cut.CHUNKS,
+    of_rank: Callable[[int], int] = lambda rank: rank,
+    num_lost: int = 0,
+) -> Observation:
+    """Let each rank hold ``share`` elements of one long flat parameter, the last one what is left, less some lost."""
+    first = of_rank(observation.rank) * share
+    begin, mine = 0, {}
+    for name, shard in observation.steps[0].parameters.items():
+        size = shard.tensor.numel()
+        start, stop = (min(max(end - begin, 0), size) for end in (first, first + share - num_lost))
+        mine[name] = Shard.flat(shard.tensor.flatten()[start:stop], start, shard.global_shape)
+        begin += size
+    return replace(observation, steps=(replace(observation.steps[0], parameters=mine),), cut=cut)
+
+
+def test_shares_of_chunks_may_be_uneven_where_the_engine_says_so() -> None:
+    uneven = partial(_stretched, share=CHUNKED)
+    record = _ruling(IN_UNITS, Layout.REPLICATE, uneven).record
+    assert record.held
+    assert (
+        record.summary == "each element once in 4 shares of whole chunks, of 270 to 502 elements, on 4 ranks"
+    )
+    assert not _ruling(IN_UNITS, Layout.REPLICATE, partial(uneven, cut=Cut.EVENLY)).record.held
+
+
+@pytest.mark.parametrize(
+    ("stretched", "word"),
+    [
+        (partial(_stretched, share=CHUNKED + 1), "expected at most 502 elements, 1/4 of the 1776 of all"),
+        (partial(_stretched, share=CHUNKED, of_rank=lambda rank: min(rank, 2)), "held twice"),
+        (partial(_stretched, share=CHUNKED, of_rank=lambda rank: min(rank, 2)), "got the first"),
+        (partial(_stretched, share=CHUNKED, num_lost=1), "held by no rank"),
+        (partial(_flattened_together, num_shares=2), "expected at most 502 elements"),
+        (flattened, "held twice"),
+    ],
+)
+def test_chunks_are_no_excuse(stretched: Callable[[Observation], Observation], word: str) -> None:
+    """Neither for what several ranks hold, nor for what none does, nor for more than rows can bring about."""
+    record = _ruling(IN_UNITS, Layout.REPLICATE, lambda o: replace(stretched(o), cut=Cut.CHUNKS)).record
+    assert not record.held
+    assert any(word in text for text in record.details)

@@ -1,0 +1,210 @@
+"""The laws of overlap and of prefetch distance: broken by one rank in one microbatch, and by seeing nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from shardproof.harness.cases.training import Watch
+from shardproof.harness.laws.communication.bounds import Between, Exactly
+from shardproof.harness.laws.communication.order import Gathers, Order, Reduces, Reshards, Together
+from shardproof.harness.laws.communication.overlap import Overlaps, PrefetchDistance
+from shardproof.harness.laws.communication.select import Select
+from shardproof.harness.laws.law import Evidence
+from shardproof.harness.tracing.events import EventKind, EventLog, TraceEvent
+from shardproof.harness.tracing.ledger import Entry, Op, Phase
+from tests.laws.test_ledger_order import BYTES_OF, chain_evidence
+from tests.ledgers import entry, numbered
+
+ROOT = ""
+GATHERS = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
+# W: what computes waits for the unit's gather. C, D: a unit begins to compute, and is done. F: it is freed.
+AHEAD = ("G", "W", "C", "G3", "W3", "G2", "C3", "D3", "W2", "G1", "C2", "D2", "W1", "C1", "D1")
+WAITS_AT_ONCE = ("G", "W", "C", "G3", "W3", "G2", "W2", "C3", "D3", "G1", "W1", "C2", "D2", "C1", "D1")
+TOO_LATE = ("G", "W", "C", "G3", "W3", "C3", "D3", "G2", "W2", "G1", "C2", "D2", "W1", "C1", "D1")
+TOO_FAR = ("G", "W", "C", "G3", "W3", "G2", "G1", "C3", "D3", "W2", "C2", "D2", "W1", "C1", "D1")
+WRONG_ONE = ("G", "W", "C", "G3", "W3", "G1", "C3", "D3", "G2", "W2", "C2", "D2", "W1", "C1", "D1")
+
+
+def chain(*order: str, phase: Phase = Phase.BACKWARD) -> tuple[tuple[Entry, ...], EventLog]:
+    """Write two steps of a chain's backward, or forward, as a ledger and a course."""
+    is_forward = phase is Phase.FORWARD
+    entries: list[Entry] = []
+    course: list[TraceEvent] = []
+    for step in range(2):
+        issued: dict[str, int] = {}
+        for word in order:
+            unit = f"blocks.{word[1:]}" if word[1:] else ROOT
+            seq = None
+            if word[0] in "GR":
+                op = Op.ALL_GATHER if word[0] == "G" else Op.REDUCE_SCATTER
+                issued[unit] = seq = len(entries)
+                entries.append(entry(op, phase=phase, step=step, num_bytes=BYTES_OF[unit], unit=unit))
+            what = {
+                **dict.fromkeys("GR", EventKind.ISSUED),
+                "W": EventKind.JOINED,
+                "C": EventKind.COMPUTES if is_forward else EventKind.GRADES,
+                "D": EventKind.LEFT if is_forward else EventKind.GRADED,
+                "F": EventKind.RESHARDED,
+            }[word[0]]
+            if word[0] == "C":
+                course.append(_mark(EventKind.ENTERED if is_forward else EventKind.TURNED, step, unit))
+            course.append(_mark(what, step, unit, issued[unit] if word[0] == "W" else seq))
+    return numbered(entries), tuple(replace(mark, phase=phase) for mark in course)
+
+
+def _mark(what: EventKind, step: int, unit: str, seq: int | None = None) -> TraceEvent:
+    return TraceEvent(what=what, at_ns=1, phase=Phase.BACKWARD, step=step, microbatch=0, unit=unit, seq=seq)
+
+
+def seen(*ranks: Sequence[str], phase: Phase = Phase.BACKWARD) -> Evidence:
+    """Return the evidence of a watched training, rank by rank."""
+    told = [chain(*order, phase=phase) for order in ranks]
+    plain = chain_evidence(*(ledger for ledger, _ in told))
+    courses = zip(plain.ranks, told, strict=True)
+    return replace(
+        plain,
+        training=replace(plain.training, watch=frozenset({Watch.RACES})),
+        ranks=tuple(replace(o, course=course) for o, (_, course) in courses),
+    )
+
+
+def test_what_computes_may_wait_when_a_unit_is_done() -> None:
+    record = Overlaps(select=GATHERS, but_for=(ROOT, "blocks.3")).judge(seen(AHEAD, AHEAD)).record
+    assert record.held, record.summary
+    assert record.summary.startswith("4 of 8 in flight")
+
+
+@pytest.mark.parametrize("order", [WAITS_AT_ONCE, TOO_LATE])
+def test_one_exposed_collective_of_one_rank_breaks_the_law(order: tuple[str, ...]) -> None:
+    record = Overlaps(select=GATHERS, but_for=(ROOT, "blocks.3")).judge(seen(AHEAD, order)).record
+    assert not record.held
+    assert "rank 1 step 1" in record.summary
+    assert "all_gather for blocks.2" in record.summary
+
+
+def test_compute_of_the_root_hides_nothing() -> None:
+    law = Overlaps(select=GATHERS, but_for=(ROOT,))
+    beside_the_root = ("G", "W", "G3", "C", "D", "W3", "C3", "D3")
+    record = law.judge(seen(beside_the_root, beside_the_root)).record
+    assert "expected a unit to compute between the issue of all_gather for blocks.3" in record.summary
+
+
+def test_what_nobody_waits_for_is_in_flight_to_the_end() -> None:
+    law = Overlaps(select=GATHERS, but_for=(ROOT, "blocks.3"))
+    unawaited = tuple(word for word in AHEAD if word not in {"W2", "W1"})
+    assert law.judge(seen(unawaited, unawaited)).record.held
+    after_all = (*(word for word in unawaited if word != "G1"), "G1")
+    assert "all_gather for blocks.1" in law.judge(seen(unawaited, after_all)).record.summary
+
+
+def test_a_collective_that_no_unit_is_the_size_of_is_exposed_by_itself() -> None:
+    told = seen(AHEAD, WAITS_AT_ONCE)
+    first, second = told.ranks
+    odd = tuple(
+        replace(e, num_bytes=4) if e.step == 1 and e.num_bytes == BYTES_OF["blocks.2"] else e
+        for e in second.ledger
+    )
+    record = (
+        Overlaps(select=GATHERS, but_for=(ROOT, "blocks.3"))
+        .judge(replace(told, ranks=(first, replace(second, ledger=odd))))
+        .record
+    )
+    assert "all_gather for what no unit is the size of" in record.summary
+
+
+def test_a_rank_without_what_is_asked_for_breaks_the_law_and_one_alone_does_not() -> None:
+    law = Overlaps(select=GATHERS, but_for=(ROOT, "blocks.3"))
+    reduces = tuple(word.replace("G", "R") for word in AHEAD)
+    assert f"rank 1: expected {GATHERS}, got none" in law.judge(seen(AHEAD, reduces)).record.summary
+    for alone in (law, PrefetchDistance(phase=Phase.BACKWARD, units=Exactly(1))):
+        assert alone.judge(seen(WAITS_AT_ONCE)).record.held
+        assert alone.judge(seen(())).record.held
+
+
+def test_a_law_of_overlap_says_whom_it_leaves_out() -> None:
+    assert Overlaps(select=GATHERS).name == f"{GATHERS} overlaps compute"
+    assert Overlaps(select=GATHERS, but_for=(ROOT, "a")).name.endswith("compute but for the root, a")
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
+def test_both_phases_are_told_by_their_own_marks(phase: Phase) -> None:
+    law = PrefetchDistance(phase=phase, units=Exactly(1))
+    assert law.judge(seen(AHEAD, AHEAD, phase=phase)).record.held
+    assert not law.judge(seen(AHEAD, TOO_FAR, phase=phase)).record.held
+    overlaps = Overlaps(select=replace(GATHERS, phases=(phase,)), but_for=(ROOT, "blocks.3"))
+    assert overlaps.judge(seen(AHEAD, AHEAD, phase=phase)).record.held
+    assert not overlaps.judge(seen(AHEAD, TOO_LATE, phase=phase)).record.held
+
+
+def test_how_far_ahead_units_were_gathered_is_told() -> None:
+    law = PrefetchDistance(phase=Phase.BACKWARD, units=Between(0, 4))
+    assert law.judge(seen(AHEAD, TOO_FAR)).record.summary.startswith("up to 2 ahead")
+    assert law.judge(seen(TOO_FAR, AHEAD)).record.summary.startswith("up to 2 ahead")
+    assert law.judge(seen(WAITS_AT_ONCE, WAITS_AT_ONCE)).record.summary.startswith("up to 1 ahead")
+
+
+def test_overlap_that_nobody_saw_proves_nothing() -> None:
+    law = Overlaps(select=GATHERS, but_for=(ROOT, "blocks.3"))
+    watched = seen(AHEAD, AHEAD)
+    unwatched = replace(watched, training=replace(watched.training, watch=frozenset()))
+    assert "expected a watch over streams" in law.judge(unwatched).record.summary
+    blind = replace(watched, ranks=tuple(replace(o, course=()) for o in watched.ranks))
+    assert "got no course of it" in law.judge(blind).record.summary
+    idle = seen(AHEAD, [word for word in AHEAD if word[0] not in "CD"])
+    assert not law.judge(idle).record.held
+    silent = replace(watched, ranks=tuple(replace(o, ledger=()) for o in watched.ranks))
+    assert not law.judge(silent).record.held
+
+
+@pytest.mark.parametrize("units", [Exactly(1), Between(1, 2)])
+def test_the_next_unit_is_gathered_ahead(units: Exactly | Between) -> None:
+    record = PrefetchDistance(phase=Phase.BACKWARD, units=units).judge(seen(AHEAD, AHEAD)).record
+    assert record.held, record.summary
+
+
+@pytest.mark.parametrize(
+    ("order", "text"),
+    [
+        (TOO_LATE, "of blocks.2, blocks.1 to be gathered when blocks.3 computes, got none"),
+        (TOO_FAR, "of blocks.2, blocks.1 to be gathered when blocks.3 computes, got blocks.2, blocks.1"),
+        (WRONG_ONE, "of blocks.2, blocks.1 to be gathered when blocks.3 computes, got blocks.1"),
+    ],
+)
+def test_too_few_too_many_and_the_wrong_one_break_the_law(order: tuple[str, ...], text: str) -> None:
+    record = PrefetchDistance(phase=Phase.BACKWARD, units=Exactly(1)).judge(seen(AHEAD, order)).record
+    assert not record.held
+    assert text in record.summary
+    assert "rank 1" in record.summary
+
+
+def test_a_distance_that_nobody_saw_proves_nothing() -> None:
+    law = PrefetchDistance(phase=Phase.BACKWARD, units=Between(0, 4))
+    assert not law.judge(seen(AHEAD, [word for word in AHEAD if word[0] != "C"])).record.held
+    assert not law.judge(
+        seen(AHEAD, [word for word in AHEAD if word in {"G", "W"} or word[0] in "CD"])
+    ).record.held
+    forward = replace(law, phase=Phase.FORWARD)
+    assert not forward.judge(seen(AHEAD, AHEAD)).record.held
+
+
+def test_frees_have_their_place_in_an_order() -> None:
+    law = Order(
+        select=Select(phases=(Phase.BACKWARD,)),
+        events=(Gathers("blocks.3"), Reshards("blocks.3"), Reduces("blocks.3")),
+    )
+    honest = ("G3", "F3", "R3")
+    assert law.judge(seen(honest, honest)).record.held
+    assert (
+        "expected free blocks.3 as #1, got reduce"
+        in law.judge(seen(honest, ("G3", "R3", "F3"))).record.summary
+    )
+    assert "expected free blocks.3 as #1" in law.judge(seen(honest, ("G3", "R3"))).record.summary
+    either = replace(
+        law, events=(Gathers("blocks.3"), Together(frozenset({Reshards("blocks.3"), Reduces("blocks.3")})))
+    )
+    assert either.judge(seen(honest, ("G3", "R3", "F3"))).record.held
+    assert not either.judge(seen(honest, ("G3", "R3"))).record.held
+    assert not either.judge(seen(honest, ("R3", "G3", "F3"))).record.held

@@ -1,0 +1,168 @@
+"""A record survives its JSON line whole, and a line that is no record is refused with a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+
+from shardproof.harness.errors import UsageError
+from shardproof.harness.records.hang import HangReport
+from shardproof.harness.records.record import SCHEMA_VERSION, Footer, Header, Record, from_json, to_json
+from tests import sample_records
+from tests.sample_records import WORST
+
+WHERE = "run/records.jsonl:7"
+
+a_record = partial(sample_records.a_record, worst=WORST)
+
+
+def edited(**changes: object) -> str:
+    """The line of a record with some fields changed; ``...`` takes a field away."""
+    plain = json.loads(to_json(a_record())) | changes
+    return json.dumps({name: value for name, value in plain.items() if value is not ...})
+
+
+@settings(max_examples=200, deadline=None)
+@given(sample_records.drawn(Record))
+def test_a_record_equals_what_is_read_back(record: Record) -> None:
+    line = to_json(record)
+    assert from_json(Record, line, where=WHERE) == record
+    assert line.isascii()
+    assert "\n" not in line
+
+
+@settings(max_examples=50, deadline=None)
+@given(sample_records.drawn(Header), sample_records.drawn(Footer))
+def test_a_header_and_a_footer_equal_what_is_read_back(header: Header, footer: Footer) -> None:
+    assert from_json(Header, to_json(header), where=WHERE) == header
+    assert from_json(Footer, to_json(footer), where=WHERE) == footer
+
+
+@pytest.mark.parametrize(("value", "spelling"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
+def test_a_float_that_is_not_finite_survives_strict_json(value: float, spelling: str) -> None:
+    worst = a_record().worst
+    assert worst is not None
+    line = to_json(a_record(worst=dataclasses.replace(worst, got=value)))
+
+    def refuse(literal: str) -> None:
+        raise AssertionError(f"{literal} is no JSON")
+
+    assert json.loads(line, parse_constant=refuse)["worst"]["got"] == spelling
+    read = from_json(Record, line, where=WHERE).worst
+    assert read is not None
+    assert repr(read.got) == repr(value)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        pytest.param(edited(verdict=...), ["field 'verdict'"], id="missing"),
+        pytest.param(edited(laws=...), ["field 'laws'"], id="missing-though-it-has-a-default"),
+        pytest.param(edited(enginge="x"), ["enginge", "unknown", "try engine"], id="unknown"),
+        pytest.param(edited(verdict="PASED"), ["verdict", "'PASED'", "try PASSED"], id="verdict"),
+        pytest.param(edited(verdict=["PASSED"]), ["verdict", "['PASSED']"], id="verdict-list"),
+        pytest.param(edited(engine=None), ["engine", "a string", "None"], id="null"),
+        pytest.param(edited(duration_s=True), ["duration_s", "a number", "True"], id="bool-for-float"),
+        pytest.param(edited(duration_s="NaN"), ["duration_s", "'nan'", "'NaN'"], id="misspelt-nan"),
+        pytest.param(edited(duration_s=10**400), ["duration_s", "a number"], id="beyond-float"),
+        pytest.param(
+            edited(outcomes=[{"rank": True, "kind": "Raised", "text": ""}]),
+            ["outcomes[0].rank", "an integer", "True"],
+            id="bool-for-int",
+        ),
+        pytest.param(
+            edited(laws=[{"law": "a", "held": 1, "summary": "", "details": []}]),
+            ["laws[0].held", "true or false"],
+            id="int-for-bool",
+        ),
+        pytest.param(
+            edited(laws=[{"law": "a", "held": True, "summary": "", "details": "b"}]),
+            ["laws[0].details", "a list", "'b'"],
+            id="string-for-list",
+        ),
+        pytest.param(edited(worst={"name": "w"}), ["worst", "field 'quantity'"], id="nested-missing"),
+        pytest.param(edited(worst=[]), ["worst", "TensorRecord", "[]"], id="list-for-object"),
+        pytest.param(edited(schema=SCHEMA_VERSION + 1), ["schema", "newer shardproof"], id="newer-schema"),
+        pytest.param(edited(schema="1"), ["schema", "'1'"], id="schema-string"),
+        pytest.param(edited(schema=...), ["schema", "None"], id="no-schema"),
+        pytest.param("[]", ["JSON object", "[]"], id="array"),
+        pytest.param("", ["one JSON object"], id="empty"),
+        pytest.param(to_json(a_record())[:-5], ["one JSON object"], id="cut-off"),
+        pytest.param('{"schema": NaN}', ["strict JSON", "NaN", "'nan'"], id="nan-literal"),
+        pytest.param('{"schema": 1, "schema": 1}', ["each field once"], id="repeated"),
+        pytest.param("[" * 100_000, ["one JSON object"], id="deep"),
+        pytest.param('{"schema": 1' + "0" * 5000 + "}", ["one JSON object"], id="absurd-integer"),
+        pytest.param('{"schema": 1, "duration_s": 1e999}', ["duration_s"], id="overflow"),
+    ],
+)
+def test_a_broken_line_is_refused_with_place_and_reason(line: str, words: list[str]) -> None:
+    if "1e999" in line:
+        line = to_json(a_record()).replace('"duration_s":0.0', '"duration_s":1e999')
+    with pytest.raises(UsageError) as caught:
+        from_json(Record, line, where=WHERE)
+    text = str(caught.value)
+    assert text.startswith(f"{WHERE}: ")
+    assert all(word in text for word in [*words, "; try "]), text
+    assert len(text) < 700, "an error quotes, it does not repeat, what came"
+
+
+def test_a_header_is_not_a_footer() -> None:
+    footer = to_json(Footer(ended_at="", duration_s=1.0))
+    with pytest.raises(UsageError, match="kind: expected 'header', got 'footer'"):
+        from_json(Header, footer, where=WHERE)
+    with pytest.raises(UsageError, match="expected a field of Record, got an unknown one"):
+        from_json(Record, footer, where=WHERE)
+
+
+def test_a_line_of_an_older_schema_may_lack_what_has_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = edited(command=..., laws=...)
+    with pytest.raises(UsageError):
+        from_json(Record, line, where=WHERE)
+    monkeypatch.setattr("shardproof.harness.records.record.SCHEMA_VERSION", SCHEMA_VERSION + 1)
+    assert from_json(Record, line, where=WHERE) == a_record(laws=())
+    with pytest.raises(UsageError, match="'case'"):
+        from_json(Record, edited(case=...), where=WHERE)
+
+
+@pytest.mark.parametrize(("field", "schema"), [("expectation", 1), ("hang", 2)])
+def test_a_record_from_before_a_field_is_read(field: str, schema: int) -> None:
+    assert from_json(Record, edited(**{field: ..., "schema": schema}), where=WHERE) == a_record(schema=schema)
+
+
+def test_a_hang_report_from_before_its_fields_were_renamed_is_read() -> None:
+    report = {"summary": "s", "blamed": [1], "cycle": [], "ranks": [], "difference": None}
+    line = edited(autopsy=report, hang=..., schema=5)
+    read = from_json(Record, line, where=WHERE)
+    assert read.hang == HangReport(summary="s", suspects=(1,), cycle=(), ranks=(), difference=None)
+    with pytest.raises(UsageError, match="autopsy"):
+        from_json(Record, edited(autopsy=report, hang=...), where=WHERE)
+
+
+def test_every_line_has_what_readers_of_other_languages_need() -> None:
+    plain = json.loads(to_json(a_record()))
+    assert {"engine", "case", "world", "verdict"} <= plain.keys()
+    assert plain["verdict"] == "FAILED"
+
+
+def test_an_expectation_from_before_it_named_laws_is_read() -> None:
+    entry = {
+        "number": 1,
+        "engine": "torch.ddp",
+        "version": "",
+        "case": "c",
+        "world": "*",
+        "verdict": "FAILED",
+        "reason": "r",
+        "link": "https://example.org",
+        "expiry": "2030-01-01",
+    }
+    read = from_json(Record, edited(expectation=entry, schema=3), where=WHERE)
+    assert read.expectation is not None
+    assert read.expectation.shows == ()
+    with pytest.raises(UsageError, match="shows"):
+        from_json(Record, edited(expectation=entry), where=WHERE)

@@ -1,0 +1,1 @@
+"""Tests of the pages and files that are made of records."""

@@ -1,0 +1,1 @@
+"""Tests of what suites are written with: claims and fixtures."""

@@ -1,0 +1,1 @@
+"""Tests of what a rank does: collectives, units, streams, memory."""

@@ -1,0 +1,1 @@
+"""Tests of the loop around an engine, and the oracle."""

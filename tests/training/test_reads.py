@@ -1,0 +1,93 @@
+"""A read of a prepared model that goes wrong is the engine's fault, with the name of the read and the engine's text."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardproof.engine.contract import Capability, Plan
+from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.harness.cases.training import Clip, Resume, Schedule, Training
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.runner.session import TrialSession
+from tests import judging
+from tests.training import misread
+
+TRAINING = Training(
+    problem=MLP_EVEN,
+    optimizer=SGD,
+    plan=Plan(demands=frozenset({Capability.CLIP})),
+    schedule=Schedule(steps=2, clip=Clip(max_norm=0.1)),
+)
+LOST = "raised LookupError: my index is gone, in PreparedModel."
+FIRST = "raised EngineError: PreparedModel.local_parameters() of 'layers.0.weight': expected"
+HEADLINES = {
+    "RaisingParameters": f"{LOST}local_parameters()",
+    "RaisingGradients": f"{LOST}local_gradients()",
+    "RaisingState": f"{LOST}local_optimizer_state()",
+    "RaisingBuffers": f"{LOST}local_buffers()",
+    "RaisingItems": f"{LOST}local_parameters()",
+    "NoParameters": "EngineError: PreparedModel.local_parameters(): expected a mapping from names to shards, got None",
+    "PlainTensors": "local_gradients() of 'layers.0.weight': expected a Shard, got a value of type Tensor",
+    "FloatOffsets": f"{FIRST} offsets that are integers, got (0.0, 0.0)",
+    "TensorOffsets": f"{FIRST} offsets that are integers, got a value of type Tensor",
+    "NoOffsets": f"{FIRST} offsets that are integers, got None",
+    "FloatShape": f"{FIRST} global_shape that are integers, got (32.0, 16.0)",
+    "TextTensor": f"{FIRST} a Shard of a plain tensor, got a value of type str",
+    "NumberedNames": "local_parameters(): expected a mapping from names to shards, names being texts, got 0",
+    "TextNorm": "PreparedModel.clip_grad_norm_(): expected a float, got a value of type str; try float(norm)",
+    "TextCut": "EngineError: PreparedModel.cut: expected a Cut, got a value of type str; try Cut.EVENLY",
+}
+
+
+def judged(session: TrialSession, engine: str, world: str, training: Training = TRAINING) -> Record:
+    return judging.judged(session, f"tests.training.misread:{engine}", world, training)
+
+
+@pytest.mark.parametrize(
+    ("engine", "world"),
+    [*((name, "threads:2") for name in HEADLINES), ("RaisingGradients", "processes:2")],
+)
+def test_a_read_that_goes_wrong_is_the_engines_fault(session: TrialSession, engine: str, world: str) -> None:
+    record = judged(session, f"{engine}Engine", world)
+    assert record.verdict is Verdict.CRASHED, record.headline
+    assert HEADLINES[engine] in record.headline
+
+
+@pytest.mark.parametrize("name", ["full_state", "load_full_state"])
+def test_a_state_dict_that_raises_is_the_engines_fault(session: TrialSession, name: str) -> None:
+    plan = Plan(demands=frozenset({Capability.STATE}))
+    resume = Resume(after_steps=1, plan=plan)
+    training = Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=2), resume=resume)
+    engine = {"full_state": "RaisingFullState", "load_full_state": "RaisingLoad"}[name]
+    record = judged(session, f"{engine}Engine", "threads:2", training)
+    assert record.verdict is Verdict.CRASHED
+    assert record.headline.endswith(f"{LOST}{name}()")
+
+
+def test_every_engine_that_misreads_is_here() -> None:
+    assert {*HEADLINES, "RaisingFullState", "RaisingLoad"} == set(misread.READERS)
+
+
+@pytest.mark.parametrize(
+    ("engine", "world"),
+    [
+        ("EmptiesJson", "threads:2"),
+        ("BreaksJson", "processes:2"),
+        ("EmptiesFiles", "processes:2"),
+        ("BreaksFiles", "threads:2"),
+    ],
+)
+def test_what_an_engine_puts_in_place_of_json_and_torch_save_writes_no_file_of_ours(
+    session: TrialSession, engine: str, world: str
+) -> None:
+    record = judged(session, engine, world)
+    assert record.verdict is Verdict.PASSED, record.headline
+
+
+@pytest.mark.parametrize("world", ["threads:2", "processes:2"])
+def test_a_rank_that_can_send_nothing_any_more_has_crashed(session: TrialSession, world: str) -> None:
+    record = judged(session, "BreaksEncoders", world)
+    assert record.verdict is Verdict.CRASHED
+    assert "rank 1 was killed by SIGABRT; at File " in record.headline
+    assert "my index is gone" in record.output

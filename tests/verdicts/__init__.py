@@ -1,0 +1,1 @@
+"""Tests of which verdict follows from laws and the ends of ranks."""

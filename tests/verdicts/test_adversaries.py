@@ -1,0 +1,143 @@
+"""Engines that deceive, or leave what no script may leave, are red for the right reason; an honest one is green.
+
+Ends after the result that need no engine, hangs among them, are in test_world_ends.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from shardproof.engine.contract import Layout, Plan
+from shardproof.fixtures.problems import MLP_WIDE
+from shardproof.harness.cases.training import Watch
+from shardproof.harness.laws.parity import MatchesOracle
+from shardproof.harness.laws.runtime import Deterministic
+from shardproof.harness.laws.sharding import HoldsItsShare
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.runner.session import TrialSession
+from shardproof.suites.training import train
+from tests import judging
+from tests.judging import LAWS, TWO_STEPS
+
+SOON_S = 15.0  # far from the deadline, for machines that are busy
+WHOLE, SHARDED = Plan(layout=Layout.REPLICATE), Plan(layout=Layout.SHARD)
+PROCESSES, THREADS = "processes:2", "threads:2"
+
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+
+def judged(session: TrialSession, engine: str, world: str, plan: Plan = WHOLE) -> Record:
+    """Judge an engine, by default one of `tests.verdicts.adversaries`, by the laws that smoke asks for."""
+    name = engine if ":" in engine else f"tests.verdicts.adversaries:{engine}"
+    training = replace(TWO_STEPS, plan=plan)
+    return judging.judged(session, name, world, training, laws=(*LAWS, HoldsItsShare()), within_s=SOON_S)
+
+
+@pytest.mark.parametrize("world", [THREADS, PROCESSES])
+def test_the_honest_engine_passes(session: TrialSession, world: str) -> None:
+    record = judged(session, "Averages", world)
+    assert record.verdict is Verdict.PASSED, record.headline
+    refused = judged(session, "Averages", world, SHARDED)
+    assert refused.verdict is Verdict.UNSUPPORTED
+
+
+@pytest.mark.parametrize("world", [THREADS, PROCESSES])
+def test_wholes_that_are_shown_as_shards_are_counted(session: TrialSession, world: str) -> None:
+    record = judged(session, "shardproof.engine.mutants.refusals:ShowsSlicesOfWholes", world, SHARDED)
+    assert record.verdict is Verdict.FAILED
+    assert re.match(
+        r"memory between steps is explained by the layout: rank \d, step 0, after the last backward: "
+        r"expected at most \d+ bytes .*, got \d+ bytes; the largest: ",
+        record.headline,
+    ), record.headline
+    held = {law.law: law.held for law in record.laws}
+    assert held[HoldsItsShare().name], "what the adapter shows is a share"
+    assert held[MatchesOracle().name], "and it is right"
+
+
+@pytest.mark.parametrize(
+    ("engine", "world", "verdict", "headline"),
+    [
+        (
+            "leaves_a_detached_child",
+            THREADS,
+            Verdict.FAILED,
+            "^ranks 0, 1 left processes behind: 'sleep 600'",
+        ),
+        ("dies_beside_a_daemon", PROCESSES, Verdict.CRASHED, "^rank 1 was killed by SIGKILL; rank 1 left "),
+        (
+            "aborts_when_groups_are_destroyed",
+            PROCESSES,
+            Verdict.CRASHED,
+            "^rank 1 was killed by SIGABRT after ",
+        ),
+    ],
+)
+def test_what_follows_the_result_is_told_at_once(
+    session: TrialSession, engine: str, world: str, verdict: Verdict, headline: str
+) -> None:
+    record = judged(session, engine, world)
+    assert record.verdict is verdict, record.headline
+    assert re.search(headline, record.headline), record.headline
+
+
+def _judged_by_growth(session: TrialSession, engine: str) -> Record:
+    training = train(MLP_WIDE, layout=Layout.SHARD, steps=1, watch=frozenset({Watch.ALLOCATOR}))
+    return judging.judged(session, f"tests.verdicts.evasions:{engine}", PROCESSES, training)
+
+
+def test_memory_that_no_operator_of_the_rank_made_is_counted_in_its_process(session: TrialSession) -> None:
+    record = _judged_by_growth(session, "KeepsWholesOfAThread")
+    assert record.verdict is Verdict.FAILED, record.headline
+    assert "expected the process to have grown by at most" in record.headline
+
+
+def test_what_neither_census_nor_allocator_sees_passes(session: TrialSession) -> None:
+    """Show the limits that docs/threat-model.md names: a change that closes one changes this test and the page."""
+    for record in (
+        judged(session, "tests.verdicts.evasions:BlindsItsCensus", THREADS, SHARDED),
+        _judged_by_growth(session, "KeepsWholesInAMapping"),
+    ):
+        assert record.verdict is Verdict.PASSED, record.headline
+
+
+def test_who_trains_fewer_steps_than_asked_fails(session: TrialSession) -> None:
+    record = judged(session, "tests.verdicts.evasions:TrainsOneStep", THREADS)
+    assert record.verdict is Verdict.FAILED
+    assert "step 1, loss 'loss': rank 0: expected a tensor, the name is missing" in record.headline
+
+
+def test_a_copy_to_update_that_is_not_there_shows_on_four_ranks(session: TrialSession) -> None:
+    engine = "tests.verdicts.evasions:DeclaresACopyToUpdate"
+    assert judged(session, engine, THREADS, SHARDED).verdict is Verdict.PASSED, (
+        "the limit that the page names"
+    )
+    record = judged(session, engine, "threads:4", SHARDED)
+    assert record.verdict is Verdict.FAILED
+    assert record.headline.startswith("memory between steps is explained by the layout: ")
+
+
+def test_collectives_of_a_backend_are_unseen_and_what_reads_change_by_them_is_not(
+    session: TrialSession,
+) -> None:
+    engine = "tests.verdicts.evasions:AveragesUnseenWhenRead"
+    assert judged(session, engine, PROCESSES).verdict is Verdict.PASSED, "the limit that the page names"
+    schedule = replace(TWO_STEPS.schedule, repeats=2, are_repeats_read=False)
+    training = replace(TWO_STEPS, schedule=schedule)
+    record = judging.judged(session, engine, PROCESSES, training, laws=(Deterministic(),))
+    assert record.verdict is Verdict.FAILED, record.headline
+    assert "read at its end alone, differs from the first" in record.headline
+
+
+@pytest.mark.parametrize("world", [THREADS, PROCESSES])
+def test_who_refuses_and_leaves_a_child_left_a_child(session: TrialSession, world: str) -> None:
+    record = judged(session, "RefusesAndLeavesAChild", world, SHARDED)
+    assert record.verdict is Verdict.FAILED
+    assert re.search(
+        r"^needs SHARD, .*; refused, and then: ranks? .*1 left processes behind: 'sleep 600'", record.headline
+    )
+    assert "went ahead" not in record.headline

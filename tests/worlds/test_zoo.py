@@ -1,0 +1,120 @@
+"""Every way in which one rank can go wrong is red, in both kinds of world, with its cause as headline."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardproof.harness.records.record import Verdict
+from shardproof.harness.records.world_result import keep_result, load_kept
+from shardproof.harness.verdicts.judgement import judge_failure
+from shardproof.harness.worlds.launch import launch
+from shardproof.harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
+from shardproof.harness.worlds.rank import RankContext
+from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec
+from tests.worlds.zoo import CULPRIT, ZOO
+
+DEADLINE_S = 3.0
+KINDS = [*OWN_KINDS, WorldKind.LAUNCHED]
+
+
+def _spec(kind: WorldKind, *, collective_timeout_s: float | None = None) -> WorldSpec:
+    return WorldSpec(kind=kind, size=2, deadline_s=DEADLINE_S, collective_timeout_s=collective_timeout_s)
+
+
+# What each animal's own outcome is, the verdict, and what the headline must say.
+EXPECTED: dict[str, tuple[type[Outcome], Verdict, str]] = {
+    "raises": (Raised, Verdict.CRASHED, "rank 1 raised ValueError: the weights are wrong"),
+    "exits": (Died, Verdict.CRASHED, "rank 1 exited with status 3"),
+    "exits_cleanly": (Died, Verdict.CRASHED, "rank 1 exited with status 0"),
+    "calls_sys_exit": (Raised, Verdict.CRASHED, "rank 1 raised SystemExit: the rank called sys.exit(1)"),
+    "is_killed": (Died, Verdict.CRASHED, "rank 1 was killed by SIGKILL"),
+    "segfaults": (Died, Verdict.CRASHED, "rank 1 was killed by SIGSEGV"),
+    "skips": (Raised, Verdict.CRASHED, "the rank skipped (not today); a rank may not skip"),
+    "hangs_in_compute": (TimedOut, Verdict.HUNG, "rank 0 waits in all_reduce"),
+    "hangs_in_a_collective_the_others_left": (TimedOut, Verdict.HUNG, "rank 1 waits in all_reduce"),
+    "raises_late_while_others_time_out": (
+        Raised,
+        Verdict.CRASHED,
+        "rank 1 raised ValueError: late, but the cause",
+    ),
+}
+
+
+def _all_reduce(context: RankContext) -> float:
+    mine = torch.ones(1)
+    dist.all_reduce(mine)
+    return float(mine)
+
+
+def _open_files() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> WorldKind:
+    """A kind of world of which one has run: the fork server's own files are open."""
+    kind: WorldKind = request.param
+    if kind is WorldKind.LAUNCHED:
+        request.getfixturevalue("launched")
+    launch(_spec(kind), _all_reduce, folder=tmp_path_factory.mktemp("before"))
+    return kind
+
+
+@pytest.mark.parametrize("animal", sorted(ZOO))
+def test_is_red_with_the_true_cause(animal: str, kind: WorldKind, tmp_path: Path) -> None:
+    expected_outcome, expected_verdict, headline = EXPECTED[animal]
+    timeout_s = 1.0 if animal == "raises_late_while_others_time_out" else None
+    open_before = _open_files()
+    started = time.monotonic()
+
+    result = launch(_spec(kind, collective_timeout_s=timeout_s), ZOO[animal], folder=tmp_path / "zoo")
+
+    assert time.monotonic() - started < DEADLINE_S + 2
+    assert not result.is_clean
+    culprit = result.outcomes[CULPRIT]
+    # In the threads world a rank left alone in a collective is told so at once instead of timing out.
+    is_told = kind is WorldKind.THREADS and isinstance(culprit, Raised) and culprit.kind == "DeadlockError"
+    assert isinstance(culprit, expected_outcome) or is_told
+    keep_result(result, tmp_path / "zoo")
+    judgement = judge_failure(load_kept(tmp_path / "zoo"))
+    assert judgement.verdict is expected_verdict, judgement.headline
+    assert headline in judgement.headline.replace(f" on {socket.gethostname()}", "")
+    is_named = kind is WorldKind.LAUNCHED and "rank" in headline
+    assert not is_named or f" on {socket.gethostname()}" in judgement.headline
+    assert [o.rank for o in judgement.outcomes] == [0, 1]
+
+    again = launch(_spec(kind), _all_reduce, folder=tmp_path / "after")
+    assert [o.value for o in again.outcomes if isinstance(o, Returned)] == [2.0, 2.0]
+    assert _open_files() <= open_before
+
+
+def test_covers_the_whole_zoo() -> None:
+    assert set(EXPECTED) == set(ZOO)
+
+
+def _forks_and_returns(context: RankContext) -> None:
+    if context.rank == CULPRIT and os.fork() == 0:
+        time.sleep(600)  # the process that must not outlive the world
+
+
+def test_ends_what_a_rank_left_behind(kind: WorldKind, tmp_path: Path) -> None:
+    result = launch(_spec(kind), _forks_and_returns, folder=tmp_path)
+
+    assert all(isinstance(o, Returned) for o in result.outcomes)
+    assert not result.is_clean
+    assert "left processes behind" in result.leaks[0]
+
+
+def test_accounts_for_the_innocent(kind: WorldKind, tmp_path: Path) -> None:
+    result = launch(_spec(kind), ZOO["is_killed"], folder=tmp_path)
+
+    assert isinstance(result.outcomes[0], Abandoned | Raised)
