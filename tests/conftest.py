@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.harness.runner.session import Source, TrialSession
+from shardproof import Source, TrialSession, WorldKind
 from shardproof.harness.worlds.launched.cluster import open_cluster
 from shardproof.harness.worlds.launched.launcher import launched_process
 from shardproof.harness.worlds.processes.forkserver import warm_up
-from shardproof.harness.worlds.spec import WorldKind
 from tests.shell import ROOT
 
 # What a process does that a launcher has started beside the one that judges.

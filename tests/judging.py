@@ -5,17 +5,11 @@ from __future__ import annotations
 import math
 import time
 
+from shardproof import Case, Cell, Law, MatchesOracle, RanksAgree, Refusal, TrialSession, WorldSpec
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.harness.cases.training import Schedule, Training
-from shardproof.harness.laws.communication.matching import RanksAgree
-from shardproof.harness.laws.law import Law
-from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.records.record import Record
-from shardproof.harness.runner.cell import Cell
-from shardproof.harness.runner.session import TrialSession
-from shardproof.harness.verdicts.case import Case, Refusal
-from shardproof.harness.worlds.spec import WorldSpec
 
 LAWS: tuple[Law, ...] = (MatchesOracle(), RanksAgree())
 TWO_STEPS = Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=2))

@@ -6,11 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
-from shardproof.engine.contract import Plan
+from shardproof import Evidence, Plan, Schedule, Training
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
-from shardproof.harness.cases.training import Schedule, Training
-from shardproof.harness.laws.law import Evidence
 from shardproof.harness.records.observation import Observation
 from shardproof.harness.tracing.ledger import Entry, Ledger, Op, Phase, Wait
 from shardproof.harness.training.oracle import OracleObservation

@@ -9,9 +9,8 @@ from functools import cache
 import torch
 from torch import nn
 
-from shardproof.engine.contract import Layout, Shard
+from shardproof import Evidence, Layout, Shard
 from shardproof.harness.cases.training import LoopOrder, Training, ZeroGrad, loss_weight
-from shardproof.harness.laws.law import Evidence
 from shardproof.harness.records.observation import Observation, StepObservation
 from shardproof.harness.training.oracle import OracleObservation, run_oracle
 

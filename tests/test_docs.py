@@ -27,23 +27,17 @@ import shardproof.fixtures.problems
 import shardproof.harness.laws.communication.counts
 import shardproof.suites.communication.closed_forms
 from benchmarks import case_stages
+from shardproof import AfterPhase, Law, MemoryKind, Phase, Select, UsageError, WorldSpec
 from shardproof.engine.contract import Engine, PreparedModel
 from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, resolve, what_is_missing
 from shardproof.harness.cli import exit_codes
 from shardproof.harness.cli.main import main
 from shardproof.harness.cli.parser import parser
-from shardproof.harness.errors import UsageError
-from shardproof.harness.laws.communication.select import Select
-from shardproof.harness.laws.law import Law
-from shardproof.harness.laws.memory.lifetimes import AfterPhase
 from shardproof.harness.laws.tolerance import MULTIPLE
 from shardproof.harness.records.record import Expectations, Record, Verdict, from_json
 from shardproof.harness.records.run import read_run
 from shardproof.harness.runner import invoke
-from shardproof.harness.tracing.ledger import Phase
-from shardproof.harness.tracing.memory.memory_report import MemoryKind
 from shardproof.harness.verdicts.known_failures_file import read
-from shardproof.harness.worlds.spec import WorldSpec
 from tests.sample_records import TRAINS, records_by_engine
 from tests.shell import ROOT, python
 

@@ -7,10 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardproof.harness.worlds.launch import launch
-from shardproof.harness.worlds.outcome import Returned
-from shardproof.harness.worlds.rank import RankContext
-from shardproof.harness.worlds.spec import WorldSpec
+from shardproof import RankContext, Returned, WorldSpec, launch
 
 
 # Any: the body's own arguments and value, here and below.

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import fsdp
 
+from shardproof import UsageError, Verdict
 from shardproof.harness.audit.upstream_coverage import (
     Coverage,
     Kind,
@@ -23,8 +24,6 @@ from shardproof.harness.audit.upstream_coverage import (
     read_tables,
 )
 from shardproof.harness.cli.main import main
-from shardproof.harness.errors import UsageError
-from shardproof.harness.records.record import Verdict
 from shardproof.harness.runner.invoke import call_pytest
 from shardproof.reports.coverage_table import render, render_markdown
 from tests.sample_records import a_record

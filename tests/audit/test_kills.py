@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from shardproof import APART, FOUR_OR_MORE_EVEN, SEVERAL, Sizes, UsageError
 from shardproof.engine.mutants.all_mutants import MUTANTS
 from shardproof.harness.audit.kill_matrix import KillMatrix, MutantStatus, Target, kill_matrix
 from shardproof.harness.audit.marks import (
@@ -30,9 +31,7 @@ from shardproof.harness.audit.marks import (
 )
 from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT
 from shardproof.harness.cli.mutants import conclude, shipped
-from shardproof.harness.errors import UsageError
 from shardproof.harness.records.record import Record, Verdict
-from shardproof.harness.worlds.spec import APART, FOUR_OR_MORE_EVEN, SEVERAL, Sizes
 from shardproof.reports.kills import render, render_json, render_markdown, summary
 from tests import sample_records
 from tests.shell import ROOT

@@ -19,17 +19,12 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.engine.contract import Capability, Plan
+from shardproof import Capability, Case, Cell, MatchesOracle, Plan, Schedule, Training, Verdict
 from shardproof.fixtures.optimizers import ADAMW, SGD, Sgd
 from shardproof.fixtures.problems import MLP_EVEN, PROBLEMS, ModelProblem
 from shardproof.harness.cases.content import content_digest
-from shardproof.harness.cases.training import Schedule, Training
-from shardproof.harness.laws.parity import MatchesOracle
-from shardproof.harness.records.record import Verdict
-from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.observation_cache import ObservationCache
 from shardproof.harness.runner.session import Source, TrialSession
-from shardproof.harness.verdicts.case import Case
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 from tests.judging import judged
 from tests.shell import ROOT

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from shardproof import Plan, PreparedModel, Verdict
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
-from shardproof.engine.contract import Plan, PreparedModel
 from shardproof.engine.registry import known_engines, what_is_missing
 from shardproof.harness.cases.case_id import SUITES
 from shardproof.harness.cli import engine_list
 from shardproof.harness.cli.main import main
-from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import read_run
 from shardproof.harness.runner.invoke import call_pytest
 from tests.sample_records import TRAINS, records_by_engine

@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardproof.engine.contract import Shard, shard_of
+from shardproof import RankContext, Shard, shard_of
 from shardproof.harness.records.observation import Observation, load_observation, save_observation
-from shardproof.harness.worlds.rank import RankContext
 from tests.values import returned
 
 WHOLE = torch.arange(24.0).reshape(2, 3, 4)

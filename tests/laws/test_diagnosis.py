@@ -8,14 +8,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from shardproof.engine.contract import Capability, Layout, Plan, Shard
+from shardproof import Capability, Clip, Evidence, Layout, MatchesOracle, Plan, Schedule, Shard, Training
 from shardproof.fixtures.optimizers import ADAMW, EXACT_SGD, SGD
 from shardproof.fixtures.problems import EXACT_LINEAR, MLP_EVEN, MLP_UNEVEN
-from shardproof.harness.cases.training import Clip, Schedule, Training
 from shardproof.harness.laws import diagnosis
 from shardproof.harness.laws.diagnosis import UNSTRUCTURED
-from shardproof.harness.laws.law import Evidence
-from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.laws.structure import RankShard
 from shardproof.harness.laws.tolerance import allowed_error
 from shardproof.harness.records.record import TensorRecord

@@ -8,12 +8,9 @@ from functools import partial
 
 import pytest
 
-from shardproof.engine.contract import Cut, Layout, Plan, Replicas, Shard
+from shardproof import Cut, HoldsItsShare, Layout, Plan, Replicas, Ruling, Schedule, Shard, Training
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_UNEVEN
-from shardproof.harness.cases.training import Schedule, Training
-from shardproof.harness.laws.law import Ruling
-from shardproof.harness.laws.sharding import HoldsItsShare
 from shardproof.harness.records.observation import Observation
 from tests.laws.flat_pieces import flattened
 from tests.simulated_engine import evidence_of, oracle_of, simulate

@@ -10,13 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.engine.contract import Capability, Plan, Shard
+from shardproof import Capability, Clip, Evidence, MatchesOracle, Plan, Schedule, Shard, Training
 from shardproof.fixtures.buffered import MASKED, NORMALISED, REPLACED, Masked
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import ModelProblem
-from shardproof.harness.cases.training import Clip, Schedule, Training
-from shardproof.harness.laws.law import Evidence
-from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.laws.tolerance import allowed_error
 from shardproof.harness.training.absolute_error import deviation, largest
 from shardproof.harness.training.oracle import Quantity, TensorKey, run_oracle

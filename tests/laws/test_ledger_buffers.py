@@ -6,14 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.engine.contract import Plan
+from shardproof import Evidence, Plan, Schedule, Training
 from shardproof.fixtures.chain import CHAIN
 from shardproof.fixtures.heads import TWO_HEADS
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import ModelProblem
-from shardproof.harness.cases.training import Schedule, Training
 from shardproof.harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor, harm_in
-from shardproof.harness.laws.law import Evidence
 from shardproof.harness.tracing.ledger import BufferViolation, Ledger, Op, Phase, ViolationKind
 from tests.ledgers import entry, evidence, numbered
 

@@ -7,20 +7,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from shardproof import AllWaited, Bytes, Count, Dtype, InOrder, Law, Nothing, OnlyThese, ReduceOps
 from shardproof.harness.cases.training import Schedule, Training
 from shardproof.harness.laws.communication.bounds import Between, Exactly
-from shardproof.harness.laws.communication.counts import (
-    AllWaited,
-    Bytes,
-    Count,
-    Dtype,
-    InOrder,
-    Nothing,
-    OnlyThese,
-    ReduceOps,
-)
 from shardproof.harness.laws.communication.select import LoopStep, Microbatches, Per, Select, Window
-from shardproof.harness.laws.law import Law
 from shardproof.harness.records.ledger_summary import summarize
 from shardproof.harness.tracing.ledger import Entry, Ledger, Op, Phase, Wait
 from tests.ledgers import (

@@ -7,14 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.engine.contract import Plan
+from shardproof import Asynchronous, AtMostInFlight, Evidence, Plan, Select
 from shardproof.fixtures.chain import CHAIN
 from shardproof.fixtures.problems import EXACT_LINEAR
-from shardproof.harness.laws.communication.counts import Asynchronous
 from shardproof.harness.laws.communication.order import Computes, Gathers, Order, Reduces, Reshards, Together
-from shardproof.harness.laws.communication.overlap import AtMostInFlight
-from shardproof.harness.laws.communication.select import Select
-from shardproof.harness.laws.law import Evidence
 from shardproof.harness.records.observation import Observation
 from shardproof.harness.tracing.codec import decode, encode
 from shardproof.harness.tracing.events import EventKind, TraceEvent

@@ -8,22 +8,14 @@ from functools import cache
 
 import pytest
 
+from shardproof import AfterPhase, LiveBytes, NoLeaks, PeakBytes, Phase, UnshardedOnlyInTurn, UserTensorsLive
 from shardproof.engine.contract import Layout, Plan, Shard
 from shardproof.fixtures.chain import CHAIN
 from shardproof.fixtures.optimizers import SGD
 from shardproof.harness.cases.training import Schedule, Training
 from shardproof.harness.laws.communication.bounds import Between, Exactly
 from shardproof.harness.laws.law import Evidence, Law
-from shardproof.harness.laws.memory.lifetimes import (
-    AfterPhase,
-    LiveBytes,
-    NoLeaks,
-    PeakBytes,
-    UnshardedOnlyInTurn,
-    UserTensorsLive,
-)
 from shardproof.harness.tracing.codec import decode, encode
-from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.memory_report import (
     ROWS,
     Allocation,

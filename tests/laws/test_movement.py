@@ -8,12 +8,9 @@ from functools import cache
 
 import pytest
 
-from shardproof.engine.contract import Shard
+from shardproof import EveryRowMoves, Ruling, Schedule, Shard, Training
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_UNEVEN
-from shardproof.harness.cases.training import Schedule, Training
-from shardproof.harness.laws.law import Ruling
-from shardproof.harness.laws.sharding import EveryRowMoves
 from shardproof.harness.records.observation import Observation
 from tests.laws.flat_pieces import flattened
 from tests.simulated_engine import evidence_of, simulate

@@ -7,12 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.harness.cases.training import Watch
-from shardproof.harness.laws.communication.bounds import Between, Exactly
+from shardproof import Between, Evidence, Exactly, Overlaps, PrefetchDistance, Select, Watch
 from shardproof.harness.laws.communication.order import Gathers, Order, Reduces, Reshards, Together
-from shardproof.harness.laws.communication.overlap import Overlaps, PrefetchDistance
-from shardproof.harness.laws.communication.select import Select
-from shardproof.harness.laws.law import Evidence
 from shardproof.harness.tracing.events import EventKind, EventLog, TraceEvent
 from shardproof.harness.tracing.ledger import Entry, Op, Phase
 from tests.laws.test_ledger_order import BYTES_OF, chain_evidence

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardproof.engine.contract import Layout, Plan, Shard
+from shardproof import Evidence, Layout, MatchesOracle, Plan, Ruling, Schedule, Shard, Training
 from shardproof.fixtures.optimizers import ADAMW, EXACT_SGD, SGD
 from shardproof.fixtures.problems import (
     EXACT_LINEAR,
@@ -21,9 +21,6 @@ from shardproof.fixtures.problems import (
     PROBLEMS,
     ModelProblem,
 )
-from shardproof.harness.cases.training import Schedule, Training
-from shardproof.harness.laws.law import Evidence, Ruling
-from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.laws.tolerance import allowed_error
 from shardproof.harness.records.observation import Observation, StepObservation
 from shardproof.harness.training.oracle import (

@@ -9,12 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardproof.engine.contract import Capability, Plan, Shard
+from shardproof import Capability, Clip, Evidence, Plan, Schedule, Shard, Training
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
-from shardproof.harness.cases.training import Clip, Schedule, Training
 from shardproof.harness.laws.diagnosis import UNSTRUCTURED, looks_like
-from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.structure import RankShard
 from shardproof.harness.training.oracle import (
     LOSSES,

@@ -7,11 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.engine.contract import Capability, Layout, Plan
+from shardproof import Capability, Clip, Law, Layout, Plan, Resume, Schedule, Training
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
-from shardproof.harness.cases.training import Clip, Resume, Schedule, Training
-from shardproof.harness.laws.law import Law
 from shardproof.harness.laws.runtime import Deterministic, ExpectedUnitState, Notes, ShowsTheModel, UnitsAre
 from shardproof.harness.records.observation import Fact, Observation, StepObservation, digest
 from shardproof.harness.records.record import LawRecord

@@ -8,16 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shardproof import MatchesOracle, Schedule, Training, TrialSession, Verdict
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.contract import Capability, Layout, NoGradient, Plan, Shard, shard_of
 from shardproof.fixtures.idle import SOMETIMES
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
-from shardproof.harness.cases.training import Schedule, Training
-from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.records.observation import Observation, StepObservation
-from shardproof.harness.records.record import Verdict
-from shardproof.harness.runner.session import TrialSession
 from shardproof.harness.training.oracle import OracleObservation, run_oracle
 from tests.judging import judged
 from tests.simulated_engine import evidence_of, row_shard, simulate

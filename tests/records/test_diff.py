@@ -12,18 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardproof import Verdict
 from shardproof.harness.cli.main import main
 from shardproof.harness.records.diff.comparability import ComparedRun
 from shardproof.harness.records.diff.comparison import Comparison, News, compare, steady
 from shardproof.harness.records.diff.traffic import Traffic, traffic_changes
-from shardproof.harness.records.record import (
-    Expectations,
-    LawRecord,
-    LedgerLine,
-    OutcomeRecord,
-    Record,
-    Verdict,
-)
+from shardproof.harness.records.record import Expectations, LawRecord, LedgerLine, OutcomeRecord, Record
 from shardproof.harness.records.run import Run
 from shardproof.reports.change_groups import groups
 from shardproof.reports.diff_json import VERSION, render_json

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from shardproof import MatchesOracle, TrialSession, Verdict
 from shardproof.fixtures.problems import MLP_EVEN, ModelProblem
-from shardproof.harness.laws.parity import MatchesOracle
-from shardproof.harness.records.record import Verdict
 from shardproof.harness.runner.observation_cache import Source
-from shardproof.harness.runner.session import TrialSession
 from shardproof.harness.training import kept_oracle, oracle_answer
 from shardproof.harness.worlds.processes.fresh_process import ask
 from shardproof.suites.training import train

@@ -11,23 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardproof import Case, Cell, MatchesOracle, Returned, Source, TrialSession, UsageError, Verdict
 from shardproof.engine.contract import Grouping, Layout, Plan, Reshard
 from shardproof.fixtures.chain import CHAIN
 from shardproof.fixtures.optimizers import SGD
 from shardproof.harness.cases.training import Schedule, Training, Watch
 from shardproof.harness.cli.main import main
-from shardproof.harness.errors import UsageError
 from shardproof.harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor
-from shardproof.harness.laws.parity import MatchesOracle
-from shardproof.harness.records.record import Verdict
-from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.options import RunOptions
 from shardproof.harness.runner.schedules import explore, load_schedules
-from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.training.engine_loop import drive_rank
-from shardproof.harness.verdicts.case import Case
 from shardproof.harness.worlds.launch import World, launch
-from shardproof.harness.worlds.outcome import Returned
 from shardproof.harness.worlds.rank import RankContext, journal_path
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 from tests.judging import judged

@@ -8,15 +8,12 @@ from typing import cast
 import pytest
 import torch
 
-from shardproof.engine.contract import Plan
+from shardproof import Evidence, Plan, Schedule, Training, groups_of
 from shardproof.fixtures import chain
 from shardproof.fixtures.batches import PADDING
 from shardproof.fixtures.optimizers import ADAMW, EXACT_SGD, SGD, AdamW, Sgd
 from shardproof.fixtures.problems import EXACT_LINEAR, MLP_UNEVEN, PROBLEMS, TRANSFORMER, ModelProblem
-from shardproof.harness.cases.training import Schedule, Training
-from shardproof.harness.cases.units import groups_of
 from shardproof.harness.laws.communication.order import mistakable
-from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.tolerance import allowed_error
 from shardproof.harness.training.oracle import OracleObservation, Quantity, TensorKey, run_oracle
 from shardproof.suites.wrapper import model

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from shardproof import InterfaceBench, PreparedModel, WrapperNames
 from shardproof.engine.adapters.torch_fsdp1 import NAMES
-from shardproof.engine.contract import PreparedModel, WrapperNames
-from shardproof.harness.cases.script import InterfaceBench
 from shardproof.suites.expect import RIGHT
 from shardproof.suites.wrapper import test_units
 from shardproof.suites.wrapper.expect import Bench, expects

@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.errors import UsageError
-from shardproof.harness.records.record import Verdict
+from shardproof import UsageError, Verdict, WorldKind, WorldSpec, launch
 from shardproof.harness.records.run import read_run
 from shardproof.harness.torch_compat.accelerators import backends_for, is_here, require_device
 from shardproof.harness.verdicts.known_failures import matches_world
-from shardproof.harness.worlds.launch import launch
-from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 from tests.shell import ROOT, python
 
 pytestmark = pytest.mark.timeout(400)  # the first who needs the device builds it, beside others' tests

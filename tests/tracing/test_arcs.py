@@ -6,16 +6,14 @@ import random
 import sys
 from pathlib import Path
 
+from shardproof import Cell, Dimension, Program, ProgramRule, Space, WorldSpec
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.fixtures.program_laws import laws_of
 from shardproof.fixtures.programs import SPACE, training_of
-from shardproof.harness.cases.space import Dimension, Program, ProgramRule, Space
 from shardproof.harness.records.record import Record, Verdict
-from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.exploration import Exploration, Hunt
 from shardproof.harness.tracing.arcs import Arc, can_count, counting_arcs, read_arcs
 from shardproof.harness.tracing.collectives.call_site import short_path
-from shardproof.harness.worlds.spec import WorldSpec
 from tests.sample_records import a_record
 
 _CELL = Cell(engine="reference", world=WorldSpec.parse("threads:2"))

@@ -9,18 +9,14 @@ from math import prod
 import pytest
 import torch
 
+from shardproof import EachMicrobatch, Exercise, MemoryIsExplained, Phase, Ruling
 from shardproof.engine.contract import Capability, Cut, Layout, Masters, Plan, Replicas
 from shardproof.fixtures.forward_inputs import PACKED
 from shardproof.fixtures.hoarding import HOARD
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
-from shardproof.harness.cases.script import EachMicrobatch
-from shardproof.harness.cases.scripts.interface import Exercise
 from shardproof.harness.cases.training import Problem, Resume, Schedule, Training
-from shardproof.harness.laws.law import Ruling
-from shardproof.harness.laws.memory.share import MemoryIsExplained
 from shardproof.harness.tracing.codec import decode, encode
-from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.census import Census
 from shardproof.harness.tracing.memory.census_report import CensusEntry, CensusTime, LiveStorage
 from shardproof.harness.tracing.operators import observing_operators

@@ -7,20 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardproof.engine.contract import Layout, Plan
+from shardproof import Layout, Phase, Plan, Schedule, Training, Watch, WorldSpec, launch
 from shardproof.fixtures.chain import CHAIN
 from shardproof.fixtures.optimizers import SGD
-from shardproof.harness.cases.training import Schedule, Training, Watch
 from shardproof.harness.records.world_result import keep_result, load_kept
 from shardproof.harness.runner.engines import EngineDescription
-from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.races.fake_cuda import cuda_stand_in
 from shardproof.harness.tracing.races.race_report import RaceKind, RaceReport
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.training.engine_loop import drive_rank
 from shardproof.harness.training.watches import watching
-from shardproof.harness.worlds.launch import launch
-from shardproof.harness.worlds.spec import WorldSpec
 
 RAW = RaceKind.READ_AFTER_WRITE
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="torch.cuda is the real one here")

@@ -14,13 +14,12 @@ import pytest
 import torch
 from torch.cuda import _gpu_trace
 
+from shardproof import Op, Phase, Watch
 from shardproof.engine.mutants.all_mutants import MUTANTS
-from shardproof.harness.cases.training import Watch
 from shardproof.harness.torch_compat import cuda as torch_cuda
 from shardproof.harness.torch_compat.cuda import reporting_streams, stream_handle
 from shardproof.harness.torch_compat.dispatch import device_kernel
 from shardproof.harness.tracing.collectives.call import Call
-from shardproof.harness.tracing.ledger import Op, Phase
 from shardproof.harness.tracing.races.clock import Clock
 from shardproof.harness.tracing.races.cuda_streams import CudaRaceWatch, watched_cuda_streams
 from shardproof.harness.tracing.races.race_report import RaceKind

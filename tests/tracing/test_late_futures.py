@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardproof import Returned, launch
 from shardproof.harness.tracing.journal import read_journal
 from shardproof.harness.tracing.ledger import Ledger, Op, Phase
-from shardproof.harness.worlds.launch import launch
-from shardproof.harness.worlds.outcome import Returned
 from shardproof.harness.worlds.rank import RankContext, journal_path
 from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec
 

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from shardproof.harness.cases.training import Watch
-from shardproof.harness.tracing.ledger import Phase
+from shardproof import Phase, Watch
 from shardproof.harness.tracing.memory.allocations import Allocations, Role
 from shardproof.harness.tracing.memory.memory_report import MemoryKind, UserTensor
 from shardproof.harness.tracing.memory.tracker import MemoryTracker

@@ -10,18 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from shardproof import RankContext, Schedule, Training, Watch, WorldSpec, launch
 from shardproof.engine.contract import Accumulation, Grouping, Layout, Plan, Reshard
 from shardproof.engine.mutants.all_mutants import MUTANTS
 from shardproof.fixtures.chain import CHAIN
 from shardproof.fixtures.optimizers import SGD
-from shardproof.harness.cases.training import Schedule, Training, Watch
 from shardproof.harness.records.world_result import keep_result, load_kept
 from shardproof.harness.tracing.races import streams
 from shardproof.harness.tracing.races.race_report import RaceKind, RaceReport
 from shardproof.harness.training.engine_loop import drive_rank
-from shardproof.harness.worlds.launch import launch
-from shardproof.harness.worlds.rank import RankContext
-from shardproof.harness.worlds.spec import WorldSpec
 
 SHARDED = Plan(
     layout=Layout.SHARD, units=CHAIN.units, grouping=Grouping.REQUIRED, reshard=Reshard.AFTER_FORWARD

@@ -11,13 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.engine.contract import Layout
+from shardproof import Layout, NoRaces, Phase, Schedule, Training, Watch
 from shardproof.fixtures.chain import CHAIN
 from shardproof.fixtures.optimizers import SGD
-from shardproof.harness.cases.training import Schedule, Training, Watch
-from shardproof.harness.laws.runtime import NoRaces
 from shardproof.harness.tracing.codec import decode, encode
-from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.races import streams
 from shardproof.harness.tracing.races.clock import Clock, Epoch, HappensBefore
 from shardproof.harness.tracing.races.detector import RaceDetector, current_watch

@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch.cuda import _gpu_trace as trace
 
-from shardproof.harness.cases.training import Training
+from shardproof import RankContext, Training
 from shardproof.harness.tracing.races import cuda_streams as cuda
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.training import engine_loop
 from shardproof.harness.training.watches import Watches, watching
-from shardproof.harness.worlds.rank import RankContext
 
 told_to_the_allocator: list[tuple[int, int]] = []
 """Addresses, and handles of the streams that use what is there."""

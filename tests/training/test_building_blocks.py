@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardproof.engine.contract import Plan
+from shardproof import Plan, Training
 from shardproof.fixtures.building_blocks import BLOCKS
 from shardproof.fixtures.few_bits import FEW_BITS
 from shardproof.fixtures.optimizers import ADAMW
-from shardproof.harness.cases.training import Training
 from shardproof.harness.cases.units import groups_in
 from shardproof.harness.cases.user_model import UserModel, UserOptimizer, outline_of
 from shardproof.harness.runner.user_models import facts_of

@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.engine.contract import Capability, Layout, Plan
+from shardproof import Capability, Layout, MatchesOracle, Plan, Schedule, Training
 from shardproof.fixtures.complex_numbers import ROTARY, SPECTRAL
 from shardproof.fixtures.optimizers import ADAMW, SGD, AdamW, Sgd
-from shardproof.harness.cases.training import Schedule, Training
-from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.laws.tolerance import allowed_error
 from shardproof.harness.torch_compat.dtypes import cast, cast_module, is_rounded, widened
 from shardproof.harness.training.absolute_error import deviation, largest

@@ -8,18 +8,13 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.cases.training import Schedule
-from shardproof.harness.laws.parity import MatchesOracle
+from shardproof import Case, Cell, MatchesOracle, Schedule, TrialSession, WorldSpec
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.runner import observation_cache
-from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.observation_cache import Source
 from shardproof.harness.runner.options import Keep
-from shardproof.harness.runner.session import TrialSession
 from shardproof.harness.training import oracle_answer
-from shardproof.harness.verdicts.case import Case
 from shardproof.harness.worlds.processes.fresh_process import ask
-from shardproof.harness.worlds.spec import WorldSpec
 from tests.judging import TWO_STEPS
 
 BROKEN = "shardproof.engine.mutants.gradient_sync:NeverSynchronises"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof.engine.contract import Capability, Plan
+from shardproof import Capability, Clip, Plan, Resume, Schedule, Training, TrialSession
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
-from shardproof.harness.cases.training import Clip, Resume, Schedule, Training
 from shardproof.harness.records.record import Record, Verdict
-from shardproof.harness.runner.session import TrialSession
 from tests import judging
 from tests.training import misread
 

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardproof import Capability, Masters, Plan, PreparedModel, Shard, Training
 from shardproof.engine.adapters.reference import ReferenceEngine
 from shardproof.engine.adapters.reference_zero import PreparedZero2, Zero2Engine
-from shardproof.engine.contract import Capability, Masters, Plan, PreparedModel, Shard
 from shardproof.engine.mutants.refusals import ShowsSlicesOfWholes
-from shardproof.harness.cases.training import Training
 from shardproof.harness.tracing.memory.census import Census
 from tests.verdicts.adversaries import Averages, PreparedAverage
 

@@ -10,14 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.engine.contract import Layout, Plan
+from shardproof import Deterministic, HoldsItsShare, Layout, MatchesOracle, Plan, TrialSession, Watch
 from shardproof.fixtures.problems import MLP_WIDE
-from shardproof.harness.cases.training import Watch
-from shardproof.harness.laws.parity import MatchesOracle
-from shardproof.harness.laws.runtime import Deterministic
-from shardproof.harness.laws.sharding import HoldsItsShare
 from shardproof.harness.records.record import Record, Verdict
-from shardproof.harness.runner.session import TrialSession
 from shardproof.suites.training import train
 from tests import judging
 from tests.judging import LAWS, TWO_STEPS

@@ -12,11 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardproof import Schedule, Training, TrialSession
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
-from shardproof.harness.cases.training import Schedule, Training
 from shardproof.harness.records.record import Record, Verdict
-from shardproof.harness.runner.session import TrialSession
 from shardproof.harness.worlds.exception_outcome import is_abandonment, raised
 from shardproof.harness.worlds.messages import Finished, encode
 from shardproof.harness.worlds.outcome import Raised

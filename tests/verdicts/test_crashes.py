@@ -7,20 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof.harness.records.record import Verdict
+from shardproof import Returned, TrialSession, Verdict
 from shardproof.harness.records.world_result import SavedResult
-from shardproof.harness.runner.session import TrialSession
 from shardproof.harness.tracing.ledger import Ledger, Op
 from shardproof.harness.verdicts.judgement import Judgement, judge_failure
-from shardproof.harness.worlds.outcome import (
-    Abandoned,
-    Died,
-    Outcome,
-    Raised,
-    Returned,
-    TimedOut,
-    WorldResult,
-)
+from shardproof.harness.worlds.outcome import Abandoned, Died, Outcome, Raised, TimedOut, WorldResult
 from tests.judging import judged
 from tests.ledgers import entry, numbered
 

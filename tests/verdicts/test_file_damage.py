@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.harness.records.record import Verdict
+from shardproof import TrialSession, Verdict
 from shardproof.harness.runner import observation_cache
-from shardproof.harness.runner.session import TrialSession
 from tests import judging
 
 THREADS, PROCESSES = "threads:2", "processes:2"

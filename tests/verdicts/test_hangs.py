@@ -14,21 +14,16 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from shardproof import Case, Cell, RankContext, Schedule, Source, Training, TrialSession, WorldSpec
 from shardproof.engine.mutants.all_mutants import MUTANTS
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
-from shardproof.harness.cases.training import Schedule, Training
 from shardproof.harness.records.hang import HangReport, RankActivity
 from shardproof.harness.records.record import Record, Verdict, from_json, to_json
 from shardproof.harness.records.world_result import keep_result, load_kept
-from shardproof.harness.runner.cell import Cell
-from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.training.engine_loop import drive_rank
-from shardproof.harness.verdicts.case import Case
 from shardproof.harness.verdicts.judgement import Judgement, judge_failure
 from shardproof.harness.worlds.launch import World
-from shardproof.harness.worlds.rank import RankContext
-from shardproof.harness.worlds.spec import WorldSpec
 
 DEADLINE_S = 3.0
 PROMISED_S = 2.0  # how soon after the deadline a hang is explained; a promise, and so asserted as it is

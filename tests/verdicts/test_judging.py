@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from shardproof import Case, Evidence, Ruling, Source, TrialSession
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.contract import (
     Accumulation,
@@ -27,10 +28,7 @@ from shardproof.engine.contract import (
 from shardproof.engine.registry import BUILT_IN
 from shardproof.fixtures.optimizers import SGD
 from shardproof.harness.cases.training import LoopOrder, Schedule, Training
-from shardproof.harness.laws.law import Evidence, Ruling
 from shardproof.harness.records.record import Record, Verdict
-from shardproof.harness.runner.session import Source, TrialSession
-from shardproof.harness.verdicts.case import Case
 from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind
 from tests.judging import LAWS, judged
 from tests.judging import TWO_STEPS as TRAINING

@@ -6,15 +6,10 @@ import re
 
 import pytest
 
-from shardproof.engine.contract import Layout, Reshard
+from shardproof import Clip, Layout, MatchesOracle, RanksAgree, Reshard, Training, TrialSession, Verdict
 from shardproof.fixtures.checkpointed import CHECKPOINTED
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN, SINGLE_GROUP
-from shardproof.harness.cases.training import Clip, Training
-from shardproof.harness.laws.communication.matching import RanksAgree
-from shardproof.harness.laws.parity import MatchesOracle
-from shardproof.harness.records.record import Verdict
-from shardproof.harness.runner.session import TrialSession
 from shardproof.suites.training import train
 from tests.judging import judged
 

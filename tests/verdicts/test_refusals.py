@@ -10,24 +10,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardproof import Capability, Case, Plan, PreparedModel, Refusal, Returned, TrialSession
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
-from shardproof.engine.contract import Capability, Plan, PreparedModel
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.world_result import SavedResult
-from shardproof.harness.runner.session import TrialSession
 from shardproof.harness.tracing.ledger import Entry, Ledger, Op
 from shardproof.harness.training.oracle import OracleObservation
-from shardproof.harness.verdicts.case import Case, Refusal
 from shardproof.harness.verdicts.judgement import judge
-from shardproof.harness.worlds.outcome import (
-    Abandoned,
-    Died,
-    Outcome,
-    Raised,
-    Returned,
-    TimedOut,
-    WorldResult,
-)
+from shardproof.harness.worlds.outcome import Abandoned, Died, Outcome, Raised, TimedOut, WorldResult
 from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind
 from tests.judging import LAWS, judged
 from tests.judging import TWO_STEPS as TRAINING

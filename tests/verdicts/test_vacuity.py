@@ -10,14 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.engine.contract import Plan
+from shardproof import Evidence, MatchesOracle, Plan
 from shardproof.fixtures.idle import BORROWED, FROZEN, SOMETIMES
 from shardproof.fixtures.optimizers import ADAMW, SGD, Sgd
 from shardproof.fixtures.problems import MLP_EVEN, PROBLEMS, SINGLE_GROUP, ModelProblem
 from shardproof.fixtures.thin import EMPTY_ROWS, ONE_NUMBER, SCALARS, SINGLE_ROWS
 from shardproof.harness.cases.training import LoopOrder, Schedule, Training
-from shardproof.harness.laws.law import Evidence
-from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.laws.tolerance import MULTIPLE
 from shardproof.harness.verdicts.vacuity import incomparable_because, vacuous_because
 from tests.simulated_engine import Honest, Moment, evidence_of

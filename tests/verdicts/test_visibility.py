@@ -9,15 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.engine.contract import Plan
+from shardproof import Evidence, MatchesOracle, Plan, Schedule, Training
 from shardproof.fixtures.autocast import AUTOCAST
 from shardproof.fixtures.layers import linear
 from shardproof.fixtures.optimizers import ADAMW, EXACT_SGD, SGD
 from shardproof.fixtures.problems import EXACT_LINEAR, MLP_UNEVEN, SINGLE_GROUP
 from shardproof.fixtures.random_draws import DROPPED
-from shardproof.harness.cases.training import Schedule, Training
-from shardproof.harness.laws.law import Evidence
-from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.laws.tolerance import MULTIPLE, allowed_error
 from shardproof.harness.training.absolute_error import largest
 from shardproof.harness.training.oracle import OracleObservation, Quantity, TensorKey

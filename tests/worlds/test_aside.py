@@ -20,11 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardproof.engine.contract import Capability, Plan
+from shardproof import Capability, Clip, Plan, Schedule, Training
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, ModelProblem
 from shardproof.fixtures.random_draws import DROPPED
-from shardproof.harness.cases.training import Clip, Schedule, Training
 from shardproof.harness.errors import HarnessBug, ShardproofError, UsageError
 from shardproof.harness.training import oracle_answer
 from shardproof.harness.training.oracle import OracleObservation, run_oracle

@@ -8,17 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardproof import MatchesOracle, RankContext, Training, TrialSession, Verdict
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
-from shardproof.harness.cases.training import Training
 from shardproof.harness.cli.main import main
-from shardproof.harness.laws.parity import MatchesOracle
-from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import read_run
-from shardproof.harness.runner.session import TrialSession
 from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, hash_seeds, server_of
-from shardproof.harness.worlds.rank import RankContext
 from tests.judging import judged
 from tests.values import returned
 

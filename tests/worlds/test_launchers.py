@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from shardproof import UsageError, WorldSpec
 from shardproof.harness.cli.main import main
-from shardproof.harness.errors import UsageError
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import read_run
 from shardproof.harness.runner.launchers import refuse_launcher
@@ -24,7 +24,6 @@ from shardproof.harness.worlds.launched.agent_link import AgentLink
 from shardproof.harness.worlds.launched.cluster import connect
 from shardproof.harness.worlds.launched.launcher import find_launched_process
 from shardproof.harness.worlds.messages import FilePiece, Hello, HostState, Inbox, send
-from shardproof.harness.worlds.spec import WorldSpec
 from tests.shell import ROOT
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}

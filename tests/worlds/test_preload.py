@@ -9,16 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from shardproof import RankContext, Returned, TrialSession, Verdict, WorldKind, WorldSpec, launch
 from shardproof.engine.registry import EngineNotFoundError
-from shardproof.harness.records.record import Verdict
 from shardproof.harness.runner.engines import describe
-from shardproof.harness.runner.session import TrialSession
-from shardproof.harness.worlds.launch import launch
-from shardproof.harness.worlds.outcome import Returned
 from shardproof.harness.worlds.processes.forkserver import hash_seeds
 from shardproof.harness.worlds.processes.fresh_process import ask
-from shardproof.harness.worlds.rank import RankContext
-from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 from tests.judging import judged
 from tests.shell import python
 

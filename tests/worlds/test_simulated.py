@@ -7,16 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.engine.contract import Layout
+from shardproof import Layout, Training, UsageError, launch
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_UNEVEN, TRANSFORMER
-from shardproof.harness.cases.training import Training
-from shardproof.harness.errors import UsageError
 from shardproof.harness.records.world_result import SavedResult, keep_result, load_kept
 from shardproof.harness.tracing import codec
 from shardproof.harness.tracing.ledger import Entry
 from shardproof.harness.training.engine_loop import drive_rank
-from shardproof.harness.worlds.launch import launch
 from shardproof.harness.worlds.spec import ANY, SEVERAL, SIMULATED, WorldKind, WorldSpec
 from shardproof.suites.training import train
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from shardproof import RankContext, WorldKind, WorldSpec
 from shardproof.harness.cli.main import main
 from shardproof.harness.errors import HarnessBug
 from shardproof.harness.worlds.launch import World, launch
@@ -20,8 +21,6 @@ from shardproof.harness.worlds.processes import forkserver
 from shardproof.harness.worlds.processes.forkserver import STATUS_WITHOUT_SERVER, end, end_server, started
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 from shardproof.harness.worlds.processes.lineage import below, can_adopt, has_ended, parent_of
-from shardproof.harness.worlds.rank import RankContext
-from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 from tests.shell import python
 from tests.worlds import ends
 

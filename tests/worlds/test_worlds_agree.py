@@ -6,15 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.engine.contract import Accumulation, Layout
+from shardproof import Accumulation, Layout, Training, TrialSession, Verdict, launch
 from shardproof.fixtures.problems import MLP_UNEVEN
-from shardproof.harness.cases.training import Training
-from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.world_result import SavedResult, keep_result, load_kept
-from shardproof.harness.runner.session import TrialSession
 from shardproof.harness.tracing.ledger import Entry, Op, Phase
 from shardproof.harness.training.engine_loop import drive_rank
-from shardproof.harness.worlds.launch import launch
 from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec
 from shardproof.suites.training import train
 from tests.judging import judged

@@ -12,12 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardproof.harness.records.record import Verdict
+from shardproof import RankContext, Verdict, launch
 from shardproof.harness.records.world_result import keep_result, load_kept
 from shardproof.harness.verdicts.judgement import judge_failure
-from shardproof.harness.worlds.launch import launch
 from shardproof.harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
-from shardproof.harness.worlds.rank import RankContext
 from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec
 from tests.worlds.zoo import CULPRIT, ZOO
 
