@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TypeGuard
 
@@ -57,33 +58,6 @@ class Module:
     name: str
     source: str
 
-    def imports(self) -> Iterator[Import]:
-        """Yield every import, relative ones resolved, those inside functions included."""
-        tree = ast.parse(self.source)
-        typing_only = {
-            id(n) for t in ast.walk(tree) if _guards_typing(t) for s in t.body for n in ast.walk(s)
-        }
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Import | ast.ImportFrom):
-                continue
-            base = f"{self._base(node)}." if isinstance(node, ast.ImportFrom) else ""
-            for name in node.names:
-                yield Import(
-                    name=OURS.sub("", base + name.name),
-                    line=node.lineno,
-                    alias=name.asname or name.name,
-                    is_typing_only=id(node) in typing_only,
-                )
-
-    def _base(self, node: ast.ImportFrom) -> str:
-        if not node.level:
-            return node.module or ""
-        # A package's relative imports start at itself, a module's at its parent.
-        depth = node.level - self.path.endswith("/__init__.py")
-        parents = self.name.split(".")
-        parents = parents[: len(parents) - depth]
-        return ".".join([*parents, *([node.module] if node.module else [])])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
@@ -98,7 +72,7 @@ class Layer:
         return [
             f"{module.path}:{found.line}: {self.package} may not import {found.name}"
             for module in modules(self.package, root)
-            for found in module.imports()
+            for found in imports(module)
             if not self._allows(module.path, found.name)
         ]
 
@@ -184,18 +158,35 @@ def modules(package: str, root: Path) -> list[Module]:
     return found
 
 
+@cache  # a dozen tests look at the same modules
+def imports(module: Module) -> tuple[Import, ...]:
+    """Return every import, relative ones resolved, those inside functions included."""
+    nodes = list(ast.walk(ast.parse(module.source)))
+    typing_only = {id(n) for t in nodes if _guards_typing(t) for s in t.body for n in ast.walk(s)}
+    return tuple(
+        Import(
+            name=OURS.sub("", _prefix(module, node) + name.name),
+            line=node.lineno,
+            alias=name.asname or name.name,
+            is_typing_only=id(node) in typing_only,
+        )
+        for node in nodes
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in node.names
+    )
+
+
 def private_torch(package: str, root: Path) -> list[str]:
     """List the private names of torch that a package imports, or reaches through a name that it imported."""
     found = []
     for module in modules(package, root):
-        imports = list(module.imports())
-        bound = {i.alias: i.name for i in imports if "." not in i.alias}
+        bound = {i.alias: i.name for i in imports(module) if "." not in i.alias}
         reached = [
             (node.lineno, _in_full(ast.unparse(node), bound))
             for node in ast.walk(ast.parse(module.source))
-            if isinstance(node, ast.Attribute)
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_")
         ]
-        named = [*((i.line, i.name) for i in imports), *reached]
+        named = [*((i.line, i.name) for i in imports(module)), *reached]
         found += [f"{module.path}:{line}: {name}" for line, name in named if _is_private_torch(name)]
     return found
 
@@ -206,7 +197,7 @@ def cycles(package: str, root: Path) -> list[str]:
     graph = {
         name: {
             target
-            for found in module.imports()
+            for found in imports(module)
             if not found.is_typing_only and (target := _module_run_by(found.name, files)) not in {None, name}
         }
         for name, module in files.items()
@@ -225,7 +216,7 @@ def against_the_order(root: Path) -> list[str]:
     return [
         f"{module.path}:{found.line}: {found.name}"
         for module in modules("harness", root)
-        for found in module.imports()
+        for found in imports(module)
         if found.name.startswith("harness.") and place(found.name) > place(module.name)
     ]
 
@@ -458,6 +449,19 @@ def test_checker_finds_files_named_for_nothing(write: Write) -> None:
         "harness/utils.py",
         "suites/common/test_x.py",
     ]
+
+
+def _prefix(module: Module, node: ast.Import | ast.ImportFrom) -> str:
+    """Return what stands before the names of an import, with its dot."""
+    if isinstance(node, ast.Import):
+        return ""
+    parents: list[str] = []
+    if node.level:
+        # A package's relative imports start at itself, a module's at its parent.
+        depth = node.level - module.path.endswith("/__init__.py")
+        parents = module.name.split(".")
+        parents = parents[: len(parents) - depth]
+    return "".join(f"{part}." for part in (*parents, node.module) if part)
 
 
 def _guards_typing(node: ast.AST) -> TypeGuard[ast.If]:
