@@ -8,7 +8,6 @@ import pty
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,8 @@ from shardproof.harness.cli.main import main
 from shardproof.harness.cli.screen import styled
 from shardproof.harness.records.record import LawRecord, Record, Verdict
 from shardproof.reports import terminal
-from tests.reports.test_reports import a_record, a_run
 from tests.sample_records import TRAINS
+from tests.sample_runs import a_record, a_run
 
 SUMS = "shardproof.engine.mutants.gradient_scale:SumsInsteadOfAveraging"
 ESCAPE = "\x1b"
@@ -105,9 +104,7 @@ def test_lines_fit_however_many_engines_there_are(width: int) -> None:
     details = tuple("a long detail of a law " * 10 for _ in range(9))
     broken = LawRecord(law="matches", held=False, summary="s " * 200, details=details)
     records = [
-        replace(
-            a_record(case, Verdict.FAILED, engine=f"package.module_{n}:Engine"), laws=(broken,), command=""
-        )
+        a_record(case, Verdict.FAILED, engine=f"package.module_{n}:Engine", laws=(broken,), command="")
         for n in range(12)
         for case in ("parity/test_x.py::test_y", f"parity/test_x.py::test_{'long_' * 30}")
     ]

@@ -23,8 +23,8 @@ from shardproof.reports.change_groups import groups
 from shardproof.reports.diff_json import VERSION, render_json
 from shardproof.reports.diff_text import LIMIT_BYTES, WIDTH, render, render_markdown, summary
 from tests import sample_records
-from tests.reports.test_reports import ENTRY, HOSTILE, a_record, a_run
 from tests.sample_records import HEADER, write_run
+from tests.sample_runs import ENTRY, HOSTILE, a_record, a_run
 from tests.shell import python
 
 RENDERERS: list[Callable[[Comparison], str]] = [render, render_markdown, render_json]
@@ -83,7 +83,7 @@ def test_a_verdict_gets_worse_or_better_or_only_differs(
 
 
 def test_another_expectation_is_a_verdict_change() -> None:
-    known = replace(a_record(verdict=Verdict.KNOWN_FAILURE), expectation=ENTRY)
+    known = a_record(verdict=Verdict.KNOWN_FAILURE, expectation=ENTRY)
     hung = replace(known, expectation=replace(ENTRY, verdict=Verdict.HUNG))
     moved = replace(known, expectation=replace(ENTRY, number=9, expiry="2040-01-01", version="torch >=3"))
     assert news(known, hung) == (News.OTHER_VERDICT,)
@@ -92,7 +92,7 @@ def test_another_expectation_is_a_verdict_change() -> None:
 
 
 def test_a_known_failure_that_breaks_another_law_got_worse() -> None:
-    known = replace(a_record(verdict=Verdict.KNOWN_FAILURE), expectation=ENTRY)
+    known = a_record(verdict=Verdict.KNOWN_FAILURE, expectation=ENTRY)
     more = (*known.laws, LawRecord(law="order", held=False, summary="differs"))
     headline = f"expectation excuses 'matches', not 'order'; {known.headline}"
     failed = replace(known, verdict=Verdict.FAILED, headline=headline)
@@ -102,7 +102,7 @@ def test_a_known_failure_that_breaks_another_law_got_worse() -> None:
 
 
 def test_a_pass_against_an_expectation_is_no_worse_than_a_pass() -> None:
-    passed = replace(a_record(headline="51 tensors agree"), laws=())
+    passed = a_record(headline="51 tensors agree", laws=())
     against = replace(
         passed,
         verdict=Verdict.UNEXPECTED_PASS,
@@ -113,8 +113,9 @@ def test_a_pass_against_an_expectation_is_no_worse_than_a_pass() -> None:
 
 
 def test_a_known_crash_is_the_same_with_an_expired_expectation_and_worse_with_another_error() -> None:
-    known = replace(
-        a_record(verdict=Verdict.KNOWN_FAILURE, headline="rank 0 raised KeyError"),
+    known = a_record(
+        verdict=Verdict.KNOWN_FAILURE,
+        headline="rank 0 raised KeyError",
         laws=(),
         expectation=replace(ENTRY, verdict=Verdict.CRASHED),
     )
@@ -192,7 +193,7 @@ def test_bytes_and_dtypes_are_news_at_the_same_count() -> None:
 
 def test_a_rank_without_lines_did_as_rank_0_did() -> None:
     (first, *_) = a_record().ledger
-    once = replace(a_record(), ledger=(first,))
+    once = a_record(ledger=(first,))
     assert traffic_changes(a_record(), once) == ()
     (everywhere,) = traffic_changes(once, replace(once, ledger=(replace(first, count=5),)))
     assert (everywhere.ranks, everywhere.is_everywhere) == ((0, 1, 2, 3), True)
@@ -206,7 +207,7 @@ def test_a_rank_without_lines_did_as_rank_0_did() -> None:
 def test_a_rank_that_communicates_nothing_differs_from_one_like_rank_0() -> None:
     (first, *_) = a_record().ledger
     silent = LedgerLine(rank=3, phase="", op="none", axis="", dtype="", count=0, num_bytes=0)
-    before, after = replace(a_record(), ledger=(first,)), replace(a_record(), ledger=(first, silent))
+    before, after = a_record(ledger=(first,)), a_record(ledger=(first, silent))
     (change,) = traffic_changes(before, after)
     assert (change.ranks, change.after) == ((3,), Traffic(count=0, num_bytes=0))
 
@@ -216,9 +217,7 @@ def test_a_ledger_that_was_cut_short_is_not_compared_but_counted() -> None:
     found = changed(hung, with_calls(hung, 7))
     assert (found.changes, found.num_unmeasured) == ((), 1)
     assert "1 record not compared" in render(found)
-    raised = replace(
-        a_record(verdict=Verdict.FAILED), outcomes=(OutcomeRecord(rank=0, kind="Raised", text=""),)
-    )
+    raised = a_record(verdict=Verdict.FAILED, outcomes=(OutcomeRecord(rank=0, kind="Raised", text=""),))
     assert changed(raised, with_calls(raised, 7)).num_unmeasured == 1
 
 
@@ -466,9 +465,7 @@ def test_lines_fit_the_terminal(width: int) -> None:
 def test_markdown_fits_a_comment_and_counts_what_it_leaves_out() -> None:
     before = [a_record(f"parity/{i}", headline="fine") for i in range(2000)]
     after = [
-        replace(
-            a_record(r.case, Verdict.FAILED, headline=f"{'ab'[i % 2] * (i % 300 + 1)} & " * 40), world=r.world
-        )
+        a_record(r.case, Verdict.FAILED, headline=f"{'ab'[i % 2] * (i % 300 + 1)} & " * 40, world=r.world)
         for i, r in enumerate(before)
     ]
     run = with_header(a_run(*after), versions={f"p{i}": "*" * 300 for i in range(500)})
@@ -484,7 +481,7 @@ def test_markdown_fits_a_comment_and_counts_what_it_leaves_out() -> None:
 
 
 def test_json_has_these_fields_and_no_others() -> None:
-    found = changed(a_record(), with_calls(replace(a_record(verdict=Verdict.FAILED), expectation=ENTRY), 3))
+    found = changed(a_record(), with_calls(a_record(verdict=Verdict.FAILED, expectation=ENTRY), 3))
     plain = json.loads(render_json(found))
     assert plain["version"] == VERSION == 1
     assert set(plain) == {
@@ -556,7 +553,7 @@ def test_the_summary_counts_each_kind_of_news() -> None:
 def test_exit_codes_say_whether_something_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     newer = replace(HEADER, versions={"torch": "2.15.0"})
     old = write_run(tmp_path / "old", a_record())
-    same = write_run(tmp_path / "same", replace(a_record(), duration_s=3.0), header=newer)
+    same = write_run(tmp_path / "same", a_record(duration_s=3.0), header=newer)
     bad = write_run(tmp_path / "bad", a_record(verdict=Verdict.FAILED))
     assert main(["diff", old, same]) == 0
     assert "Nothing changed" in capsys.readouterr().out

@@ -19,8 +19,8 @@ from shardproof.harness.records.run import Run
 from shardproof.reports import badge, ctrf, failure_summary, junit
 from shardproof.reports.summary import conforms
 from tests import sample_records
-from tests.reports.test_reports import ENTRY, HOSTILE, a_record, a_run, one_of_each
 from tests.sample_records import FOOTER, HEADER
+from tests.sample_runs import ENTRY, HOSTILE, a_record, a_run, one_of_each
 
 # What Jenkins' xUnit plugin, GitLab and CTRF's schema demand, in rules of our own: their files are not copied here.
 JUNIT = xmlschema.XMLSchema(

@@ -15,11 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.harness.records.hang import CallRecord, Divergence, HangReport, RankActivity, RankState, Side
+from shardproof.harness.records.hang import Side
 from shardproof.harness.records.record import (
-    Footer,
     LawRecord,
-    LedgerLine,
     OutcomeRecord,
     Record,
     UnusedExpectation,
@@ -34,9 +32,9 @@ from shardproof.reports.summary import Conclusion, conclude, tally
 from shardproof.reports.text import clip, duration, one_line, printable, ranks, size
 from shardproof.reports.verdict_style import MARKS
 from shardproof.reports.write import write_reports
-from tests import sample_records
 from tests.pages import index_of, pieces_of, unpacked
 from tests.sample_records import FOOTER, HEADER, WORST, write_run
+from tests.sample_runs import CALL, ENTRY, HOSTILE, a_hang, a_record, a_run, one_of_each
 
 
 def shown_page(run: Run) -> str:
@@ -44,89 +42,6 @@ def shown_page(run: Run) -> str:
 
 
 RENDERERS = [terminal.render, markdown.render, junit.render, shown_page]
-HOSTILE = "<script>alert(1)</script> ]]> & | `a` \x1b[31mred\x1b[0m \x00\ufffe\ud800 \u202e</details>"
-CALL = CallRecord(
-    text="all_reduce",
-    op="all_reduce",
-    group=(0, 1, 2, 3),
-    axis="data",
-    group_name="",
-    position=4,
-    dtype="float32",
-    num_bytes=8,
-    peer=None,
-    phase="backward",
-    step=1,
-    microbatch=0,
-    unit="blocks.0",
-    thread="",
-    site="engine.py:7 in reduce",
-)
-ENTRY = replace(sample_records.ENTRY, engine="torch.ddp", version="", case="parity/*", expiry="2031-02-03")
-
-
-def a_record(
-    case: str = "parity/test_single.py::test_matches[mlp]",
-    verdict: Verdict = Verdict.PASSED,
-    engine: str = "torch.ddp",
-    headline: str = "headline",
-) -> Record:
-    return sample_records.a_record(
-        engine=engine,
-        case=case,
-        world="threads:4",
-        verdict=verdict,
-        headline=headline,
-        engine_version="2.13.0",
-        laws=(LawRecord(law="matches", held=False, summary="differs", details=("rank 2 first",)),),
-        worst=WORST,
-        ledger=tuple(
-            LedgerLine(
-                rank=r, phase="forward", op="all_gather", axis="data", dtype="float32", count=2, num_bytes=8
-            )
-            for r in range(4)
-        ),
-        outcomes=tuple(OutcomeRecord(rank=r, kind="Returned", text="") for r in range(4)),
-        command="pytest -k mlp",
-        duration_s=0.5,
-    )
-
-
-def an_autopsy(text: str) -> HangReport:
-    """Ranks 0 to 2 wait for rank 3, which is somewhere else; whatever an engine words is ``text``."""
-    call = replace(CALL, site=text, unit=text)
-    waiting = RankState(
-        rank=0,
-        ended="late",
-        doing=RankActivity.WAITING,
-        call=call,
-        awaits=(3,),
-        frames=(text,),
-        stack=(text, text),
-    )
-    lost = replace(waiting, rank=3, doing=RankActivity.OUTSIDE, awaits=())
-    return HangReport(
-        summary=text,
-        suspects=(3,),
-        cycle=(0, 3),
-        ranks=(*(replace(waiting, rank=r) for r in range(3)), lost),
-        difference=Divergence(
-            group=(0, 1, 2, 3),
-            axis=text,
-            group_name="",
-            position=4,
-            common=replace(call, position=3),
-            sides=(Side(ranks=(0, 1, 2), call=call), Side(ranks=(3,), call=None)),
-        ),
-    )
-
-
-def a_run(*records: Record, footer: Footer | None = FOOTER, problems: tuple[str, ...] = ()) -> Run:
-    return Run(header=HEADER, records=records, footer=footer, problems=problems)
-
-
-def one_of_each() -> Run:
-    return a_run(*(a_record(f"parity/case-{v}", v, headline=f"told of {v}") for v in Verdict))
 
 
 class _Page(HTMLParser):
@@ -181,7 +96,7 @@ def test_a_run_concludes_as_its_worst_verdict(verdict: Verdict) -> None:
 def test_a_known_failure_is_told_with_its_reason_and_apart_from_passes(
     render: Callable[[Run], str],
 ) -> None:
-    known = replace(a_record("parity/b", Verdict.KNOWN_FAILURE), expectation=ENTRY)
+    known = a_record("parity/b", Verdict.KNOWN_FAILURE, expectation=ENTRY)
     text = render(a_run(a_record("parity/a"), known))
     for words in ("KNOWN_FAILURE", ENTRY.reason, ENTRY.link, "2031-02-03"):
         assert words in text, words
@@ -206,7 +121,7 @@ def test_a_stale_expectation_makes_a_run_red_and_an_idle_one_does_not(render: Ca
 
 @pytest.mark.parametrize("render", RENDERERS, ids=lambda render: render.__module__)
 def test_gradients_shown_as_zeros_are_counted_for_each_engine(render: Callable[[Run], str]) -> None:
-    shown = [replace(a_record(case, engine="flat"), declared_zeros=n) for case, n in (("p/a", 4), ("p/b", 3))]
+    shown = [a_record(case, engine="flat", declared_zeros=n) for case, n in (("p/a", 4), ("p/b", 3))]
     text = render(a_run(*shown, a_record("p/c")))
     words = "flat: 7 gradients in 2 records are zeros instead of None"
     assert (words in text) is (render is not junit.render)
@@ -215,11 +130,11 @@ def test_gradients_shown_as_zeros_are_counted_for_each_engine(render: Callable[[
 
 def test_only_an_address_becomes_a_link() -> None:
     for link in ("javascript:alert(1)", 'https://x" onclick="y', "https://x y", HOSTILE):
-        record = replace(a_record(verdict=Verdict.KNOWN_FAILURE), expectation=replace(ENTRY, link=link))
+        record = a_record(verdict=Verdict.KNOWN_FAILURE, expectation=replace(ENTRY, link=link))
         seen = _Page(shown_page(a_run(record)))
         assert all(found.startswith("#") for found in seen.links), seen.links
         assert seen.sources == []
-    record = replace(a_record(verdict=Verdict.KNOWN_FAILURE), expectation=ENTRY)
+    record = a_record(verdict=Verdict.KNOWN_FAILURE, expectation=ENTRY)
     assert ENTRY.link in _Page(shown_page(a_run(record))).links
     assert f"<{ENTRY.link}>" in markdown.render(a_run(record))
 
@@ -307,7 +222,7 @@ def test_junit_shows_an_interrupted_run_red() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.text(st.characters(), max_size=60))
 def test_junit_is_xml_whatever_an_engine_says(said: str) -> None:
-    record = replace(a_record(said, Verdict.CRASHED, engine=said, headline=said), duration_s=math.nan)
+    record = a_record(said, Verdict.CRASHED, engine=said, headline=said, duration_s=math.nan)
     run = a_run(replace(record, outcomes=(OutcomeRecord(rank=0, kind=said, text=said),)), problems=(said,))
     text = junit.render(run)
     root = ElementTree.fromstring(text.encode("utf-8"))
@@ -316,13 +231,16 @@ def test_junit_is_xml_whatever_an_engine_says(said: str) -> None:
 
 @pytest.mark.parametrize("render", RENDERERS, ids=lambda render: render.__module__)
 def test_hostile_text_stays_text(render: Callable[[Run], str]) -> None:
-    record = replace(
-        a_record(HOSTILE, Verdict.FAILED, HOSTILE, HOSTILE),
+    record = a_record(
+        HOSTILE,
+        Verdict.FAILED,
+        HOSTILE,
+        HOSTILE,
         suite=HOSTILE,
         worst=replace(WORST, name=HOSTILE, looks_like=HOSTILE),
         laws=(LawRecord(law=HOSTILE, held=False, summary=HOSTILE, details=(HOSTILE,)),),
         outcomes=(OutcomeRecord(rank=0, kind=HOSTILE, text=HOSTILE),),
-        hang=an_autopsy(HOSTILE),
+        hang=a_hang(HOSTILE),
         command=HOSTILE,
         expectation=replace(ENTRY, reason=HOSTILE, link=HOSTILE, expiry=HOSTILE),
     )
@@ -338,7 +256,7 @@ def test_hostile_text_stays_text(render: Callable[[Run], str]) -> None:
 
 @pytest.mark.parametrize("render", RENDERERS, ids=lambda render: render.__module__)
 def test_a_hang_report_folds_ranks_in_one_state(render: Callable[[Run], str]) -> None:
-    record = replace(a_record(verdict=Verdict.HUNG), hang=an_autopsy("engine.py:7 in reduce"))
+    record = a_record(verdict=Verdict.HUNG, hang=a_hang("engine.py:7 in reduce"))
     told = html.unescape(re.sub(r"</?\w[^>]*>", " ", render(a_run(record))))
     words = " ".join(told.replace("\\", "").split())
     for part in (
@@ -356,14 +274,14 @@ def test_a_hang_report_folds_ranks_in_one_state(render: Callable[[Run], str]) ->
 
 
 def test_ranks_in_one_plight_are_folded_and_the_blamed_come_last() -> None:
-    blamed_first = replace(an_autopsy("x"), suspects=(0, 1, 2))
+    blamed_first = replace(a_hang("x"), suspects=(0, 1, 2))
     assert [p.ranks for p in state_cards(blamed_first)] == ["rank 3", "ranks 0-2"]
     assert [p.is_suspect for p in state_cards(blamed_first)] == [False, True]
-    assert [dict(p.facts).get("waits for") for p in state_cards(an_autopsy("x"))] == ["rank 3", None]
+    assert [dict(p.facts).get("waits for") for p in state_cards(a_hang("x"))] == ["rank 3", None]
 
 
 def test_straying_is_told_before_the_difference() -> None:
-    hang = an_autopsy("x")
+    hang = a_hang("x")
     assert hang.difference is not None
     early = replace(CALL, position=2)
     desynchronised = (Side(ranks=(0, 1, 2), call=early), Side(ranks=(3,), call=replace(early, step=3)))
@@ -395,8 +313,9 @@ def test_markdown_never_exceeds_what_a_forge_takes_and_keeps_failures() -> None:
 def test_markdown_counts_failures_that_do_not_fit() -> None:
     stack = "x" * 4000
     failing = [
-        replace(
-            a_record(f"parity/{i}", Verdict.CRASHED),
+        a_record(
+            f"parity/{i}",
+            Verdict.CRASHED,
             outcomes=tuple(OutcomeRecord(rank=r, kind="Raised", text=f"{r}{stack}") for r in range(8)),
         )
         for i in range(100)
@@ -447,12 +366,12 @@ def test_the_index_leads_from_each_cell_to_its_evidence() -> None:
 
 
 def test_a_record_is_found_by_its_expectation_and_its_threads() -> None:
-    hang = an_autopsy("engine.py:7 in reduce")
+    hang = a_hang("engine.py:7 in reduce")
     call = replace(CALL, thread="reducer-1")
     hang = replace(hang, ranks=(replace(hang.ranks[0], call=call), *hang.ranks[1:]))
     run = a_run(
-        replace(a_record("parity/a", Verdict.HUNG), hang=hang),
-        replace(a_record("parity/b", Verdict.KNOWN_FAILURE), expectation=ENTRY),
+        a_record("parity/a", Verdict.HUNG, hang=hang),
+        a_record("parity/b", Verdict.KNOWN_FAILURE, expectation=ENTRY),
     )
     index = index_of(page.render(run))
     hung, known = (index["texts"][record[5]] for record in index["records"])
@@ -519,22 +438,20 @@ def test_the_ledger_is_folded_only_over_ranks_that_agree() -> None:
     whole = ledger_rows(a_record())
     assert [(row.ranks, row.is_split) for row in whole] == [("all 4 ranks", False)]
     odd = a_record().ledger
-    changed = replace(a_record(), ledger=(*odd[:3], replace(odd[3], count=3)))
+    changed = a_record(ledger=(*odd[:3], replace(odd[3], count=3)))
     assert [(row.ranks, row.count) for row in ledger_rows(changed)] == [("ranks 0-2", 2), ("rank 3", 3)]
-    untold = replace(a_record(), ledger=odd[:1])
+    untold = a_record(ledger=odd[:1])
     assert [row.ranks for row in ledger_rows(untold)] == ["all 4 ranks"], (
         "ranks without lines did as rank 0 did"
     )
     nothing = replace(odd[3], op="none", count=0, num_bytes=0)
-    idle = replace(a_record(), ledger=(*odd[:3], nothing))
+    idle = a_record(ledger=(*odd[:3], nothing))
     assert [(row.ranks, row.is_split) for row in ledger_rows(idle)] == [("ranks 0-2", True), ("rank 3", True)]
 
 
 def test_outcomes_with_a_cause_come_first() -> None:
     ends = [("Abandoned", ""), ("Raised", "boom"), ("Abandoned", "")]
-    record = replace(
-        a_record(), outcomes=tuple(OutcomeRecord(rank=r, kind=k, text=t) for r, (k, t) in enumerate(ends))
-    )
+    record = a_record(outcomes=tuple(OutcomeRecord(rank=r, kind=k, text=t) for r, (k, t) in enumerate(ends)))
     assert [(g.ranks, g.kind) for g in outcome_groups(record)] == [
         ("rank 1", "Raised"),
         ("ranks 0, 2", "Abandoned"),

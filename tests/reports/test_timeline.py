@@ -31,8 +31,8 @@ from shardproof.reports.perfetto import trace_events
 from shardproof.reports.timeline_svg import draw, lay_out, pictures
 from shardproof.reports.write import write_reports
 from tests.pages import unpacked
-from tests.reports.test_reports import a_record, a_run
 from tests.sample_records import HEADER
+from tests.sample_runs import a_record, a_run
 
 Event = dict[str, Any]  # Any: JSON
 
