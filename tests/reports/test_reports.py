@@ -16,13 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardproof.harness.records.hang import Side
-from shardproof.harness.records.record import (
-    LawRecord,
-    OutcomeRecord,
-    Record,
-    UnusedExpectation,
-    Verdict,
-)
+from shardproof.harness.records.record import LawRecord, OutcomeRecord, Record, UnusedExpectation, Verdict
 from shardproof.harness.records.run import Run
 from shardproof.reports import junit, markdown, page, terminal
 from shardproof.reports.causes import causes

@@ -24,7 +24,7 @@ from shardproof.harness.worlds.launched.agent_link import AgentLink
 from shardproof.harness.worlds.launched.cluster import connect
 from shardproof.harness.worlds.launched.launcher import find_launched_process
 from shardproof.harness.worlds.messages import FilePiece, Hello, HostState, Inbox, send
-from tests.shell import ROOT
+from tests.shell import ROOT, python
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 
@@ -247,21 +247,31 @@ def test_a_restart_of_the_launcher_resumes(tmp_path: Path) -> None:
     assert second["torch.replicate"].verdict is Verdict.PASSED
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("called", ["another_world", "pytest", "own_suite"])
-def test_torchrun_ends_with_a_sentence(tmp_path: Path, called: str) -> None:
-    out = tmp_path / "run"
-    own = tmp_path / "test_own.py"
-    own.write_text("def test_it(trial):\n    raise AssertionError\n")
-    commands = {
-        "another_world": ("shardproof", "run", "--suite", "smoke", "--world", "threads:2"),
-        "pytest": ("pytest", "suites/smoke"),
-        "own_suite": ("pytest", "-p", "shardproof.harness.runner.plugin", str(own)),
-    }
-    done = _torchrun(tmp_path, *commands[called], "--engine", "torch.ddp", "--out", str(out))
-    said, _ = done.communicate(timeout=110)
-    assert done.returncode != 0
+def _assert_ends_with_a_sentence(code: int | None, said: str, out: Path) -> None:
+    assert code != 0
     assert "of 2 of torchrun: expected --world launched" in said
     assert "--world processes:2" in said
     assert "shardproof/harness" not in said, "no traceback of ours"
     assert not out.exists()
+
+
+@pytest.mark.slow
+def test_torchrun_ends_with_a_sentence(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    done = _torchrun(tmp_path, "pytest", "suites/smoke", "--engine", "torch.ddp", "--out", str(out))
+    said, _ = done.communicate(timeout=110)
+    _assert_ends_with_a_sentence(done.returncode, said, out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("called", ["another_world", "own_suite"])
+def test_a_process_of_torchrun_ends_with_a_sentence(tmp_path: Path, called: str) -> None:
+    """In the environment that torchrun makes: torchrun itself would start three processes that import torch."""
+    out, own = tmp_path / "run", tmp_path / "test_own.py"
+    own.write_text("def test_it(trial):\n    raise AssertionError\n")
+    commands = {
+        "another_world": ("shardproof", "run", "--suite", "smoke", "--world", "threads:2"),
+        "own_suite": ("pytest", "-p", "shardproof.harness.runner.plugin", str(own)),
+    }
+    done = python("-m", *commands[called], "--engine", "torch.ddp", "--out", str(out), **TORCHRUN)
+    _assert_ends_with_a_sentence(done.returncode, done.stdout + done.stderr, out)
