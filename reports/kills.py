@@ -1,4 +1,4 @@
-"""The kill matrix for a terminal, as Markdown and as JSON: which mutants died on which cases, and who did not."""
+"""The kill matrix for a terminal, as Markdown and as JSON: which cases killed which mutants, and which survived."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def render_markdown(matrix: KillMatrix) -> str:
 
 
 def render_json(matrix: KillMatrix) -> str:
-    """Render as JSON: every mutant, every case, every pair with its fate."""
+    """Render as JSON: every mutant, every case, every pair with its result."""
     harmless = {idle.case: idle.why for idle in matrix.harmless}
     plain = {
         "schema": _SCHEMA,
@@ -71,14 +71,14 @@ def render_json(matrix: KillMatrix) -> str:
         ],
         "pairs": [
             {
-                "mutant": met.pair.mutant,
-                "case": met.pair.case,
-                "world": met.pair.world,
-                "must_kill": met.pair.must_kill,
-                "fate": met.fate.value,
-                "verdict": None if met.verdict is None else str(met.verdict),
+                "mutant": result.pair.mutant,
+                "case": result.pair.case,
+                "world": result.pair.world,
+                "must_kill": result.pair.must_kill,
+                "fate": result.status.value,
+                "verdict": None if result.verdict is None else str(result.verdict),
             }
-            for met in matrix.met
+            for result in matrix.results
         ],
     }
     return json.dumps(plain, indent=1) + "\n"
@@ -95,7 +95,7 @@ def write_kills(folder: Path, matrix: KillMatrix) -> tuple[Path, ...]:
 
 def summary(matrix: KillMatrix, *, duration_s: float) -> str:
     """Return in one line what the matrix shows."""
-    return f"{_score(matrix)}; {len(matrix.met)} pairs in {duration(duration_s)}"
+    return f"{_score(matrix)}; {len(matrix.results)} pairs in {duration(duration_s)}"
 
 
 def _score(matrix: KillMatrix) -> str:
@@ -119,16 +119,16 @@ def _killers(row: MutantRow, *, limit: int | None) -> str:
 
 
 def _killed_by(matrix: KillMatrix, case: str) -> list[str]:
-    return [m.pair.mutant for m in matrix.met if m.pair.case == case and m.fate is MutantStatus.KILLED]
+    return [r.pair.mutant for r in matrix.results if r.pair.case == case and r.status is MutantStatus.KILLED]
 
 
 def _findings(matrix: KillMatrix, *, limit: int | None) -> list[str]:
     """List what is wrong or left out, each kind under its heading; empty where nothing is."""
-    unknown = [_described(met) for met in matrix.unknown]
-    survivors = [_described(met) for met in matrix.survivors]
+    unknown = [_described(result) for result in matrix.unknown]
+    survivors = [_described(result) for result in matrix.survivors]
     unkilled = [f"{target.name}: {target.sin}" for target in matrix.unkilled]
     harmless = [f"{one_line(idle.case)}: {one_line(idle.why)}" for idle in matrix.harmless]
-    refused = [_described(met) for met in matrix.refused]
+    refused = [_described(result) for result in matrix.refused]
     elsewhere = [f"{p.mutant} in {p.world} on {one_line(p.case)}" for p in matrix.elsewhere]
     return [
         *_section("No verdict, which is our own fault:", unknown, limit),
@@ -140,10 +140,10 @@ def _findings(matrix: KillMatrix, *, limit: int | None) -> list[str]:
     ]
 
 
-def _described(met: PairResult) -> str:
-    verdict = "no verdict" if met.verdict is None else str(met.verdict)
-    where = f"{met.pair.mutant} in {met.pair.world} on {one_line(met.pair.case)}"
-    return f"{where}: {verdict}: {one_line(met.headline, limit=200)}"
+def _described(result: PairResult) -> str:
+    verdict = "no verdict" if result.verdict is None else str(result.verdict)
+    where = f"{result.pair.mutant} in {result.pair.world} on {one_line(result.pair.case)}"
+    return f"{where}: {verdict}: {one_line(result.headline, limit=200)}"
 
 
 def _section(title: str, texts: Sequence[str], limit: int | None) -> Iterable[str]:

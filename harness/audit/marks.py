@@ -1,7 +1,7 @@
-"""The mutants that a case must kill, as its marks say, and the pairs of mutant and case to run. No pytest here.
+"""The mutants that a case must kill, from its marks, and the pairs of mutant and case to run. No pytest here.
 
-A suite's test says ``@pytest.mark.kills("SumsInsteadOfAveraging", ...)``; ``world="threads:4"`` there asks in one world
-alone, and ``deadline_s=10`` ends mutants that hang. A mutant goes by the last name of its engine:
+A test is marked with ``@pytest.mark.kills("SumsInsteadOfAveraging", ...)``; ``world="threads:4"`` selects one world,
+and ``deadline_s=10`` ends mutants that hang. The name of a mutant is the last part of its engine's path:
 ``engine.mutants.gradient_scale:SumsInsteadOfAveraging``.
 """
 
@@ -19,7 +19,7 @@ from shardproof.harness.records.run import write_file
 from shardproof.harness.tracing import codec
 from shardproof.harness.worlds.spec import Sizes, WorldSpec
 
-# In the order of preference: a case is asked in the first that it makes sense in. Two ranks are the cheapest that
+# In the order of preference: a case runs in the first that suits it. Two ranks are the cheapest that
 # communicate, four the fewest with two replicas of two, three give uneven shards; one rank cannot fail another.
 # Processes are dear: they are for ranks that must share none.
 WORLDS = ("threads:2", "threads:4", "threads:3", "threads:6", "threads:1", "processes:2")
@@ -30,32 +30,32 @@ _SCHEMA = 1
 class Breadth(Enum):
     """Which pairs of mutant and case are run."""
 
-    MARKED = "marked"  # each case meets the mutants that its marks name
-    ONCE = "once"  # each mutant meets one of the cases whose marks name it, the first; other cases meet none
-    ALL = "all"  # each case meets every mutant; those that its marks name it must kill
+    MARKED = "marked"  # each case runs on the mutants that its marks name
+    ONCE = "once"  # each mutant runs on the first case whose marks name it; other cases do not run
+    ALL = "all"  # each case runs on every mutant, and must kill those that its marks name
 
 
 class PytestMark(Protocol):
-    """What is needed of a pytest mark."""
+    """The part of a pytest mark that is read here."""
 
     @property
     def name(self) -> str:
-        """Which mark it is."""
+        """The name of the mark."""
 
     @property
     def args(self) -> tuple[Any, ...]:  # Any: whatever the suite wrote
-        """What the mark was given by position."""
+        """The positional arguments."""
 
     @property
     def kwargs(self) -> Mapping[str, Any]:  # Any: as above
-        """What the mark was given by name."""
+        """The keyword arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MustKill:
-    """One mutant that a case must kill; in ``world``, or where that is empty, in the first that suits the case.
+    """One mutant that a case must kill, in ``world``; if that is empty, in the first world that suits the case.
 
-    The world ends after ``deadline_s``, where that is not 0 and the run's own deadline is later.
+    ``deadline_s`` is the deadline of the world in seconds, if it is not 0 and earlier than that of the run.
     """
 
     mutant: str
@@ -65,20 +65,20 @@ class MustKill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedCase:
-    """A case as its marks tell: what it must kill, and the worlds that it makes sense for."""
+    """The marks of a case: the mutants that it must kill, and the sizes of worlds that suit it."""
 
     id: str
     kills: frozenset[MustKill] = frozenset()
     sizes: tuple[Sizes, ...] = ()
 
     def suits(self, world: str) -> bool:
-        """Whether the case makes sense in this world."""
+        """Whether the world has a size that suits the case."""
         return all(sizes.suits(WorldSpec.parse(world)) for sizes in self.sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """One mutant on one case in one world; ``must_kill`` tells that the case must kill it."""
+    """One mutant on one case in one world; ``must_kill`` is True if the case must kill it."""
 
     mutant: str
     case: str
@@ -88,7 +88,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Idle:
-    """A case that meets no mutant, and why."""
+    """A case without a pair, and why."""
 
     case: str
     why: str
@@ -96,7 +96,7 @@ class Idle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What a session selected to run: pairs, pairs that need a device which is not here, and cases without any."""
+    """What a session selected: pairs to run, pairs that need a device that is not here, and cases without a pair."""
 
     pairs: tuple[Pair, ...]
     elsewhere: tuple[Pair, ...] = ()
@@ -105,12 +105,12 @@ class Selection:
 
 
 def mutant_name(engine: str) -> str:
-    """Return the name by which marks call an engine."""
+    """Return the name of an engine in marks."""
     return engine.rpartition(":")[2]
 
 
 def kills_of(marks: Iterable[PytestMark], *, where: str) -> frozenset[MustKill]:
-    """Read ``kills`` marks, all of them together; raises UsageError for one that cannot be read."""
+    """Read ``kills`` marks together; raises UsageError for a mark that cannot be read."""
     found: set[MustKill] = set()
     for mark in marks:
         names, world, deadline_s = mark.args, mark.kwargs.get("world", ""), mark.kwargs.get("deadline_s", 0.0)
@@ -131,14 +131,14 @@ def kills_of(marks: Iterable[PytestMark], *, where: str) -> frozenset[MustKill]:
 
 
 def deadline_of(mutant: str, kills: Iterable[MustKill], deadline_s: float) -> float:
-    """Return how long a world of the mutant may take: as long as a mark allows, and at most ``deadline_s``."""
+    """Return the deadline of the mutant's world in seconds: the earliest of ``deadline_s`` and its marks."""
     return min(
         [deadline_s, *(kill.deadline_s for kill in kills if kill.mutant == mutant and kill.deadline_s)]
     )
 
 
 def check_names(cases: Iterable[MarkedCase], known: Collection[str]) -> None:
-    """Raise UsageError for a name that is no mutant, all of it at once."""
+    """Raise one UsageError for all names that are no mutants."""
     unknown: dict[str, str] = {}  # with the first case that names it
     for case in cases:
         for name in sorted({kill.mutant for kill in case.kills} - set(known)):
@@ -156,9 +156,9 @@ def check_names(cases: Iterable[MarkedCase], known: Collection[str]) -> None:
 def pairs(
     case: MarkedCase, mutants: Sequence[str], worlds: Sequence[str], breadth: Breadth
 ) -> tuple[Pair, ...]:
-    """Pair a case with mutants, each in the first world that suits the case unless its mark asks for another.
+    """Pair a case with mutants, each in the world that its mark names, else in the first that suits the case.
 
-    No pair comes of a case that none of the worlds suits.
+    A case that no world suits has no pairs.
     """
     first = next((world for world in worlds if case.suits(world)), None)
     found = []
@@ -174,13 +174,13 @@ def pairs(
 
 
 def write_selection(folder: Path, selection: Selection) -> None:
-    """Write what was selected beside the run; several workers write the same."""
+    """Write the selection beside the run; several workers write the same."""
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / _FILE, codec.write(selection, kind=None) + "\n")
 
 
 def read_selection(folder: Path) -> Selection | None:
-    """Read what was selected; None where collecting never came to its end."""
+    """Read the selection; None if collection was interrupted."""
     file = folder / _FILE
     if not file.exists():
         return None

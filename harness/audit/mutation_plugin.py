@@ -1,9 +1,9 @@
 """A pytest plugin for mutation testing: each case runs on the mutants that it must kill, instead of on every engine.
 
-[Note: the placeholder] What a case's marks say is known once all its parameters are, that is, on the collected
-item; but the mutants are parameters themselves. So every case is first collected with each mutant that any of its
-marks may name, and once with a placeholder. That item stands for the case: it has the marks of the case, shows
-whether -k leaves it, and never runs.
+[Note: the placeholder] The marks of a case are complete only on the collected item, when all its parameters are
+known; but the mutants are parameters themselves. So every case is collected with each mutant that one of its marks may
+name, and once with a placeholder. The placeholder's item has the marks of the case, shows whether -k selects it, and
+never runs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Key = tuple[str, str, str]  # Node.key: what identifies the record of a pair
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MutationRun:
-    """What is run: engines by the names of their mutants, worlds in the order of preference."""
+    """The options of a run: engines by the names of their mutants, worlds in the order of preference."""
 
     engines: dict[str, str]
     worlds: tuple[str, ...]
@@ -51,7 +51,7 @@ class MutationRun:
 
     @classmethod
     def of(cls, cells: Sequence[Cell], config: pytest.Config) -> MutationRun:
-        """Read a session's cells and options."""
+        """Read the cells and options of a session."""
         out = config.getoption("--out")
         return cls(
             engines={mutant_name(cell.engine): cell.engine for cell in cells},
@@ -69,8 +69,8 @@ class MutationRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Meeting:
-    """What one case meets: pairs to run here, pairs whose device is not here, or why there are none at all."""
+class _CasePairs:
+    """The pairs of one case: those to run here, those whose device this machine lacks, or why there are none."""
 
     case: str
     pairs: tuple[Pair, ...] = ()
@@ -92,15 +92,15 @@ def pytest_configure(config: pytest.Config) -> None:
     """Choose the engine and the world of each case instead of the plugin that runs it."""
     if config.getoption("--mutants"):
         config.stash[CELLS_ARE_CHOSEN] = True
-        grounds = MutationRun.of(config.stash[CELLS], config)
-        config.pluginmanager.register(MutationPlugin(grounds), "shardproof-mutants")
+        run = MutationRun.of(config.stash[CELLS], config)
+        config.pluginmanager.register(MutationPlugin(run), "shardproof-mutants")
 
 
 class MutationPlugin:
-    """Selects pairs of mutant and case, writes them down, and says how it goes without calling a kill a failure."""
+    """Selects and records pairs of mutant and case, and reports a kill as caught instead of failed."""
 
-    def __init__(self, grounds: MutationRun) -> None:
-        self._grounds = grounds
+    def __init__(self, run: MutationRun) -> None:
+        self._run = run
 
     @pytest.hookimpl(tryfirst=True)  # so that the cell comes first in ids, where Node finds it
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -108,7 +108,7 @@ class MutationPlugin:
         if "trial" not in metafunc.fixturenames:
             return
         cells = [
-            self._grounds.cell(PLACEHOLDER, self._grounds.worlds[0]),
+            self._run.cell(PLACEHOLDER, self._run.worlds[0]),
             *self._candidates(metafunc.definition),
         ]
         metafunc.parametrize("cell", cells, ids=[str(cell) for cell in cells], scope="session")
@@ -117,14 +117,14 @@ class MutationPlugin:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> Iterator[None]:
-        """Keep the pairs; placeholders stay until other plugins have chosen among the cases, then go."""
+        """Keep the pairs; remove placeholders after other plugins have selected among the cases."""
         try:
             cases = [_marked(item) for item in items if _is_placeholder(item)]
-            check_names(cases, self._grounds.engines)
-            met = [self._meeting(case) for case in cases]
-            if self._grounds.breadth is Breadth.ONCE:
-                met = [*_first_meetings(met)]
-            wanted = self._wanted(met, items)
+            check_names(cases, self._run.engines)
+            by_case = [self._pairs_of(case) for case in cases]
+            if self._run.breadth is Breadth.ONCE:
+                by_case = [*_first_cases(by_case)]
+            wanted = self._wanted(by_case, items)
         except UsageError as error:
             refuse(config, items, error)
             yield
@@ -133,18 +133,18 @@ class MutationPlugin:
         yield
         left = {_case(item) for item in items if _is_placeholder(item)}
         items[:] = [item for item in items if not _is_placeholder(item)]
-        if self._grounds.out is not None:
+        if self._run.out is not None:
             chosen = tuple(wanted[key] for item in items if (key := _key(item)) in wanted)
-            met = [meeting for meeting in met if meeting.case in left]
+            by_case = [of_case for of_case in by_case if of_case.case in left]
             selection = Selection(
                 pairs=chosen,
-                elsewhere=tuple(pair for meeting in met for pair in meeting.elsewhere),
-                idle=tuple(Idle(case=meeting.case, why=meeting.why) for meeting in met if meeting.why),
+                elsewhere=tuple(pair for of_case in by_case for pair in of_case.elsewhere),
+                idle=tuple(Idle(case=of_case.case, why=of_case.why) for of_case in by_case if of_case.why),
             )
-            write_selection(self._grounds.out, selection)
+            write_selection(self._run.out, selection)
 
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
-        """Call a mutant that fails caught: here that is what should happen."""
+        """Report a mutant that fails as caught, which is expected here."""
         if report.when != "call":
             return None
         return ("caught", "x", "CAUGHT") if report.failed else ("escaped", ".", "ESCAPED")
@@ -153,39 +153,35 @@ class MutationPlugin:
         inner = _marks_of_parameters(definition)
         sizes = tuple(mark.args[0] for mark in definition.iter_markers("worlds"))
         outer = MarkedCase(id=definition.nodeid, sizes=sizes)
-        worlds = [world for world in self._grounds.worlds if outer.suits(world)]
+        worlds = [world for world in self._run.worlds if outer.suits(world)]
         if not any(mark.name == "worlds" for mark in inner):
-            worlds = worlds[:1]  # each of its cases will be asked in the first
+            worlds = worlds[:1]  # each of its cases runs in the first
         marks = [*definition.iter_markers("kills"), *(mark for mark in inner if mark.name == "kills")]
         try:
             kills = kills_of(marks, where=definition.nodeid)
         except UsageError:
             # Reported later from the items, where it ends the session and not this file alone.
             kills = frozenset()
-        names = (
-            {p.mutant for p in kills}
-            if self._grounds.breadth is not Breadth.ALL
-            else set(self._grounds.engines)
-        )
+        names = {p.mutant for p in kills} if self._run.breadth is not Breadth.ALL else set(self._run.engines)
         wanted = {(name, world) for name in names for world in worlds}
         wanted |= {(p.mutant, p.world) for p in kills if p.world}
-        known = self._grounds.engines
-        return [self._grounds.cell(name, world, kills) for name, world in sorted(wanted) if name in known]
+        known = self._run.engines
+        return [self._run.cell(name, world, kills) for name, world in sorted(wanted) if name in known]
 
-    def _meeting(self, case: MarkedCase) -> _Meeting:
+    def _pairs_of(self, case: MarkedCase) -> _CasePairs:
         """Pair one case."""
-        met = pairs(case, list(self._grounds.engines), self._grounds.worlds, self._grounds.breadth)
-        if met:
-            here = tuple(pair for pair in met if _is_here(pair.world))
-            return _Meeting(case=case.id, pairs=here, elsewhere=tuple(p for p in met if p not in here))
-        is_suited = any(case.suits(world) for world in self._grounds.worlds)
-        why = "no kills mark" if is_suited else f"makes no sense in {', '.join(self._grounds.worlds)}"
-        return _Meeting(case=case.id, why=why)
+        found = pairs(case, list(self._run.engines), self._run.worlds, self._run.breadth)
+        if found:
+            here = tuple(pair for pair in found if _is_here(pair.world))
+            return _CasePairs(case=case.id, pairs=here, elsewhere=tuple(p for p in found if p not in here))
+        is_suited = any(case.suits(world) for world in self._run.worlds)
+        why = "no kills mark" if is_suited else f"makes no sense in {', '.join(self._run.worlds)}"
+        return _CasePairs(case=case.id, why=why)
 
-    def _wanted(self, met: Sequence[_Meeting], items: Sequence[pytest.Item]) -> dict[_Key, Pair]:
+    def _wanted(self, by_case: Sequence[_CasePairs], items: Sequence[pytest.Item]) -> dict[_Key, Pair]:
         """Find the item of every pair; raises UsageError where a mark came from where no candidate was seen."""
-        engines = self._grounds.engines
-        found = {(engines[p.mutant], p.case, p.world): p for meeting in met for p in meeting.pairs}
+        engines = self._run.engines
+        found = {(engines[p.mutant], p.case, p.world): p for of_case in by_case for p in of_case.pairs}
         for key in sorted(found.keys() - set(map(_key, items))):
             raise UsageError(
                 f"the kills mark of {found[key].case}",
@@ -196,14 +192,14 @@ class MutationPlugin:
         return found
 
 
-def _first_meetings(met: Sequence[_Meeting]) -> Iterator[_Meeting]:
-    """Leave each mutant the first case that it meets here, and only cases that some mutant meets."""
+def _first_cases(by_case: Sequence[_CasePairs]) -> Iterator[_CasePairs]:
+    """Keep the first case of each mutant, and only cases with a pair."""
     seen: set[str] = set()
-    for meeting in met:
-        new = tuple(pair for pair in meeting.pairs if pair.mutant not in seen)
+    for of_case in by_case:
+        new = tuple(pair for pair in of_case.pairs if pair.mutant not in seen)
         seen |= {pair.mutant for pair in new}
-        if new or meeting.elsewhere:
-            yield replace(meeting, pairs=new)
+        if new or of_case.elsewhere:
+            yield replace(of_case, pairs=new)
 
 
 def _marks_of_parameters(definition: pytest.Item) -> list[PytestMark]:
@@ -218,7 +214,7 @@ def _is_here(world: str) -> bool:
     device = WorldSpec.parse(world).device
     if device == "cpu":
         return True
-    # Here, because it imports torch, which only who collects cases needs.
+    # Imported here because it imports torch, which only processes that collect cases need.
     from shardproof.harness.torch_compat.accelerators import is_here
 
     return is_here(device)

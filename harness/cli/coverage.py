@@ -82,9 +82,9 @@ def killed_in(folders: Sequence[Path]) -> Mapping[str, set[str]] | None:
     killed: dict[str, set[str]] = {}
     for folder, selection in selections:
         matrix = kill_matrix(shipped(), selection, read_run(folder).records, is_whole=False)
-        for met in matrix.met:
-            if met.fate is MutantStatus.KILLED:
-                killed.setdefault(met.pair.case, set()).add(met.pair.mutant)
+        for result in matrix.results:
+            if result.status is MutantStatus.KILLED:
+                killed.setdefault(result.pair.case, set()).add(result.pair.mutant)
     return killed if selections else None
 
 

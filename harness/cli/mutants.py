@@ -1,4 +1,4 @@
-"""The command ``shardproof mutants``: let cases meet mutants through pytest, and say who died and who did not."""
+"""The command ``shardproof mutants``: run cases on mutants through pytest, and print the kill matrix."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from shardproof.reports.kills import render, write_kills
 
 __all__ = ["MutantsRequest", "conclude", "run_mutants", "shipped"]
 
-# How pytest ends where tests ran, whether they passed (0) or not (1), and where none was left to run (5).
+# Exit codes of pytest: all tests passed, some failed, none was selected.
 _COLLECTED = (0, 1, 5)
 _USAGE_ERROR = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MutantsRequest:
-    """Which mutants run on which cases, where; ``is_whole`` means all suites and no keyword."""
+    """Which mutants run on which cases in which worlds; ``is_whole`` means all suites and no keyword."""
 
     targets: tuple[Target, ...]
     suites: tuple[Path, ...]
@@ -79,7 +79,7 @@ def run_mutants(request: MutantsRequest) -> int:
 
 
 def conclude(matrix: KillMatrix) -> int:
-    """Turn the matrix into the exit code; where we failed ourselves, nothing is known and nothing else is said."""
+    """Turn the matrix into the exit code; a fault of the harness takes precedence over survivors."""
     if matrix.unknown:
         return OUR_FAULT
     return CONFORMS if matrix.is_proven else DOES_NOT_CONFORM
@@ -97,12 +97,12 @@ def _arguments(request: MutantsRequest) -> list[str]:
         f"--mutants={request.breadth.value}",
         f"--out={request.out}",
         f"--deadline={request.deadline_s}",
-        "--no-expectations",  # an excuse for an honest engine must not save a mutant
+        "--no-expectations",  # an expectation about an honest engine must not excuse a mutant
         *(["-n", str(request.num_workers)] if request.num_workers else []),
         *(["-k", request.keyword] if request.keyword else []),
     ]
 
 
 def _records(out: Path) -> Sequence[Record]:
-    """Read the run; there is none where no case had a pair."""
+    """Read the records of the run; there is no run if no case had a pair."""
     return read_run(out).records if (out / RUN).exists() else ()

@@ -176,14 +176,14 @@ def test_each_mutant_dies_of_verdicts_that_are_known() -> None:
 
 @pytest.mark.parametrize("verdict", list(Verdict))
 def test_only_its_own_verdict_kills_a_mutant(verdict: Verdict) -> None:
-    (met,) = a_matrix(a_record(a_pair(), verdict)).met
-    fates = {
+    (result,) = a_matrix(a_record(a_pair(), verdict)).results
+    statuses = {
         Verdict.ERRORED: MutantStatus.UNKNOWN,
         Verdict.NOT_RUN: MutantStatus.UNKNOWN,
         Verdict.FAILED: MutantStatus.KILLED,
         Verdict.UNSUPPORTED: MutantStatus.REFUSED,
     }
-    assert met.fate is fates.get(verdict, MutantStatus.SURVIVED)
+    assert result.status is statuses.get(verdict, MutantStatus.SURVIVED)
 
 
 def test_a_run_in_which_all_are_killed_is_proven() -> None:
@@ -198,7 +198,7 @@ def test_a_run_in_which_all_are_killed_is_proven() -> None:
 def test_a_mutant_that_survives_one_case_fails_though_another_kills_it() -> None:
     both = (a_pair(), a_pair(case=OTHER))
     matrix = a_matrix(a_record(both[0], Verdict.FAILED), a_record(both[1], Verdict.PASSED), pairs=both)
-    assert [met.pair for met in matrix.survivors] == [both[1]]
+    assert [result.pair for result in matrix.survivors] == [both[1]]
     assert matrix.unkilled == ()
     assert [idle.case for idle in matrix.harmless] == [OTHER]
     assert conclude(matrix) == DOES_NOT_CONFORM
@@ -209,7 +209,7 @@ def test_a_mutant_that_refuses_one_case_must_die_of_others() -> None:
     died = [a_record(both[0], Verdict.FAILED), a_record(both[2], Verdict.FAILED)]
     refused = a_record(both[1], Verdict.UNSUPPORTED)
     matrix = a_matrix(*died, refused, pairs=both)
-    assert [met.pair for met in matrix.refused] == [both[1]]
+    assert [result.pair for result in matrix.refused] == [both[1]]
     assert conclude(matrix) == CONFORMS
     assert "1 pairs refused" in summary(matrix, duration_s=1)
     assert f"{both[1].mutant} in threads:2 on {OTHER}: UNSUPPORTED" in render_markdown(matrix)

@@ -273,5 +273,11 @@ def test_a_process_of_torchrun_ends_with_a_sentence(tmp_path: Path, called: str)
         "another_world": ("shardproof", "run", "--suite", "smoke", "--world", "threads:2"),
         "own_suite": ("pytest", "-p", "shardproof.harness.runner.plugin", str(own)),
     }
-    done = python("-m", *commands[called], "--engine", "torch.ddp", "--out", str(out), **TORCHRUN)
+    done = python(
+        *("-m", *commands[called], "--engine", "torch.ddp", "--out", str(out)),
+        TORCHELASTIC_RUN_ID="none",
+        RANK="1",
+        WORLD_SIZE="2",
+        MASTER_ADDR="localhost",
+    )
     _assert_ends_with_a_sentence(done.returncode, done.stdout + done.stderr, out)
