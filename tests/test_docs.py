@@ -246,6 +246,7 @@ def _runnable(command: Sequence[str]) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(260)  # some sixty collections in one process
 def test_pytest_commands_select_cases() -> None:
     commands = {_runnable(c[1:]) for page in PAGES for c in _commands(_text(page)) if c[0] == "pytest"}
     selecting_nothing = ("suites", "--engine", "torch.ddp", "-k", "no_such_case")
