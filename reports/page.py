@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.record import Record, RecordKey, Verdict
 from shardproof.harness.records.run import Run
 from shardproof.reports import evidence, expected, text
 from shardproof.reports.causes import causes
@@ -18,14 +18,13 @@ from shardproof.reports.page_data import index, pack, pieces
 from shardproof.reports.summary import Tally, conclude, declared_zeros, tally, warnings
 from shardproof.reports.verdict_style import MARKS, VerdictStyle
 
-Key = tuple[str, str, str]
 """Engine, case and world of a record."""
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _TEXT_LIMIT = 20_000  # characters of one rank's stack
 
 
-def render(run: Run, pictures: Mapping[Key, str] = MappingProxyType({})) -> str:
+def render(run: Run, pictures: Mapping[RecordKey, str] = MappingProxyType({})) -> str:
     """Render the run as a page that needs nothing but itself; its causes and counts can be read without a script.
 
     ``pictures`` are timelines as SVG, by engine, case and world of their records. See [Note: how much a browser holds].
@@ -35,9 +34,7 @@ def render(run: Run, pictures: Mapping[Key, str] = MappingProxyType({})) -> str:
     numbers = {id(record): number for number, record in enumerate(ordered)}
     matrix, found = arrange(run), causes(run.records)
     evidence_of = _environment().get_template("record.html").render
-    fragments = (
-        evidence_of(record=r, picture=pictures.get((r.engine, r.case, r.world), "")) for r in ordered
-    )
+    fragments = (evidence_of(record=r, picture=pictures.get(r.key, "")) for r in ordered)
     return (
         _environment()
         .get_template("page.html")

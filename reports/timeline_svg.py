@@ -22,12 +22,11 @@ from shardproof.harness.records.rank_timeline import (
     UnitSpan,
     read_timeline,
 )
-from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.record import Record, RecordKey, Verdict
 from shardproof.harness.records.run import Run
 from shardproof.harness.tracing.ledger import Op
 from shardproof.harness.tracing.races.race_report import Touch
 from shardproof.reports.matrix import by_severity
-from shardproof.reports.page import Key
 from shardproof.reports.text import one_line, size
 
 _ROOM = 8  # columns for a stretch of compute that nothing interrupts
@@ -352,7 +351,7 @@ _MOST_OF_FAILURES = 16  # so that some room is left for what passed
 class Pictures(NamedTuple):
     """Pictures by their records, and which files were damaged where they were read."""
 
-    drawn: dict[Key, str]
+    drawn: dict[RecordKey, str]
     problems: tuple[str, ...]
 
 
@@ -361,7 +360,7 @@ def pictures(run: Run, run_dir: Path) -> Pictures:
 
     What was not observed, or is too long for a picture, is left out; `shardproof timeline` exports that too.
     """
-    drawn: dict[Key, str] = {}
+    drawn: dict[RecordKey, str] = {}
     problems: dict[str, None] = {}
     for record in _worth_drawing(run):
         if len(drawn) == _MOST_PICTURES:
@@ -371,7 +370,7 @@ def pictures(run: Run, run_dir: Path) -> Pictures:
         timeline = read_timeline(run_dir / record.observation)
         problems |= dict.fromkeys(f"{record.observation}/{problem}" for problem in timeline.problems)
         if picture := draw(timeline):
-            drawn[record.engine, record.case, record.world] = picture
+            drawn[record.key] = picture
     return Pictures(drawn, tuple(problems))
 
 

@@ -127,7 +127,7 @@ def kill_matrix(
     targets: Sequence[Target], selection: Selection, records: Iterable[Record], *, is_whole: bool
 ) -> KillMatrix:
     """Join what was selected with what was recorded."""
-    by_key = {(record.engine, record.case, record.world): record for record in records}
+    by_key = {record.key: record for record in records}
     by_name = {target.name: target for target in targets}
     results = tuple(
         _result(pair, target, by_key.get((target.engine, pair.case, pair.world)))

@@ -31,12 +31,11 @@ from shardproof.harness.audit.marks import (
 )
 from shardproof.harness.cases.case_id import Node
 from shardproof.harness.errors import UsageError
+from shardproof.harness.records.record import RecordKey
 from shardproof.harness.runner.cell import PLACEHOLDER, Cell
 from shardproof.harness.runner.collection import refuse
 from shardproof.harness.runner.plugin import CELLS, CELLS_ARE_CHOSEN
 from shardproof.harness.worlds.spec import Sizes, WorldSpec
-
-_Key = tuple[str, str, str]  # Node.key: what identifies the record of a pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +177,7 @@ class MutationPlugin:
         why = "no kills mark" if is_suited else f"makes no sense in {', '.join(self._run.worlds)}"
         return _CasePairs(case=case.id, why=why)
 
-    def _wanted(self, by_case: Sequence[_CasePairs], items: Sequence[pytest.Item]) -> dict[_Key, Pair]:
+    def _wanted(self, by_case: Sequence[_CasePairs], items: Sequence[pytest.Item]) -> dict[RecordKey, Pair]:
         """Find the item of every pair; raises UsageError where a mark came from where no candidate was seen."""
         engines = self._run.engines
         found = {(engines[p.mutant], p.case, p.world): p for of_case in by_case for p in of_case.pairs}
@@ -231,7 +230,7 @@ def _cell(item: pytest.Item) -> Cell | None:
     return cell if isinstance(cell, Cell) else None
 
 
-def _key(item: pytest.Item) -> _Key | None:
+def _key(item: pytest.Item) -> RecordKey | None:
     node = Node.parse(item.nodeid)
     return node.key if node is not None else None
 

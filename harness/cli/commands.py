@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING
 from shardproof.engine.registry import BUILT_IN, check_spelling
 from shardproof.harness.audit.marks import WORLDS, Breadth
 from shardproof.harness.cases.case_id import node_of
-from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT, USAGE, conclude
+from shardproof.harness.cli.exit_codes import (
+    CONFORMS,
+    DOES_NOT_CONFORM,
+    OUR_FAULT,
+    PYTEST_INTERRUPTED,
+    USAGE,
+    conclude,
+)
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.runner.interruption import uninterrupted
 from shardproof.harness.runner.invoke import call_pytest, check_temporary_folder, suite_folders, suites
@@ -32,12 +39,11 @@ if TYPE_CHECKING:
     # Takes a run, its folder and the reports written there.
     _Printer = Callable[[Run, Path, Sequence[Path]], None]
 
-_LEAST_S = 60.0  # that a world, or an oracle, may take
-_READING_S = 300.0  # that reading a model may take: nothing is known of it yet
-_PASSES = 9  # of each rank: three steps of three microbatches
-# An oracle trains some seven times for all ranks, in float64; a busy machine halves its speed, and halves it again.
+_LEAST_S = 60.0  # the shortest deadline of a world or an oracle
+_READING_S = 300.0  # the deadline for importing and building a model, before its speed is known
+_PASSES = 9  # forward and backward passes of each rank: three steps of three microbatches
+# An oracle trains about seven times for all ranks, in float64; a busy machine can be four times slower.
 _ALLOWANCE = 30.0
-_INTERRUPTED = 2  # pytest.ExitCode.INTERRUPTED, without the import
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -81,7 +87,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def deadline_for(pass_s: float, num_ranks: int) -> float:
-    """Return what a world, or an oracle, may take for a model of which forward and backward take so long."""
+    """Return the deadline of a world or an oracle, in seconds; ``pass_s`` is what forward and backward take."""
     return round(_LEAST_S + _ALLOWANCE * _PASSES * num_ranks * pass_s)
 
 
@@ -99,7 +105,7 @@ def _run(
     from shardproof.harness.worlds.spec import WorldSpec
 
     out = Path(arguments.out or Path("conformance") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}")
-    # Here rather than in pytest, whose own message would bury ours.
+    # Here rather than in pytest, because its own message would hide ours.
     refuse_existing(out)
     check_temporary_folder()
     file = None if arguments.no_expectations else known_failures_file.find(arguments.expectations)
@@ -115,15 +121,15 @@ def _run(
     paths = nodes or [str(path) for path in suites(arguments.suite)]
     for name in arguments.engine or ():
         check_spelling(name)
-    # After all that may be misspelt: a server that was started in vain would outlive the message.
-    if not arguments.workers:  # which have servers of their own
+    # After all checks of spelling: a server started too early would outlive the error message.
+    if not arguments.workers:  # workers have servers of their own
         draw_hash_seeds(effort.seed)
-        forkserver_context()  # it does its imports while this process does its own
+        forkserver_context()  # it imports while this process does the same
     if not _any_is_usable(arguments.engine or sorted(BUILT_IN), arguments.deadline):
         return USAGE
     resolved = {"out": out, "expectations": file, "no_expectations": file is None}
     options = [
-        *("-q", "--tb=no"),  # our report has every failure once, with its cause
+        *("-q", "--tb=no"),  # our report shows every failure once, with its cause
         *pytest_arguments(vars(arguments) | resolved),
         *(["-n", str(arguments.workers)] if arguments.workers else []),
         *(["-k", arguments.keyword] if arguments.keyword else []),
@@ -134,8 +140,8 @@ def _run(
         progress = CaseProgress(lists_all=lists_all, is_quiet=is_quiet)
         with redirect_stdout(sys.stderr if is_quiet else sys.stdout):
             code = call_pytest([*paths, *options], progress)
-    except KeyboardInterrupt:  # one that pytest did not take, because it was about to end
-        code = _INTERRUPTED
+    except KeyboardInterrupt:  # raised after pytest's own handler was removed
+        code = PYTEST_INTERRUPTED
     with uninterrupted():
         return conclude(out, code, lambda: _show(out, _printer(arguments, render)))
 
@@ -147,7 +153,7 @@ def _effort(arguments: argparse.Namespace) -> RunOptions:
 
 
 def _any_is_usable(engines: Sequence[str], limit_s: float) -> bool:
-    """Print why an engine from outside cannot be judged, before anything runs; those built in are asked in pytest."""
+    """Print which engines from outside cannot be judged, and why; built-in engines are examined in pytest."""
     from shardproof.harness.runner.engines import examine
 
     foreign = [name for name in engines if name not in BUILT_IN]
@@ -277,7 +283,7 @@ def list_all(arguments: argparse.Namespace) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Return what this machine can run, by running it."""
+    """Report what this machine can run, by running it."""
     from shardproof.harness.cli.doctor import examine
 
     findings = examine()
@@ -287,9 +293,9 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def coverage(arguments: argparse.Namespace) -> int:
-    """Return which cases stand for each test of torch's own, and what runs say of them; 1 where one has no case.
+    """Show which cases cover each of torch's own tests, with their verdicts; returns 1 if a test has no case.
 
-    With --api the same of each name of an interface of torch's.
+    With --api the same for each name of one of torch's interfaces.
     """
     from shardproof.harness.cli.coverage import show_coverage
 
@@ -300,7 +306,7 @@ def coverage(arguments: argparse.Namespace) -> int:
 def mutants(arguments: argparse.Namespace) -> int:
     """Run mutation testing: check that each case kills the mutants that its `kills` marks name; prints the kill matrix.
 
-    Returns 1 where one of them survives, where a mutant is killed by no case, or where a case kills no mutant.
+    Returns 1 if one of them survives, if no case kills a mutant, or if a case kills no mutant.
     """
     from shardproof.harness.cli.mutants import MutantsRequest, run_mutants, shipped
 
@@ -326,7 +332,7 @@ def _announce(arguments: argparse.Namespace, text: str) -> None:
 
 
 def _printer(arguments: argparse.Namespace, render: Callable[[Run], str] | None = None) -> _Printer:
-    """Return what prints a run as it was asked for: ``render`` replaces the usual report."""
+    """Return the function that prints a run in the selected format; ``render`` replaces the usual report."""
     from shardproof.harness.cli.screen import show, width
     from shardproof.reports import summary_json, terminal
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,18 +19,18 @@ from shardproof.harness.audit.upstream_coverage import (
     read_tables,
 )
 from shardproof.harness.cases.case_id import Node
-from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT, USAGE
+from shardproof.harness.cli.case_list import collect_cases
+from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT, PYTEST_USAGE, USAGE
 from shardproof.harness.cli.mutants import shipped
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.run import read_run
-from shardproof.harness.runner.invoke import call_pytest, suites
 from shardproof.reports.coverage_table import render, render_markdown
 
-__all__ = ["collect", "killed_in", "show_coverage"]
+__all__ = ["killed_in", "show_coverage"]
 
 
 class _CasesWithRows:
-    """A pytest plugin that keeps of every case its rows, the choices of its program, and the mutants to kill."""
+    """A pytest plugin that keeps the rows, the choices of the program, and the mutants to kill of every case."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -40,7 +38,7 @@ class _CasesWithRows:
         self.mutants: dict[str, set[str]] = {}
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        """Keep one case, whatever world it makes sense in; marks were not checked yet, so they may hold anything."""
+        """Keep one case, whatever sizes of worlds suit it; its marks are not checked yet, so they may hold anything."""
         node = Node.parse(item.nodeid)
         if node is not None:
             program = item.callspec.params.get("program", "") if isinstance(item, pytest.Function) else ""
@@ -52,19 +50,17 @@ class _CasesWithRows:
 
 
 def show_coverage(folders: Sequence[Path], *, api: str | None, is_markdown: bool) -> int:
-    """Print which cases stand for each row and what the runs say; returns 1 where a row has no case.
+    """Print which cases cover each row, with their verdicts in the runs; returns 1 if a row has no case.
 
-    The rows are the names of the interface ``api``, or upstream tests without one; raises UsageError for no interface.
+    The rows are the names of the interface ``api``, or torch's own tests if it is None. Raises UsageError if there is
+    no such interface.
     """
     table = _table(api)
     runs = [read_run(folder) for folder in folders if read_selection(folder) is None]
     records = [record for run in runs for record in run.records]
-    found, said = _CasesWithRows(table), io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = collect(suites(None), found)
-    if code:
-        print(said.getvalue(), file=sys.stderr)
-        return USAGE if code == pytest.ExitCode.USAGE_ERROR else OUR_FAULT
+    found = _CasesWithRows(table)
+    if code := collect_cases(found):
+        return USAGE if code == PYTEST_USAGE else OUR_FAULT
     check_patterns(table, found.rows)
     covered = cover(table, found.rows, records, found.mutants, killed_in(folders))
     print(_rendered(covered, is_markdown=is_markdown))
@@ -75,7 +71,7 @@ def show_coverage(folders: Sequence[Path], *, api: str | None, is_markdown: bool
 
 
 def killed_in(folders: Sequence[Path]) -> Mapping[str, set[str]] | None:
-    """Return the mutants that each case has killed, from those of the folders that `shardproof mutants` wrote."""
+    """Return the mutants that each case killed, from the folders of `shardproof mutants`; None without any."""
     selections = [
         (folder, selection) for folder in folders if (selection := read_selection(folder)) is not None
     ]
@@ -86,12 +82,6 @@ def killed_in(folders: Sequence[Path]) -> Mapping[str, set[str]] | None:
             if result.status is MutantStatus.KILLED:
                 killed.setdefault(result.pair.case, set()).add(result.pair.mutant)
     return killed if selections else None
-
-
-def collect(folders: Sequence[Path], plugin: object) -> int:
-    """Let pytest collect every case once, for an engine and a world that are never asked for anything."""
-    arguments = [*map(str, folders), "--collect-only", "--engine=torch.ddp", "--world=threads:4"]
-    return call_pytest([*arguments, "--no-expectations"], plugin)
 
 
 def _table(api: str | None) -> Table:

@@ -1,4 +1,4 @@
-"""The exit codes of all commands, and what pytest's becomes for a command that runs cases."""
+"""The exit codes of all commands and of pytest, and which of ours follows from one of pytest's."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from pathlib import Path
 
 CONFORMS, DOES_NOT_CONFORM, USAGE, OUR_FAULT = 0, 1, 2, 3
 
-# Of pytest.ExitCode, whose import takes a while.
-_PASSED, _FAILED, _USAGE, _NOTHING_COLLECTED = 0, 1, 4, 5
+# Members of pytest.ExitCode, because importing pytest takes a while.
+_PASSED, _FAILED, PYTEST_INTERRUPTED, PYTEST_USAGE, _NOTHING_COLLECTED = 0, 1, 2, 4, 5
+PYTEST_ENDED = (_PASSED, _FAILED, _NOTHING_COLLECTED)  # every case that was collected has been run
 
 
 def conclude(out: Path, pytest_code: int, show: Callable[[], int]) -> int:
-    """Turn pytest's exit code into ours; where cases ran the records decide, which ``show`` prints and judges."""
+    """Return our exit code for pytest's; if cases ran, the records decide, which ``show`` prints and judges."""
     has_records = (out / "records.jsonl").exists()
-    if pytest_code == _USAGE:
-        if has_records:  # some of the engines asked for could not be judged; the others were
+    if pytest_code == PYTEST_USAGE:
+        if has_records:  # some of the selected engines could not be judged; the others were
             show()
         return USAGE
     if pytest_code == _NOTHING_COLLECTED:

@@ -1,7 +1,6 @@
 """The command ``shardproof judge``: judge a run's observations again, and write the result beside the run.
 
-Only files are read: no world starts, and no engine is imported. Cases are ours; pytest collects those that the records
-name.
+Only files are read: no world starts, and no engine is imported. pytest collects the cases that the records name.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardproof.harness.cases.case_id import Node
+from shardproof.harness.cli.exit_codes import PYTEST_ENDED
 from shardproof.harness.errors import HarnessBug, UsageError
-from shardproof.harness.records.record import Footer, Record, Verdict
+from shardproof.harness.records.record import Footer, Record, RecordKey, Verdict
 from shardproof.harness.records.run import JUDGED, Run, RunWriter, read_run
 from shardproof.harness.runner.invoke import call_pytest, suite_folders
 from shardproof.harness.runner.record_writer import NOT_JUDGED_PROPERTY
@@ -27,10 +27,6 @@ if TYPE_CHECKING:  # importing pytest takes a while, and not every command needs
 
 __all__ = ["judge_again"]
 
-Key = tuple[str, str, str]
-
-# Exit codes of pytest after which every case that was collected has its verdict: passed, failed, none collected.
-_ENDED = (0, 1, 5)
 _NO_CASE = "there is no such case"
 _NOT_KEPT = "what passed or was refused is only kept by `run --keep all`"
 _BROKE = "the test of the case ended without a verdict"
@@ -39,8 +35,8 @@ _BROKE = "the test of the case ended without a verdict"
 def judge_again(folder: Path) -> Path:
     """Judge every record whose observations can be read; returns the folder of the result, which is a run.
 
-    The result has a record for each of the run's: the new one, or the old one where there is no new one. An earlier
-    result is replaced. Raises UsageError for what is no run.
+    The result has one record for each record of the run: the new one, or the old one if there is no new one. An
+    earlier result is replaced. Raises UsageError if the folder holds no run.
     """
     old = read_run(folder)
     outcomes = _Outcomes()
@@ -53,29 +49,29 @@ def judge_again(folder: Path) -> Path:
 
 
 class _Outcomes:
-    """A pytest plugin that keeps which cases there are, and why some were not judged."""
+    """A pytest plugin that records which cases were collected, and why some were not judged."""
 
     def __init__(self) -> None:
-        self._cases: set[Key] = set()
-        self._reasons: dict[Key, str] = {}
+        self._cases: set[RecordKey] = set()
+        self._reasons: dict[RecordKey, str] = {}
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         if (node := Node.parse(item.nodeid)) is not None:
             self._cases.add(node.key)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the reason that a test's report carries."""
+        """Keep the reason in a test's report."""
         node = Node.parse(report.nodeid)
         for name, value in report.user_properties:
             if name == NOT_JUDGED_PROPERTY and node is not None:
                 self._reasons[node.key] = str(value)
 
-    def why_not(self, key: Key) -> str:
-        """Why a case has no new record."""
+    def why_not(self, key: RecordKey) -> str:
+        """Return why a case has no new record."""
         return self._reasons.get(key, _BROKE if key in self._cases else _NO_CASE)
 
 
-def _judged(old: Run, folder: Path, scratch: Path, outcomes: _Outcomes) -> dict[Key, Record]:
+def _judged(old: Run, folder: Path, scratch: Path, outcomes: _Outcomes) -> dict[RecordKey, Record]:
     known = {suite.name: suite for suite in suite_folders()}
     places = [known[suite] for suite in sorted({r.suite for r in old.records}) if suite in known]
     worlds = [world for world in dict.fromkeys(r.world for r in old.records) if _is_world(world)]
@@ -91,7 +87,7 @@ def _judged(old: Run, folder: Path, scratch: Path, outcomes: _Outcomes) -> dict[
         ],
         outcomes,
     )
-    if code not in _ENDED:
+    if code not in PYTEST_ENDED:
         raise HarnessBug(
             f"judging {folder} again",
             expected="a verdict on each case",
@@ -99,7 +95,7 @@ def _judged(old: Run, folder: Path, scratch: Path, outcomes: _Outcomes) -> dict[
             hint="the messages above",
         )
     records = read_run(scratch).records if scratch.exists() else ()
-    return {_key(r): r for r in records if r.verdict is not Verdict.NOT_RUN}
+    return {r.key: r for r in records if r.verdict is not Verdict.NOT_RUN}
 
 
 def _is_world(text: str) -> bool:
@@ -123,11 +119,11 @@ def _remove(out: Path) -> None:
         ) from error
 
 
-def _write(out: Path, old: Run, new: dict[Key, Record], outcomes: _Outcomes) -> None:
-    lost = [record for record in old.records if _key(record) not in new]
-    reasons = [_NOT_KEPT if _is_not_kept(r) else outcomes.why_not(_key(r)) for r in lost]
+def _write(out: Path, old: Run, new: dict[RecordKey, Record], outcomes: _Outcomes) -> None:
+    lost = [record for record in old.records if record.key not in new]
+    reasons = [_NOT_KEPT if _is_not_kept(r) else outcomes.why_not(r.key) for r in lost]
     shortfalls = (*old.problems, *_listed([*zip(reasons, map(_name, lost), strict=True)]))
-    records = [new.get(_key(record), record) for record in old.records]
+    records = [new.get(record.key, record) for record in old.records]
     writer = RunWriter(out, replace(old.header, shortfalls=shortfalls))
     for record in records:
         writer.append(_seen_from_below(record))
@@ -140,7 +136,7 @@ def _is_not_kept(record: Record) -> bool:
 
 
 def _listed(lost: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Name what was not judged again, one line a reason."""
+    """Yield one line for each reason why cases were not judged again."""
     for reason, count in Counter(reason for reason, _ in lost).items():
         first = next(name for why, name in lost if why == reason)
         others = f", and {count - 1} more" if count > 1 else ""
@@ -148,16 +144,12 @@ def _listed(lost: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 
 def _seen_from_below(record: Record) -> Record:
-    """Name the observations as they are found from the result's folder."""
+    """Make the path of the observations relative to the folder of the result."""
     return replace(record, observation=f"../{record.observation}") if record.observation else record
 
 
 def _recounted(footer: Footer, records: Sequence[Record]) -> Footer:
     return replace(footer, counts=dict(Counter(str(record.verdict) for record in records)))
-
-
-def _key(record: Record) -> Key:
-    return (record.engine, record.case, record.world)
 
 
 def _name(record: Record) -> str:

@@ -11,13 +11,11 @@ from pathlib import Path
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.diff.comparability import ComparedRun
 from shardproof.harness.records.joining import carried, refuse_unlike
-from shardproof.harness.records.record import Footer, Header, Record, UnusedExpectation
+from shardproof.harness.records.record import Footer, Header, Record, RecordKey, UnusedExpectation
 from shardproof.harness.records.run import Run, RunWriter, read_run, refuse_existing
 from shardproof.harness.verdicts.known_failures import is_refused_throughout
 
 __all__ = ["merge_runs"]
-
-Key = tuple[str, str, str]
 
 
 def merge_runs(folders: Sequence[Path], out: Path) -> Path:
@@ -67,12 +65,12 @@ def _refuse_two_releases(runs: Sequence[ComparedRun]) -> None:
                 )
 
 
-def _kept(runs: Sequence[ComparedRun]) -> dict[Key, tuple[Record, int]]:
+def _kept(runs: Sequence[ComparedRun]) -> dict[RecordKey, tuple[Record, int]]:
     """Return each record once, with the place of its run; a cell with two verdicts is refused."""
-    kept: dict[Key, tuple[Record, int]] = {}
+    kept: dict[RecordKey, tuple[Record, int]] = {}
     for place, compared in enumerate(runs):
         for record in compared.run.records:
-            first, at = kept.setdefault((record.engine, record.case, record.world), (record, place))
+            first, at = kept.setdefault(record.key, (record, place))
             if first.verdict is not record.verdict:
                 raise UsageError(
                     f"{record.engine} on {record.case} in {record.world}",

@@ -11,7 +11,14 @@ from pathlib import Path
 from shardproof.engine.registry import shipped_mutants
 from shardproof.harness.audit.kill_matrix import KillMatrix, Target, kill_matrix
 from shardproof.harness.audit.marks import Breadth, read_selection
-from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT, USAGE
+from shardproof.harness.cli.exit_codes import (
+    CONFORMS,
+    DOES_NOT_CONFORM,
+    OUR_FAULT,
+    PYTEST_ENDED,
+    PYTEST_USAGE,
+    USAGE,
+)
 from shardproof.harness.errors import HarnessBug
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import RUN, read_run, refuse_existing
@@ -20,10 +27,6 @@ from shardproof.harness.worlds.spec import WorldSpec
 from shardproof.reports.kills import render, write_kills
 
 __all__ = ["MutantsRequest", "conclude", "run_mutants", "shipped"]
-
-# Exit codes of pytest: all tests passed, some failed, none was selected.
-_COLLECTED = (0, 1, 5)
-_USAGE_ERROR = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +65,10 @@ def run_mutants(request: MutantsRequest) -> int:
     for world in request.worlds:
         WorldSpec.parse(world)
     code = call_pytest(_arguments(request))
-    if code == _USAGE_ERROR:
+    if code == PYTEST_USAGE:
         return USAGE
     selection = read_selection(request.out)
-    if code not in _COLLECTED or selection is None:
+    if code not in PYTEST_ENDED or selection is None:
         print("shardproof: the cases could not be run; see the messages above", file=sys.stderr)
         return OUR_FAULT
     if not (selection.pairs or selection.elsewhere or selection.idle):

@@ -15,9 +15,11 @@ from typing import TypeVar
 from shardproof.harness.records.hang import HangReport
 from shardproof.harness.tracing import codec
 
+RecordKey = tuple[str, str, str]  # engine, case, world
+
 
 class Verdict(StrEnum):
-    """What is said of one engine on one case in one world."""
+    """The result of one engine on one case in one world."""
 
     PASSED = "PASSED"  # every law held, and each could have failed
     FAILED = "FAILED"  # a law was broken
@@ -26,9 +28,9 @@ class Verdict(StrEnum):
     UNSUPPORTED_SILENT = "UNSUPPORTED_SILENT"  # not declared, yet accepted without a word
     HUNG = "HUNG"  # a rank did not end before the deadline, or waits for one that never comes
     CRASHED = "CRASHED"  # a rank raised or died
-    ERRORED = "ERRORED"  # our own fault; says nothing about the engine
-    KNOWN_FAILURE = "KNOWN_FAILURE"  # failed as an expectation file says it would
-    UNEXPECTED_PASS = "UNEXPECTED_PASS"  # an expectation file says it fails, and it did not
+    ERRORED = "ERRORED"  # a fault of the harness; proves nothing about the engine
+    KNOWN_FAILURE = "KNOWN_FAILURE"  # failed as the expectations file predicts
+    UNEXPECTED_PASS = "UNEXPECTED_PASS"  # passed against the expectations file
     NOT_RUN = "NOT_RUN"  # selected, but never reached
 
     @property
@@ -196,8 +198,13 @@ class Record:
     schema: int = SCHEMA_VERSION
 
     @property
+    def key(self) -> RecordKey:
+        """What identifies the record in its run."""
+        return (self.engine, self.case, self.world)
+
+    @property
     def world_size(self) -> int:
-        """How many ranks the world had, read from its spelling; 1 where that says nothing."""
+        """The number of ranks in the name of the world; 1 if it has none."""
         size = self.world.split(":")[1] if ":" in self.world else ""
         return int(size) if size.isdigit() else 1
 

@@ -281,7 +281,7 @@ def _changed(path: Path, header: Header, footer: Footer | None) -> list[str]:
 
 def _miscounts(header: Header, records: Sequence[Record], footer: Footer | None) -> list[str]:
     found = []
-    times = Counter((record.engine, record.case, record.world) for record in records)
+    times = Counter(record.key for record in records)
     for (engine, case, world), count in times.items():
         if count > 1:
             found.append(f"{count} records of {engine} on {case} in {world}; expected one")

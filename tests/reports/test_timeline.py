@@ -232,7 +232,7 @@ def test_the_page_draws_what_failed(folder: Path, tmp_path: Path) -> None:
     record = _kept_run(folder, tmp_path / "run")
     run = a_run(record)
     drawn = pictures(run, tmp_path / "run").drawn
-    assert list(drawn) == [(record.engine, record.case, record.world)]
+    assert list(drawn) == [record.key]
     assert 'class="touch"' in unpacked(page.render(run, drawn))
     assert "<svg" not in unpacked(page.render(run))
     write_reports(tmp_path / "run")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardproof.harness.cli.main import main
 from shardproof.harness.errors import UsageError
-from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.record import RecordKey, Verdict
 from shardproof.harness.records.run import RECORDS, RUN, Run, read_run
 from shardproof.harness.runner.selection import RunShard, cut
 
@@ -75,8 +75,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def _verdicts(run: Run) -> dict[tuple[str, str, str], Verdict]:
-    return {(r.engine, r.case, r.world): r.verdict for r in run.records}
+def _verdicts(run: Run) -> dict[RecordKey, Verdict]:
+    return {r.key: r.verdict for r in run.records}
 
 
 @pytest.mark.slow
@@ -170,9 +170,5 @@ def test_only_what_did_not_conform_runs_again(
     assert main(["run", "--last-failed", "--no-expectations", "--out", "conformance/2"]) == 1
 
     again = read_run(Path("conformance/2")).records
-    assert [_key(r) for r in again] == [_key(r) for r in red]
+    assert [r.key for r in again] == [r.key for r in red]
     assert main(["run", "--last-failed", str(whole), "--out", "conformance/3"]) == 2
-
-
-def _key(record: Record) -> tuple[str, str, str]:
-    return (record.engine, record.case, record.world)

@@ -22,7 +22,7 @@ from enum import StrEnum
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.diff.comparability import ComparedRun, Setting, settings_that_differ, warnings
 from shardproof.harness.records.diff.traffic import TrafficChange, is_measured, traffic_changes
-from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.record import Record, RecordKey, Verdict
 
 
 class News(StrEnum):
@@ -82,7 +82,7 @@ def compare(before: ComparedRun, after: ComparedRun, *, engines: Sequence[str] =
     """Compare the records of ``engines``, all if empty; raises UsageError for an engine that neither run has."""
     _refuse_unknown(engines, (*before.engines, *after.engines))
     before, after = before.of(engines), after.of(engines)
-    old, new = _by_cell(before.run.records), _by_cell(after.run.records)
+    old, new = _by_key(before.run.records), _by_key(after.run.records)
     found = [_change(old.get(cell), new.get(cell)) for cell in sorted({*old, *new})]
     changes = tuple(change for change in found if change is not None)
     return Comparison(
@@ -145,13 +145,12 @@ def _refuse_unknown(engines: Sequence[str], known: Sequence[str]) -> None:
             )
 
 
-def _by_cell(records: Iterable[Record]) -> dict[tuple[str, str, str], Record]:
-    found: dict[tuple[str, str, str], Record] = {}
+def _by_key(records: Iterable[Record]) -> dict[RecordKey, Record]:
+    found: dict[RecordKey, Record] = {}
     for record in records:
-        cell = (record.engine, record.case, record.world)
-        # Of several records of one cell, which the run lists as a problem, the worst counts.
-        if cell not in found or _badness(record) > _badness(found[cell]):
-            found[cell] = record
+        # Of several records with one key, which the run lists as a problem, the worst counts.
+        if record.key not in found or _badness(record) > _badness(found[record.key]):
+            found[record.key] = record
     return found
 
 
