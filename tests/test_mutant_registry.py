@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 from collections import Counter
 
 import shardproof.engine.mutants
@@ -56,6 +57,10 @@ def test_names_every_mutant_there_is_once() -> None:
     found = {f"{value.__module__}:{value.__name__}" for value in CLASSES if issubclass(value, Engine)}
     assert sorted(m.engine_spec for m in MUTANTS) == sorted(found)
     assert len({m.sin for m in MUTANTS}) == len(MUTANTS)
+
+
+def test_each_cites_a_public_report() -> None:
+    assert [m.name for m in MUTANTS if not re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", m.thread)] == []
 
 
 def test_no_two_modules_have_a_class_of_one_name() -> None:

@@ -1,4 +1,4 @@
-"""Runs that become one: whether they were made alike, and how a record with its observations moves between them."""
+"""Joining runs: whether they were made alike, and moving a record with its observations from one to another."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def refuse_other_cases(one: ComparedRun, other: ComparedRun) -> None:
 
 
 def carried(record: Record, source: Path, target: Path, name: str) -> Record:
-    """Return a record of the run in ``source`` as the run in ``target`` holds it.
+    """Return a record of the run in ``source`` with the paths that it has in ``target``.
 
     What was observed of a failure is copied, below a folder of that ``name``; the rest stays where it is. A path that
     leaves the observations of its run is dropped.
@@ -70,7 +70,7 @@ def carried(record: Record, source: Path, target: Path, name: str) -> Record:
 
 
 def _differences(one: Header, other: Header) -> Iterator[tuple[str, str, str]]:
-    """Yield what differs, in words, with both values."""
+    """Yield the name of each difference, with both values."""
     for name in dict.fromkeys((*one.versions, *other.versions)):
         was, now = (f"{name} {header.versions.get(name, 'unknown')}" for header in (one, other))
         if was != now:

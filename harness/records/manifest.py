@@ -1,7 +1,7 @@
-"""The manifest of a folder: the SHA-256 of each file, so that a reader notices every byte that changed. No torch here.
+"""The manifest of a folder: the SHA-256 of each file, by which a reader detects every changed byte. No torch here.
 
 Its format is that of sha256sum, so ``sha256sum -c SHA256SUMS`` checks it too. It guards against damage, not against an
-author: who rewrites the files can rewrite the manifest.
+author: a program that rewrites the files can rewrite the manifest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MISSING, _CHANGED = "missing", "changed since it was written"
 
 
 def write_manifest(folder: Path, digests: Mapping[str, str]) -> None:
-    """Write the hashes of files of the folder, by name."""
+    """Write the hashes of the folder's files, by name."""
     (folder / MANIFEST).write_text(_text_of(digests))
 
 
@@ -27,7 +27,7 @@ def _text_of(digests: Mapping[str, str]) -> str:
 
 
 def digest_of(file: Path) -> str:
-    """Return the hash of a file as it is."""
+    """Return the hash of a file's current bytes."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 

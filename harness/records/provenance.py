@@ -1,4 +1,4 @@
-"""Where, when and with what a run is made: versions, hardware, git state, clock. No torch here."""
+"""The conditions of a run: versions, hardware, git state, clock. No torch here."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _GIT_TIMEOUT_S = 10  # a work tree on a slow network disk; beyond that the answe
 def header(
     *, command: str, engines: Sequence[str], worlds: Sequence[str], seed: int, num_cases: int
 ) -> Header:
-    """Describe a run that starts now; ``num_cases`` counts the records to come, over engines and worlds."""
+    """Return the header of a run that starts now; ``num_cases`` counts records over engines and worlds."""
     head = _git("rev-parse", "HEAD")
-    # Tracked files only: a run's own folder inside the work tree must not make every run look changed.
+    # Tracked files only: the folder of a run in the work tree is no change of the code.
     changes = _git("status", "--porcelain", "--untracked-files=no")
     return Header(
         started_at=_now(),
@@ -43,12 +43,12 @@ def header(
 
 
 def footer(*, verdicts: Iterable[Verdict], duration_s: float) -> Footer:
-    """Describe a run that ends now."""
+    """Return the footer of a run that ends now."""
     return Footer(ended_at=_now(), duration_s=duration_s, counts=dict(Counter(str(v) for v in verdicts)))
 
 
 def today() -> date:
-    """Return the day in UTC, so that machines far apart agree; to be asked once per run."""
+    """Return the day in UTC, so that machines in different time zones agree; call it once per run."""
     return datetime.now(UTC).date()
 
 
@@ -58,7 +58,7 @@ def _now() -> str:
 
 def version_of(package: str) -> str:
     """Return the installed release of a package, from its metadata."""
-    # From the metadata, not from the module: importing torch for its version costs seconds.
+    # Importing torch for its version would cost seconds.
     try:
         return version(package)
     except PackageNotFoundError:
@@ -98,7 +98,7 @@ def _cpu_model() -> str:
 
 
 def _num_cores() -> int:
-    # What this process may use, which in a container is often fewer than the machine has.
+    # CPUs that this process may use: in a container often fewer than the machine has.
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
@@ -117,7 +117,7 @@ def _gpu_models() -> list[str]:
 
 
 def _field(path: Path, name: str) -> str:
-    """Find ``name : value`` in a file of the kernel's; empty when there is none."""
+    """Return the value of ``name : value`` in a file of the kernel; empty if there is none."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

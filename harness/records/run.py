@@ -1,4 +1,4 @@
-"""A run on disk: a folder of records, header, footer and observations, written append-safe, read with every loss named.
+"""A run on disk: a folder of records, header, footer and observations; a reader reports everything that is missing.
 
 [Note: what a run looks like]
 ``records.jsonl`` has one record per line and nothing else. ``run.jsonl`` has the header as its first line
@@ -34,7 +34,7 @@ _FIRST_WITH_MANIFEST = 5  # schema
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run as read; ``problems`` say in words where the files are not what a finished run leaves.
+    """A run as read; ``problems`` describe each difference from the files of a finished run.
 
     ``is_damaged``: bytes of its files changed after they were written, or some line cannot be read.
     """
@@ -47,18 +47,18 @@ class Run:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether the run never came to its end."""
+        """Whether the run has no footer."""
         return self.footer is None
 
 
 class RunWriter:
-    """Writes a run while it happens; whatever was appended is on the disk and survives a crash."""
+    """Writes a run as it proceeds; each appended record is on the disk and survives a crash."""
 
     def __init__(self, path: Path, header: Header) -> None:
         """Start the run in ``path``, created if missing; raises UsageError if there is a run already."""
         self.path = path
         self._is_finished = False
-        # Of what was written, not of the files: an engine can change them while the run goes on.
+        # Hashes of what was written, not of the files: an engine can change these during the run.
         self._digests = {name: hashlib.sha256() for name in (RUN, RECORDS)}
         refuse_existing(path)
         try:
@@ -70,11 +70,11 @@ class RunWriter:
         self._append_line(RUN, to_json(header))
 
     def append(self, record: Record) -> None:
-        """Write one record and wait until the disk has it."""
+        """Write one record and flush it to the disk."""
         self._refuse_after_footer()
         line = to_json(record)
         try:
-            # One line that cannot be read back would cost the whole run later; better to hear of it now.
+            # A line that cannot be read back would make the whole run unreadable; fail now.
             from_json(Record, line, where=f"record of {record.engine} on {record.case}")
         except UsageError as error:
             raise HarnessBug(
@@ -86,7 +86,7 @@ class RunWriter:
         self._append_line(RECORDS, line)
 
     def finish(self, footer: Footer) -> None:
-        """Write the footer; nothing may follow it."""
+        """Write the footer, which ends the run."""
         self._refuse_after_footer()
         self._append_line(RUN, to_json(footer))
         try:
@@ -108,7 +108,7 @@ class RunWriter:
 
 
 def refuse_existing(path: Path) -> None:
-    """Raise UsageError where a run is kept already, naming its files: nothing measured is ever overwritten."""
+    """Raise UsageError with the names of the files if the folder holds a run: no measurement is overwritten."""
     if path.exists() and not path.is_dir():
         raise UsageError(f"run {path}", expected="a folder", got="a file", hint="another --out")
     found = [name for name in (RUN, RECORDS) if (path / name).exists()]
@@ -121,7 +121,7 @@ def refuse_existing(path: Path) -> None:
 
 
 def read_run(path: Path) -> Run:
-    """Read and check a run; whatever is damaged is left out and named in its problems.
+    """Read and check a run; damaged parts are left out and listed in its problems.
 
     Raises UsageError for a folder without the files of a run, without a whole line in them, or of a later release.
     """
@@ -141,8 +141,8 @@ def read_run(path: Path) -> Run:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a whole file at once: readers see the old text or the new, never a part."""
-    # Not tempfile: its files are private to the user, and a report is there to be shared.
+    """Write a whole file atomically: readers see the old text or the new one."""
+    # Not tempfile: its files are private to the user, and reports are shared.
     scratch = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with scratch.open("wb") as file:
@@ -164,7 +164,7 @@ class _RawLine:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether a write stopped inside this line; a part of a JSON object is never JSON itself."""
+        """Whether a write stopped inside this line; no proper prefix of a JSON object is JSON."""
         if self.is_ended:
             return False
         try:
@@ -181,11 +181,11 @@ def _append(path: Path, data: bytes) -> None:
             end = file.seek(0, os.SEEK_END)
             try:
                 written = file.write(data)
-                if written != len(data):  # how a full disk shows before it raises
+                if written != len(data):  # a full disk writes less before it raises
                     raise OSError(f"only {written} of {len(data)} bytes were taken; is the disk full?")
                 os.fsync(file.fileno())
             except OSError:
-                file.truncate(end)  # else the next line would be glued to half of this one
+                file.truncate(end)  # or the next line would continue half of this one
                 raise
     except OSError as error:
         raise _disk_error(path, error) from error
@@ -210,7 +210,7 @@ def _lines(path: Path, name: str) -> Sequence[_RawLine]:
             f"run {path}", expected=f"a folder with {name}", got=got, hint="the folder given to --out"
         ) from error
     *ended, rest = data.split(b"\n")  # not splitlines, which also ends lines at other characters
-    # Lines are ASCII; whatever is not, survives as an escape that the error can quote.
+    # Lines are ASCII; other bytes become escapes that the error can quote.
     lines = [_RawLine(text=raw.decode("ascii", "backslashreplace"), is_ended=True) for raw in ended]
     if rest:
         lines.append(_RawLine(text=rest.decode("ascii", "backslashreplace"), is_ended=False))
@@ -218,7 +218,7 @@ def _lines(path: Path, name: str) -> Sequence[_RawLine]:
 
 
 def _readable(kind: type[Line], file: Path, lines: Sequence[_RawLine], damage: list[str]) -> Iterator[Line]:
-    """Read the lines that can be read, and name the others."""
+    """Return the readable lines, and report the others."""
     for number, line in enumerate(lines, start=1):
         if line.is_cut_off:
             damage.append(
@@ -249,7 +249,7 @@ def _read_ends(
 
 
 def _header(file: Path, lines: Sequence[_RawLine], records: Sequence[Record], damage: list[str]) -> Header:
-    """Read the header; where it is damaged, a stand-in that knows what the records do."""
+    """Read the header; if it is damaged, return one that is derived from the records."""
     try:
         return from_json(Header, lines[0].text if lines else "", where=f"{file}:1")
     except NewerSchemaError:
@@ -273,7 +273,7 @@ def _header(file: Path, lines: Sequence[_RawLine], records: Sequence[Record], da
 
 
 def _changed(path: Path, header: Header, footer: Footer | None) -> list[str]:
-    """Name files that are not as the end of the run left them; before schema 5, or without an end, nothing tells."""
+    """List files that changed since the run ended; unknown before schema 5 and for a run without a footer."""
     if not (path / MANIFEST).exists() and (footer is None or header.schema < _FIRST_WITH_MANIFEST):
         return []
     return [f"{name}: {why}" for name, why in changes(path).items()]
@@ -287,7 +287,7 @@ def _miscounts(header: Header, records: Sequence[Record], footer: Footer | None)
             found.append(f"{count} records of {engine} on {case} in {world}; expected one")
     num_left_out = sum(out.was_selected for out in footer.left_out) if footer is not None else 0
     if footer is not None and len(times) + num_left_out != header.num_cases:
-        found.append(f"the header announces {header.num_cases} cases; records tell of {len(times)}")
+        found.append(f"the header announces {header.num_cases} cases; there are records of {len(times)}")
     counted = sum(footer.counts.values()) if footer is not None else 0
     if counted and counted != len(records):
         found.append(f"the footer counts {counted} records; there are {len(records)}")

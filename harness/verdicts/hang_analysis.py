@@ -1,9 +1,9 @@
-"""Hang analysis: from ledgers and outcomes of a world that could not go on to its hang report. Pure.
+"""Hang analysis: computes the hang report from the ledgers and outcomes of a world that hangs. Pure.
 
-[Note: what a rank waits in] A journal tells each call before it starts, each wait when it begins and when it ends. So
-a rank is in a call that blocks if no wait for it was written down, and in a wait that began and has no end. Who took a
-future waits where nothing can see it, and a wait on an accelerator ends before the result is there: then a rank is in
-the first call of that kind that cannot have completed, unless its stack ends in the engine's or the model's own code.
+[Note: what a rank waits in] A journal records each call before it starts, and the begin and end of each wait. So a rank
+is in a blocking call if no wait for it was recorded, or in a wait that has begun and not ended. A wait for a future is
+not recorded, and a wait on an accelerator ends before the result is there: then a rank is in the first call of that
+kind that cannot have completed, unless its stack ends in code of the engine or the model.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from shardproof.harness.verdicts.difference import call_record, difference
 from shardproof.harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
 from shardproof.harness.worlds.processes.stacks import frames_of, own_frames
 
-# Errors of the threads world by which a rank learns that it cannot go on: it is in the call that raised them.
+# Errors of worlds of threads that report a deadlock to a rank: the rank is in the call that raised them.
 TRANSPORT_ERRORS = frozenset({"CollectiveMismatchError", "DeadlockError", "CollectiveTimeoutError"})
 
 _MOST_PLACES = 3  # in one line
 
 
 def analyse_hang(outcomes: Sequence[Outcome], ledgers: Mapping[int, Ledger]) -> HangReport:
-    """Return of every rank where it was and whom it waited for, and in which call the ranks parted."""
+    """Return where each rank was, which ranks it waited for, and the first call on which the ranks diverged."""
     counterparts = Counterparts(ledgers)
     entries: dict[int, Entry] = {}
     ranks = []
@@ -66,7 +66,7 @@ def _examine(outcome: Outcome, ledger: Ledger, counterparts: Counterparts) -> _E
     is_in_own_code = bool(own) and frames[0] == own[0]
     held = _held(outcome.rank, ledger, counterparts, is_in_own_code=is_in_own_code) if is_alive else None
     if held is None and isinstance(outcome, Raised) and outcome.kind in TRANSPORT_ERRORS and ledger:
-        held = ledger[-1]  # it learnt when it made the call that no other rank would come
+        held = ledger[-1]  # the transport reported the deadlock when the rank made the call
     if isinstance(outcome, Returned):
         doing = RankActivity.RETURNED
     elif not is_alive:
@@ -87,7 +87,7 @@ def _examine(outcome: Outcome, ledger: Ledger, counterparts: Counterparts) -> _E
 
 
 def _remains(outcome: Outcome) -> tuple[str, bool]:
-    """Return a rank's stack, and whether it could still have gone on if others had come."""
+    """Return a rank's stack, and whether it could have continued if others had joined its call."""
     match outcome:
         case Raised():
             return outcome.traceback, outcome.is_symptom or outcome.kind in TRANSPORT_ERRORS
@@ -131,13 +131,13 @@ def _held(rank: int, ledger: Ledger, counterparts: Counterparts, *, is_in_own_co
 
 
 def _since(entry: Entry) -> int:
-    """Return when a rank began to wait, in calls that it had made."""
+    """Return how many calls a rank had made when it began to wait."""
     begun = entry.wait.num_issued if entry.wait else None
     return entry.seq + 1 if begun is None else begun
 
 
 def _cycle(waiting: Mapping[int, RankState]) -> tuple[int, ...]:
-    """Find the shortest way from a rank over those it waits for back to itself; empty if there is none."""
+    """Return the shortest cycle of the wait-for graph through a rank; empty if there is none."""
     best: tuple[int, ...] = ()
     for start in waiting:
         ways: list[tuple[int, ...]] = [(start,)]
@@ -161,7 +161,7 @@ def _suspects(ranks: Sequence[RankState], cycle: tuple[int, ...]) -> tuple[int, 
     if cycle:
         most = max(waits[rank] for rank in cycle)
         return tuple(sorted(rank for rank in cycle if waits[rank] == most))
-    # No rank waits for another: a rank that is in no call and did not end holds up the world by itself.
+    # No rank waits for another: a rank that did not end and is in no call blocks the world by itself.
     return tuple(r.rank for r in ranks if r.doing is RankActivity.OUTSIDE)
 
 
@@ -193,7 +193,7 @@ def _summary(
 
 
 def _waits(by_rank: Mapping[int, RankState], first: int, suspects: tuple[int, ...]) -> str:
-    """Return one call that ranks wait in, for whom, and what those do instead."""
+    """Describe one call that ranks wait in, the ranks that they wait for, and where those are."""
     rank = by_rank[first]
     alike = [
         r.rank
@@ -225,7 +225,7 @@ def _strays(parted: Divergence | None) -> list[str]:
 
 
 def _whereabouts(ranks: Sequence[RankState]) -> str:
-    """Name ranks with where they are, those in one place together; of many places the first few."""
+    """List ranks by place; of many places the first few."""
     places: dict[str, list[int]] = {}
     for rank in ranks:
         places.setdefault(_where(rank), []).append(rank.rank)

@@ -27,7 +27,7 @@ from shardproof.harness.records.record import Expectation, Expectations, Record,
 
 
 class Fit(Enum):
-    """How a condition and a release go together."""
+    """The relation of a condition and a release."""
 
     MEETS = "meets"  # the release meets the condition, or there is none
     MISSES = "misses"  # another release of the same engine would meet it
@@ -46,7 +46,7 @@ def check_condition(condition: str, what: str) -> None:
 
 
 def fit(condition: str, release: str) -> Fit:
-    """Return how a checked condition and an engine's own account of its release go together."""
+    """Compare a checked condition with the release that an engine reports."""
     if not condition:
         return Fit.MEETS
     wanted = Requirement(condition)
@@ -72,7 +72,7 @@ def _refusal(what: str, got: str) -> UsageError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """What a run did: which cases it collected, in which worlds, and the records it made."""
+    """The extent of a run: the cases that it collected, its worlds, and its records."""
 
     catalogue: Catalogue
     worlds: Sequence[str]
@@ -80,7 +80,7 @@ class Ran:
 
 
 def expected(record: Record, expectations: Expectations | None) -> Record:
-    """Change the verdict of a record where an expectation says so; laws, tensors and ledger stay as evidence."""
+    """Return the record with the verdict that an expectation gives it; laws, tensors and ledger stay as evidence."""
     if expectations is None:
         return record
     concerned = [entry for entry in expectations.entries if _concerns(entry, record)]
@@ -90,7 +90,7 @@ def expected(record: Record, expectations: Expectations | None) -> Record:
             inherited = "" if entry.engine == record.engine else f"{entry.engine} fails this case as well; "
             headline = inherited + record.headline
             return replace(record, verdict=Verdict.KNOWN_FAILURE, headline=headline, expectation=entry)
-    # What a derived engine does better than the known one is no surprise.
+    # A derived engine may pass where the known engine fails.
     own = [entry for entry in live if entry.engine == record.engine]
     if record.verdict is Verdict.PASSED and own:
         headline = f"expected to be {own[0].verdict}, and passed: remove the expectation; {record.headline}"
@@ -104,7 +104,7 @@ def is_expired(entry: Expectation, today: str) -> bool:
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Match with ``*`` and ``?``; a leading ``!`` means all that the rest does not match.
+    """Match with ``*`` and ``?``; a leading ``!`` negates the rest.
 
     Brackets stand for themselves, because the ids of cases are full of them.
     """
@@ -114,17 +114,17 @@ def matches(pattern: str, text: str) -> bool:
 
 
 def matches_world(pattern: str, world: str) -> bool:
-    """Match a world's spelling; a pattern that names no device, as ``*:2``, is of worlds on any device."""
+    """Match the name of a world; a pattern without a device, such as ``*:2``, matches worlds on any device."""
     return matches(pattern, world if pattern.count(":") > 1 else ":".join(world.split(":")[:2]))
 
 
 def is_refused_throughout(entry: Expectation, records: Sequence[Record]) -> bool:
-    """Return whether an entry bears on records, and each of them is a refusal."""
+    """Return whether an entry applies to some records, and all of these are refusals."""
     return {record.verdict for record in records if _concerns(entry, record)} == {Verdict.UNSUPPORTED}
 
 
 def unused(expectations: Expectations | None, ran: Ran) -> tuple[UnusedExpectation, ...]:
-    """List the expectations of engines in the run that bore on no record; see [Note: strict in both directions].
+    """List the expectations of engines in the run that applied to no record; see [Note: strict in both directions].
 
     Entries of engines that took no part are not listed: one file serves runs of any engine.
     """
@@ -142,7 +142,7 @@ def unused(expectations: Expectations | None, ran: Ran) -> tuple[UnusedExpectati
 
 
 def _concerns(entry: Expectation, record: Record) -> bool:
-    """Whether an entry is of this case, for the engine itself or the known one that it is derived from."""
+    """Whether an entry names this case, for the engine itself or the known engine that it is derived from."""
     releases = {record.known_as: record.known_version, record.engine: record.engine_version}
     return (
         entry.engine in releases
@@ -153,13 +153,13 @@ def _concerns(entry: Expectation, record: Record) -> bool:
 
 
 def _unnamed(entry: Expectation, record: Record) -> list[str]:
-    """Return what a record shows and its expectation does not name: broken laws, or the headline if none was judged."""
+    """Return what an expectation does not cover of a record: broken laws, or the headline if no law was judged."""
     seen = [law.law for law in record.laws if not law.held] or [record.headline]
     return [text for text in seen if entry.shows and not any(matches(glob, text) for glob in entry.shows)]
 
 
 def _unexcused(record: Record, live: Sequence[Expectation], concerned: Sequence[Expectation]) -> Record:
-    """Return in the headline why an expectation that names this case does not excuse it."""
+    """Prepend to the headline why an expectation that names this case does not excuse it."""
     alike = next((entry for entry in live if entry.verdict is record.verdict), None)
     if alike is not None:
         named, unnamed = (_listed(texts) for texts in (alike.shows, _unnamed(alike, record)))
@@ -180,7 +180,7 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def _unused(entry: Expectation, today: str, ran: Ran) -> UnusedExpectation | None:
-    """Return why an entry bore on none of its engine's records; None if it did."""
+    """Return why an entry applied to none of its engine's records; None if it applied."""
     release = next((r.engine_version for r in ran.records if r.engine_version), "")
     if is_expired(entry, today):
         return _idle(entry, f"expired on {entry.expiry} and excuses nothing; renew or remove it")

@@ -1,4 +1,4 @@
-"""What a run says of its expectations: entries that no longer hold, and failures that have none. Values in and out."""
+"""Expectations compared with a run: entries that no longer hold, and failures without an entry. Values in and out."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class NewCause:
 
 
 def judged_by(run: Run, known: Expectations) -> tuple[Record, ...]:
-    """Return the records of a run with verdicts by these expectations, where it was made with none."""
+    """Return the records of a run that was made without expectations, with the verdicts by these."""
     return (
         run.records if run.header.expectations is not None else tuple(expected(r, known) for r in run.records)
     )
@@ -78,13 +78,13 @@ def new_causes(records: Sequence[Record], *, engines: Sequence[str], case: str) 
 def _still(
     entry: Expectation, passed: Sequence[Record], failed: Sequence[Record]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the cases that still fail; one that passes nowhere keeps the worlds of its entry, seen or not."""
+    """Yield the cases that still fail; a case that passes in no world keeps all worlds of its entry."""
     mended = {record.case for record in passed}
     yield from dict.fromkeys((r.case, r.world if r.case in mended else entry.world) for r in failed)
 
 
 def _release(engine_version: str) -> str:
-    """Return the condition that this release alone meets; empty where its version cannot be read."""
+    """Return the condition that only this release meets; empty if its version cannot be read."""
     name, _, version = engine_version.rpartition(" ")
     try:
         return f"{name} =={Version(version).public}" if name else ""
@@ -96,7 +96,7 @@ def _shown(record: Record) -> tuple[str, ...]:
     """Return globs for what a record shows: its broken laws, or its headline where no law was judged."""
     if laws := tuple(dict.fromkeys(law.law for law in record.laws if not law.held)):
         return laws
-    # The headline begins with a note on the expectation that did not excuse it; the rest follows the last "; ".
+    # A note on the expectation precedes the headline proper, which follows the last "; ".
     if record.expectation is not None:
         return (f"*{record.headline.rpartition('; ')[2]}",)
     return (record.headline,)

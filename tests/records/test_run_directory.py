@@ -151,7 +151,7 @@ def test_missing_and_repeated_records_are_told(finished: Path) -> None:
     (finished / RECORDS).write_text("".join((*lines[:2], lines[0])))
     problems = " | ".join(read_run(finished).problems)
     assert "2 records of torch.fsdp2 on a in threads:2" in problems
-    assert "announces 3 cases; records tell of 2" in problems
+    assert "announces 3 cases; there are records of 2" in problems
 
 
 def test_lost_records_are_told_by_the_footers_count(finished: Path) -> None:
