@@ -1,1 +1,1 @@
-"""What we say: records in; terminal table, Markdown, JUnit and HTML out. Never imports torch."""
+"""Reports of runs: records in; terminal table, Markdown, JUnit and HTML out. Never imports torch."""

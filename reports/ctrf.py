@@ -23,7 +23,7 @@ _QUIET = {Verdict.PASSED: "passed", Verdict.UNSUPPORTED: "skipped", Verdict.KNOW
 
 
 def render(run: Run) -> str:
-    """Render the run; if it does not conform as a whole, some test says so."""
+    """Render the run; if it does not conform as a whole, at least one test fails."""
     tests = [_test(record) for record in run.records]
     itself = {"the run is whole": warnings(run), "no expectation is stale": stale(run)}
     tests += [_of_run(name, "\n".join(texts)) for name, texts in itself.items() if texts]

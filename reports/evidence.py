@@ -73,7 +73,7 @@ def ledger_rows(record: Record) -> tuple[LedgerRow, ...]:
 
 
 def outcome_groups(record: Record) -> tuple[OutcomeGroup, ...]:
-    """Fold outcomes over ranks; first those that have something to say, the others only follow from them."""
+    """Fold outcomes over ranks; causes come first, then outcomes that only follow from them."""
     groups: dict[tuple[str, str], list[OutcomeRecord]] = {}
     for outcome in sorted(record.outcomes, key=lambda o: not o.text):
         groups.setdefault((outcome.kind, outcome.text), []).append(outcome)
@@ -117,12 +117,12 @@ _WORDS = {
     RankActivity.FAILED: "failed",
 }
 
-_SHORTLY = ("call", "last call", "when", "waits for")  # what a few lines of text tell of a rank
+_SHORTLY = ("call", "last call", "when", "waits for")  # the facts of a rank that a few lines of text show
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateCard:
-    """Ranks that are all in one place: what the record says of them, by label, and their stack."""
+    """Ranks in the same state: facts by label, and their stack."""
 
     ranks: str
     is_suspect: bool
@@ -152,7 +152,7 @@ def state_cards(hang: HangReport) -> tuple[StateCard, ...]:
 
 
 def hang_steps(hang: HangReport) -> tuple[Step, ...]:
-    """Return the places that matter, in order: the last in common, where places parted, where calls parted."""
+    """Return the positions to show, in order: the last in common, where call sites diverged, where calls did."""
     difference = hang.difference
     if difference is None:
         return ()
@@ -182,12 +182,12 @@ def hang_steps(hang: HangReport) -> tuple[Step, ...]:
 
 
 def hang_cycle(hang: HangReport) -> str:
-    """Format who waits for whom in a circle; empty where there is none."""
+    """Format the cycle of the wait-for graph; empty if there is none."""
     return " -> ".join(f"rank {r}" for r in (*hang.cycle, *hang.cycle[:1]))
 
 
 def hang_lines(hang: HangReport) -> list[str]:
-    """Return it in a few lines of plain text, a line for ranks in one card."""
+    """Return the hang report in a few lines of plain text, one line for each card."""
     found = []
     for card in state_cards(hang):
         facts = dict(card.facts)
@@ -226,7 +226,7 @@ def _card(hang: HangReport, like: RankState, members: Sequence[int]) -> StateCar
 
 
 def _sides(sides: Sequence[Side], hang: HangReport | None = None) -> tuple[tuple[str, str], ...]:
-    """Format who made what; of those that made no call, if the hang report is given, where they are instead."""
+    """Format which ranks made which call; for ranks without a call, where they are, if the hang report is given."""
     found = []
     for side in sides:
         if side.call is not None:

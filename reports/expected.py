@@ -31,17 +31,17 @@ def known(run: Run) -> tuple[Known, ...]:
 
 
 def stale(run: Run) -> tuple[str, ...]:
-    """Return the entries that fail the run, because they excuse what is not there."""
+    """Return the stale entries, which fail the run."""
     return _unused(run, is_stale=True)
 
 
 def idle(run: Run) -> tuple[str, ...]:
-    """Return the other entries that bore on nothing here; they say nothing against the run."""
+    """Return the other entries that applied to no record; they do not fail the run."""
     return _unused(run, is_stale=False)
 
 
 def expectation_text(record: Record) -> str:
-    """Return the expectation of a record in one line; empty if none bore on it."""
+    """Return the expectation of a record in one line; empty if it has none."""
     return "" if record.expectation is None else one_line(str(record.expectation), limit=1000)
 
 

@@ -94,7 +94,7 @@ def write_kills(folder: Path, matrix: KillMatrix) -> tuple[Path, ...]:
 
 
 def summary(matrix: KillMatrix, *, duration_s: float) -> str:
-    """Return in one line what the matrix shows."""
+    """Return the counts of the matrix in one line."""
     return f"{_score(matrix)}; {len(matrix.results)} pairs in {duration(duration_s)}"
 
 
@@ -123,7 +123,7 @@ def _killed_by(matrix: KillMatrix, case: str) -> list[str]:
 
 
 def _findings(matrix: KillMatrix, *, limit: int | None) -> list[str]:
-    """List what is wrong or left out, each kind under its heading; empty where nothing is."""
+    """List survivors, gaps and pairs left out, each kind under its heading; empty if there are none."""
     unknown = [_described(result) for result in matrix.unknown]
     survivors = [_described(result) for result in matrix.survivors]
     unkilled = [f"{target.name}: {target.sin}" for target in matrix.unkilled]

@@ -24,7 +24,7 @@ from shardproof.reports.text import clip, duration, printable, size, versions
 from shardproof.reports.verdict_style import MARKS
 
 LIMIT_BYTES = 2**20
-_RESERVE_BYTES = 2_000  # for the sentences that say what was left out
+_RESERVE_BYTES = 2_000  # for the sentences that count what was left out
 _MATRIX_BYTES = LIMIT_BYTES // 2  # so that failures keep room for their evidence
 _NUM_WARNINGS = 20
 _NUM_COLUMNS = 100

@@ -64,7 +64,7 @@ class Matrix:
 
 def arrange(run: Run) -> Matrix:
     """Sort records into cells; engines and worlds in the header's order, cases by id,
-    because the order in which parallel workers finish says nothing."""
+    because parallel workers finish in any order."""
     columns = _columns(run)
     cells: dict[tuple[str, str], dict[Column, list[Record]]] = {}
     for record in run.records:
@@ -86,7 +86,7 @@ def by_severity(records: Iterable[Record]) -> list[Record]:
 
 
 def label(case: str, suite: str) -> str:
-    """Shorten a case's id to what tells it from its neighbours in the suite."""
+    """Shorten a case's id to the part that distinguishes it within its suite."""
     rest = case.removeprefix(f"{suite}/")
     found = _PYTEST_ID.fullmatch(rest)
     return f"{found['file']}::{found['law']}{found['parameters'] or ''}" if found else rest

@@ -18,8 +18,6 @@ from shardproof.reports.page_data import index, pack, pieces
 from shardproof.reports.summary import Tally, conclude, declared_zeros, tally, warnings
 from shardproof.reports.verdict_style import MARKS, VerdictStyle
 
-"""Engine, case and world of a record."""
-
 _TEMPLATES = Path(__file__).parent / "templates"
 _TEXT_LIMIT = 20_000  # characters of one rank's stack
 

@@ -102,7 +102,7 @@ class _Texts:
         self._numbers: dict[str, int] = {}
 
     def number(self, text: str) -> int:
-        """Return the number of a text, a new one if it was not met before."""
+        """Return the number of a text; a new text gets a new number."""
         if text not in self._numbers:
             self._numbers[text] = len(self.found)
             self.found.append(text)

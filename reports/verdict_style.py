@@ -16,7 +16,7 @@ class Tone(StrEnum):
     GOOD = "good"  # proven
     BAD = "bad"  # the engine is wrong
     DOUBTFUL = "doubtful"  # neither proven nor refuted: look at the harness or the expectations
-    KNOWN = "known"  # it fails, as an expectation says
+    KNOWN = "known"  # it fails as an expectation predicts
     MUTED = "muted"  # not declared, and refused
 
 

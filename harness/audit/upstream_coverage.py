@@ -1,4 +1,4 @@
-"""Coverage: which cases stand for which line of a table, and what a run says of each. No pytest here.
+"""Coverage: which cases cover which row of a table, with their verdicts in runs. No pytest here.
 
 The tables are files beside the suites. A row names its cases by patterns, or a test names its rows by a mark:
 ``@pytest.mark.rows("T07", "R05", ...)`` of upstream tests, ``@pytest.mark.api("no_sync", ...)`` of an interface.
@@ -93,7 +93,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows that cases stand for, the mark by which these say so, and what both are called."""
+    """Rows, the mark by which a case covers one, and the names of both."""
 
     mark: str
     rows: Sequence[Row]
@@ -130,7 +130,7 @@ class RowVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCoverage:
-    """One row with the cases that stand for it, and a verdict per engine in the order of the table."""
+    """One row with the cases that cover it, and a verdict per engine in the order of the table."""
 
     row: Row
     cases: tuple[str, ...]
@@ -159,7 +159,7 @@ class Coverage:
 
     @property
     def missing(self) -> tuple[Row, ...]:
-        """Rows that a case could stand for, and none does."""
+        """Rows that a case could cover, and none does."""
         return tuple(found.row for found in self.rows if found.state is RowState.OPEN)
 
     @property
@@ -239,7 +239,7 @@ def cover(
     mutants: Mapping[str, Collection[str]] | None = None,
     killed: Mapping[str, Collection[str]] | None = None,
 ) -> Coverage:
-    """Join a table's rows with cases and with what runs say.
+    """Join the rows of a table with cases and with their verdicts in runs.
 
     ``cases`` are the rows that each names by a mark and the choices of its program, if it has one; ``mutants`` are
     those that it must kill, ``killed`` those that it has killed.

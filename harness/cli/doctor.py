@@ -1,4 +1,4 @@
-"""What this machine can run, found out by running it."""
+"""The checks of ``shardproof doctor``: each runs what it reports on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NEEDS_FREE_BYTES = 200 * 2**20  # a run of the bundled suites keeps well under 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing looked at; ``detail`` says what was found and, if it is not fine, what to try."""
+    """The result of one check; ``detail`` is what was found and, if the check failed, what to try."""
 
     what: str
     is_ok: bool
@@ -36,7 +36,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Check versions and disk, and run a two-rank world of each kind that this machine should manage."""
+    """Check versions and disk, and run a world of two ranks of each kind that this machine should support."""
     specs = [WorldSpec(kind=kind, size=2, deadline_s=30.0) for kind in OWN_KINDS]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
@@ -97,7 +97,7 @@ def _engine(name: str) -> Finding:
 
 
 def _leftovers() -> Finding:
-    """Look whether processes that a rank leaves behind can be found after they have left its process group."""
+    """Check that processes that a rank started are found after they have left its process group."""
     if can_adopt():
         detail = "every process that a rank starts is found and ended, in a session of its own too"
         return Finding(what="left processes", is_ok=True, detail=detail)

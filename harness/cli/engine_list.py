@@ -59,7 +59,7 @@ def _cache_file() -> Path:
 
 
 def _read(file: Path) -> dict[str, str]:
-    """Return what is kept of the engines that are built in; nothing where the file is missing or damaged."""
+    """Return the cached lines of built-in engines; empty if the file is missing or damaged."""
     try:
         kept = json.loads(file.read_text())
     except (OSError, ValueError):
@@ -69,7 +69,7 @@ def _read(file: Path) -> dict[str, str]:
 
 
 def _write(file: Path, declared: dict[str, str]) -> None:
-    with contextlib.suppress(OSError):  # a home without room, or that is not ours to write to
+    with contextlib.suppress(OSError):  # a home directory that is full or read-only
         file.parent.mkdir(parents=True, exist_ok=True)
         for older in file.parent.glob("engines-*.json"):
             older.unlink()

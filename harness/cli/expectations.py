@@ -37,12 +37,12 @@ __all__ = ["UpdateRequest", "update"]
 
 _TABLE = "[[expectation]]"
 _TERM = timedelta(days=90)  # a quarter: long enough for a fix to be released, short enough to be asked again
-_ASKED = "?"  # stands for what the caller has to say
+_ASKED = "?"  # stands for a value that the caller must give
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRequest:
-    """Which run to follow, which file to write, and what to say of new failures."""
+    """The run to follow, the file to write, and the texts of new entries."""
 
     run: Path
     file: str | None
@@ -107,7 +107,7 @@ def _file(request: UpdateRequest, run: Run) -> Path:
 
 
 def _known(file: Path, run: Run) -> Expectations:
-    """Read the file as it is now; raises UsageError where the run was made with other entries."""
+    """Read the current file; raises UsageError if the run was made with other entries."""
     day = today()
     if not file.exists():
         known = Expectations(source=str(file), today=day.isoformat(), entries=())
@@ -135,7 +135,7 @@ def _diff(old: str, new: str, name: str) -> Iterator[str]:
 
 
 def _without(text: str, known: Expectations, gone: Sequence[Outdated]) -> str:
-    """Return the file without the entries that are outdated, or with what still fails of them."""
+    """Return the file without outdated entries; an entry of which some cases still fail keeps those."""
     head, *tables = re.split(rf"^(?={re.escape(_TABLE)}[ \t]*(?:#.*)?$)", text, flags=re.MULTILINE)
     parts = [head]
     for number, table in enumerate(tables, start=1):
@@ -220,7 +220,7 @@ def _expiry(request: UpdateRequest) -> date:
 
 
 def _check(text: str, known: Expectations, gone: Sequence[Outdated], causes: Sequence[NewCause]) -> None:
-    """Read the new text, and raise unless it excuses what is meant and no more."""
+    """Read the new text, and raise HarnessBug unless its entries are exactly the intended ones."""
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "expectations.toml"
         file.write_text(text, encoding="utf-8")

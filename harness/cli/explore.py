@@ -1,4 +1,4 @@
-"""`shardproof explore`: programs that were never written down, judged, shrunk, and written down where they fail."""
+"""The command ``shardproof explore``: draw programs, judge them, shrink those that fail, and write them down."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SHOWN_BY_SCRIPTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExploreRequest:
-    """What is to be explored, for how long, and where findings are written."""
+    """What to explore, for how long, and where to write findings."""
 
     engine: str
     world: str
@@ -108,7 +108,7 @@ def explore_programs(request: ExploreRequest) -> int:
 
 
 def _write_progress(progress: Sequence[Progress], out: Path, started: float) -> None:
-    """Write how soon combinations were seen and arcs run, a row for each program that was drawn."""
+    """Write a row for each drawn program: the combinations seen and arcs run so far."""
     out.mkdir(parents=True, exist_ok=True)
     rows = [
         f"{p.time_s - started:.1f},{p.num_programs},{p.num_combinations},{p.num_arcs}\n" for p in progress
@@ -137,7 +137,7 @@ def read_programs(*files: Path) -> list[Program]:
 
 
 def write_finding(finding: ShrunkFailure, engine: str, world: str, out: Path) -> None:
-    """Add a finding to those that run first next time; write its report and, where there can be one, its script."""
+    """Add a finding to those that run first next time; write its report and, if possible, its script."""
     out.mkdir(parents=True, exist_ok=True)
     with (out / _FOUND).open("a") as file:
         file.write(f"{finding.program}\n")

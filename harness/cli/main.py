@@ -17,7 +17,7 @@ from shardproof.harness.runner.launchers import default_worlds, is_launched, joi
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns 0 conforming, 1 not, 2 wrong usage, 3 an error of our own."""
+    """Run one command; returns its exit code, see `exit_codes`."""
     arguments = parser().parse_args(argv)
     if arguments.command in {commands.run, commands.check, commands.explore, commands.mutants}:
         # A console script does not look for modules where it is called; people name engines of their own from there.

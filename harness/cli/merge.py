@@ -48,7 +48,7 @@ def _refuse_one_folder_twice(folders: Sequence[Path]) -> None:
 
 
 def _refuse_two_releases(runs: Sequence[ComparedRun]) -> None:
-    """Refuse an engine that judged as another release in another run, for worlds on the same kind of device."""
+    """Refuse two releases of one engine in worlds on the same kind of device."""
     seen: dict[tuple[str, str], tuple[str, str]] = {}
     for compared in runs:
         for record in compared.run.records:
@@ -117,7 +117,7 @@ def _shortfalls(runs: Sequence[ComparedRun]) -> Iterator[str]:
 
 
 def _missing_shards(runs: Sequence[ComparedRun]) -> Iterator[str]:
-    """Name the shards that no run has, and cases in none; shards belong to one run if they agree in all else."""
+    """Report missing shards, and cases that no shard has; shards belong together if all other options are equal."""
     families: dict[tuple[object, ...], dict[int, Run]] = {}
     for run in (compared.run for compared in runs):
         number, _, of = run.header.options.get("shard", "").partition("/")
@@ -151,7 +151,7 @@ def _footer(runs: Sequence[ComparedRun], records: Sequence[Record]) -> Footer:
 
 
 def _unused(runs: Sequence[ComparedRun], records: Sequence[Record]) -> Iterator[UnusedExpectation]:
-    """Yield the entries that bore on nothing in any run of their engine; one that is stale in some run is stale."""
+    """Yield the entries that applied to no record in any run of their engine; stale if they are stale in some run."""
     known = runs[0].run.header.expectations
     ends = [(compared.run.footer, compared) for compared in runs]
     for entry in known.entries if known is not None else ():

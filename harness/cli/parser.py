@@ -15,7 +15,7 @@ _BELOW_CONFORMANCE = "below conformance/"
 
 
 def parser() -> argparse.ArgumentParser:
-    """Make the parser; ``command`` of what it parses is the function in `commands`."""
+    """Make the parser; it sets ``command`` to the function in `commands`."""
     made = argparse.ArgumentParser(
         prog="shardproof", description="Judge data-parallel training engines for PyTorch."
     )
@@ -128,14 +128,14 @@ def _add_reading(subparsers: Any) -> None:
 
 
 def _add_lists(subparsers: Any) -> None:
-    """Add the commands that say what there is."""
+    """Add the commands that list engines, suites and what this machine can run."""
     sub = _added(subparsers, "list", commands.list_all, "list engines and suites")
     sub.add_argument("--cases", action="store_true", help="list every case too")
     _added(subparsers, "doctor", commands.doctor, "report what this machine can run")
 
 
 def _add_proofs(subparsers: Any) -> None:
-    """Add the commands that say what the suites themselves are worth."""
+    """Add the commands that assess the suites themselves."""
     sub = _added(subparsers, "coverage", commands.coverage, "show which of torch's own tests the cases cover")
     sub.add_argument("runs", metavar="DIR", nargs="*", help="folders of runs, whose verdicts are shown")
     sub.add_argument("--api", metavar="NAME", help="lines of this interface instead of tests: fsdp1")

@@ -33,7 +33,7 @@ def resolve_parts(arguments: argparse.Namespace) -> None:
 
 
 def take_up(arguments: argparse.Namespace, process: LaunchedProcess) -> Path | None:
-    """Where a launcher has started its processes again, resume the run of the last time, in a new folder beside it.
+    """If a launcher restarted its processes, resume the last run, in a new folder beside it.
 
     Returns that run's folder if nothing of it is left to run: launchers also restart what ends with an exit code.
     """

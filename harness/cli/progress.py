@@ -1,4 +1,4 @@
-"""How a run goes, in place of pytest's dots: a bar on a terminal, lines in a pipe, what does not conform at once."""
+"""The progress of a run instead of pytest's dots: a bar on a terminal, lines in a pipe, failures at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PARTS = 10  # lines of a long run in a pipe, beside those of what does not conf
 
 
 class CaseProgress:
-    """A pytest plugin: writes which cases ended how, and about how long the others will take.
+    """A pytest plugin that prints the verdicts of cases, and an estimate of the time left.
 
     ``lists_all`` writes a line for each case, else only for those that do not conform; ``is_quiet`` writes
     nothing but errors.
@@ -43,12 +43,12 @@ class CaseProgress:
         self._begin(node.config, ids)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Write why a file of cases cannot be read: pytest's own section of errors is off."""
+        """Print why a file of cases cannot be imported: pytest's own section of errors is off."""
         if report.failed:
             self._print(report.longreprtext)
 
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
-        """Count as pytest does, and write no letter."""
+        """Count as pytest does, but print no letter."""
         return (report.outcome, "", "") if report.when == "call" else None
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
@@ -58,7 +58,7 @@ class CaseProgress:
             self._bar.show(f"{node.engine} in {node.world}: {node.case}")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Write the line of a case, or the error of what is around it."""
+        """Print the line of a case, or an error of its setup or teardown."""
         if report.when != "call":
             if report.failed:
                 self._print(report.longreprtext)
@@ -117,7 +117,7 @@ class CaseProgress:
 
 
 class _Bar:
-    """A bar on the terminal, drawn by a thread: which case, how many, how long still."""
+    """A bar on the terminal, drawn by a thread: the current case, the counts, and the time left."""
 
     def __init__(self, num_cases: int) -> None:
         from rich.console import Console

@@ -1,4 +1,4 @@
-"""Where the members of one group part: the last call that they have in common, and the first that they have not."""
+"""Where the members of one group diverge: the last call in common, and the first on which they differ."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def difference(counterparts: Counterparts, group: ProcessGroup) -> Divergence | 
 
 
 def call_record(counterparts: Counterparts, rank: int, entry: Entry) -> CallRecord:
-    """Return of a rank's call as records do."""
+    """Return a rank's call as records describe it."""
     return CallRecord(
         text=entry.describe(),
         op=entry.op,
@@ -71,12 +71,12 @@ class _Walk:
         self.axis = next((e.axis for entries in self._calls.values() for e in entries if e.axis), "")
 
     def call(self, rank: int, position: int) -> CallRecord | None:
-        """Return of a member's call at a position, None where it made none."""
+        """Return a member's call at a position; None if it made none."""
         entry = self._at(rank, position)
         return None if entry is None else call_record(self._counterparts, rank, entry)
 
     def sides(self, position: int, aspect: Callable[[Entry], object]) -> tuple[Side, ...]:
-        """Put ranks together whose calls do not differ in an aspect; those that made no call come last."""
+        """Group the ranks whose calls are alike in one aspect; ranks without a call come last."""
         members: dict[object, list[int]] = defaultdict(list)
         for rank in self._calls:
             entry = self._at(rank, position)

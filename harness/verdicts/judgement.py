@@ -37,7 +37,7 @@ from shardproof.harness.worlds.outcome import (
 from shardproof.harness.worlds.output import SUFFIX
 from shardproof.harness.worlds.processes.stacks import is_in_passage
 
-# The error of the threads world that says what the engine did, as gloo's hangs and garbage do not.
+# The error of worlds of threads that explains what the engine did; gloo hangs or computes garbage instead.
 _MISMATCH = "CollectiveMismatchError"
 
 _IMPLIED: tuple[Law, ...] = (ReadsAreSilent(), LeavesBuffersAlone(), ResultsAreWaitedFor())
@@ -49,7 +49,7 @@ _IMPLIED_BY: Mapping[Watch, Law] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """A verdict, the one line that explains it, and what it rests on."""
+    """A verdict, the one line that explains it, and its evidence."""
 
     verdict: Verdict
     headline: str
@@ -95,7 +95,7 @@ def judge(
 
 
 def implied(training: Training) -> tuple[Law, ...]:
-    """Return the laws that hold of every training, and those of what it is watched for, whatever a case asks."""
+    """Return the laws that every training must keep, and those of its watches, whatever a case asks."""
     watched = (law for watch, law in _IMPLIED_BY.items() if watch in training.watch)
     scaling = training.schedule.scaling
     scaled = () if scaling is None else (ScalesLosses(scaling=scaling),)
@@ -103,7 +103,7 @@ def implied(training: Training) -> tuple[Law, ...]:
 
 
 def _judge_damage(kept: SavedResult) -> Judgement:
-    """Blame the ranks whose files were damaged; how a rank ended comes first, as it may be the reason."""
+    """Report the ranks whose files were damaged; the end of a rank comes first, because it may be the reason."""
     cause = causal(kept.result)
     verdict = Verdict.FAILED if cause is None else Verdict.CRASHED
     if isinstance(cause, TimedOut):
@@ -114,14 +114,14 @@ def _judge_damage(kept: SavedResult) -> Judgement:
 
 
 def _judge_refusal(needs: str, kept: SavedResult) -> Judgement:
-    """Ask whether every rank refused before training; anything else is a finding, a crash on the way included."""
+    """Judge whether every rank refused before training; anything else fails, also a crash on the way."""
     outcomes = _outcome_records(kept.result)
     ranks = {o.rank for o in kept.result.outcomes}
     num_ranks = len(ranks)
     if len(kept.refusals) == num_ranks and kept.result.is_clean:
         headline = f"needs {needs}; refused with {kept.refusals[0]}"
         return Judgement(verdict=Verdict.UNSUPPORTED, headline=headline, outcomes=outcomes)
-    # A rank that was stopped before its first call, as by a signal, went nowhere.
+    # A rank that was stopped before its first call, as by a signal, did not go ahead.
     is_stuck = any(isinstance(o, TimedOut) and not kept.ledgers_by_rank[o.rank] for o in kept.result.outcomes)
     if kept.refusals and len(kept.refusals) < num_ranks and not (is_stuck or _ends_badly(kept.result)):
         others = sorted(ranks - set(kept.refusals))
@@ -147,7 +147,7 @@ def _ends_badly(result: WorldResult) -> bool:
 
 
 def _judge_loud_refusal(case: Case, kept: SavedResult) -> Judgement | None:
-    """Ask whether an engine that may or must refuse did so on every rank; None when it went on, as it may."""
+    """Judge whether an engine that may or must refuse did so on every rank; None if it may train and did."""
     outcomes = _outcome_records(kept.result)
     words = {**kept.refusals, **_raised(kept.result)}
     if not words:
@@ -156,7 +156,7 @@ def _judge_loud_refusal(case: Case, kept: SavedResult) -> Judgement | None:
         headline = "went on with a plan that has no right outcome, without a word"
         return Judgement(verdict=Verdict.FAILED, headline=headline, outcomes=outcomes)
     if kept.result.leaks or _ends_badly(kept.result):
-        return judge_failure(kept)  # no refusal excuses that
+        return judge_failure(kept)  # which a refusal does not excuse
     first, ahead = min(words.items())[1], _went_ahead(kept, words.keys())
     if ahead:
         headline = f"refused on rank(s) {sorted(words)} while rank(s) {ahead} went ahead: {first}"
@@ -166,9 +166,9 @@ def _judge_loud_refusal(case: Case, kept: SavedResult) -> Judgement | None:
 
 
 def _went_ahead(kept: SavedResult, refused: Set[int]) -> list[int]:
-    """Return the ranks that did not refuse, but for those stopped before they made a call that one who did never made.
+    """Return the ranks that did not refuse, except those stopped before a call that a refusing rank never made.
 
-    A world is stopped when its first rank raises: who is no further than that rank may have been about to raise too.
+    A world is stopped when its first rank raises: a rank that is no further may have been about to raise too.
     """
     ledgers = kept.ledgers_by_rank
     calls = Counterparts(ledgers)
@@ -193,7 +193,7 @@ def _raised(result: WorldResult) -> dict[int, str]:
 
 
 def judge_failure(kept: SavedResult) -> Judgement:
-    """Name what went wrong in a world that did not end well; the ledgers know more than a signal or an error."""
+    """Return the cause of the failure of a world; ledgers explain more than a signal or an error."""
     cause = causal(kept.result)
     outcomes = _outcome_records(kept.result)
     if cause is None:
@@ -220,10 +220,10 @@ def judge_failure(kept: SavedResult) -> Judgement:
 
 
 def _judge_crash(kept: SavedResult, cause: Outcome) -> Judgement:
-    """Name the crash; what ranks disagreed on before is its cause, unless the engine raised an error of its own."""
+    """Return the cause of a crash: the first disagreement of ranks, unless the engine raised an error of its own."""
     ledgers = kept.ledgers_by_rank
     mismatch = first_disagreement(ledgers)
-    harm = harm_in(kept.ledgers)  # what was freed or overwritten too early may be what the rank fell over
+    harm = harm_in(kept.ledgers)  # memory that was freed or overwritten too early may have crashed the rank
     is_own = isinstance(cause, Raised) and not is_in_passage(cause.traceback)
     is_cut_off = isinstance(cause, Died) and not cause.is_after_result
     verdict, causes = Verdict.CRASHED, [_describe(cause)]
@@ -282,11 +282,11 @@ def _worst(rulings: Sequence[Ruling]) -> TensorRecord | None:
 
 
 def _describe_hang(result: WorldResult, hang: HangReport) -> str:
-    """Return who waits for whom: the ledgers word it alike in every world, a backend's error does not."""
+    """Return which ranks wait for which: equal in every kind of world, unlike the error of a backend."""
     late = sorted(o.rank for o in result.outcomes if isinstance(o, TimedOut))
     hosts = dict.fromkeys(o.host for o in result.outcomes if isinstance(o, TimedOut) and o.host)
     where = f" on {', '.join(hosts)}" if hosts else ""
-    # A consequence by its text, which an engine's library may have raised for a reason of its own.
+    # By its text a consequence, but a library of the engine may have raised it for another reason.
     raised = [o for o in result.outcomes if isinstance(o, Raised) and o.is_symptom]
     errors = [_describe(o) for o in raised if o.kind not in TRANSPORT_ERRORS]
     parts = [hang.summary, f"not ended at the deadline: rank(s) {late}{where}" if late else "", *errors[:1]]

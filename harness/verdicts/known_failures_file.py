@@ -29,7 +29,7 @@ _REQUIRED = ("engine", "case", "shows", "reason", "link", "expiry")
 _OPTIONAL = ("version", "world", "verdict")
 _CASES = "cases"
 _OF_A_CASE = ("case", "engine", "version", "world", "verdict", "shows")
-# An engine can be known to do these. PASSED and UNSUPPORTED need no excuse; the rest say nothing of an engine.
+# The verdicts of known failures. PASSED and UNSUPPORTED conform; the rest prove nothing about an engine.
 EXPECTABLE = (Verdict.FAILED, Verdict.HUNG, Verdict.CRASHED, Verdict.UNSUPPORTED_SILENT)
 
 
@@ -41,7 +41,7 @@ def find(named: str | None) -> Path | None:
 
 
 def read(file: Path, *, today: date) -> Expectations:
-    """Read and check a file; a UsageError says which entry is wrong, and what would be right."""
+    """Read and check a file; raises UsageError with the wrong entry and what is expected there."""
     tables = _tables(file)
     entries = tuple(
         _entry(number, row, what)
@@ -83,7 +83,7 @@ def _tables(file: Path) -> list[Any]:
 
 
 def _rows(table: Mapping[str, Any], what: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield a flat table for each case of a cause, with what messages call it."""
+    """Yield a flat table for each case of a cause, with its name in messages."""
     if _CASES not in table:
         yield what, table
         return

@@ -44,7 +44,7 @@ def incomparable_because(evidence: Evidence) -> str | None:
 
 
 def vacuous_because(evidence: Evidence) -> str | None:
-    """Return why nothing could have gone wrong in this training, or give None when something could."""
+    """Return why nothing could have gone wrong in this training; None if something could."""
     if evidence.training.schedule.order is LoopOrder.ZERO_THEN_STEP:
         return "gradients are cleared before the optimizer step, so no gradient ever reaches a parameter"
     if not evidence.oracle.steps:
@@ -59,7 +59,7 @@ def vacuous_because(evidence: Evidence) -> str | None:
 
 
 def _diverged(evidence: Evidence) -> str | None:
-    """Find a reference, or its noise, that is no number: comparisons with it would hold, or show nothing.
+    """Find a reference, or its noise, that is NaN: comparisons with it would hold, or show nothing.
 
     A buffer may hold infinities that are meant, as masks do.
     """
@@ -78,7 +78,7 @@ def _diverged(evidence: Evidence) -> str | None:
 
 
 def _equal_inputs(evidence: Evidence) -> str | None:
-    # Ranks of one tensor-parallel group or pipeline are given the same data on purpose.
+    # Ranks of one tensor-parallel group or pipeline get the same data on purpose.
     of_rank = {evidence.data_rank(o.rank): o.input_digest for o in evidence.ranks}
     digest, count = Counter(of_rank.values()).most_common(1)[0]
     if count == 1:
@@ -88,7 +88,7 @@ def _equal_inputs(evidence: Evidence) -> str | None:
 
 
 def _idle_ranks(evidence: Evidence) -> str | None:
-    """Find a step to whose gradient some rank adds nothing: without that rank, it would come out the same."""
+    """Find a step whose gradient would be the same without some rank."""
     for step, seen in enumerate(evidence.oracle.steps):
         if evidence.training.schedule.is_skipped(step):
             continue
@@ -100,7 +100,7 @@ def _idle_ranks(evidence: Evidence) -> str | None:
 
 def _independent_parameters(evidence: Evidence) -> str | None:
     idle = evidence.training.problem.idle
-    # Those of a user's model were found before training: a scale of 1e-6 then hides all behind it.
+    # Parameters of a user's model were checked before training: a scale of 1e-6 hides the parameters behind it.
     is_declared = not isinstance(evidence.training.problem, UserModel)
     sizes = {name: _largest_gradient(evidence, name) for name in evidence.oracle.initial}
     zero = ZERO_BESIDE * max(sizes.values(), default=0.0)

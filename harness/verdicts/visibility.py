@@ -42,7 +42,7 @@ _KERNEL_ROUNDINGS = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Effect:
-    """What one defect does to one tensor in one step, beside the error that is allowed there."""
+    """The effect of one defect on one tensor in one step, and the error that is allowed there."""
 
     place: TensorKey
     allowed: float
@@ -76,7 +76,7 @@ _MOST_VISIBLE = 2  # tensors of a kind
 
 
 def least_visible(evidence: Evidence) -> tuple[VisibleError, ...]:
-    """Return the gradients and the updates in which errors show least; none where computing itself is coarse."""
+    """Return the gradients and updates in which errors show least; none if the arithmetic itself is coarse."""
     oracle = evidence.oracle
     if _computes_coarsely(evidence) or not oracle.steps:
         return ()
@@ -84,7 +84,7 @@ def least_visible(evidence: Evidence) -> tuple[VisibleError, ...]:
     for quantity, effects in (("gradient", _halved), ("update", _unmoved)):
         of_kind = []
         for name in _trained(evidence):
-            # Half a gradient is what halving changes of it.
+            # Halving a gradient changes it by half.
             whole = 0.5 if effects is _halved else 1.0
             share = min((effect.ratio * whole for effect in effects(oracle, name)), default=math.inf)
             of_kind.append(VisibleError(quantity=quantity, name=name, share=share))
@@ -139,7 +139,7 @@ def _unmoved(oracle: OracleObservation, name: str) -> Iterator[_Effect]:
 
 
 def _hidden_rounding(evidence: Evidence) -> str | None:
-    """Ask for reductions in bfloat16 only where the plan computes and reduces in more bits, between ranks."""
+    """Require reductions in bfloat16 to show only if the plan computes and reduces in more bits, between ranks."""
     oracle = evidence.oracle
     if not _reduces_fully(evidence):
         return None
@@ -226,7 +226,7 @@ def _reduces_fully(evidence: Evidence) -> bool:
 
 
 def _trained(evidence: Evidence) -> list[str]:
-    """Name the parameters that the case claims to train; others are another reason's."""
+    """Return the parameters that the case claims to train, without empty ones."""
     oracle, idle = evidence.oracle, evidence.training.problem.idle
     return [n for n, initial in oracle.initial.items() if n not in idle and initial.numel()]
 
@@ -249,7 +249,7 @@ def _clearest(effects: Iterator[_Effect]) -> _Effect | None:
     best: _Effect | None = None
     for effect in effects:
         if effect.ratio <= 1:
-            return effect  # it shows, and that is enough
+            return effect  # one step that shows the defect is enough
         if best is None or effect.ratio < best.ratio:
             best = effect
     return best
