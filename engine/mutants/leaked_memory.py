@@ -73,9 +73,9 @@ class KeepsWholeGradients(FullyShardEngine):
 
 @mutant(
     after="NVIDIA/Megatron-LM#4940",
-    kills_on=Condition(
-        microbatches=2, plan=SHARDED.plan, because="the others must have their gradients already"
-    ),
+    microbatches=2,
+    plan=SHARDED.plan,
+    because="the others must have their gradients already",
     trace=Trace.STATE,
 )
 class KeepsWhatALateGradientCameWith(ReferenceEngine):
@@ -159,7 +159,8 @@ class KeepsTheModelOnTheLastRank(ReferenceEngine):
 
 @mutant(
     after="pytorch/pytorch#105840",
-    kills_on=Condition(plan=Plan(layout=Layout.SHARD), because="ranks that share no process"),
+    plan=Plan(layout=Layout.SHARD),
+    because="ranks that share no process",
     trace=Trace.STATE,
 )
 class KeepsTheModelInArrays(ReferenceEngine):
@@ -206,11 +207,7 @@ class AveragesWholeParameters(ReferenceEngine):
     prepared_type = _PreparedAverage
 
 
-@mutant(
-    after="pytorch/pytorch#147179",
-    kills_on=Condition(plan=Plan(layout=Layout.SHARD), steps=2),
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#147179", steps=2, plan=Plan(layout=Layout.SHARD), trace=Trace.STATE)
 class KeepsWholesAfterTheFirstStep(ReferenceEngine):
     """From the second step on every rank keeps whole parameters."""
 

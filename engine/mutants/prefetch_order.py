@@ -18,7 +18,7 @@ from shardproof.engine.adapters.reference import PreparedReference, ReferenceEng
 from shardproof.engine.adapters.reference_wrapper import ReferenceWrapperEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Capability, Plan, Prefetch, PreparedModel
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import Stale, in_each
 from shardproof.engine.mutants.plans import UNITS, undemanding
 from shardproof.engine.mutants.reference_insides import reference_units
@@ -41,11 +41,7 @@ _STEADY = "order is told from the second step on"
 Lists = tuple[tuple[str, tuple[str, ...]], ...]
 
 
-@mutant(
-    after="pytorch/pytorch#106030",
-    kills_on=Condition(steps=2, plan=_AHEAD, because=_STEADY),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="pytorch/pytorch#106030", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)
 class NeverPrefetches(FullyShardEngine):
     """Each unit is gathered when it is needed, although a prefetch list asked for it earlier."""
 
@@ -57,11 +53,7 @@ class NeverPrefetches(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#1069",
-    kills_on=Condition(steps=2, plan=_AHEAD, because=_STEADY),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="deepspeedai/DeepSpeed#1069", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)
 class PrefetchesOneTooFar(FullyShardEngine):
     """One unit more is prefetched than the list names."""
 
@@ -78,7 +70,8 @@ class PrefetchesOneTooFar(FullyShardEngine):
 
 @mutant(
     after="pytorch/pytorch#64629",
-    kills_on=Condition(plan=_AHEAD, because="lists of one unit have one order"),
+    plan=_AHEAD,
+    because="lists of one unit have one order",
     trace=Trace.COMMUNICATION,
 )
 class SwapsPrefetchesOnTheLastRank(FullyShardEngine):
@@ -94,11 +87,7 @@ class SwapsPrefetchesOnTheLastRank(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(
-    after="pytorch/pytorch#76553",
-    kills_on=Condition(steps=2, plan=_GROUPED, because=_STEADY),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="pytorch/pytorch#76553", steps=2, plan=_GROUPED, because=_STEADY, trace=Trace.COMMUNICATION)
 class GathersTheLastUnitFirst(FullyShardEngine):
     """The unit that forward needs last is gathered first."""
 
@@ -110,9 +99,7 @@ class GathersTheLastUnitFirst(FullyShardEngine):
 
 
 @mutant(
-    after="deepspeedai/DeepSpeed#7804",
-    kills_on=Condition(steps=2, plan=_GROUPED, because=_STEADY),
-    trace=Trace.COMMUNICATION,
+    after="deepspeedai/DeepSpeed#7804", steps=2, plan=_GROUPED, because=_STEADY, trace=Trace.COMMUNICATION
 )
 class ReducesInTheOrderOfForward(ReferenceEngine):
     """All reductions wait for the end of backward, and then come in the order of forward."""
@@ -165,7 +152,9 @@ class _PreparedRepetitive(PreparedFullyShard):
 
 @mutant(
     after="NVIDIA-NeMo/Automodel#3373",
-    kills_on=Condition(steps=2, plan=_AHEAD, because="only a checkpointed model runs a forward in backward"),
+    steps=2,
+    plan=_AHEAD,
+    because="only a checkpointed model runs a forward in backward",
     trace=Trace.COMMUNICATION,
 )
 class PrefetchesAgainInRecomputation(FullyShardEngine):
@@ -174,10 +163,7 @@ class PrefetchesAgainInRecomputation(FullyShardEngine):
     prepared_type = _PreparedRepetitive
 
 
-@mutant(
-    after="pytorch/pytorch#118118",
-    kills_on=Condition(steps=2, plan=_AHEAD, because="the first step has no step before it"),
-)
+@mutant(after="pytorch/pytorch#118118", steps=2, plan=_AHEAD, because="the first step has no step before it")
 class KeepsMistakenPrefetches(FullyShardEngine):
     """Units that backward prefetched stay gathered, and are stale in the next step."""
 
@@ -191,12 +177,10 @@ class KeepsMistakenPrefetches(FullyShardEngine):
 
 @mutant(
     after="pytorch/pytorch#75892",
-    kills_on=Condition(
-        steps=2,
-        microbatches=2,
-        plan=Plan(accumulation=Accumulation.LAST_MICROBATCH),
-        because="the only microbatch accumulates nothing",
-    ),
+    steps=2,
+    microbatches=2,
+    plan=Plan(accumulation=Accumulation.LAST_MICROBATCH),
+    because="the only microbatch accumulates nothing",
     trace=Trace.COMMUNICATION,
 )
 class KeepsTheRootWhileAccumulating(FullyShardEngine):
@@ -233,10 +217,8 @@ class _HastyAllGather:
 
 @mutant(
     after="NVIDIA/Megatron-LM#663",
-    kills_on=Condition(
-        plan=_GROUPED,
-        because="one rank gathers nothing; only a world that is late on purpose always tells",
-    ),
+    plan=_GROUPED,
+    because="one rank gathers nothing; only a world that is late on purpose always tells",
 )
 class ReadsTheGatherTooEarly(ReferenceEngine):
     """The output of a gather is read before it has arrived."""
@@ -252,11 +234,9 @@ class ReadsTheGatherTooEarly(ReferenceEngine):
 
 @mutant(
     after="deepspeedai/DeepSpeed#7804",
-    kills_on=Condition(
-        steps=2,
-        plan=Plan(demands=frozenset({Capability.ASYNC_GATHER})),
-        because="who is not asked may block",
-    ),
+    steps=2,
+    plan=Plan(demands=frozenset({Capability.ASYNC_GATHER})),
+    because="who is not asked may block",
     trace=Trace.COMMUNICATION,
 )
 class GathersSynchronously(FullyShardEngine):
@@ -267,15 +247,13 @@ class GathersSynchronously(FullyShardEngine):
 
 @mutant(
     after="pytorch/pytorch#105635",
-    kills_on=Condition(
-        plan=replace(
-            _GROUPED,
-            units=("blocks.0.attention", *UNITS),
-            reshard=Reshard.AFTER_FORWARD,
-            wrapper=Wrapper(backward_prefetch=BackwardGather.AFTER),
-        ),
-        because="only nested units are through with backward before the unit that ran after them",
+    plan=replace(
+        _GROUPED,
+        units=("blocks.0.attention", *UNITS),
+        reshard=Reshard.AFTER_FORWARD,
+        wrapper=Wrapper(backward_prefetch=BackwardGather.AFTER),
     ),
+    because="only nested units are through with backward before the unit that ran after them",
     trace=Trace.COMMUNICATION,
 )
 class GathersWhatBackwardHasDone(ReferenceWrapperEngine):
@@ -297,12 +275,10 @@ class _PreparedStaleReference(Stale, PreparedReference):
 
 @mutant(
     after="NVIDIA/Megatron-LM#663",
-    kills_on=Condition(
-        world_size=1,
-        steps=2,
-        plan=Plan(demands=frozenset({Capability.STEP_EVENT})),
-        because="the first step has no step before it",
-    ),
+    world_size=1,
+    steps=2,
+    plan=Plan(demands=frozenset({Capability.STEP_EVENT})),
+    because="the first step has no step before it",
 )
 class IgnoresTheStepEvent(ReferenceEngine):
     """Where an event tells of the optimizer step, forward uses the parameters from before it."""
@@ -314,7 +290,10 @@ class IgnoresTheStepEvent(ReferenceEngine):
 
 @mutant(
     after="NVIDIA/Megatron-LM#4609",
-    kills_on=Condition(world_size=1, steps=2, plan=_AHEAD, because="the first step has no step before it"),
+    world_size=1,
+    steps=2,
+    plan=_AHEAD,
+    because="the first step has no step before it",
 )
 class PrefetchesStaleParameters(ReferenceEngine):
     """With prefetch lists, forward uses the parameters of the step before."""
