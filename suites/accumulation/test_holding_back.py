@@ -19,13 +19,9 @@ from shardproof import (
     Holding,
     HoldingBack,
     Layout,
-    MatchesOracle,
     Microbatches,
     Nothing,
     OnlyThese,
-    Op,
-    Phase,
-    RanksAgree,
     Reshard,
     Select,
     Training,
@@ -33,24 +29,28 @@ from shardproof import (
 )
 from shardproof.fixtures.chain import CHAIN
 from shardproof.suites.communication.closed_forms import NUM_GROUPS, NUM_UNHELD_GROUPS
+from shardproof.suites.params import param
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import (
+    ALL_REDUCES,
+    GATHERS_IN_BACKWARD,
+    GATHERS_IN_FORWARD,
+    PARITY,
+    REDUCE_SCATTERS,
+)
 
 NUM_MICROBATCHES = 3
 ROOT = ""
 EVERY_UNIT = (*CHAIN.units, ROOT)
-IN_FORWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,))
-IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
-SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
-SUMS = Select(ops=(Op.ALL_REDUCE,), phases=(Phase.BACKWARD,))
 ALL_GROUPS = Exactly(NUM_GROUPS)
-FREED = (Count(select=IN_FORWARD, expected=ALL_GROUPS), Count(select=IN_BACKWARD, expected=ALL_GROUPS))
-RIGHT = (MatchesOracle(), RanksAgree())
+FREED = (
+    Count(select=GATHERS_IN_FORWARD, expected=ALL_GROUPS),
+    Count(select=GATHERS_IN_BACKWARD, expected=ALL_GROUPS),
+)
 HELD = [
-    pytest.param(EVERY_UNIT, id="all", marks=pytest.mark.kills("IgnoresSingleHolds", "LosesWhatItHeldBack")),
-    pytest.param((ROOT,), id="root", marks=pytest.mark.kills("IgnoresSingleHolds", "HoldsTheWholeTreeBack")),
-    pytest.param(
-        CHAIN.units[1:3], id="some", marks=pytest.mark.kills("IgnoresSingleHolds", "LosesWhatItHeldBack")
-    ),
+    param(EVERY_UNIT, id="all", kills=("IgnoresSingleHolds", "LosesWhatItHeldBack")),
+    param((ROOT,), id="root", kills=("IgnoresSingleHolds", "HoldsTheWholeTreeBack")),
+    param(CHAIN.units[1:3], id="some", kills=("IgnoresSingleHolds", "LosesWhatItHeldBack")),
 ]
 
 
@@ -68,8 +68,8 @@ def _reduces(select: Select) -> tuple[Count, Count]:
 @pytest.mark.parametrize("units", HELD)
 def test_shards_reduce_as_told(trial: Trial, units: tuple[str, ...]) -> None:
     training = _training(Layout.SHARD, HoldingBack(units=units))
-    only = OnlyThese(selects=(IN_FORWARD, IN_BACKWARD, SCATTERS))
-    trial.holds(training, *FREED, *_reduces(SCATTERS), only, *RIGHT)
+    only = OnlyThese(selects=(GATHERS_IN_FORWARD, GATHERS_IN_BACKWARD, REDUCE_SCATTERS))
+    trial.holds(training, *FREED, *_reduces(REDUCE_SCATTERS), only, *PARITY)
 
 
 @pytest.mark.rows("R14")
@@ -77,7 +77,7 @@ def test_shards_reduce_as_told(trial: Trial, units: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("units", HELD)
 def test_replicas_reduce_as_told(trial: Trial, units: tuple[str, ...]) -> None:
     training = _training(Layout.REPLICATE, HoldingBack(units=units))
-    trial.holds(training, *_reduces(SUMS), OnlyThese(selects=(SUMS,)), *RIGHT)
+    trial.holds(training, *_reduces(ALL_REDUCES), OnlyThese(selects=(ALL_REDUCES,)), *PARITY)
 
 
 @pytest.mark.rows("T30")
@@ -85,7 +85,7 @@ def test_replicas_reduce_as_told(trial: Trial, units: tuple[str, ...]) -> None:
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 def test_shards_of_replicas_reduce_as_told(trial: Trial) -> None:
     training = _training(Layout.HYBRID, HoldingBack(units=CHAIN.units[1:3]))
-    trial.holds(training, *FREED, *_reduces(SCATTERS), *_reduces(SUMS), *RIGHT)
+    trial.holds(training, *FREED, *_reduces(REDUCE_SCATTERS), *_reduces(ALL_REDUCES), *PARITY)
 
 
 @pytest.mark.rows("T30")
@@ -101,8 +101,8 @@ def test_shards_of_replicas_reduce_as_told(trial: Trial) -> None:
 )
 def test_replicas_wait_for_the_last_microbatch_as_told(trial: Trial, units: tuple[str, ...]) -> None:
     script = HoldingBack(units=units, holding=Holding.REPLICAS)
-    every_time = Count(select=SCATTERS, expected=ALL_GROUPS)
-    trial.holds(_training(Layout.HYBRID, script), *FREED, every_time, *_reduces(SUMS), *RIGHT)
+    every_time = Count(select=REDUCE_SCATTERS, expected=ALL_GROUPS)
+    trial.holds(_training(Layout.HYBRID, script), *FREED, every_time, *_reduces(ALL_REDUCES), *PARITY)
 
 
 @pytest.mark.rows("T30")
@@ -111,15 +111,15 @@ def test_replicas_wait_for_the_last_microbatch_as_told(trial: Trial, units: tupl
 @pytest.mark.parametrize("units", [pytest.param(EVERY_UNIT, id="all"), pytest.param((ROOT,), id="root")])
 def test_units_kept_after_backward_are_gathered_once(trial: Trial, units: tuple[str, ...]) -> None:
     training = _training(Layout.SHARD, HoldingBack(units=units, keeps=True), Reshard.KEEP)
-    first = replace(IN_FORWARD, microbatches=(0,))
-    later = replace(IN_FORWARD, microbatches=tuple(range(1, NUM_MICROBATCHES)))
+    first = replace(GATHERS_IN_FORWARD, microbatches=(0,))
+    later = replace(GATHERS_IN_FORWARD, microbatches=tuple(range(1, NUM_MICROBATCHES)))
     trial.holds(
         training,
         Count(select=first, expected=ALL_GROUPS),
         Count(select=later, expected=Exactly(NUM_UNHELD_GROUPS)),
-        Nothing(select=IN_BACKWARD),
-        *_reduces(SCATTERS),
-        *RIGHT,
+        Nothing(select=GATHERS_IN_BACKWARD),
+        *_reduces(REDUCE_SCATTERS),
+        *PARITY,
     )
 
 
@@ -130,8 +130,8 @@ def test_gathers_as_often_whether_accumulating_or_not(trial: Trial) -> None:
     script = HoldingBack(units=())
     training = _training(Layout.SHARD, script)
     plan = replace(training.plan, accumulation=Accumulation.LAST_MICROBATCH)
-    early = replace(SCATTERS, microbatches=Microbatches.ALL_BUT_LAST)
-    trial.holds(replace(training, plan=plan), *FREED, Nothing(select=early), *RIGHT)
+    early = replace(REDUCE_SCATTERS, microbatches=Microbatches.ALL_BUT_LAST)
+    trial.holds(replace(training, plan=plan), *FREED, Nothing(select=early), *PARITY)
 
 
 def _training(layout: Layout, script: HoldingBack, reshard: Reshard = Reshard.AFTER_FORWARD) -> Training:

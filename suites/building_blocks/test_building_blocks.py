@@ -6,10 +6,8 @@ import pytest
 
 from shardproof import (
     AllWaited,
-    MatchesOracle,
     NamedOptimizer,
     Plan,
-    RanksAgree,
     Schedule,
     Select,
     Training,
@@ -20,8 +18,9 @@ from shardproof import (
 from shardproof.fixtures.building_blocks import BLOCKS
 from shardproof.fixtures.few_bits import FEW_BITS
 from shardproof.fixtures.optimizers import ADAMW
+from shardproof.suites.vocabulary import PARITY
 
-LAWS = (MatchesOracle(), RanksAgree(), AllWaited(select=Select()))
+LAWS = (*PARITY, AllWaited(select=Select()))
 WITH_OPTIMIZER = {"LowRankAdapters", "OrthogonalUpdates", "SomeParameters"}
 DRAWING = {"MaskedEncoder"}  # other devices draw other numbers than the oracle
 

@@ -13,14 +13,9 @@ from shardproof import (
     Count,
     Exactly,
     Layout,
-    MatchesOracle,
     Nothing,
-    Op,
-    Phase,
     Problem,
-    RanksAgree,
     Reshard,
-    Select,
     Training,
     Trial,
 )
@@ -30,10 +25,10 @@ from shardproof.fixtures.checkpointed import (
     CHECKPOINTED_TIED,
     CHECKPOINTED_TIED_REENTRANT,
 )
+from shardproof.suites.params import param
 from shardproof.suites.training import train, train_sharded
+from shardproof.suites.vocabulary import GATHERS_IN_BACKWARD, PARITY
 
-LAWS = (MatchesOracle(), RanksAgree())
-GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
 # A checkpoint holds the unit, or the unit holds the checkpoint.
 HELD, HOLDING = ("blocks.0.inner", "blocks.1.inner"), ("blocks.0", "blocks.1")
 # The root owns nothing; what the embeddings' backward needs is not their parameters.
@@ -62,22 +57,20 @@ class GathersOfFreedUnits:
 @pytest.mark.parametrize(
     ("problem", "units", "root_owns"),
     [
-        pytest.param(
+        param(
             CHECKPOINTED_REENTRANT,
             HELD,
             1,
             id="held-reentrant",
-            marks=pytest.mark.kills("GathersAgainAfterARecompute", "RecomputesBeforeTheGatherIsOver"),
+            kills=("GathersAgainAfterARecompute", "RecomputesBeforeTheGatherIsOver"),
         ),
-        pytest.param(
-            CHECKPOINTED, HOLDING, 1, id="holding", marks=pytest.mark.kills("GathersOnceMoreInBackward")
-        ),
-        pytest.param(
+        param(CHECKPOINTED, HOLDING, 1, id="holding", kills="GathersOnceMoreInBackward"),
+        param(
             CHECKPOINTED,
             GROUPS,
             0,
             id="groups",
-            marks=pytest.mark.kills("GathersWhatBackwardDoesWithout", "RecomputesBeforeTheGatherIsOver"),
+            kills=("GathersWhatBackwardDoesWithout", "RecomputesBeforeTheGatherIsOver"),
         ),
     ],
 )
@@ -91,7 +84,7 @@ def test_freed_parameters_are_gathered_once_for_recompute_and_backward(
         reshard=Reshard.AFTER_FORWARD,
         gathered_once=(EMBEDDINGS,) if EMBEDDINGS in units else (),
     )
-    trial.holds(training, *LAWS, once)
+    trial.holds(training, *PARITY, once)
 
 
 @pytest.mark.worlds(SEVERAL)
@@ -108,30 +101,24 @@ def test_kept_parameters_are_not_gathered_for_a_recompute(
     trial: Trial, problem: Problem, units: tuple[str, ...]
 ) -> None:
     none = Nothing(select=GATHERS_IN_BACKWARD)
-    trial.holds(train_sharded(problem, units=units, reshard=Reshard.KEEP), *LAWS, none)
+    trial.holds(train_sharded(problem, units=units, reshard=Reshard.KEEP), *PARITY, none)
 
 
 @pytest.mark.rows("R12", "R13")
 @pytest.mark.kills("CountsRecomputedGradientsTwice")
 @pytest.mark.parametrize(
-    "problem",
-    [
-        pytest.param(CHECKPOINTED_REENTRANT, marks=pytest.mark.kills("SearchesTheGraph")),
-        pytest.param(CHECKPOINTED_TIED),
-    ],
-    ids=lambda problem: problem.name,
+    "problem", [param(CHECKPOINTED_REENTRANT, kills="SearchesTheGraph"), pytest.param(CHECKPOINTED_TIED)]
 )
 def test_replicas_recompute_alike(trial: Trial, problem: Problem) -> None:
-    trial.holds(train(problem, layout=Layout.REPLICATE, units=HELD), *LAWS)
+    trial.holds(train(problem, layout=Layout.REPLICATE, units=HELD), *PARITY)
 
 
 @pytest.mark.rows("T22")
 @pytest.mark.kills("ForgetsEarlierForwards", "CountsRecomputedGradientsTwice")
 @pytest.mark.parametrize(
-    "reshard",
-    [pytest.param(Reshard.AFTER_FORWARD, id="freed"), pytest.param(Reshard.KEEP, id="kept")],
+    "reshard", [pytest.param(Reshard.AFTER_FORWARD, id="freed"), pytest.param(Reshard.KEEP, id="kept")]
 )
 def test_two_forwards_through_nested_groups_both_count(trial: Trial, reshard: Reshard) -> None:
     script = AllForwardsFirst(backwards=Backwards.AT_ONCE)
     training = train_sharded(CHECKPOINTED, units=NESTED, reshard=reshard, microbatches=2, script=script)
-    trial.holds(training, *LAWS)
+    trial.holds(training, *PARITY)

@@ -6,7 +6,6 @@ Where an axis of the mesh has one rank an engine may leave its collectives out o
 from __future__ import annotations
 
 from dataclasses import replace
-from operator import attrgetter
 
 import pytest
 
@@ -34,10 +33,10 @@ from shardproof import (
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import ACROSS_REPLICAS
 
 GATHERS = Select(ops=(Op.ALL_GATHER,), axis="shard")
 SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), axis="shard", phases=(Phase.BACKWARD,))
-ACROSS = Select(ops=(Op.ALL_REDUCE,), axis="replicate", phases=(Phase.BACKWARD,))
 ALONE = Select(group_size=1)
 ONCE_PER_GROUP = Exactly(NUM_GROUPS)
 WITHIN_REPLICAS = (
@@ -45,7 +44,7 @@ WITHIN_REPLICAS = (
     Count(select=replace(GATHERS, phases=(Phase.BACKWARD,)), expected=ONCE_PER_GROUP),
     Count(select=SCATTERS, expected=ONCE_PER_GROUP),
 )
-every_problem = pytest.mark.parametrize("problem", [MLP_EVEN, MLP_UNEVEN], ids=attrgetter("name"))
+every_problem = pytest.mark.parametrize("problem", [MLP_EVEN, MLP_UNEVEN])
 
 
 @pytest.mark.rows("T35")
@@ -56,8 +55,8 @@ def test_reduces_within_and_across_replicas(trial: Trial, problem: Problem) -> N
     trial.holds(
         _training(problem, Replicas.TWO),
         *WITHIN_REPLICAS,
-        Count(select=ACROSS, expected=ONCE_PER_GROUP),
-        OnlyThese(selects=(GATHERS, SCATTERS, ACROSS)),
+        Count(select=ACROSS_REPLICAS, expected=ONCE_PER_GROUP),
+        OnlyThese(selects=(GATHERS, SCATTERS, ACROSS_REPLICAS)),
         RanksAgree(),
     )
 
@@ -70,8 +69,8 @@ def test_reduces_within_and_across_pairs(trial: Trial, problem: Problem) -> None
     trial.holds(
         _training(problem, Replicas.PAIRS),
         *WITHIN_REPLICAS,
-        Count(select=ACROSS, expected=ONCE_PER_GROUP),
-        OnlyThese(selects=(GATHERS, SCATTERS, ACROSS)),
+        Count(select=ACROSS_REPLICAS, expected=ONCE_PER_GROUP),
+        OnlyThese(selects=(GATHERS, SCATTERS, ACROSS_REPLICAS)),
         RanksAgree(),
     )
 
@@ -94,10 +93,10 @@ def test_one_replica_reduces_within_itself(trial: Trial, problem: Problem) -> No
 def test_single_ranks_reduce_across_replicas(trial: Trial, problem: Problem) -> None:
     trial.holds(
         _training(problem, Replicas.SINGLES),
-        Count(select=ACROSS, expected=ONCE_PER_GROUP),
-        Bytes(select=ACROSS, expected=Exactly(GRADIENT_BYTES), minimum=GRADIENT_BYTES),
-        AllWaited(select=ACROSS),
-        OnlyThese(selects=(ACROSS, ALONE)),
+        Count(select=ACROSS_REPLICAS, expected=ONCE_PER_GROUP),
+        Bytes(select=ACROSS_REPLICAS, expected=Exactly(GRADIENT_BYTES), minimum=GRADIENT_BYTES),
+        AllWaited(select=ACROSS_REPLICAS),
+        OnlyThese(selects=(ACROSS_REPLICAS, ALONE)),
         RanksAgree(),
     )
 

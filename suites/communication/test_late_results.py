@@ -18,9 +18,7 @@ from shardproof import (
     Grouping,
     Layout,
     LeavesBuffersAlone,
-    MatchesOracle,
     Plan,
-    RanksAgree,
     Reshard,
     ResultsAreWaitedFor,
     Schedule,
@@ -29,9 +27,11 @@ from shardproof import (
 )
 from shardproof.fixtures.chain import CHAIN
 from shardproof.fixtures.optimizers import SGD
+from shardproof.suites.params import param
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import PARITY
 
-LAWS = (LeavesBuffersAlone(), ResultsAreWaitedFor(), MatchesOracle(), RanksAgree())
+LAWS = (LeavesBuffersAlone(), ResultsAreWaitedFor(), *PARITY)
 SHARDED = Plan(
     layout=Layout.SHARD, units=CHAIN.units, grouping=Grouping.REQUIRED, reshard=Reshard.AFTER_FORWARD
 )
@@ -49,9 +49,7 @@ def test_waits_for_results_whatever_the_layout(trial: Trial) -> None:
     "plan",
     [
         pytest.param(SHARDED, id="shard"),
-        pytest.param(
-            replace(SHARDED, layout=Layout.HYBRID), id="hybrid", marks=pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-        ),
+        param(replace(SHARDED, layout=Layout.HYBRID), id="hybrid", worlds=FOUR_OR_MORE_EVEN),
         pytest.param(replace(SHARDED, accumulation=Accumulation.EVERY_MICROBATCH), id="microbatches"),
     ],
 )

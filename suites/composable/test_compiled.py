@@ -15,6 +15,8 @@ from shardproof.fixtures.problems import TRANSFORMER
 from shardproof.suites.composable.bench import STEP, Bench, cut, expects, layers, steps_on_shared_rows
 from shardproof.suites.wrapper.model import Tower, fill, shown_gradients, tower
 
+pytestmark = pytest.mark.worlds(APART)
+
 GRADIENTS = "gradients"
 
 
@@ -33,7 +35,6 @@ class _Nested(nn.Module):
         return self.tower(rows) / 64
 
 
-@pytest.mark.worlds(APART)
 @pytest.mark.kills("SumsWhatACallerPrepares")
 @pytest.mark.parametrize("unit", ["", "middle"], ids=["root", "unit"])
 @pytest.mark.parametrize("door", ["fully_shard", "replicate"])
@@ -46,7 +47,6 @@ def test_one_group_trains_as_it_does_uncompiled(bench: Bench, door: str, unit: s
     bench.steps(model)
 
 
-@pytest.mark.worlds(APART)
 @pytest.mark.worlds(FOURS)
 @pytest.mark.kills("SumsWhatACallerPrepares", world="processes:4")
 @pytest.mark.parametrize("door", ["fully_shard", "replicate"])
@@ -57,7 +57,6 @@ def test_tensors_that_are_cut_train_as_they_do_uncompiled(bench: Bench, door: st
     steps_on_shared_rows(bench, model, layers(), 2)
 
 
-@pytest.mark.worlds(APART)
 @pytest.mark.kills("SumsWhatACallerPrepares")
 @expects(GRADIENTS)
 def test_a_transformer_trains_as_it_does_uncompiled(bench: Bench) -> None:
@@ -73,7 +72,6 @@ def test_a_transformer_trains_as_it_does_uncompiled(bench: Bench) -> None:
     bench.near(GRADIENTS, got, shown_gradients(alone), tolerance=1e-4)
 
 
-@pytest.mark.worlds(APART)
 @pytest.mark.kills("SumsWhatACallerPrepares")
 @expects(STEP)
 def test_nested_units_that_run_twice_train_as_they_do_uncompiled(bench: Bench) -> None:

@@ -14,7 +14,10 @@ from torch.distributed.tensor import DTensor
 from shardproof import EVEN, FOUR_OR_MORE_EVEN, Capability, Op
 from shardproof.suites.composable import bench as benches
 from shardproof.suites.composable.bench import STEP, Bench
+from shardproof.suites.params import param
 from shardproof.suites.wrapper.model import LR, batch, copies, gradients, tower
+
+pytestmark = pytest.mark.worlds(EVEN)
 
 expects = partial(benches.expects, beside=frozenset({Capability.PACKED_GATHERS}))
 TOLD, CALLS, BYTES = "what pack is told", "calls", "bytes"
@@ -114,13 +117,9 @@ class _Boxed(torch.Tensor):
         return self.wire.unpack(gathered, num_rows, dtype, out=out)
 
 
-@pytest.mark.worlds(EVEN)
 @pytest.mark.kills("GathersWithoutPacking", "PacksOnceForAll")
 @pytest.mark.parametrize("frees", [True, False], ids=["freed", "kept"])
-@pytest.mark.parametrize(
-    "layout",
-    ["shards", pytest.param("hybrid", marks=pytest.mark.kills("TellsPackTheWholeMesh")), "alone"],
-)
+@pytest.mark.parametrize("layout", ["shards", param("hybrid", kills="TellsPackTheWholeMesh"), "alone"])
 @expects(STEP, TOLD, CALLS, BYTES)
 def test_shards_pack_themselves(bench: Bench, layout: str, frees: bool) -> None:
     num_replicas = {"shards": 1, "hybrid": 2, "alone": bench.size}[layout]
@@ -133,7 +132,6 @@ def test_shards_pack_themselves(bench: Bench, layout: str, frees: bool) -> None:
     _train_packed(bench, model, wires)
 
 
-@pytest.mark.worlds(EVEN)
 @pytest.mark.kills("GathersWithoutPacking", "PacksOnceForAll")
 @pytest.mark.parametrize("frees", [True, False], ids=["freed", "kept"])
 @pytest.mark.parametrize("start", ["stored", "empty_in_bfloat16"])
@@ -160,7 +158,6 @@ _frees = partial(benches.expects, beside=frozenset({Capability.PACKED_GATHERS, C
 
 
 @pytest.mark.rows("E04", "C34")
-@pytest.mark.worlds(EVEN)
 @pytest.mark.kills("KeepsWhatWasUnpacked")
 @pytest.mark.parametrize("frees", [True, False], ids=["freed", "kept"])
 @_frees(STEP, TOLD, CALLS, BYTES, "bytes once unpacked", "values once sharded")
@@ -179,12 +176,8 @@ def test_gathered_bytes_are_freed_once_they_are_unpacked(bench: Bench, frees: bo
 
 
 @pytest.mark.rows("C34")
-@pytest.mark.worlds(EVEN)
 @pytest.mark.kills("KeepsWhatWasUnpacked")
-@pytest.mark.parametrize(
-    "reason",
-    ["no_bool", "no_pair", pytest.param("a_part_is_kept", marks=pytest.mark.worlds(FOUR_OR_MORE_EVEN))],
-)
+@pytest.mark.parametrize("reason", ["no_bool", "no_pair", param("a_part_is_kept", worlds=FOUR_OR_MORE_EVEN)])
 @_frees("the refusal")
 def test_refuses_to_free(bench: Bench, reason: str) -> None:
     def prepare_and_run() -> None:

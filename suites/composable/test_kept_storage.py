@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from shardproof import EVEN, Capability
 from shardproof.suites.composable import bench as benches
 from shardproof.suites.composable.bench import Bench
+from shardproof.suites.params import param
 from shardproof.suites.wrapper.model import LR, UNITS, copies, gradients, tower
 
 expects = partial(benches.expects, beside=frozenset({Capability.KEEP_STORAGE}))
@@ -20,9 +21,9 @@ expects = partial(benches.expects, beside=frozenset({Capability.KEEP_STORAGE}))
 @pytest.mark.parametrize(
     "kept",
     [
-        pytest.param("all", marks=[pytest.mark.rows("T55"), pytest.mark.kills("FreesWhatIsToBeKept")]),
-        pytest.param("root", marks=[pytest.mark.rows("T55"), pytest.mark.kills("FreesWhatIsToBeKept")]),
-        pytest.param("replicas", marks=[pytest.mark.rows("R22"), pytest.mark.kills("ShowsTheFirstValues")]),
+        param("all", kills="FreesWhatIsToBeKept", rows="T55"),
+        param("root", kills="FreesWhatIsToBeKept", rows="T55"),
+        param("replicas", kills="ShowsTheFirstValues", rows="R22"),
     ],
 )
 @expects("values", "addresses", "with memory between", "shown between")

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardproof import FOURS, SEVERAL
 from shardproof.suites.composable.bench import STEP, Bench, cut, expects, whole
+from shardproof.suites.params import param
 from shardproof.suites.wrapper.model import LR, batch, copies, fill, gradients, shown_gradients, tower
 
 VALUES = "values"
@@ -266,14 +267,11 @@ class _Normed(nn.Sequential):
 
 @pytest.mark.kills("SumsWhatACallerPrepares")
 @pytest.mark.parametrize("door", ["fully_shard", "replicate"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
     "is_apart",
-    [
-        pytest.param(False, id="buffers_cast"),
-        pytest.param(True, id="policy_of_its_own", marks=pytest.mark.kills("IgnoresPolicies")),
-    ],
+    [pytest.param(False, id="buffers_cast"), param(True, id="policy_of_its_own", kills="IgnoresPolicies")],
 )
 @expects("the dtype of the output", "gradients", "statistics")
 def test_norms_run_in_units_of_few_bits(bench: Bench, is_apart: bool, dtype: torch.dtype, door: str) -> None:

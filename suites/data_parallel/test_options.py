@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from shardproof import APART, FOURS, SEVERAL, Op
 from shardproof.suites.data_parallel.bench import Bench, expects
+from shardproof.suites.params import param
 from shardproof.suites.wrapper.model import LR, batch, copies, fill, gradients, shown_gradients, tower
 
 GRADIENTS = "gradients"
@@ -51,11 +52,9 @@ def test_buffers_are_those_of_the_first_rank_where_asked_for(bench: Bench, is_as
 @pytest.mark.parametrize(
     ("cap", "compiles"),
     [
-        pytest.param(1e-6, False, id="small", marks=pytest.mark.kills("PacksAsItLikes")),
-        pytest.param(25.0, False, id="large", marks=pytest.mark.kills("PacksAsItLikes")),
-        pytest.param(
-            25.0, True, id="compiled", marks=[pytest.mark.worlds(APART), pytest.mark.kills("SumsWhatItWraps")]
-        ),
+        param(1e-6, False, id="small", kills="PacksAsItLikes"),
+        param(25.0, False, id="large", kills="PacksAsItLikes"),
+        param(25.0, True, id="compiled", kills="SumsWhatItWraps", worlds=APART),
     ],
 )
 @expects("the number of reductions", GRADIENTS)
@@ -244,10 +243,7 @@ def test_reduces_sparse_gradients_as_they_are(bench: Bench) -> None:
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("ReducesInItsNoSync")
-@pytest.mark.parametrize(
-    "levels",
-    [pytest.param(1, id="all"), pytest.param(2, id="by_halves", marks=pytest.mark.worlds(FOURS))],
-)
+@pytest.mark.parametrize("levels", [pytest.param(1, id="all"), param(2, id="by_halves", worlds=FOURS)])
 @expects("parameters of each rank", "parameters of all")
 def test_models_that_part_are_averaged_now_and_then(bench: Bench, levels: int) -> None:
     root = bench.wrap(tower())

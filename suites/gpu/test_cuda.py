@@ -32,14 +32,13 @@ from shardproof import (
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.placements import MANY_PARAMETERS
 from shardproof.fixtures.problems import MLP_EVEN, TRANSFORMER
+from shardproof.suites.params import param
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import PARITY
 
 on_cuda = pytest.mark.device("cuda")
 WORLD = "processes:2:cuda"
-WIRES = [
-    pytest.param(Wire.SUM, id="sum", marks=pytest.mark.rows("C25")),
-    pytest.param(Wire.NATIVE, id="native", marks=pytest.mark.rows("C26")),
-]
+WIRES = [param(Wire.SUM, rows="C25"), param(Wire.NATIVE, rows="C26")]
 
 
 @on_cuda
@@ -83,11 +82,7 @@ def test_communicates_from_memory_of_the_group(trial: Trial) -> None:
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("wire", WIRES)
 def test_trains_the_same_model_over_symmetric_memory(trial: Trial, wire: Wire) -> None:
-    trial.holds(
-        train(MLP_EVEN, layout=Layout.SHARD, buffers=Buffers.SYMMETRIC, wire=wire),
-        MatchesOracle(),
-        RanksAgree(),
-    )
+    trial.holds(train(MLP_EVEN, layout=Layout.SHARD, buffers=Buffers.SYMMETRIC, wire=wire), *PARITY)
 
 
 @pytest.mark.device("!cpu")

@@ -15,19 +15,15 @@ from shardproof import (
     Interlude,
     Layout,
     MatchesOracle,
-    Op,
-    Phase,
-    RanksAgree,
-    Select,
     Trial,
 )
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof.fixtures.tied import TIED
+from shardproof.suites.params import param
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import PARITY, REDUCTIONS
 
-LAWS = (MatchesOracle(), RanksAgree())
-REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,))
 WIDER = (torch.float64,)
 drops = pytest.mark.kills("ConvertsWithoutGradients")
 
@@ -37,7 +33,7 @@ drops = pytest.mark.kills("ConvertsWithoutGradients")
     "moment",
     [
         pytest.param(Interlude.BEFORE, id="before_forward"),
-        pytest.param(Interlude.BETWEEN, id="between", marks=drops),
+        pytest.param(Interlude.BETWEEN, marks=drops),
         pytest.param(Interlude.END, id="before_step", marks=drops),
     ],
 )
@@ -46,7 +42,7 @@ def test_a_conversion_and_back_changes_nothing(
     trial: Trial, moment: Interlude, dtypes: tuple[torch.dtype, ...]
 ) -> None:
     script = ConvertsAndBack(moment=moment, dtypes=dtypes)
-    trial.holds(train(MLP_UNEVEN, ADAMW, microbatches=2, script=script), *LAWS)
+    trial.holds(train(MLP_UNEVEN, ADAMW, microbatches=2, script=script), *PARITY)
 
 
 @drops
@@ -61,20 +57,14 @@ def test_a_conversion_changes_no_unit(trial: Trial, units: tuple[str, ...]) -> N
         microbatches=2,
         script=script,
     )
-    trial.holds(training, *LAWS)
+    trial.holds(training, *PARITY)
 
 
 @drops
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(Layout.SHARD, id="shard"),
-        pytest.param(Layout.HYBRID, id="hybrid", marks=pytest.mark.worlds(EVEN)),
-    ],
-)
+@pytest.mark.parametrize("layout", [Layout.SHARD, param(Layout.HYBRID, worlds=EVEN)])
 def test_tied_parameters_stay_tied(trial: Trial, layout: Layout) -> None:
     script = ConvertsAndBack(moment=Interlude.END, dtypes=WIDER)
-    trial.holds(train(TIED, layout=layout, script=script), *LAWS)
+    trial.holds(train(TIED, layout=layout, script=script), *PARITY)
 
 
 @drops
@@ -84,7 +74,7 @@ def test_gradients_that_wait_for_their_reduction_outlive_a_conversion(
 ) -> None:
     script = ConvertsAndBack(moment=Interlude.BETWEEN, dtypes=dtypes)
     accumulation = Accumulation.LAST_MICROBATCH
-    trial.holds(train(MLP_UNEVEN, microbatches=3, accumulation=accumulation, script=script), *LAWS)
+    trial.holds(train(MLP_UNEVEN, microbatches=3, accumulation=accumulation, script=script), *PARITY)
 
 
 @pytest.mark.kills("ForgetsTheReduceDtypeOnceConverted")

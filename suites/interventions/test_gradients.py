@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -22,12 +21,10 @@ from shardproof import (
     HoldsBackByTurns,
     HooksGradients,
     Layout,
-    MatchesOracle,
     NamedOptimizer,
     Notes,
     Offload,
     Placement,
-    RanksAgree,
     Reshard,
     Schedule,
     Trial,
@@ -35,9 +32,10 @@ from shardproof import (
 from shardproof.fixtures.optimizers import ADAMW, DECAYING, SGD
 from shardproof.fixtures.placements import DIVISIBLE_MLP
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
+from shardproof.suites.params import param
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import PARITY
 
-LAWS = (MatchesOracle(), RanksAgree())
 SEES = Notes(subject=HOOKED, value=REDUCED, is_explained=True)
 HOOKS = frozenset({Capability.GRADIENT_HOOKS})
 IN_BACKWARD = Schedule(steps_in_backward=True)
@@ -51,34 +49,34 @@ IN_BACKWARD = Schedule(steps_in_backward=True)
 )
 def test_hooks_see_each_reduced_gradient_once(trial: Trial, accumulation: Accumulation, times: int) -> None:
     script = HooksGradients(times=times)
-    trial.holds(train(MLP_UNEVEN, microbatches=2, accumulation=accumulation, script=script), *LAWS, SEES)
+    trial.holds(train(MLP_UNEVEN, microbatches=2, accumulation=accumulation, script=script), *PARITY, SEES)
 
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("NeverCallsGradientHooks", "CallsGradientHooksBeforeReducing")
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW, DECAYING], ids=attrgetter("name"))
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW, DECAYING])
 def test_an_optimizer_in_backward_is_one_after_it(trial: Trial, optimizer: NamedOptimizer) -> None:
-    trial.holds(train(MLP_UNEVEN, optimizer, schedule=IN_BACKWARD, demands=HOOKS), *LAWS)
+    trial.holds(train(MLP_UNEVEN, optimizer, schedule=IN_BACKWARD, demands=HOOKS), *PARITY)
 
 
 @pytest.mark.kills("NeverCallsGradientHooks")
 @pytest.mark.parametrize(
     "plan",
     [
-        pytest.param({"layout": Layout.HYBRID}, id="hybrid", marks=pytest.mark.worlds(EVEN)),
+        param({"layout": Layout.HYBRID}, id="hybrid", worlds=EVEN),
         pytest.param({"offload": Offload.CPU}, id="host"),
         pytest.param({"reshard": Reshard.KEEP, "layout": Layout.SHARD}, id="kept"),
     ],
 )
 # Any: as for `train`.
 def test_an_optimizer_in_backward_knows_every_layout(trial: Trial, plan: dict[str, Any]) -> None:
-    trial.holds(train(MLP_EVEN, schedule=IN_BACKWARD, demands=HOOKS, **plan), *LAWS)
+    trial.holds(train(MLP_EVEN, schedule=IN_BACKWARD, demands=HOOKS, **plan), *PARITY)
 
 
 @pytest.mark.kills("AddsToItsOwnGradients")
-@pytest.mark.parametrize("edit", GradientEdit, ids=lambda edit: edit.name.lower())
+@pytest.mark.parametrize("edit", GradientEdit)
 def test_goes_on_with_gradients_as_the_caller_left_them(trial: Trial, edit: GradientEdit) -> None:
-    trial.holds(train(MLP_UNEVEN, microbatches=3, script=EditsGradients(edit=edit)), *LAWS)
+    trial.holds(train(MLP_UNEVEN, microbatches=3, script=EditsGradients(edit=edit)), *PARITY)
 
 
 @pytest.mark.kills("ClearsWhatWaits")
@@ -86,11 +84,9 @@ def test_goes_on_with_gradients_as_the_caller_left_them(trial: Trial, edit: Grad
     ("layout", "others"),
     [
         pytest.param(Layout.SHARD, {}, id="shard"),
-        pytest.param(
-            Layout.SHARD, {"placement": Placement.LARGEST}, id="largest_dim", marks=pytest.mark.worlds(EVEN)
-        ),
+        param(Layout.SHARD, {"placement": Placement.LARGEST}, id="largest_dim", worlds=EVEN),
         pytest.param(Layout.REPLICATE, {}, id="replicate"),
-        pytest.param(Layout.HYBRID, {}, id="hybrid", marks=pytest.mark.worlds(EVEN)),
+        param(Layout.HYBRID, {}, id="hybrid", worlds=EVEN),
     ],
 )
 def test_clearing_leaves_what_waits_for_its_reduction(
@@ -103,15 +99,13 @@ def test_clearing_leaves_what_waits_for_its_reduction(
     training = train(
         DIVISIBLE_MLP, layout=layout, microbatches=3, accumulation=accumulation, script=script, **others
     )
-    trial.holds(training, *LAWS)
+    trial.holds(training, *PARITY)
 
 
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @pytest.mark.kills("NeverSynchronisesReplicas")
 @pytest.mark.parametrize("placement", [Placement.FIRST, Placement.LARGEST], ids=["rows", "largest_dim"])
-@pytest.mark.parametrize(
-    "clears", [False, pytest.param(True, marks=pytest.mark.kills("ClearsWhatWaits"))], ids=["kept", "cleared"]
-)
+@pytest.mark.parametrize("clears", [False, param(True, kills="ClearsWhatWaits")], ids=["kept", "cleared"])
 def test_what_waits_in_part_counts_once(trial: Trial, clears: bool, placement: Placement) -> None:
     script = HoldsBackByTurns(units=(*DIVISIBLE_MLP.units, ""), clears=clears)
     training = train(
@@ -122,4 +116,4 @@ def test_what_waits_in_part_counts_once(trial: Trial, clears: bool, placement: P
         microbatches=4,
         script=script,
     )
-    trial.holds(training, *LAWS)
+    trial.holds(training, *PARITY)

@@ -21,7 +21,6 @@ from shardproof import (
     Law,
     Layout,
     LiveBytes,
-    MatchesOracle,
     MemoryKind,
     NamedOptimizer,
     NoLeaks,
@@ -31,7 +30,6 @@ from shardproof import (
     Plan,
     Prefetch,
     Problem,
-    RanksAgree,
     Reshard,
     Schedule,
     Script,
@@ -60,6 +58,8 @@ from shardproof.suites.lifetimes.closed_forms import (
     ROOT_AND_ONE_MOST,
     ROOT_AND_TWO_MOST,
 )
+from shardproof.suites.params import param
+from shardproof.suites.vocabulary import PARITY
 
 GATHERED, STAGING, GRADIENT = (MemoryKind.GATHERED,), (MemoryKind.STAGING,), (MemoryKind.GRADIENT,)
 UNREDUCED = (MemoryKind.GRADIENT, MemoryKind.STAGING)  # a flat gradient is packed as it is made
@@ -124,20 +124,13 @@ def test_units_are_gathered_in_turn(trial: Trial, plan: Plan, problem: Problem, 
 @pytest.mark.parametrize(
     ("plan", "left"),
     [
-        pytest.param(
+        param(
             FREED,
             Exactly(0),
             id="freed",
-            marks=pytest.mark.kills(
-                "KeepsWhatItWasAskedToFree", "KeepsRootsWhateverAsked", "FreesInTheFirstStepAlone"
-            ),
+            kills=("KeepsWhatItWasAskedToFree", "KeepsRootsWhateverAsked", "FreesInTheFirstStepAlone"),
         ),
-        pytest.param(
-            KEPT,
-            Between(ALL_LEAST, ALL_MOST),
-            id="kept",
-            marks=pytest.mark.kills("FreesWhatItWasAskedToKeep"),
-        ),
+        param(KEPT, Between(ALL_LEAST, ALL_MOST), id="kept", kills="FreesWhatItWasAskedToKeep"),
         pytest.param(
             HYBRID, Exactly(0), id="hybrid", marks=[of_four, pytest.mark.kills("KeepsWhatItWasAskedToFree")]
         ),
@@ -187,12 +180,12 @@ def test_backward_leaves_nothing_gathered(trial: Trial, plan: Plan) -> None:
             id="freed",
             marks=of_a_pass,
         ),
-        pytest.param(
+        param(
             KEPT,
             Between(ALL_LEAST, ALL_MOST),
             Between(ALL_LEAST, ALL_MOST),
             id="kept",
-            marks=pytest.mark.kills("FreesWhatItWasAskedToKeep"),
+            kills="FreesWhatItWasAskedToKeep",
         ),
         pytest.param(
             PAIRS,
@@ -290,25 +283,12 @@ def test_gradients_of_replicas_exist_twice_at_most(trial: Trial) -> None:
 def test_no_step_leaves_more_than_the_one_before(
     trial: Trial, plan: Plan, problem: Problem, optimizer: NamedOptimizer, schedule: Schedule
 ) -> None:
-    _holds(
-        trial,
-        plan,
-        NoLeaks(),
-        problem=problem,
-        optimizer=optimizer,
-        schedule=replace(schedule, steps=5),
-    )
+    _holds(trial, plan, NoLeaks(), problem=problem, optimizer=optimizer, schedule=replace(schedule, steps=5))
 
 
 @pytest.mark.kills("FreesTheUsersOutputs")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(Layout.NATIVE, id="native", marks=pytest.mark.kills("FreesTheUsersInputs")),
-        pytest.param(Layout.REPLICATE, id="replicate"),
-    ],
-)
+@pytest.mark.parametrize("layout", [param(Layout.NATIVE, kills="FreesTheUsersInputs"), Layout.REPLICATE])
 def test_what_the_user_holds_is_let_alone(trial: Trial, layout: Layout) -> None:
     units = ("blocks.0", "blocks.2")
     names = ("an input", "an output", "an activation", "a slice of an input")
@@ -349,4 +329,4 @@ def _holds(
         script=script or EachMicrobatch(),
         watch=frozenset({Watch.LIFETIMES}),
     )
-    trial.holds(training, *laws, MatchesOracle(), RanksAgree())
+    trial.holds(training, *laws, *PARITY)

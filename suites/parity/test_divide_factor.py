@@ -23,36 +23,29 @@ from shardproof import (
 )
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_UNEVEN
+from shardproof.suites.params import param
+from shardproof.suites.vocabulary import PARITY
 
 LAWS = (MatchesOracle(), HoldsItsShare(), RanksAgree())
 WORLD = None  # the number of ranks: what an engine divides by by default
 # float64 beside float32: it is one of the dtypes in which engines divide partly before and partly after the sum.
 FACTORS = [
-    pytest.param(1, None, id="one-float32", marks=pytest.mark.kills("AveragesWhateverTheFactor")),
-    pytest.param(2, None, id="two-float32", marks=pytest.mark.kills("DividesByTheSquareOfTheFactor")),
-    pytest.param(
-        2, torch.float64, id="two-float64", marks=pytest.mark.kills("DividesByTheSquareOfTheFactor")
-    ),
-    pytest.param(
-        WORLD,
-        torch.float64,
-        id="world-float64",
-        marks=[pytest.mark.worlds(SEVERAL), pytest.mark.kills("DividesByTheSquareOfTheFactor")],
-    ),
+    param(1, None, id="one-float32", kills="AveragesWhateverTheFactor"),
+    param(2, None, id="two-float32", kills="DividesByTheSquareOfTheFactor"),
+    param(2, torch.float64, id="two-float64", kills="DividesByTheSquareOfTheFactor"),
+    param(WORLD, torch.float64, id="world-float64", kills="DividesByTheSquareOfTheFactor", worlds=SEVERAL),
 ]
 FACTORS_OF_REPLICAS = [
-    pytest.param(1, None, id="one-float32", marks=pytest.mark.kills("IgnoresTheDivideFactor")),
-    pytest.param(2, None, id="two-float32", marks=pytest.mark.kills("DividesByTheFactorTwice")),
-    pytest.param(2, torch.float64, id="two-float64", marks=pytest.mark.kills("DividesByTheFactorTwice")),
-    pytest.param(
-        WORLD, torch.float64, id="world-float64", marks=pytest.mark.kills("DividesByTheFactorTwice")
-    ),
+    param(1, None, id="one-float32", kills="IgnoresTheDivideFactor"),
+    param(2, None, id="two-float32", kills="DividesByTheFactorTwice"),
+    param(2, torch.float64, id="two-float64", kills="DividesByTheFactorTwice"),
+    param(WORLD, torch.float64, id="world-float64", kills="DividesByTheFactorTwice"),
 ]
 
 
 @pytest.mark.rows("C08")
 @pytest.mark.parametrize(("factor", "reduce_dtype"), FACTORS)
-@pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.SHARD], ids=lambda x: x.name.lower())
+@pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.SHARD])
 def test_divides_as_asked(
     trial: Trial, layout: Layout, factor: int | None, reduce_dtype: torch.dtype | None
 ) -> None:
@@ -80,11 +73,7 @@ def test_divides_sums_of_shards_by_more_than_the_ranks(
 @pytest.mark.rows("C08")
 @pytest.mark.parametrize(("factor", "reduce_dtype"), FACTORS_OF_REPLICAS)
 @pytest.mark.parametrize(
-    "replicas",
-    [
-        pytest.param(Replicas.TWO, id="two", marks=pytest.mark.worlds(FOUR_OR_MORE_EVEN)),
-        pytest.param(Replicas.SINGLES, id="singles", marks=pytest.mark.worlds(SEVERAL)),
-    ],
+    "replicas", [param(Replicas.TWO, worlds=FOUR_OR_MORE_EVEN), param(Replicas.SINGLES, worlds=SEVERAL)]
 )
 def test_divides_as_asked_on_replicas(
     trial: Trial, replicas: Replicas, factor: int | None, reduce_dtype: torch.dtype | None
@@ -106,7 +95,7 @@ def test_divides_by_one_on_single_ranks(trial: Trial) -> None:
 @pytest.mark.worlds(SEVERAL)
 def test_divides_as_asked_what_bfloat16_computed(trial: Trial) -> None:
     plan = Plan(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    trial.holds(_training(plan, 1), MatchesOracle(), RanksAgree())
+    trial.holds(_training(plan, 1), *PARITY)
 
 
 @pytest.mark.rows("C29")
@@ -117,7 +106,7 @@ def test_divides_as_asked_what_bfloat16_computed(trial: Trial) -> None:
     [
         pytest.param(None, id="none"),
         pytest.param(1, id="one"),
-        pytest.param(2, id="two", marks=pytest.mark.kills("IgnoresTheDivideFactorOfOneRank")),
+        param(2, id="two", kills="IgnoresTheDivideFactorOfOneRank"),
     ],
 )
 def test_one_rank_divides_by_the_factor_alone(trial: Trial, factor: int | None) -> None:

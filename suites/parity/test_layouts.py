@@ -16,40 +16,27 @@ from shardproof import (
     MatchesOracle,
     NamedOptimizer,
     Nothing,
-    Op,
-    Phase,
     Plan,
     RanksAgree,
     Replicas,
     Reshard,
     Schedule,
-    Select,
     Training,
     Trial,
 )
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_UNEVEN
+from shardproof.suites.params import param
+from shardproof.suites.vocabulary import GATHERS_IN_BACKWARD
 
 LAWS = (MatchesOracle(), HoldsItsShare(), RanksAgree())
-GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
 # How an engine groups parameters is its own affair here: one gather for all, or one for each.
 AT_MOST = len(list(MLP_UNEVEN.build().parameters()))
 # One axis of the mesh has a single rank, or neither has; on one rank both have.
 OTHER_REPLICAS = [
-    pytest.param(Replicas.ONE, id="one", marks=pytest.mark.kills("DividesOneReplicaTwice")),
-    pytest.param(
-        Replicas.SINGLES,
-        id="singles",
-        marks=[
-            pytest.mark.worlds(SEVERAL),
-            pytest.mark.kills("NeverSynchronisesSingles", "AcceptsEveryPlan"),
-        ],
-    ),
-    pytest.param(
-        Replicas.PAIRS,
-        id="pairs",
-        marks=[pytest.mark.worlds(SIX_OR_MORE_EVEN), pytest.mark.kills("NeverSynchronisesReplicas")],
-    ),
+    param(Replicas.ONE, kills="DividesOneReplicaTwice"),
+    param(Replicas.SINGLES, kills=("NeverSynchronisesSingles", "AcceptsEveryPlan"), worlds=SEVERAL),
+    param(Replicas.PAIRS, kills="NeverSynchronisesReplicas", worlds=SIX_OR_MORE_EVEN),
 ]
 
 
@@ -57,14 +44,8 @@ OTHER_REPLICAS = [
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(
-            Layout.REPLICATE, id="replicate", marks=pytest.mark.kills("ForgetsToSynchroniseOneParameter")
-        ),
-        pytest.param(
-            Layout.SHARD,
-            id="shard",
-            marks=pytest.mark.kills("ReplicatesInsteadOfSharding", "CallsTheWholeItsChunks"),
-        ),
+        param(Layout.REPLICATE, kills="ForgetsToSynchroniseOneParameter"),
+        param(Layout.SHARD, kills=("ReplicatesInsteadOfSharding", "CallsTheWholeItsChunks")),
     ],
 )
 def test_trains_the_same_model(trial: Trial, layout: Layout) -> None:
@@ -94,10 +75,7 @@ def test_keeps_until_backward_as_asked(trial: Trial) -> None:
 @pytest.mark.worlds(EVEN)
 @pytest.mark.parametrize(
     ("optimizer", "microbatches"),
-    [
-        pytest.param(SGD, 1, id="sgd-m1"),
-        pytest.param(ADAMW, 3, id="adamw-m3", marks=pytest.mark.kills("LosesMicrobatchesOfReplicas")),
-    ],
+    [pytest.param(SGD, 1, id="sgd-m1"), param(ADAMW, 3, id="adamw-m3", kills="LosesMicrobatchesOfReplicas")],
 )
 def test_trains_the_same_model_on_two_replicas(
     trial: Trial, optimizer: NamedOptimizer, microbatches: int

@@ -16,12 +16,9 @@ from shardproof import (
     HoldsItsShare,
     Layout,
     MatchesOracle,
-    Op,
-    Phase,
     Problem,
     RanksAgree,
     Resume,
-    Select,
     Training,
     Trial,
 )
@@ -29,10 +26,11 @@ from shardproof.fixtures.chain import NESTED_CHAIN
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import TRANSFORMER
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import ALL_REDUCES, REDUCE_SCATTERS
+
+pytestmark = pytest.mark.worlds(SEVERAL)
 
 INNER, OUTER = NESTED_CHAIN.units[::2], NESTED_CHAIN.units[1::2]
-SUMS = Select(ops=(Op.ALL_REDUCE,), phases=(Phase.BACKWARD,))
-SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
 NESTINGS = [
     pytest.param(OUTER[1:2], id="a_block"),
     pytest.param(INNER, id="inner"),
@@ -43,7 +41,6 @@ NESTINGS = [
 ]
 
 
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("ShardsWhatItShouldReplicate")
 @pytest.mark.parametrize("replicated", NESTINGS)
 def test_nested_units_lie_as_each_was_asked_to(trial: Trial, replicated: tuple[str, ...]) -> None:
@@ -52,13 +49,12 @@ def test_nested_units_lie_as_each_was_asked_to(trial: Trial, replicated: tuple[s
         _training(NESTED_CHAIN, replicated),
         MatchesOracle(),
         HoldsItsShare(),
-        Count(select=SUMS, expected=Exactly(len(replicated))),
-        Count(select=SCATTERS, expected=Exactly(num_units - len(replicated))),
+        Count(select=ALL_REDUCES, expected=Exactly(len(replicated))),
+        Count(select=REDUCE_SCATTERS, expected=Exactly(num_units - len(replicated))),
         RanksAgree(),
     )
 
 
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("ShardsWhatItShouldReplicate")
 @pytest.mark.parametrize("replicated", [("blocks.0",), ("",)], ids=["block", "root"])
 def test_a_transformer_of_both_accumulates(trial: Trial, replicated: tuple[str, ...]) -> None:
@@ -68,7 +64,6 @@ def test_a_transformer_of_both_accumulates(trial: Trial, replicated: tuple[str, 
     trial.holds(training, MatchesOracle(), HoldsItsShare(), RanksAgree())
 
 
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("LosesOptimizerState")
 @pytest.mark.parametrize("replicated", [("blocks.0",), ("",)], ids=["block", "root"])
 def test_a_state_has_units_of_both(trial: Trial, replicated: tuple[str, ...]) -> None:

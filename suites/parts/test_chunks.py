@@ -10,13 +10,11 @@ from shardproof import (
     Accumulation,
     ChunksOfTheHead,
     FlaggedChunks,
-    MatchesOracle,
     Microbatches,
     Nothing,
     Op,
     Phase,
     Problem,
-    RanksAgree,
     Reshard,
     Select,
     Trial,
@@ -24,7 +22,9 @@ from shardproof import (
 )
 from shardproof.fixtures.trunk_and_head import TRUNK_AND_HEAD, TRUNK_AND_TIED_HEAD
 from shardproof.fixtures.widening import WIDENING
+from shardproof.suites.params import param
 from shardproof.suites.training import train_sharded
+from shardproof.suites.vocabulary import PARITY
 
 UNGROUPED = ("embed", "body", "norm", "head")
 EARLY_REDUCTIONS = Select(
@@ -47,7 +47,7 @@ EARLY_REDUCTIONS = Select(
 def test_every_chunk_adds_to_the_gradient(trial: Trial, problem: Problem, reshard: Reshard) -> None:
     script = ChunksOfTheHead(stop="norm", head="head", num_chunks=3)
     training = train_sharded(problem, reshard=reshard, script=script)
-    trial.holds(training, MatchesOracle(), RanksAgree())
+    trial.holds(training, *PARITY)
 
 
 @pytest.mark.worlds(SEVERAL)
@@ -55,18 +55,13 @@ def test_every_chunk_adds_to_the_gradient(trial: Trial, problem: Problem, reshar
 @pytest.mark.parametrize(
     ("units", "reshard"),
     [
-        pytest.param(
+        param(
             TRUNK_AND_HEAD.units,
             Reshard.KEEP,
             id="grouped-kept",
-            marks=pytest.mark.kills("IgnoresTheFlagsOfGroups", "CountsTheFirstUseAlone"),
+            kills=("IgnoresTheFlagsOfGroups", "CountsTheFirstUseAlone"),
         ),
-        pytest.param(
-            UNGROUPED,
-            Reshard.AFTER_FORWARD,
-            id="ungrouped-freed",
-            marks=pytest.mark.kills("CountsTheFirstUseAlone"),
-        ),
+        param(UNGROUPED, Reshard.AFTER_FORWARD, id="ungrouped-freed", kills="CountsTheFirstUseAlone"),
     ],
 )
 def test_chunks_accumulate_until_the_last_microbatch(
@@ -82,7 +77,7 @@ def test_chunks_accumulate_until_the_last_microbatch(
         microbatches=3,
         script=script,
     )
-    trial.holds(training, MatchesOracle(), RanksAgree(), Nothing(select=EARLY_REDUCTIONS))
+    trial.holds(training, *PARITY, Nothing(select=EARLY_REDUCTIONS))
 
 
 @pytest.mark.rows("T23")
@@ -90,14 +85,10 @@ def test_chunks_accumulate_until_the_last_microbatch(
 def test_a_group_run_in_part_is_reduced(trial: Trial) -> None:
     script = TrunkTwiceOnOddSteps(stop="norm")
     training = train_sharded(TRUNK_AND_HEAD, microbatches=2, script=script)
-    trial.holds(training, MatchesOracle(), RanksAgree())
+    trial.holds(training, *PARITY)
 
 
 @pytest.mark.rows("T18")
 @pytest.mark.kills("CastsTheFirstInputsAlone")
 def test_casts_the_inputs_of_every_module_of_a_group(trial: Trial) -> None:
-    trial.holds(
-        train_sharded(WIDENING, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        MatchesOracle(),
-        RanksAgree(),
-    )
+    trial.holds(train_sharded(WIDENING, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32), *PARITY)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from operator import attrgetter
 
 import pytest
 
@@ -28,6 +27,7 @@ from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.placements import DIVISIBLE_MLP
 from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.fixtures.refused import BY_COLUMNS, LISTED, UNLIKE
+from shardproof.suites.params import param
 from shardproof.suites.training import train
 
 REQUIRED = Plan(layout=Layout.SHARD, grouping=Grouping.REQUIRED)
@@ -36,20 +36,21 @@ ALONE = kills("RefusesUnitsOnTheFirstRankAlone")
 
 CONTRADICTIONS = [
     # What every rank holds whole is sharded along no dim, and not freed.
-    pytest.param(
+    param(
         Plan(layout=Layout.REPLICATE, placement=Placement.LARGEST),
         id="dim_of_replicas",
-        marks=pytest.mark.kills("DropsWhatTheLayoutExcludes"),
+        kills="DropsWhatTheLayoutExcludes",
     ),
-    pytest.param(
+    param(
         Plan(layout=Layout.REPLICATE, reshard=Reshard.AFTER_FORWARD),
         id="freed_replicas",
-        marks=pytest.mark.kills("DropsWhatTheLayoutExcludes"),
+        kills="DropsWhatTheLayoutExcludes",
     ),
-    pytest.param(
+    param(
         Plan(layout=Layout.SHARD, reshard=Reshard.TO_PAIRS),
         id="pairs_of_odd_ranks",
-        marks=[pytest.mark.worlds(ODD), pytest.mark.kills("DropsWhatTheLayoutExcludes")],
+        kills="DropsWhatTheLayoutExcludes",
+        worlds=ODD,
     ),
 ]
 
@@ -84,7 +85,7 @@ def test_shards_right_or_refuses(trial: Trial, problem: Problem, plan: Plan, law
 
 @pytest.mark.kills("SkipsTheComparisonOfRanks")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize("problem", UNLIKE, ids=attrgetter("name"))
+@pytest.mark.parametrize("problem", UNLIKE)
 def test_refuses_models_that_differ_between_ranks(trial: Trial, problem: Problem) -> None:
     training = train(problem, demands=frozenset({Capability.COMPARES_RANKS}))
     trial.holds(training, MatchesOracle(), refusal=Refusal.REQUIRED)

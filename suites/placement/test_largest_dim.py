@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 import pytest
 
 from shardproof import (
@@ -25,6 +23,7 @@ from shardproof import (
 )
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.placements import DIVISIBLE_MLP, DIVISIBLE_TRANSFORMER
+from shardproof.suites.params import param
 from shardproof.suites.training import train
 
 
@@ -39,12 +38,7 @@ from shardproof.suites.training import train
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.worlds(POWERS_OF_TWO)  # so that the ranks divide each largest dim
 @pytest.mark.parametrize(
-    "problem",
-    [
-        pytest.param(DIVISIBLE_MLP, marks=pytest.mark.rows("T08")),
-        pytest.param(DIVISIBLE_TRANSFORMER, marks=pytest.mark.rows("T24")),
-    ],
-    ids=attrgetter("name"),
+    "problem", [param(DIVISIBLE_MLP, rows="T08"), param(DIVISIBLE_TRANSFORMER, rows="T24")]
 )
 def test_shards_the_largest_dim(trial: Trial, problem: Problem) -> None:
     trial.holds(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 import pytest
 
 from shardproof import (
@@ -22,7 +20,7 @@ from shardproof.suites.training import train
 
 @pytest.mark.rows("T07")
 @pytest.mark.kills("ShowsPaddingRows", "InfersTheSizeFromItsShard", "NeverUpdatesTheLastRanksRows")
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=attrgetter("name"))
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW])
 def test_shards_rows_that_ranks_do_not_divide(trial: Trial, optimizer: NamedOptimizer) -> None:
     training = train(UNEVEN_GROUP, optimizer, layout=Layout.SHARD)
     trial.holds(training, MatchesOracle(), HoldsItsShare(), StateLiesWithItsParameter(), RanksAgree())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from operator import attrgetter
 
 import pytest
 import torch
@@ -36,8 +35,8 @@ from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.placements import DIVISIBLE_MLP
 from shardproof.fixtures.precision import JOINT_CASTS
 from shardproof.fixtures.problems import MLP_UNEVEN, TRANSFORMER
+from shardproof.suites.vocabulary import ACROSS_REPLICAS, GATHERS, REDUCTIONS
 
-REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,))
 LOW = Plan(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -56,7 +55,7 @@ def _training(problem: Problem, plan: Plan, microbatches: int = 1) -> Training:
     "HalvesOneUnit", "ForgetsMicrobatchesInLowPrecision", "IgnoresTheComputeDtype", "SumsInsteadOfAveraging"
 )
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize("problem", [MLP_UNEVEN, TRANSFORMER], ids=attrgetter("name"))
+@pytest.mark.parametrize("problem", [MLP_UNEVEN, TRANSFORMER])
 def test_computes_in_bfloat16_and_reduces_in_float32(trial: Trial, problem: Problem) -> None:
     trial.holds(
         _training(problem, LOW, microbatches=3),
@@ -84,7 +83,7 @@ def test_gathers_and_reduces_in_the_compute_dtype_when_asked_for_nothing_else(tr
 @pytest.mark.rows("T18")
 @pytest.mark.kills("ReducesAsComputedUnasked")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.SHARD], ids=lambda layout: layout.name.lower())
+@pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.SHARD])
 def test_gathers_in_the_compute_dtype_and_reduces_as_stored_when_asked_for_nothing_else(
     trial: Trial, layout: Layout
 ) -> None:
@@ -102,10 +101,10 @@ def test_gathers_in_the_compute_dtype_and_reduces_as_stored_when_asked_for_nothi
 
 @pytest.mark.worlds(EVEN)
 @pytest.mark.kills("ShardsTheFirstDim")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_computes_in_few_bits_along_the_largest_dim(trial: Trial, dtype: torch.dtype) -> None:
     plan = replace(LOW, layout=Layout.SHARD, placement=Placement.LARGEST, compute_dtype=dtype)
-    crossing = Dtype(select=Select(ops=(Op.ALL_GATHER,)), dtype=str(dtype).partition(".")[2])
+    crossing = Dtype(select=GATHERS, dtype=str(dtype).partition(".")[2])
     trial.holds(_training(DIVISIBLE_MLP, plan), MatchesOracle(), LiesOnTheDimAskedFor(), crossing)
 
 
@@ -122,9 +121,7 @@ def test_returns_the_dtype_asked_for(trial: Trial) -> None:
 def test_casts_the_inputs_of_each_module_of_a_group(trial: Trial) -> None:
     plan = replace(LOW, grouping=Grouping.REQUIRED)
     trial.holds(
-        _training(JOINT_CASTS, plan),
-        MatchesOracle(),
-        Notes(subject=OUTPUT_DTYPE, value="torch.bfloat16"),
+        _training(JOINT_CASTS, plan), MatchesOracle(), Notes(subject=OUTPUT_DTYPE, value="torch.bfloat16")
     )
 
 
@@ -132,7 +129,7 @@ def test_casts_the_inputs_of_each_module_of_a_group(trial: Trial) -> None:
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 def test_reduces_across_replicas_in_float32_too(trial: Trial) -> None:
     plan = replace(LOW, layout=Layout.HYBRID)
-    across = Select(ops=(Op.ALL_REDUCE,), axis="replicate", phases=(Phase.BACKWARD,))
+    across = ACROSS_REPLICAS
     within = Select(ops=(Op.REDUCE_SCATTER,), axis="shard", phases=(Phase.BACKWARD,))
     trial.holds(
         _training(MLP_UNEVEN, plan),

@@ -15,6 +15,8 @@ from shardproof.suites.composable import bench as benches
 from shardproof.suites.composable.bench import Bench
 from shardproof.suites.wrapper.model import shown_gradients
 
+pytestmark = pytest.mark.rows("T59")
+
 expects = partial(benches.expects, beside=frozenset({Capability.PARAMETER_DTYPES}))
 LOW = torch.bfloat16
 SIZE = 8
@@ -36,7 +38,6 @@ class _Mixed(nn.Module):
         return (row * self.weight).float() * self.scale
 
 
-@pytest.mark.rows("T59")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("ComputesAlikeWithAllParameters")
 @expects("asked of", "computed in", "outputs", "gradients", "gathers")
@@ -68,7 +69,6 @@ def test_parameters_keep_the_dtype_that_a_function_chooses(bench: Bench) -> None
     bench.near("gradients", learnt["weight"], torch.full((SIZE,), FINE * rows), tolerance=0.01)
 
 
-@pytest.mark.rows("T59")
 @pytest.mark.kills("ComputesAlikeWithAllParameters")
 @pytest.mark.parametrize("chosen", [torch.float16, "bfloat16"], ids=["another_dtype", "no_dtype"])
 @expects("the refusal")

@@ -19,46 +19,39 @@ from shardproof import (
     Count,
     Exactly,
     Gathers,
-    MatchesOracle,
-    Op,
     Order,
-    Phase,
     Prefetch,
-    RanksAgree,
     Reduces,
     Reshard,
     Reshards,
-    Select,
     Together,
     Training,
     Trial,
     Watch,
 )
 from shardproof.fixtures.heads import FORK
+from shardproof.suites.params import param
 from shardproof.suites.training import train_sharded
+from shardproof.suites.vocabulary import GATHERS_IN_BACKWARD, IN_BACKWARD, IN_FORWARD, PARITY
 
-FORWARD = Select(phases=(Phase.FORWARD,))
-BACKWARD = Select(phases=(Phase.BACKWARD,))
-GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
+pytestmark = [pytest.mark.worlds(SEVERAL), pytest.mark.rows("C13")]
+
 TRUNK, LEFT, RIGHT = FORK.units
 LEFT_FIRST, RIGHT_FIRST = BranchByBranch(branches=(0, 1)), BranchByBranch(branches=(1, 0))
-GATHERED_ANEW = Order(select=FORWARD, events=tuple(map(Gathers, FORK.units)))
+GATHERED_ANEW = Order(select=IN_FORWARD, events=tuple(map(Gathers, FORK.units)))
 # The trunk's inputs need no gradient: it may be reduced when its gradients are there, and freed when all is over.
 TRUNK_ENDS = Together(frozenset({Reshards(TRUNK), Reduces(TRUNK)}))
-LEARNT = (MatchesOracle(), RanksAgree())
 
 
-@pytest.mark.rows("C13")
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
     ("script", "reduced", "gathers"),
     [
-        pytest.param(
+        param(
             RIGHT_FIRST,
             (RIGHT, TRUNK, LEFT, TRUNK),
             Exactly(4),
             id="used-later",
-            marks=pytest.mark.kills("GathersMistakenPrefetchesAgain"),
+            kills="GathersMistakenPrefetchesAgain",
         ),
         pytest.param(
             LEFT_FIRST,
@@ -75,15 +68,13 @@ def test_a_wrong_guess_costs_one_gather_at_most(
     trial.holds(
         _training(script),
         GATHERED_ANEW,
-        Order(select=BACKWARD, events=tuple(map(Reduces, reduced))),
+        Order(select=IN_BACKWARD, events=tuple(map(Reduces, reduced))),
         Count(select=GATHERS_IN_BACKWARD, expected=gathers),
-        *LEARNT,
+        *PARITY,
     )
 
 
-@pytest.mark.rows("C13")
 @pytest.mark.kills("GathersMistakenPrefetchesAgain", "NeverPrefetches")
-@pytest.mark.worlds(SEVERAL)
 def test_a_unit_pointed_at_by_mistake_waits_for_its_turn(trial: Trial) -> None:
     backward = (
         *(Gathers(RIGHT), Gathers(LEFT, RIGHT), Reshards(RIGHT), Reduces(RIGHT), Gathers(TRUNK), TRUNK_ENDS),
@@ -92,8 +83,8 @@ def test_a_unit_pointed_at_by_mistake_waits_for_its_turn(trial: Trial) -> None:
     trial.holds(
         _training(RIGHT_FIRST, Prefetch(backward=((RIGHT, (LEFT,)), (LEFT, (TRUNK,))))),
         GATHERED_ANEW,
-        Order(select=BACKWARD, events=backward),
-        *LEARNT,
+        Order(select=IN_BACKWARD, events=backward),
+        *PARITY,
     )
 
 

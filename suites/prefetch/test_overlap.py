@@ -17,7 +17,6 @@ from shardproof import (
     Exactly,
     Grouping,
     Layout,
-    MatchesOracle,
     Op,
     Overlaps,
     Phase,
@@ -25,7 +24,6 @@ from shardproof import (
     Prefetch,
     PrefetchDistance,
     Problem,
-    RanksAgree,
     Reshard,
     Schedule,
     Select,
@@ -35,22 +33,23 @@ from shardproof import (
 )
 from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
 from shardproof.fixtures.optimizers import SGD
+from shardproof.suites.params import param
+from shardproof.suites.vocabulary import ALL_REDUCES, PARITY, REDUCE_SCATTERS
+
+pytestmark = pytest.mark.worlds(SEVERAL)
 
 ROOT = ""
 UNITS = CHAIN.units
 FIRST, LAST = UNITS[0], UNITS[-1]
-RIGHT = (MatchesOracle(), RanksAgree())
 GATHERS_IN_FORWARD = Overlaps(
     select=Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,)), but_for=(ROOT, FIRST)
 )
 GATHERS_IN_BACKWARD = Overlaps(
     select=Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,)), but_for=(ROOT, LAST)
 )
-SCATTERS = Overlaps(select=Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,)), but_for=(FIRST, ROOT))
+SCATTERS = Overlaps(select=REDUCE_SCATTERS, but_for=(FIRST, ROOT))
 # Across replicas what was scattered is reduced once more: a turn later, where waiting for it is up to the host.
-REDUCTIONS = Overlaps(
-    select=Select(ops=(Op.ALL_REDUCE,), phases=(Phase.BACKWARD,)), but_for=(UNITS[1], FIRST, ROOT)
-)
+REDUCTIONS = Overlaps(select=ALL_REDUCES, but_for=(UNITS[1], FIRST, ROOT))
 of_waits = pytest.mark.kills("WaitsForEachGather", "WaitsWhereItGathers")
 of_lists = pytest.mark.kills("NeverPrefetches", "PrefetchesOneTooFew", "PrefetchesTheUnitAfterNext")
 # There the watch has yet to be seen at work; `--thorough` asks for it.
@@ -62,12 +61,11 @@ not_on_cuda = pytest.mark.device("!cuda")
 @of_lists
 @pytest.mark.kills("PrefetchesOneTooFar", "GathersEverythingFirst")
 @pytest.mark.rows("C14")
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("distance", [1, 2], ids=["one", "two"])
 def test_forward_gathers_overlap_as_far_ahead_as_listed(trial: Trial, distance: int) -> None:
     plan = _plan(prefetch=Prefetch.by_distance(UNITS, forward=distance))
     ahead = PrefetchDistance(phase=Phase.FORWARD, units=Exactly(distance))
-    trial.holds(_training(plan), GATHERS_IN_FORWARD, ahead, *RIGHT)
+    trial.holds(_training(plan), GATHERS_IN_FORWARD, ahead, *PARITY)
 
 
 @not_on_cuda
@@ -75,19 +73,17 @@ def test_forward_gathers_overlap_as_far_ahead_as_listed(trial: Trial, distance: 
 @of_lists
 @pytest.mark.kills("PrefetchesOneTooFar")
 @pytest.mark.rows("C15")
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("distance", [1, 2], ids=["one", "two"])
 def test_backward_gathers_overlap_as_far_ahead_as_listed(trial: Trial, distance: int) -> None:
     plan = _plan(prefetch=Prefetch.by_distance(UNITS, backward=distance))
     ahead = PrefetchDistance(phase=Phase.BACKWARD, units=Exactly(distance))
-    trial.holds(_training(plan), GATHERS_IN_BACKWARD, ahead, *RIGHT)
+    trial.holds(_training(plan), GATHERS_IN_BACKWARD, ahead, *PARITY)
 
 
 @not_on_cuda
 @of_waits
 @pytest.mark.kills("PrefetchesAfterItsTurn")
 @pytest.mark.rows("C13")
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
     ("problem", "schedule"),
     [
@@ -98,33 +94,29 @@ def test_backward_gathers_overlap_as_far_ahead_as_listed(trial: Trial, distance:
 )
 def test_backward_gathers_overlap_unasked(trial: Trial, problem: Problem, schedule: Schedule) -> None:
     ahead = PrefetchDistance(phase=Phase.BACKWARD, units=Exactly(1))
-    trial.holds(_training(_plan(), problem, schedule), GATHERS_IN_BACKWARD, ahead, *RIGHT)
+    trial.holds(_training(_plan(), problem, schedule), GATHERS_IN_BACKWARD, ahead, *PARITY)
 
 
 @not_on_cuda
 @pytest.mark.kills("GathersEverythingFirst")
-@pytest.mark.worlds(SEVERAL)
 def test_no_more_than_the_next_unit_is_gathered_unasked(trial: Trial) -> None:
     """An engine need not look ahead in forward by itself; where it does, it is not to fill the memory."""
     ahead = PrefetchDistance(phase=Phase.FORWARD, units=Between(0, 1))
-    trial.holds(_training(_plan()), ahead, *RIGHT)
+    trial.holds(_training(_plan()), ahead, *PARITY)
 
 
 @not_on_cuda
 @pytest.mark.kills("WaitsForEachReduction", "WaitsWhereItReduces", "ReducesInTheOrderOfForward")
 @pytest.mark.rows("C13")
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
     ("layout", "laws"),
     [
         pytest.param(Layout.SHARD, (SCATTERS,), id="shard"),
-        pytest.param(
-            Layout.HYBRID, (SCATTERS, REDUCTIONS), id="hybrid", marks=pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-        ),
+        param(Layout.HYBRID, (SCATTERS, REDUCTIONS), id="hybrid", worlds=FOUR_OR_MORE_EVEN),
     ],
 )
 def test_reductions_overlap_backward(trial: Trial, layout: Layout, laws: tuple[Overlaps, ...]) -> None:
-    trial.holds(_training(_plan(layout)), *laws, *RIGHT)
+    trial.holds(_training(_plan(layout)), *laws, *PARITY)
 
 
 def _plan(layout: Layout = Layout.SHARD, prefetch: Prefetch | None = None) -> Plan:

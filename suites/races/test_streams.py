@@ -18,12 +18,10 @@ from shardproof import (
     Gather,
     Grouping,
     Layout,
-    MatchesOracle,
     NoRaces,
     Plan,
     Prefetch,
     Problem,
-    RanksAgree,
     Reshard,
     Schedule,
     Script,
@@ -36,9 +34,11 @@ from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, LOOPED_CHAIN
 from shardproof.fixtures.idle import FROZEN
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_UNEVEN
+from shardproof.suites.params import param
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import PARITY
 
-LAWS = (NoRaces(), MatchesOracle(), RanksAgree())
+LAWS = (NoRaces(), *PARITY)
 SHARDED = Plan(
     layout=Layout.SHARD, units=CHAIN.units, grouping=Grouping.REQUIRED, reshard=Reshard.AFTER_FORWARD
 )
@@ -95,7 +95,7 @@ def test_streams_of_one_unit_wait(trial: Trial) -> None:
 @pytest.mark.parametrize(
     "reshard",
     [
-        pytest.param(Reshard.NATIVE, id="native", marks=of_one_flat_unit),
+        pytest.param(Reshard.NATIVE, marks=of_one_flat_unit),
         pytest.param(
             Reshard.AFTER_FORWARD,
             id="freed",
@@ -156,11 +156,7 @@ def test_streams_of_replicas_wait(trial: Trial) -> None:
     "reduce_dtype",
     [
         pytest.param(None, id="own"),
-        pytest.param(
-            torch.bfloat16,
-            id="bfloat16",
-            marks=pytest.mark.kills("FreesTheReplicasBuffer", "FreesReducedOutputs"),
-        ),
+        param(torch.bfloat16, kills=("FreesTheReplicasBuffer", "FreesReducedOutputs")),
     ],
 )
 def test_streams_of_a_hybrid_wait(trial: Trial, reduce_dtype: torch.dtype | None) -> None:
@@ -180,11 +176,8 @@ def test_streams_wait_around_frozen_parameters(trial: Trial) -> None:
 @pytest.mark.parametrize(
     ("layout", "accumulation"),
     [
-        pytest.param(
-            Layout.SHARD,
-            Accumulation.EVERY_MICROBATCH,
-            id="shard-every",
-            marks=pytest.mark.kills("EndsBackwardWithoutAWait"),
+        param(
+            Layout.SHARD, Accumulation.EVERY_MICROBATCH, id="shard-every", kills="EndsBackwardWithoutAWait"
         ),
         pytest.param(Layout.SHARD, Accumulation.LAST_MICROBATCH, id="shard-last"),
         pytest.param(Layout.HYBRID, Accumulation.EVERY_MICROBATCH, id="hybrid-every", marks=of_four),

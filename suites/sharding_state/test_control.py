@@ -15,11 +15,9 @@ from shardproof import (
     Count,
     Exactly,
     HoldHeadOpen,
-    MatchesOracle,
     Op,
     Phase,
     Problem,
-    RanksAgree,
     Reshard,
     Select,
     ShowsTheModel,
@@ -30,8 +28,12 @@ from shardproof import (
 )
 from shardproof.fixtures.heads import TIED_HEAD, TRUNK_AND_HEAD
 from shardproof.fixtures.problems import MLP_UNEVEN
+from shardproof.suites.params import param
 from shardproof.suites.sharding_state.states import states
 from shardproof.suites.training import train_sharded
+from shardproof.suites.vocabulary import PARITY
+
+pytestmark = pytest.mark.worlds(SEVERAL)
 
 INNER = ("layers.0", "layers.1")
 ALL = (*INNER, "")
@@ -48,24 +50,23 @@ class Told:
 
 
 @pytest.mark.rows("C12")
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
     "told",
     [
-        pytest.param(
+        param(
             Told(units=ALL, reshard=Reshard.NATIVE, kept=frozenset({""})),
             id="all-native",
-            marks=pytest.mark.kills("IgnoresALaterPolicy"),
+            kills="IgnoresALaterPolicy",
         ),
-        pytest.param(
+        param(
             Told(units=("",), reshard=Reshard.KEEP, kept=frozenset(ALL)),
             id="root-keep",
-            marks=pytest.mark.kills("IgnoresALaterPolicy", "TellsAllWhatOneWasTold"),
+            kills=("IgnoresALaterPolicy", "TellsAllWhatOneWasTold"),
         ),
-        pytest.param(
+        param(
             Told(units=("",), reshard=Reshard.AFTER_FORWARD, kept=frozenset()),
             id="root-after_forward",
-            marks=pytest.mark.kills("IgnoresALaterPolicy", "TellsAllWhatOneWasTold"),
+            kills=("IgnoresALaterPolicy", "TellsAllWhatOneWasTold"),
         ),
     ],
 )
@@ -85,13 +86,11 @@ def test_frees_as_told_last(trial: Trial, told: Told) -> None:
         _gathers_again(len(ALL) - len(kept_first), TOLD_TO_FREE),
         _gathers_again(len(ALL) - len(kept_then), TOLD_TO_KEEP),
         ShowsTheModel(moments=(AFTER_FORWARD_FREED, AFTER_FORWARD_KEPT)),
-        MatchesOracle(),
-        RanksAgree(),
+        *PARITY,
     )
 
 
 @pytest.mark.rows("T20")
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
     ("problem", "reshard"),
     [
@@ -112,8 +111,7 @@ def test_holds_the_head_through_all_chunks(trial: Trial, problem: Problem, resha
             )
         ),
         ShowsTheModel(moments=(*chunks, HoldHeadOpen.freed)),
-        MatchesOracle(),
-        RanksAgree(),
+        *PARITY,
     )
 
 

@@ -20,14 +20,12 @@ from shardproof import (
     Law,
     Layout,
     LookAround,
-    MatchesOracle,
     Nothing,
     OnlyThese,
     Op,
     Phase,
     Plan,
     Problem,
-    RanksAgree,
     Reshard,
     Select,
     ShowsTheModel,
@@ -39,8 +37,10 @@ from shardproof import (
 from shardproof.fixtures.heads import TWO_HEADS
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
+from shardproof.suites.params import param
 from shardproof.suites.sharding_state.states import states
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import PARITY
 
 # Every step, the first included: nothing that a step leaves behind may change what the next one gathers.
 GATHERS = Select(ops=(Op.ALL_GATHER,), window=Window.TRAINING)
@@ -63,7 +63,7 @@ def _plan(layout: Layout, reshard: Reshard = Reshard.NATIVE, units: tuple[str, .
 
 
 def _laws(moments: tuple[str, ...]) -> tuple[Law, ...]:
-    return (ShowsTheModel(moments=moments), MatchesOracle(), RanksAgree())
+    return (ShowsTheModel(moments=moments), *PARITY)
 
 
 @pytest.mark.rows("T03", "T04", "T05")
@@ -71,16 +71,14 @@ def _laws(moments: tuple[str, ...]) -> tuple[Law, ...]:
 @pytest.mark.parametrize(
     ("reshard", "kept"),
     [
-        pytest.param(
+        param(
             Reshard.AFTER_FORWARD,
             (),
             id="after_forward",
-            marks=pytest.mark.kills(
-                "KeepsRootsWhateverAsked", "FreesInTheFirstStepAlone", "LeaksAfterBackward"
-            ),
+            kills=("KeepsRootsWhateverAsked", "FreesInTheFirstStepAlone", "LeaksAfterBackward"),
         ),
-        pytest.param(Reshard.KEEP, ALL, id="keep", marks=pytest.mark.kills("FreesWhatItWasAskedToKeep")),
-        pytest.param(Reshard.NATIVE, ("",), id="native", marks=pytest.mark.kills("FreesTheRootByDefault")),
+        param(Reshard.KEEP, ALL, id="keep", kills="FreesWhatItWasAskedToKeep"),
+        param(Reshard.NATIVE, ("",), id="native", kills="FreesTheRootByDefault"),
     ],
 )
 def test_shows_what_the_policy_says(trial: Trial, reshard: Reshard, kept: tuple[str, ...]) -> None:
@@ -121,23 +119,14 @@ def test_keeps_a_single_group_by_default(trial: Trial) -> None:
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @pytest.mark.kills("FreesWholeWhereAPartWasAsked", "KeepsRootsWhateverAsked")
 @pytest.mark.parametrize(
-    "problem",
-    [
-        pytest.param(MLP_EVEN, id="even", marks=pytest.mark.worlds(POWERS_OF_TWO)),
-        pytest.param(MLP_UNEVEN, id="uneven"),
-    ],
+    "problem", [param(MLP_EVEN, id="even", worlds=POWERS_OF_TWO), pytest.param(MLP_UNEVEN, id="uneven")]
 )
 def test_gathers_again_from_pairs(trial: Trial, problem: Problem) -> None:
     trial.holds(
         Training(
-            problem=problem,
-            optimizer=SGD,
-            plan=_plan(Layout.SHARD, Reshard.TO_PAIRS),
-            script=LookAround(),
+            problem=problem, optimizer=SGD, plan=_plan(Layout.SHARD, Reshard.TO_PAIRS), script=LookAround()
         ),
-        UnitsAre(
-            states=tuple(s for moment in MOMENTS for s in states(moment, sharded=ALL)),
-        ),
+        UnitsAre(states=tuple(s for moment in MOMENTS for s in states(moment, sharded=ALL))),
         Count(select=GATHERS_IN_FORWARD, expected=Exactly(len(ALL))),
         Count(select=FROM_PAIRS, expected=Exactly(len(ALL))),
         Count(select=GATHERS, expected=Exactly(2 * len(ALL))),
@@ -157,8 +146,7 @@ def test_a_policy_may_change_between_forward_and_backward(trial: Trial) -> None:
             script=LookAround(changes=ALL),
         ),
         UnitsAre(states=tuple(s for moment in MOMENTS for s in states(moment, sharded=ALL))),
-        MatchesOracle(),
-        RanksAgree(),
+        *PARITY,
     )
 
 
@@ -192,10 +180,7 @@ def test_gathers_again_what_was_freed_by_hand(trial: Trial) -> None:
 def test_shows_replicas_whole_until_freed(trial: Trial) -> None:
     trial.holds(
         Training(
-            problem=MLP_UNEVEN,
-            optimizer=SGD,
-            plan=_plan(Layout.REPLICATE),
-            script=LookAround(frees=ALL),
+            problem=MLP_UNEVEN, optimizer=SGD, plan=_plan(Layout.REPLICATE), script=LookAround(frees=ALL)
         ),
         UnitsAre(
             states=(
@@ -213,7 +198,7 @@ def test_shows_replicas_whole_until_freed(trial: Trial) -> None:
 @pytest.mark.rows("T04", "R03")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("FreesOnlyWhatGotGradients")
-@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
+@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE])
 def test_frees_what_backward_never_entered(trial: Trial, layout: Layout) -> None:
     reshard = Reshard.KEEP if layout is Layout.SHARD else Reshard.NATIVE
     groups = (*TWO_HEADS.units, "")

@@ -18,12 +18,10 @@ from shardproof import (
     Grouping,
     Layout,
     LookAround,
-    MatchesOracle,
     Microbatches,
     Nothing,
     Op,
     Phase,
-    RanksAgree,
     Reshard,
     Roots,
     Select,
@@ -32,8 +30,10 @@ from shardproof import (
     UnitsAre,
 )
 from shardproof.fixtures.problems import MLP_UNEVEN
+from shardproof.suites.params import param
 from shardproof.suites.sharding_state.states import states
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import PARITY
 
 ROOTS = MLP_UNEVEN.units
 REDUCTIONS = Select(ops=(Op.REDUCE_SCATTER, Op.ALL_REDUCE), phases=(Phase.BACKWARD,), dtypes=("float32",))
@@ -45,15 +45,8 @@ MOMENTS = (BEFORE_FORWARD, AFTER_FORWARD, AFTER_BACKWARD)
 @pytest.mark.parametrize(
     ("layout", "reshard"),
     [
-        pytest.param(
-            Layout.SHARD,
-            Reshard.AFTER_FORWARD,
-            id="shard-after_forward",
-            marks=pytest.mark.kills("KeepsRootsWhateverAsked"),
-        ),
-        pytest.param(
-            Layout.SHARD, Reshard.NATIVE, id="shard-native", marks=pytest.mark.kills("FreesTheRootByDefault")
-        ),
+        param(Layout.SHARD, Reshard.AFTER_FORWARD, kills="KeepsRootsWhateverAsked"),
+        param(Layout.SHARD, Reshard.NATIVE, kills="FreesTheRootByDefault"),
         pytest.param(Layout.REPLICATE, Reshard.NATIVE, id="replicate"),
     ],
 )
@@ -88,6 +81,5 @@ def test_trains_roots_beside_each_other(trial: Trial, layout: Layout, reshard: R
         ShowsTheModel(moments=MOMENTS),
         Nothing(select=replace(REDUCTIONS, microbatches=Microbatches.ALL_BUT_LAST)),
         Count(select=replace(REDUCTIONS, microbatches=Microbatches.LAST), expected=Exactly(len(ROOTS))),
-        MatchesOracle(),
-        RanksAgree(),
+        *PARITY,
     )

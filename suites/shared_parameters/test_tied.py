@@ -29,8 +29,7 @@ TWO_GROUPS = ("token", "head")
 @pytest.mark.rows("T27")
 @pytest.mark.kills("UntiesSharedParameters", "LosesTheLastRowsOfSharedParameters", "SplitsTiedModules")
 @pytest.mark.parametrize(
-    "reshard",
-    [pytest.param(Reshard.AFTER_FORWARD, id="freed"), pytest.param(Reshard.KEEP, id="kept")],
+    "reshard", [pytest.param(Reshard.AFTER_FORWARD, id="freed"), pytest.param(Reshard.KEEP, id="kept")]
 )
 def test_every_row_of_a_tied_parameter_learns(trial: Trial, reshard: Reshard) -> None:
     trial.holds(train_sharded(TIED, ADAMW, units=ONE_GROUP, reshard=reshard), *LAWS)
@@ -38,7 +37,7 @@ def test_every_row_of_a_tied_parameter_learns(trial: Trial, reshard: Reshard) ->
 
 @pytest.mark.rows("T26", "R13")
 @pytest.mark.kills("UntiesSharedParameters", "CountsTheFirstUseAlone")
-@pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.SHARD], ids=lambda layout: layout.name.lower())
+@pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.SHARD])
 def test_a_parameter_tied_within_the_root_learns_from_both_uses(trial: Trial, layout: Layout) -> None:
     trial.holds(train(TIED, layout=layout), *LAWS)
 

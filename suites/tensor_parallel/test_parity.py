@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from operator import attrgetter
 
 import pytest
 
@@ -45,12 +44,12 @@ from shardproof.fixtures.tensor_parallel import (
 )
 from shardproof.suites.communication.closed_forms import NUM_GROUPS
 from shardproof.suites.training import train, train_sharded
+from shardproof.suites.vocabulary import ACROSS_REPLICAS, PARITY
 
 GATHERS = Select(ops=(Op.ALL_GATHER,), axis="data", phases=(Phase.FORWARD,))
 GATHERS_AGAIN = Select(ops=(Op.ALL_GATHER,), axis="data", phases=(Phase.BACKWARD,))
 SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), axis="data", phases=(Phase.BACKWARD,))
 SUMS = Select(ops=(Op.ALL_REDUCE,), axis="data", phases=(Phase.BACKWARD,))
-ACROSS = Select(ops=(Op.ALL_REDUCE,), axis="replicate", phases=(Phase.BACKWARD,))
 NORMS, AXES = Select(phases=(Phase.STEP,)), ("data", "tensor")
 ONE_PAIR = Sizes(name="one rank of data", allows=lambda size: size == 2)
 ONCE_PER_GROUP = Exactly(NUM_GROUPS)
@@ -70,7 +69,6 @@ even = pytest.mark.kills(*SEEN_IN_EVERY_WIDTH)
         pytest.param(STACK_17, marks=uneven),
         pytest.param(STACK_5_CHECKPOINTED, marks=uneven),
     ],
-    ids=attrgetter("name"),
 )
 def test_shards_of_cut_tensors_train_as_one_model(trial: Trial, problem: Problem) -> None:
     trial.holds(
@@ -87,9 +85,7 @@ def test_shards_of_cut_tensors_train_as_one_model(trial: Trial, problem: Problem
 @pytest.mark.kills("ScalesByTheTensorRanks", "KeepsNormsOnTheirTensorRank")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 def test_a_transformer_trains_whose_ranks_share_out_positions(trial: Trial) -> None:
-    trial.holds(
-        train(CUT_TRANSFORMER, layout=Layout.SHARD, tensor_parallel=2, steps=2), MatchesOracle(), RanksAgree()
-    )
+    trial.holds(train(CUT_TRANSFORMER, layout=Layout.SHARD, tensor_parallel=2, steps=2), *PARITY)
 
 
 @pytest.mark.rows("T32")
@@ -141,13 +137,13 @@ def test_one_rank_of_data_communicates_nothing_of_it(trial: Trial, offload: Offl
 @pytest.mark.rows("T34")
 @pytest.mark.worlds(FOURS)
 @pytest.mark.kills("ScalesByTheTensorRanks", "KeepsNormsOnTheirTensorRank", "NeverSynchronisesReplicas")
-@pytest.mark.parametrize("problem", [STACK_5], ids=attrgetter("name"))
+@pytest.mark.parametrize("problem", [STACK_5])
 def test_replicas_of_shards_of_cut_tensors_train_as_one_model(trial: Trial, problem: Problem) -> None:
     trial.holds(
         _training(problem, Layout.HYBRID, reshard=Reshard.AFTER_FORWARD),
         MatchesOracle(),
-        Count(select=ACROSS, expected=ONCE_PER_GROUP),
-        AllWaited(select=ACROSS),
+        Count(select=ACROSS_REPLICAS, expected=ONCE_PER_GROUP),
+        AllWaited(select=ACROSS_REPLICAS),
         RanksAgree(),
     )
 
@@ -155,7 +151,7 @@ def test_replicas_of_shards_of_cut_tensors_train_as_one_model(trial: Trial, prob
 @pytest.mark.rows("R17")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @pytest.mark.kills("ScalesByTheTensorRanks", "KeepsNormsOnTheirTensorRank")
-@pytest.mark.parametrize("problem", [STACK_5, STACK_16, STACK_5_CHECKPOINTED], ids=attrgetter("name"))
+@pytest.mark.parametrize("problem", [STACK_5, STACK_16, STACK_5_CHECKPOINTED])
 def test_replicas_of_cut_tensors_train_as_one_model(trial: Trial, problem: Problem) -> None:
     trial.holds(
         _training(problem, Layout.REPLICATE),

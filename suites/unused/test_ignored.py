@@ -18,19 +18,16 @@ from shardproof import (
     HoldsItsShare,
     Layout,
     MatchesOracle,
-    Op,
-    Phase,
     RanksAgree,
     Reshard,
-    Select,
     Training,
     Trial,
 )
 from shardproof.fixtures.idle import FROZEN
 from shardproof.suites.communication.closed_forms import ClosedForm
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import GATHERS_IN_FORWARD
 
-GATHERS = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,))
 # A whole unit, and one parameter of a unit that has others.
 IGNORED = ("base.weight", "base.bias", "head.bias")
 
@@ -62,5 +59,5 @@ def test_leaves_ignored_parameters_whole(trial: Trial) -> None:
         MatchesOracle(),
         HoldsItsShare(),
         RanksAgree(),
-        Bytes(select=GATHERS, expected=Between(OTHERS, PADDED), minimum=OTHERS),
+        Bytes(select=GATHERS_IN_FORWARD, expected=Between(OTHERS, PADDED), minimum=OTHERS),
     )

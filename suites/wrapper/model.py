@@ -32,12 +32,12 @@ class Form(Enum):
         return self is Form.ORIGINAL
 
 
-EACH_FORM = pytest.mark.parametrize("form", Form, ids=lambda form: form.name.lower())
+EACH_FORM = pytest.mark.parametrize("form", Form)
 
 
 def strategies(*chosen: Any) -> pytest.MarkDecorator:  # Any: strategies, or what pytest.param makes of them
     """Parametrize a test by strategies, with their names as ids."""
-    return pytest.mark.parametrize("strategy", chosen, ids=lambda strategy: strategy.name.lower())
+    return pytest.mark.parametrize("strategy", chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +54,9 @@ class Wrapping:
         """Whether several ranks have a share each."""
         return self.strategy is not ShardingStrategy.NO_SHARD
 
-    def __str__(self) -> str:
-        """Name it in the id of a case."""
+    @property
+    def name(self) -> str:
+        """Return its name in the id of a case."""
         units = "-".join(self.units) or "root"
         return f"{self.strategy.name.lower()}-{self.form.name.lower()}-{units}" + "-mesh" * self.by_mesh
 
@@ -131,11 +132,7 @@ def gradients(model: nn.Module, ranks: Iterable[int], steps: Iterable[int] = (0,
 
 
 def trained_alone(
-    ranks: Iterable[int],
-    dtype: torch.dtype = torch.float32,
-    *,
-    lr: float = LR,
-    steps: Iterable[int] = (0,),
+    ranks: Iterable[int], dtype: torch.dtype = torch.float32, *, lr: float = LR, steps: Iterable[int] = (0,)
 ) -> dict[str, torch.Tensor]:
     """Compute in one process the parameters after one step of SGD from the gradients of these ranks and steps."""
     model = tower(dtype)

@@ -143,7 +143,6 @@ def test_returns_the_norm_to_ranks_that_have_nothing(bench: Bench) -> None:
         pytest.param(torch.float64, marks=kills("ClipsShardsByTheirOwnNorm")),
         pytest.param(torch.bfloat16, marks=kills("TellsNormsInSinglePrecision")),
     ],
-    ids=lambda d: str(d).partition(".")[2],
 )
 @expects("the norm")
 def test_returns_the_norm_in_the_dtype_of_gradients(bench: Bench, dtype: torch.dtype) -> None:

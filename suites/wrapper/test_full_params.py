@@ -10,6 +10,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from shardproof import SEVERAL
+from shardproof.suites.params import param
 from shardproof.suites.wrapper.expect import Bench, expects
 from shardproof.suites.wrapper.model import (
     EACH_FORM,
@@ -172,9 +173,9 @@ def test_writes_back_from_the_host(bench: Bench) -> None:
 
 @pytest.mark.worlds(SEVERAL)
 @strategies(
-    pytest.param(FULL, marks=pytest.mark.kills("SummonsNoGradients")),
-    pytest.param(KEEP, marks=pytest.mark.kills("SummonsNoGradients")),
-    pytest.param(WHOLE, marks=pytest.mark.kills("MisalignsWhatItSummons")),
+    param(FULL, kills="SummonsNoGradients"),
+    param(KEEP, kills="SummonsNoGradients"),
+    param(WHOLE, kills="MisalignsWhatItSummons"),
 )
 @expects("gradients before there are any", "gradients inside", AFTERWARDS)
 def test_shows_whole_gradients(bench: Bench, strategy: ShardingStrategy) -> None:

@@ -152,7 +152,7 @@ class Conversion(Enum):
 @EACH_FORM
 @pytest.mark.api("to")
 @pytest.mark.kills("CastsInputsInsteadOfItself")
-@pytest.mark.parametrize("how", Conversion, ids=lambda how: how.name.lower())
+@pytest.mark.parametrize("how", Conversion)
 @expects(*CONVERTED)
 def test_trains_in_the_dtype_that_it_was_converted_to(bench: Bench, how: Conversion, form: Form) -> None:
     _convert(bench, bench.wrapped(tower(), use_orig_params=form.use_orig_params), how)

@@ -32,6 +32,7 @@ _NUM_UNITS = 1 + len(UNITS)  # the root is one
         pytest.param("snns", FULL, Form.ORIGINAL, marks=REPLACES),
         pytest.param("nnsns", KEEP, Form.FLAT, marks=REPLACES),
     ],
+    ids=str,
 )
 @expects("parameters afterwards")
 def test_adds_up_what_was_accumulated(

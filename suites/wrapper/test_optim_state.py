@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 )
 
 from shardproof import APART, SEVERAL
+from shardproof.suites.params import param
 from shardproof.suites.wrapper.expect import Bench, expects
 from shardproof.suites.wrapper.model import Form, Wrapping, parameters, tower
 from shardproof.suites.wrapper.optimizers import (
@@ -51,22 +52,18 @@ MUTANTS = {SGD: "LosesMomentum", ADAMW: "RestartsTheCountOfSteps"}
 BY_SETTINGS = pytest.mark.api("optim_state_dict", "optim_state_dict_to_load")
 
 
-def _name(value: Kind | Wrapping | Route) -> str:
-    return str(value) if isinstance(value, Wrapping) else value.name.lower()
-
-
 def _resumed(kind: Kind, *wrappings: Wrapping) -> Any:
-    return pytest.param(kind, *wrappings, marks=pytest.mark.kills(MUTANTS[kind]))
+    return param(kind, *wrappings, kills=MUTANTS[kind])
 
 
-EACH_KIND = pytest.mark.parametrize("kind", Kind, ids=_name)
+EACH_KIND = pytest.mark.parametrize("kind", Kind)
 
 
 @EACH_KIND
 @pytest.mark.api("optim_state_dict", "FullOptimStateDictConfig")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("NamesTheWrapperInOptimizerStates", "LosesMomentumWhenItSaves")
-@pytest.mark.parametrize("wrapping", [SHARDS, FLAT, WHOLE, HYBRID], ids=str)
+@pytest.mark.parametrize("wrapping", [SHARDS, FLAT, WHOLE, HYBRID])
 @expects("whose state it is", "the state", "the names of the group", "the options of the group")
 def test_saves_state_as_if_the_model_were_not_wrapped(bench: Bench, kind: Kind, wrapping: Wrapping) -> None:
     saved, alone = trained(bench, wrapping, kind).saved(), plain(bench, kind, BEFORE)
@@ -105,7 +102,7 @@ def test_saves_state_on_rank_0_alone(bench: Bench) -> None:
 
 
 def _form(id: str, kind: StateDictType, config: OptimStateDictConfig, mutant: str) -> Any:
-    return pytest.param(kind, config, id=id, marks=pytest.mark.kills(mutant))
+    return param(kind, config, id=id, kills=mutant)
 
 
 # Torch counts in one place for the whole process what it measures while it gathers optimizer state.
@@ -145,7 +142,6 @@ def test_saves_state_in_the_form_set(bench: Bench, kind: StateDictType, config: 
         _resumed(ADAMW, WHOLE, WHOLE_FLAT),
         _resumed(ADAMW, WHOLE, OTHER_UNITS),
     ],
-    ids=_name,
 )
 @expects(RESUMED)
 def test_resumes_in_another_wrapping(bench: Bench, kind: Kind, before: Wrapping, after: Wrapping) -> None:
@@ -155,7 +151,7 @@ def test_resumes_in_another_wrapping(bench: Bench, kind: Kind, before: Wrapping,
 @BY_SETTINGS
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("SavesTheLastMomentAsAll")
-@pytest.mark.parametrize("after", [SHARDS, FLAT_HEAD], ids=str)
+@pytest.mark.parametrize("after", [SHARDS, FLAT_HEAD])
 @expects(RESUMED)
 def test_resumes_two_moments_of_shards_by_name(bench: Bench, after: Wrapping) -> None:
     resume(bench, Route.FULL, ADAMW, SHARDS, after)
@@ -163,7 +159,7 @@ def test_resumes_two_moments_of_shards_by_name(bench: Bench, after: Wrapping) ->
 
 @BY_SETTINGS
 @pytest.mark.kills("SharesTheCountOfSteps")
-@pytest.mark.parametrize("after", [SHARDS, KEPT], ids=str)
+@pytest.mark.parametrize("after", [SHARDS, KEPT])
 @expects(RESUMED)
 def test_resumes_by_name_the_steps_that_flat_parameters_shared(bench: Bench, after: Wrapping) -> None:
     resume(bench, Route.FULL, ADAMW, FLAT, after)
@@ -180,7 +176,6 @@ def test_resumes_by_name_the_steps_that_flat_parameters_shared(bench: Bench, aft
         _resumed(SGD, MESH, MESH_ROOT),
         _resumed(ADAMW, MESH, MESH_ROOT),
     ],
-    ids=_name,
 )
 @expects(RESUMED)
 def test_resumes_from_shards(bench: Bench, kind: Kind, before: Wrapping, after: Wrapping) -> None:
@@ -194,7 +189,7 @@ def _route(route: Route, *names: str, marks: Iterable[pytest.MarkDecorator] = ()
 _SETTINGS = ("optim_state_dict", "optim_state_dict_to_load", "FullOptimStateDictConfig")
 
 
-@pytest.mark.parametrize(("kind", "before"), [_resumed(SGD, SHARDS), _resumed(ADAMW, FLAT)], ids=_name)
+@pytest.mark.parametrize(("kind", "before"), [_resumed(SGD, SHARDS), _resumed(ADAMW, FLAT)])
 @pytest.mark.parametrize(
     "route",
     [
@@ -208,7 +203,6 @@ _SETTINGS = ("optim_state_dict", "optim_state_dict_to_load", "FullOptimStateDict
             marks=[pytest.mark.worlds(SEVERAL)],
         ),
     ],
-    ids=_name,
 )
 @expects(RESUMED)
 def test_resumes_by_every_route(bench: Bench, route: Route, kind: Kind, before: Wrapping) -> None:
@@ -217,7 +211,7 @@ def test_resumes_by_every_route(bench: Bench, route: Route, kind: Kind, before: 
 
 @pytest.mark.api("optim_state_dict")
 @pytest.mark.kills("IgnoresTheStateGiven")
-@pytest.mark.parametrize(("kind", "before"), [(SGD, SHARDS), (ADAMW, FLAT)], ids=_name)
+@pytest.mark.parametrize(("kind", "before"), [(SGD, SHARDS), (ADAMW, FLAT)])
 @expects(RESUMED)
 def test_resumes_from_the_state_in_an_argument(bench: Bench, kind: Kind, before: Wrapping) -> None:
     resume(bench, Route.GIVEN, kind, before, FLAT_HEAD)
@@ -244,7 +238,7 @@ def test_resumes_groups_that_take_turns(bench: Bench) -> None:
     claim_resumed(second, SGD, _taking_turns)
 
 
-@pytest.mark.parametrize(("kind", "before"), [_resumed(SGD, SHARDS), _resumed(ADAMW, WHOLE)], ids=_name)
+@pytest.mark.parametrize(("kind", "before"), [_resumed(SGD, SHARDS), _resumed(ADAMW, WHOLE)])
 @pytest.mark.kills("RekeysToEachOther")
 @pytest.mark.api("rekey_optim_state_dict", "OptimStateKeyType")
 @expects("the keys", "the members of the group", "the keys when nothing is to be done", RESUMED)

@@ -14,13 +14,11 @@ from shardproof import (
     SEVERAL,
     Accumulation,
     Layout,
-    MatchesOracle,
     Microbatches,
     Nothing,
     Op,
     Phase,
     Plan,
-    RanksAgree,
     Reshard,
     Schedule,
     Select,
@@ -30,6 +28,7 @@ from shardproof import (
 )
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_UNEVEN
+from shardproof.suites.vocabulary import PARITY
 
 REDUCING = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
 EARLY = Select(ops=REDUCING, phases=(Phase.BACKWARD,), microbatches=Microbatches.ALL_BUT_LAST)
@@ -80,7 +79,7 @@ def test_trains_the_same_model(
     trial: Trial, layout: Layout, reshard: Reshard, wrapper: Wrapper, microbatches: int
 ) -> None:
     plan = Plan(layout=layout, reshard=reshard, units=MLP_UNEVEN.units, wrapper=wrapper)
-    trial.holds(_training(plan, microbatches), MatchesOracle(), RanksAgree())
+    trial.holds(_training(plan, microbatches), *PARITY)
 
 
 @pytest.mark.kills("DividesWrappedGradientsTwice", "ReducesDespiteNoSync")
@@ -95,7 +94,7 @@ def test_adds_up_microbatches_and_reduces_once(
         accumulation=Accumulation.LAST_MICROBATCH,
         wrapper=wrapper,
     )
-    trial.holds(_training(plan, 3), MatchesOracle(), RanksAgree(), Nothing(select=EARLY))
+    trial.holds(_training(plan, 3), *PARITY, Nothing(select=EARLY))
 
 
 def _training(plan: Plan, microbatches: int) -> Training:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from shardproof import SEVERAL
+from shardproof.suites.params import param
 from shardproof.suites.wrapper.expect import Bench, expects
 from shardproof.suites.wrapper.model import (
     EACH_FORM,
@@ -48,7 +49,7 @@ LOADED = ("what loading says", "parameters afterwards", "buffers afterwards")
 
 @pytest.mark.api("state_dict", "StateDictType")
 @pytest.mark.kills("NamesTheWrapperInStates", "MixesUpBuffers")
-@pytest.mark.parametrize("wrapping", [SHARDS, FLAT, KEPT, WHOLE, WHOLE_FLAT, HYBRID], ids=str)
+@pytest.mark.parametrize("wrapping", [SHARDS, FLAT, KEPT, WHOLE, WHOLE_FLAT, HYBRID])
 @expects("the state at first", "the state after training")
 def test_saves_the_model_as_if_it_were_not_wrapped(bench: Bench, wrapping: Wrapping) -> None:
     root = bench.wrapped_by(wrapping, tower())
@@ -125,12 +126,11 @@ def test_saves_shards_to_the_host(bench: Bench) -> None:
 @pytest.mark.parametrize(
     "wrapping",
     [
-        pytest.param(SHARDS, marks=pytest.mark.kills("SavesWholesAsShards")),
-        pytest.param(FLAT, marks=pytest.mark.kills("SavesWholesAsShards")),
-        pytest.param(MESH, marks=pytest.mark.kills("SavesWholesAsShards")),
-        pytest.param(WHOLE, marks=pytest.mark.kills("NamesTheWrapperInStates")),
+        param(SHARDS, kills="SavesWholesAsShards"),
+        param(FLAT, kills="SavesWholesAsShards"),
+        param(MESH, kills="SavesWholesAsShards"),
+        param(WHOLE, kills="NamesTheWrapperInStates"),
     ],
-    ids=str,
 )
 @expects("names", "sizes", "values", "elements of all ranks")
 def test_saves_each_element_on_one_rank(bench: Bench, wrapping: Wrapping) -> None:
@@ -157,15 +157,8 @@ RIGHT_FORM = pytest.mark.kills("GivesShardsForWholes")
     ("kind", "config"),
     [
         pytest.param(FULL, FullStateDictConfig(), id="full", marks=RIGHT_FORM),
-        pytest.param(
-            FULL,
-            FullStateDictConfig(rank0_only=True),
-            id="rank0",
-            marks=pytest.mark.kills("IgnoresStateConfigs"),
-        ),
-        pytest.param(
-            SHARDED, ShardedStateDictConfig(), id="sharded", marks=pytest.mark.kills("GivesWholesForShards")
-        ),
+        param(FULL, FullStateDictConfig(rank0_only=True), id="rank0", kills="IgnoresStateConfigs"),
+        param(SHARDED, ShardedStateDictConfig(), id="sharded", kills="GivesWholesForShards"),
         pytest.param(
             FULL,
             FullStateDictConfig(offload_to_cpu=True),
@@ -197,7 +190,6 @@ def test_saves_in_the_form_set(bench: Bench, kind: StateDictType, config: StateD
         (OTHER_UNITS, HYBRID),
         (HYBRID, SHARDS),
     ],
-    ids=str,
 )
 @expects(*LOADED, "an output afterwards")
 def test_loads_what_another_wrapping_saved(bench: Bench, before: Wrapping, after: Wrapping) -> None:
@@ -210,7 +202,6 @@ def test_loads_what_another_wrapping_saved(bench: Bench, before: Wrapping, after
 @pytest.mark.parametrize(
     ("before", "after"),
     [(SHARDS, Wrapping(form=Form.FLAT, units=("head",))), (FLAT, SHARDS), (KEPT, SHARDS), (MESH, MESH_ROOT)],
-    ids=str,
 )
 @expects(*LOADED, "an output afterwards")
 def test_loads_shards_that_another_wrapping_saved(bench: Bench, before: Wrapping, after: Wrapping) -> None:
@@ -244,7 +235,7 @@ def _hand_over(bench: Bench, kind: StateDictType, before: Wrapping, after: Wrapp
 
 @pytest.mark.api("state_dict", "load_state_dict", "StateDictType")
 @pytest.mark.kills("LoadsParametersAlone")
-@pytest.mark.parametrize("wrapping", [SHARDS, FLAT, WHOLE], ids=str)
+@pytest.mark.parametrize("wrapping", [SHARDS, FLAT, WHOLE])
 @expects("parameters of the wrapped", "parameters of the plain", "buffers of the plain")
 def test_exchanges_states_with_a_model_that_is_not_wrapped(bench: Bench, wrapping: Wrapping) -> None:
     root, plain = bench.wrapped_by(wrapping, blank()), blank()

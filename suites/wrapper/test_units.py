@@ -97,11 +97,7 @@ def test_asks_a_policy_from_the_leaves_up(bench: Bench) -> None:
         return recurse or module is middle
 
     bench.wrap(model, auto_wrap_policy=policy)
-    bench.same(
-        ASKED,
-        asked,
-        ["0 20", "1.0.0 15", "1.0.1 20", "1.0 35", "1.1 12", "1 12"],
-    )
+    bench.same(ASKED, asked, ["0 20", "1.0.0 15", "1.0.1 20", "1.0 35", "1.1 12", "1 12"])
 
 
 @pytest.mark.kills("GivesUnitsNoOptions", "AlwaysShowsNames")
