@@ -12,17 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardproof import (
-    Actor,
-    Capability,
-    EachMicrobatch,
-    Exercise,
-    InterfaceBench,
-    Layout,
-    Plan,
-    Schedule,
-    Training,
-)
+from shardproof import Actor, Capability, EachMicrobatch, Exercise, InterfaceBench, Layout, Plan, Schedule
+from shardproof import Training
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.suites.differences import difference

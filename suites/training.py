@@ -6,22 +6,8 @@ from typing import Any
 
 import torch
 
-from shardproof import (
-    Capability,
-    Clip,
-    EachMicrobatch,
-    Grouping,
-    Layout,
-    LossScaling,
-    NamedOptimizer,
-    Plan,
-    Problem,
-    Resume,
-    Schedule,
-    Script,
-    Training,
-    Watch,
-)
+from shardproof import Capability, Clip, EachMicrobatch, Grouping, Layout, LossScaling, NamedOptimizer, Plan
+from shardproof import Problem, Resume, Schedule, Script, Training, Watch
 from shardproof.fixtures.optimizers import SGD
 
 

@@ -6,24 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import (
-    SEVERAL,
-    Accumulation,
-    Count,
-    Exactly,
-    Grouping,
-    Interleaved,
-    Layout,
-    Microbatches,
-    Nothing,
-    Op,
-    Per,
-    Phase,
-    Reshard,
-    Select,
-    Training,
-    Trial,
-)
+from shardproof import SEVERAL, Accumulation, Count, Exactly, Grouping, Interleaved, Layout, Microbatches
+from shardproof import Nothing, Op, Per, Phase, Reshard, Select, Training, Trial
 from shardproof.fixtures.chain import CHAIN
 from shardproof.suites.communication.closed_forms import NUM_GROUPS
 from shardproof.suites.params import param

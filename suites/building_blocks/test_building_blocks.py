@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    AllWaited,
-    NamedOptimizer,
-    Plan,
-    Schedule,
-    Select,
-    Training,
-    Trial,
-    UserModel,
-    UserOptimizer,
-)
+from shardproof import AllWaited, NamedOptimizer, Plan, Schedule, Select, Training, Trial, UserModel
+from shardproof import UserOptimizer
 from shardproof.fixtures.building_blocks import BLOCKS
 from shardproof.fixtures.few_bits import FEW_BITS
 from shardproof.fixtures.optimizers import ADAMW

@@ -6,21 +6,8 @@ import math
 
 import pytest
 
-from shardproof import (
-    EVEN,
-    FOUR_OR_MORE_EVEN,
-    SEVERAL,
-    Clip,
-    Count,
-    Exactly,
-    Layout,
-    Per,
-    Phase,
-    Problem,
-    Select,
-    Training,
-    Trial,
-)
+from shardproof import EVEN, FOUR_OR_MORE_EVEN, SEVERAL, Clip, Count, Exactly, Layout, Per, Phase, Problem
+from shardproof import Select, Training, Trial
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof.fixtures.thin import ONE_NUMBER, SINGLE_ROWS
 from shardproof.suites.params import param

@@ -6,24 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import (
-    EVEN,
-    SEVERAL,
-    Accumulation,
-    Between,
-    Bytes,
-    Exactly,
-    Layout,
-    MatchesOracle,
-    Microbatches,
-    Nothing,
-    Op,
-    Phase,
-    RanksAgree,
-    Select,
-    Training,
-    Trial,
-)
+from shardproof import EVEN, SEVERAL, Accumulation, Between, Bytes, Exactly, Layout, MatchesOracle
+from shardproof import Microbatches, Nothing, Op, Phase, RanksAgree, Select, Training, Trial
 from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, PADDED_BYTES
 from shardproof.suites.training import train

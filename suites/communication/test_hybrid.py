@@ -9,27 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import (
-    FOUR_OR_MORE_EVEN,
-    SEVERAL,
-    SIX_OR_MORE_EVEN,
-    AllWaited,
-    Bytes,
-    Count,
-    Exactly,
-    Grouping,
-    Layout,
-    OnlyThese,
-    Op,
-    Phase,
-    Problem,
-    RanksAgree,
-    Replicas,
-    Reshard,
-    Select,
-    Training,
-    Trial,
-)
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, SIX_OR_MORE_EVEN, AllWaited, Bytes, Count, Exactly
+from shardproof import Grouping, Layout, OnlyThese, Op, Phase, Problem, RanksAgree, Replicas, Reshard, Select
+from shardproof import Training, Trial
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS
 from shardproof.suites.training import train

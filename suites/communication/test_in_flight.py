@@ -4,21 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    FOUR_OR_MORE_EVEN,
-    SEVERAL,
-    AllWaited,
-    AtMostInFlight,
-    Count,
-    Exactly,
-    Grouping,
-    Layout,
-    MatchesOracle,
-    Refusal,
-    Reshard,
-    Training,
-    Trial,
-)
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, AllWaited, AtMostInFlight, Count, Exactly, Grouping, Layout
+from shardproof import MatchesOracle, Refusal, Reshard, Training, Trial
 from shardproof.fixtures.chain import CHAIN
 from shardproof.suites.communication.closed_forms import NUM_GROUPS
 from shardproof.suites.params import param

@@ -10,21 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import (
-    FOUR_OR_MORE_EVEN,
-    SEVERAL,
-    THREE_OR_MORE,
-    Accumulation,
-    Grouping,
-    Layout,
-    LeavesBuffersAlone,
-    Plan,
-    Reshard,
-    ResultsAreWaitedFor,
-    Schedule,
-    Training,
-    Trial,
-)
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, THREE_OR_MORE, Accumulation, Grouping, Layout
+from shardproof import LeavesBuffersAlone, Plan, Reshard, ResultsAreWaitedFor, Schedule, Training, Trial
 from shardproof.fixtures.chain import CHAIN
 from shardproof.fixtures.optimizers import SGD
 from shardproof.suites.params import param

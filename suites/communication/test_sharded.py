@@ -6,24 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import (
-    FOUR_OR_MORE_EVEN,
-    SEVERAL,
-    AllWaited,
-    Between,
-    Bytes,
-    Count,
-    Exactly,
-    Nothing,
-    OnlyThese,
-    Op,
-    Problem,
-    RanksAgree,
-    Reshard,
-    Select,
-    Training,
-    Trial,
-)
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, AllWaited, Between, Bytes, Count, Exactly, Nothing
+from shardproof import OnlyThese, Op, Problem, RanksAgree, Reshard, Select, Training, Trial
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
 from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS, PADDED_BYTES
 from shardproof.suites.training import train_sharded

@@ -18,16 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, pa
 from torch.nn.functional import cross_entropy
 
 from shardproof import APART, FOURS, Capability
-from shardproof.suites.composable.bench import (
-    STEP,
-    Bench,
-    cut,
-    expects,
-    layers,
-    shared_rows,
-    steps_on_shared_rows,
-    whole,
-)
+from shardproof.suites.composable.bench import STEP, Bench, cut, expects, layers, shared_rows
+from shardproof.suites.composable.bench import steps_on_shared_rows, whole
 from shardproof.suites.expect import expects_of
 from shardproof.suites.wrapper.model import shown_gradients
 

@@ -4,29 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    FOUR_OR_MORE_EVEN,
-    Accumulation,
-    AllWaited,
-    Count,
-    Exactly,
-    Grouping,
-    Layout,
-    MatchesOracle,
-    Microbatches,
-    NamedOptimizer,
-    Nothing,
-    Op,
-    Per,
-    Phase,
-    Plan,
-    RanksAgree,
-    Reshard,
-    Schedule,
-    Select,
-    Training,
-    Trial,
-)
+from shardproof import FOUR_OR_MORE_EVEN, Accumulation, AllWaited, Count, Exactly, Grouping, Layout
+from shardproof import MatchesOracle, Microbatches, NamedOptimizer, Nothing, Op, Per, Phase, Plan, RanksAgree
+from shardproof import Reshard, Schedule, Select, Training, Trial
 from shardproof.fixtures.experts import MIXTURE
 from shardproof.fixtures.optimizers import ADAMW, SGD
 

@@ -5,30 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof import (
-    COPIES,
-    EQUAL,
-    FEW,
-    HOMES,
-    OWN_POOL,
-    PINNED,
-    POOL,
-    REPLAY,
-    SEVERAL,
-    Buffers,
-    Capability,
-    CountsCopies,
-    Layout,
-    MatchesOracle,
-    Notes,
-    NotesForms,
-    Offload,
-    RanksAgree,
-    ReplaysAGraph,
-    Trial,
-    WatchesPools,
-    Wire,
-)
+from shardproof import COPIES, EQUAL, FEW, HOMES, OWN_POOL, PINNED, POOL, REPLAY, SEVERAL, Buffers, Capability
+from shardproof import CountsCopies, Layout, MatchesOracle, Notes, NotesForms, Offload, RanksAgree
+from shardproof import ReplaysAGraph, Trial, WatchesPools, Wire
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.placements import MANY_PARAMETERS
 from shardproof.fixtures.problems import MLP_EVEN, TRANSFORMER

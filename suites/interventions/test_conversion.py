@@ -5,18 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof import (
-    EVEN,
-    SEVERAL,
-    Accumulation,
-    ConvertsAndBack,
-    Dtype,
-    Grouping,
-    Interlude,
-    Layout,
-    MatchesOracle,
-    Trial,
-)
+from shardproof import EVEN, SEVERAL, Accumulation, ConvertsAndBack, Dtype, Grouping, Interlude, Layout
+from shardproof import MatchesOracle, Trial
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof.fixtures.tied import TIED

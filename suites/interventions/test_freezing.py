@@ -7,25 +7,8 @@ from math import prod
 import pytest
 import torch
 
-from shardproof import (
-    SEVERAL,
-    Accumulation,
-    Bytes,
-    Dtype,
-    Exactly,
-    Freezes,
-    Layout,
-    Nothing,
-    Op,
-    Overlaps,
-    Phase,
-    Problem,
-    Reshard,
-    Select,
-    Training,
-    Trial,
-    Watch,
-)
+from shardproof import SEVERAL, Accumulation, Bytes, Dtype, Exactly, Freezes, Layout, Nothing, Op, Overlaps
+from shardproof import Phase, Problem, Reshard, Select, Training, Trial, Watch
 from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_UNEVEN, TRANSFORMER

@@ -7,21 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    FOUR_OR_MORE_EVEN,
-    HOMES,
-    Accumulation,
-    Layout,
-    MatchesOracle,
-    Notes,
-    NotesForms,
-    Offload,
-    Plan,
-    RanksAgree,
-    Schedule,
-    Training,
-    Trial,
-)
+from shardproof import FOUR_OR_MORE_EVEN, HOMES, Accumulation, Layout, MatchesOracle, Notes, NotesForms
+from shardproof import Offload, Plan, RanksAgree, Schedule, Training, Trial
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_UNEVEN, TRANSFORMER
 from shardproof.suites.training import train

@@ -7,20 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardproof import (
-    ALONE,
-    FOUR_OR_MORE_EVEN,
-    SEVERAL,
-    HoldsItsShare,
-    Layout,
-    MatchesOracle,
-    Plan,
-    RanksAgree,
-    Replicas,
-    Training,
-    Trial,
-    Wire,
-)
+from shardproof import ALONE, FOUR_OR_MORE_EVEN, SEVERAL, HoldsItsShare, Layout, MatchesOracle, Plan
+from shardproof import RanksAgree, Replicas, Training, Trial, Wire
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.suites.params import param

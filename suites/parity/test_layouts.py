@@ -4,26 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    EVEN,
-    SEVERAL,
-    SIX_OR_MORE_EVEN,
-    Accumulation,
-    Between,
-    Count,
-    HoldsItsShare,
-    Layout,
-    MatchesOracle,
-    NamedOptimizer,
-    Nothing,
-    Plan,
-    RanksAgree,
-    Replicas,
-    Reshard,
-    Schedule,
-    Training,
-    Trial,
-)
+from shardproof import EVEN, SEVERAL, SIX_OR_MORE_EVEN, Accumulation, Between, Count, HoldsItsShare, Layout
+from shardproof import MatchesOracle, NamedOptimizer, Nothing, Plan, RanksAgree, Replicas, Reshard, Schedule
+from shardproof import Training, Trial
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.suites.params import param

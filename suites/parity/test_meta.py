@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    EVEN,
-    FOUR_OR_MORE_EVEN,
-    SEVERAL,
-    Capability,
-    HoldsItsShare,
-    Layout,
-    Placement,
-    Problem,
-    Trial,
-)
+from shardproof import EVEN, FOUR_OR_MORE_EVEN, SEVERAL, Capability, HoldsItsShare, Layout, Placement, Problem
+from shardproof import Trial
 from shardproof.fixtures.placements import DIVISIBLE_MLP
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_UNEVEN, TRANSFORMER
 from shardproof.fixtures.tensor_parallel import STACK_16

@@ -5,21 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof import (
-    SEVERAL,
-    Accumulation,
-    ChunksOfTheHead,
-    FlaggedChunks,
-    Microbatches,
-    Nothing,
-    Op,
-    Phase,
-    Problem,
-    Reshard,
-    Select,
-    Trial,
-    TrunkTwiceOnOddSteps,
-)
+from shardproof import SEVERAL, Accumulation, ChunksOfTheHead, FlaggedChunks, Microbatches, Nothing, Op, Phase
+from shardproof import Problem, Reshard, Select, Trial, TrunkTwiceOnOddSteps
 from shardproof.fixtures.trunk_and_head import TRUNK_AND_HEAD, TRUNK_AND_TIED_HEAD
 from shardproof.fixtures.widening import WIDENING
 from shardproof.suites.params import param

@@ -8,34 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof import (
-    FOUR_OR_MORE_EVEN,
-    FOURS,
-    Accumulation,
-    AllWaited,
-    Between,
-    Count,
-    Exactly,
-    Grouping,
-    Layout,
-    MatchesOracle,
-    Microbatches,
-    Nothing,
-    Op,
-    Per,
-    Phase,
-    Pipelined,
-    PipelineOrder,
-    Plan,
-    RanksAgree,
-    Resume,
-    Schedule,
-    Select,
-    StateForm,
-    Training,
-    Trial,
-    num_stages,
-)
+from shardproof import FOURS, FOUR_OR_MORE_EVEN, Accumulation, AllWaited, Between, Count, Exactly, Grouping
+from shardproof import Layout, MatchesOracle, Microbatches, Nothing, Op, Per, Phase, PipelineOrder, Pipelined
+from shardproof import Plan, RanksAgree, Resume, Schedule, Select, StateForm, Training, Trial, num_stages
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.pipeline import STAGED
 from shardproof.suites.communication.closed_forms import ClosedForm

@@ -6,23 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import (
-    ODD,
-    SEVERAL,
-    Capability,
-    Grouping,
-    Law,
-    Layout,
-    LiesOnTheDimAskedFor,
-    MatchesOracle,
-    Placement,
-    Plan,
-    Problem,
-    Refusal,
-    Reshard,
-    Training,
-    Trial,
-)
+from shardproof import ODD, SEVERAL, Capability, Grouping, Law, Layout, LiesOnTheDimAskedFor, MatchesOracle
+from shardproof import Placement, Plan, Problem, Refusal, Reshard, Training, Trial
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.placements import DIVISIBLE_MLP
 from shardproof.fixtures.problems import MLP_UNEVEN

@@ -4,23 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    FORWARD,
-    LAYOUTS,
-    POWERS_OF_TWO,
-    SEVERAL,
-    HoldsItsShare,
-    Layout,
-    LiesOnTheDimAskedFor,
-    MatchesOracle,
-    Notes,
-    NotesForms,
-    Placement,
-    Problem,
-    RanksAgree,
-    StateLiesWithItsParameter,
-    Trial,
-)
+from shardproof import FORWARD, LAYOUTS, POWERS_OF_TWO, SEVERAL, HoldsItsShare, Layout, LiesOnTheDimAskedFor
+from shardproof import MatchesOracle, Notes, NotesForms, Placement, Problem, RanksAgree
+from shardproof import StateLiesWithItsParameter, Trial
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.placements import DIVISIBLE_MLP, DIVISIBLE_TRANSFORMER
 from shardproof.suites.params import param

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    HoldsItsShare,
-    Layout,
-    MatchesOracle,
-    NamedOptimizer,
-    RanksAgree,
-    StateLiesWithItsParameter,
-    Trial,
-)
+from shardproof import HoldsItsShare, Layout, MatchesOracle, NamedOptimizer, RanksAgree
+from shardproof import StateLiesWithItsParameter, Trial
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.placements import UNEVEN_GROUP
 from shardproof.suites.training import train

@@ -7,30 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardproof import (
-    EVEN,
-    FOUR_OR_MORE_EVEN,
-    OUTPUT_DTYPE,
-    SEVERAL,
-    Capability,
-    Dtype,
-    Grouping,
-    Layout,
-    LiesOnTheDimAskedFor,
-    MatchesOracle,
-    Notes,
-    NotesForms,
-    Op,
-    Phase,
-    Placement,
-    Plan,
-    Problem,
-    RanksAgree,
-    Schedule,
-    Select,
-    Training,
-    Trial,
-)
+from shardproof import EVEN, FOUR_OR_MORE_EVEN, OUTPUT_DTYPE, SEVERAL, Capability, Dtype, Grouping, Layout
+from shardproof import LiesOnTheDimAskedFor, MatchesOracle, Notes, NotesForms, Op, Phase, Placement, Plan
+from shardproof import Problem, RanksAgree, Schedule, Select, Training, Trial
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.placements import DIVISIBLE_MLP
 from shardproof.fixtures.precision import JOINT_CASTS

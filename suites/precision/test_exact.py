@@ -7,29 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardproof import (
-    FOUR_OR_MORE_EVEN,
-    POWERS_OF_TWO,
-    SEVERAL,
-    Accumulation,
-    Capability,
-    Dtype,
-    Holding,
-    HoldingBack,
-    Layout,
-    MatchesOracle,
-    Offload,
-    Op,
-    Phase,
-    Plan,
-    Problem,
-    RanksAgree,
-    Schedule,
-    Select,
-    Training,
-    Trial,
-    Window,
-)
+from shardproof import FOUR_OR_MORE_EVEN, POWERS_OF_TWO, SEVERAL, Accumulation, Capability, Dtype, Holding
+from shardproof import HoldingBack, Layout, MatchesOracle, Offload, Op, Phase, Plan, Problem, RanksAgree
+from shardproof import Schedule, Select, Training, Trial, Window
 from shardproof.fixtures.optimizers import EXACT_SGD
 from shardproof.fixtures.precision import EXACT_LATE, EXACT_OVERFLOW, EXACT_SMALL, EXACT_WIDE
 from shardproof.suites.params import param

@@ -6,7 +6,7 @@ import pytest
 
 from shardproof import SEVERAL, Exercise, Layout, MatchesOracle, Notes, Trial
 from shardproof.fixtures.problems import MLP_EVEN
-from shardproof.suites.precision.scaling import AFTER_A_FINITE, AFTER_AN_INFINITE, AFTER_NONE, scales_together
+from shardproof.suites.precision.scaling import AFTER_AN_INFINITE, AFTER_A_FINITE, AFTER_NONE, scales_together
 from shardproof.suites.training import train
 
 

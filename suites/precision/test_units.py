@@ -5,24 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof import (
-    POWERS_OF_TWO,
-    SEVERAL,
-    Dtype,
-    Grouping,
-    Layout,
-    MatchesOracle,
-    Notes,
-    NotesUnitDtypes,
-    Op,
-    Phase,
-    RanksAgree,
-    Select,
-    Trial,
-    UnitDtypes,
-    Window,
-    dtypes_of,
-)
+from shardproof import POWERS_OF_TWO, SEVERAL, Dtype, Grouping, Layout, MatchesOracle, Notes, NotesUnitDtypes
+from shardproof import Op, Phase, RanksAgree, Select, Trial, UnitDtypes, Window, dtypes_of
 from shardproof.fixtures.optimizers import EXACT_SGD
 from shardproof.fixtures.precision import EXACT_NARROW
 from shardproof.suites.params import param

@@ -11,24 +11,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    SEVERAL,
-    Between,
-    Bound,
-    BranchByBranch,
-    Count,
-    Exactly,
-    Gathers,
-    Order,
-    Prefetch,
-    Reduces,
-    Reshard,
-    Reshards,
-    Together,
-    Training,
-    Trial,
-    Watch,
-)
+from shardproof import SEVERAL, Between, Bound, BranchByBranch, Count, Exactly, Gathers, Order, Prefetch
+from shardproof import Reduces, Reshard, Reshards, Together, Training, Trial, Watch
 from shardproof.fixtures.heads import FORK
 from shardproof.suites.params import param
 from shardproof.suites.training import train_sharded

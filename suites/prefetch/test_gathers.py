@@ -4,21 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    SEVERAL,
-    AllWaited,
-    Asynchronous,
-    Capability,
-    Count,
-    Exactly,
-    Gathers,
-    Layout,
-    Order,
-    Reshard,
-    Reshards,
-    Trial,
-    Watch,
-)
+from shardproof import SEVERAL, AllWaited, Asynchronous, Capability, Count, Exactly, Gathers, Layout, Order
+from shardproof import Reshard, Reshards, Trial, Watch
 from shardproof.fixtures.chain import CHAIN, SPARE_CHAIN
 from shardproof.suites.communication.closed_forms import NUM_GROUPS
 from shardproof.suites.training import train, train_sharded

@@ -13,22 +13,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    SEVERAL,
-    Event,
-    Gathers,
-    Layout,
-    Order,
-    Prefetch,
-    Problem,
-    Reduces,
-    Reshard,
-    Reshards,
-    Together,
-    Training,
-    Trial,
-    Watch,
-)
+from shardproof import SEVERAL, Event, Gathers, Layout, Order, Prefetch, Problem, Reduces, Reshard, Reshards
+from shardproof import Together, Training, Trial, Watch
 from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, NESTED_CHAIN
 from shardproof.suites.params import param
 from shardproof.suites.training import train, train_sharded

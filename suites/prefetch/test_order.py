@@ -10,31 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import (
-    FOUR_OR_MORE_EVEN,
-    SEVERAL,
-    Capability,
-    Event,
-    Gathers,
-    Grouping,
-    Layout,
-    Microbatches,
-    Nothing,
-    Order,
-    Phase,
-    Plan,
-    Problem,
-    Reduces,
-    Reshard,
-    Reshards,
-    Schedule,
-    Select,
-    SumOfForwards,
-    Together,
-    Training,
-    Trial,
-    Watch,
-)
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, Capability, Event, Gathers, Grouping, Layout, Microbatches
+from shardproof import Nothing, Order, Phase, Plan, Problem, Reduces, Reshard, Reshards, Schedule, Select
+from shardproof import SumOfForwards, Together, Training, Trial, Watch
 from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, LOOPED_CHAIN
 from shardproof.fixtures.optimizers import SGD
 from shardproof.suites.params import param

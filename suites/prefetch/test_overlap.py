@@ -9,28 +9,9 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    FOUR_OR_MORE_EVEN,
-    SEVERAL,
-    Between,
-    Capability,
-    Exactly,
-    Grouping,
-    Layout,
-    Op,
-    Overlaps,
-    Phase,
-    Plan,
-    Prefetch,
-    PrefetchDistance,
-    Problem,
-    Reshard,
-    Schedule,
-    Select,
-    Training,
-    Trial,
-    Watch,
-)
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, Between, Capability, Exactly, Grouping, Layout, Op
+from shardproof import Overlaps, Phase, Plan, Prefetch, PrefetchDistance, Problem, Reshard, Schedule, Select
+from shardproof import Training, Trial, Watch
 from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
 from shardproof.fixtures.optimizers import SGD
 from shardproof.suites.params import param

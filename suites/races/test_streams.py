@@ -7,29 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardproof import (
-    FOUR_OR_MORE_EVEN,
-    SEVERAL,
-    Accumulation,
-    AllForwardsFirst,
-    Backwards,
-    Capability,
-    EachMicrobatch,
-    Gather,
-    Grouping,
-    Layout,
-    NoRaces,
-    Plan,
-    Prefetch,
-    Problem,
-    Reshard,
-    Schedule,
-    Script,
-    Training,
-    Trial,
-    UnshardByHand,
-    Watch,
-)
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, Accumulation, AllForwardsFirst, Backwards, Capability
+from shardproof import EachMicrobatch, Gather, Grouping, Layout, NoRaces, Plan, Prefetch, Problem, Reshard
+from shardproof import Schedule, Script, Training, Trial, UnshardByHand, Watch
 from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, LOOPED_CHAIN
 from shardproof.fixtures.idle import FROZEN
 from shardproof.fixtures.optimizers import SGD

@@ -7,17 +7,8 @@ from typing import ClassVar
 
 import pytest
 
-from shardproof import (
-    POWERS_OF_TWO,
-    Actor,
-    Capability,
-    Evaluates,
-    Evaluation,
-    EvaluationPoint,
-    Layout,
-    Placement,
-    Trial,
-)
+from shardproof import POWERS_OF_TWO, Actor, Capability, Evaluates, Evaluation, EvaluationPoint, Layout
+from shardproof import Placement, Trial
 from shardproof.fixtures.placements import DIVISIBLE_MLP
 from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.suites.params import param

@@ -4,25 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    SIMULATED,
-    Between,
-    Bytes,
-    Count,
-    Exactly,
-    FewCalls,
-    Layout,
-    Nothing,
-    OnlyThese,
-    Op,
-    Phase,
-    Problem,
-    Reshard,
-    Select,
-    Training,
-    Trial,
-    groups_of,
-)
+from shardproof import SIMULATED, Between, Bytes, Count, Exactly, FewCalls, Layout, Nothing, OnlyThese, Op
+from shardproof import Phase, Problem, Reshard, Select, Training, Trial, groups_of
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_EVEN, TRANSFORMER
 from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS, PADDED_BYTES, ClosedForm

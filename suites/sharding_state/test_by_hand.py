@@ -4,32 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    AFTER_BACKWARD,
-    BEFORE_BACKWARD,
-    BEFORE_FORWARD,
-    FOUR_OR_MORE_EVEN,
-    SEVERAL,
-    AllWaited,
-    Count,
-    Exactly,
-    Gather,
-    Grouping,
-    Layout,
-    OnlyThese,
-    Op,
-    Per,
-    Phase,
-    Problem,
-    Reshard,
-    Select,
-    ShowsTheModel,
-    Training,
-    Trial,
-    UnitsAre,
-    UnshardByHand,
-    Window,
-)
+from shardproof import AFTER_BACKWARD, BEFORE_BACKWARD, BEFORE_FORWARD, FOUR_OR_MORE_EVEN, SEVERAL, AllWaited
+from shardproof import Count, Exactly, Gather, Grouping, Layout, OnlyThese, Op, Per, Phase, Problem, Reshard
+from shardproof import Select, ShowsTheModel, Training, Trial, UnitsAre, UnshardByHand, Window
 from shardproof.fixtures.heads import TALKATIVE
 from shardproof.fixtures.odd_shapes import ODD_SHAPES
 from shardproof.fixtures.problems import MLP_UNEVEN

@@ -6,26 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from shardproof import (
-    AFTER_BACKWARD,
-    AFTER_FORWARD_FREED,
-    AFTER_FORWARD_KEPT,
-    NUM_CHUNKS,
-    SEVERAL,
-    Count,
-    Exactly,
-    HoldHeadOpen,
-    Op,
-    Phase,
-    Problem,
-    Reshard,
-    Select,
-    ShowsTheModel,
-    ToggleReshard,
-    Trial,
-    UnitsAre,
-    after_chunk,
-)
+from shardproof import AFTER_BACKWARD, AFTER_FORWARD_FREED, AFTER_FORWARD_KEPT, NUM_CHUNKS, SEVERAL, Count
+from shardproof import Exactly, HoldHeadOpen, Op, Phase, Problem, Reshard, Select, ShowsTheModel
+from shardproof import ToggleReshard, Trial, UnitsAre, after_chunk
 from shardproof.fixtures.heads import TIED_HEAD, TRUNK_AND_HEAD
 from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.suites.params import param

@@ -4,36 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    AFTER_BACKWARD,
-    AFTER_FORWARD,
-    BEFORE_BACKWARD,
-    BEFORE_FORWARD,
-    FOUR_OR_MORE_EVEN,
-    POWERS_OF_TWO,
-    SEVERAL,
-    AlternateHeads,
-    Capability,
-    Count,
-    Exactly,
-    Grouping,
-    Law,
-    Layout,
-    LookAround,
-    Nothing,
-    OnlyThese,
-    Op,
-    Phase,
-    Plan,
-    Problem,
-    Reshard,
-    Select,
-    ShowsTheModel,
-    Training,
-    Trial,
-    UnitsAre,
-    Window,
-)
+from shardproof import AFTER_BACKWARD, AFTER_FORWARD, BEFORE_BACKWARD, BEFORE_FORWARD, FOUR_OR_MORE_EVEN
+from shardproof import POWERS_OF_TWO, SEVERAL, AlternateHeads, Capability, Count, Exactly, Grouping, Law
+from shardproof import Layout, LookAround, Nothing, OnlyThese, Op, Phase, Plan, Problem, Reshard, Select
+from shardproof import ShowsTheModel, Training, Trial, UnitsAre, Window
 from shardproof.fixtures.heads import TWO_HEADS
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN

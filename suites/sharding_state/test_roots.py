@@ -6,29 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import (
-    AFTER_BACKWARD,
-    AFTER_FORWARD,
-    BEFORE_FORWARD,
-    SEVERAL,
-    Accumulation,
-    Capability,
-    Count,
-    Exactly,
-    Grouping,
-    Layout,
-    LookAround,
-    Microbatches,
-    Nothing,
-    Op,
-    Phase,
-    Reshard,
-    Roots,
-    Select,
-    ShowsTheModel,
-    Trial,
-    UnitsAre,
-)
+from shardproof import AFTER_BACKWARD, AFTER_FORWARD, BEFORE_FORWARD, SEVERAL, Accumulation, Capability, Count
+from shardproof import Exactly, Grouping, Layout, LookAround, Microbatches, Nothing, Op, Phase, Reshard, Roots
+from shardproof import Select, ShowsTheModel, Trial, UnitsAre
 from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.suites.params import param
 from shardproof.suites.sharding_state.states import states

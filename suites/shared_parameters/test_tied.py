@@ -4,18 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    SEVERAL,
-    EveryRowMoves,
-    HoldsItsShare,
-    Layout,
-    MatchesOracle,
-    RanksAgree,
-    Refusal,
-    Reshard,
-    Schedule,
-    Trial,
-)
+from shardproof import SEVERAL, EveryRowMoves, HoldsItsShare, Layout, MatchesOracle, RanksAgree, Refusal
+from shardproof import Reshard, Schedule, Trial
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.tied import TIED
 from shardproof.suites.training import train, train_sharded

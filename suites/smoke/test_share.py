@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    APART,
-    SEVERAL,
-    HoldsItsShare,
-    Layout,
-    MatchesOracle,
-    MemoryIsExplained,
-    RanksAgree,
-    Trial,
-    Watch,
-)
+from shardproof import APART, SEVERAL, HoldsItsShare, Layout, MatchesOracle, MemoryIsExplained, RanksAgree
+from shardproof import Trial, Watch
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_EVEN, MLP_WIDE
 from shardproof.suites.training import train

@@ -6,27 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import (
-    EVEN,
-    FOUR_OR_MORE_EVEN,
-    FOURS,
-    LOADED,
-    SEVERAL,
-    UNCHANGED,
-    Layout,
-    NamedOptimizer,
-    Notes,
-    Plan,
-    Problem,
-    Resume,
-    Schedule,
-    StateForm,
-    Training,
-    Trial,
-)
+from shardproof import EVEN, FOURS, FOUR_OR_MORE_EVEN, LOADED, SEVERAL, UNCHANGED, Layout, NamedOptimizer
+from shardproof import Notes, Plan, Problem, Resume, Schedule, StateForm, Training, Trial
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
-from shardproof.fixtures.tensor_parallel import STACK_5, STACK_16
+from shardproof.fixtures.tensor_parallel import STACK_16, STACK_5
 from shardproof.fixtures.tied import TIED
 from shardproof.suites.params import param
 from shardproof.suites.vocabulary import PARITY

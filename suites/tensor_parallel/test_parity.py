@@ -7,41 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import (
-    FOUR_OR_MORE_EVEN,
-    FOURS,
-    Accumulation,
-    AllWaited,
-    Clip,
-    Count,
-    Exactly,
-    Grouping,
-    Layout,
-    MatchesOracle,
-    Microbatches,
-    Nothing,
-    Offload,
-    Op,
-    Per,
-    Phase,
-    Problem,
-    RanksAgree,
-    Reshard,
-    Select,
-    Sizes,
-    Training,
-    Trial,
-    Window,
-)
+from shardproof import FOURS, FOUR_OR_MORE_EVEN, Accumulation, AllWaited, Clip, Count, Exactly, Grouping
+from shardproof import Layout, MatchesOracle, Microbatches, Nothing, Offload, Op, Per, Phase, Problem
+from shardproof import RanksAgree, Reshard, Select, Sizes, Training, Trial, Window
 from shardproof.fixtures.optimizers import ADAMW
-from shardproof.fixtures.tensor_parallel import (
-    CUT_TRANSFORMER,
-    STACK_3,
-    STACK_5,
-    STACK_5_CHECKPOINTED,
-    STACK_16,
-    STACK_17,
-)
+from shardproof.fixtures.tensor_parallel import CUT_TRANSFORMER, STACK_16, STACK_17, STACK_3, STACK_5
+from shardproof.fixtures.tensor_parallel import STACK_5_CHECKPOINTED
 from shardproof.suites.communication.closed_forms import NUM_GROUPS
 from shardproof.suites.training import train, train_sharded
 from shardproof.suites.vocabulary import ACROSS_REPLICAS, PARITY

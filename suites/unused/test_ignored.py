@@ -11,18 +11,8 @@ from math import prod
 import pytest
 import torch
 
-from shardproof import (
-    SEVERAL,
-    Between,
-    Bytes,
-    HoldsItsShare,
-    Layout,
-    MatchesOracle,
-    RanksAgree,
-    Reshard,
-    Training,
-    Trial,
-)
+from shardproof import SEVERAL, Between, Bytes, HoldsItsShare, Layout, MatchesOracle, RanksAgree, Reshard
+from shardproof import Training, Trial
 from shardproof.fixtures.idle import FROZEN
 from shardproof.suites.communication.closed_forms import ClosedForm
 from shardproof.suites.training import train

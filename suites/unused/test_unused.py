@@ -7,19 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardproof import (
-    EVEN,
-    SEVERAL,
-    Accumulation,
-    Capability,
-    Dtype,
-    Layout,
-    NamedOptimizer,
-    Plan,
-    Schedule,
-    Training,
-    Trial,
-)
+from shardproof import EVEN, SEVERAL, Accumulation, Capability, Dtype, Layout, NamedOptimizer, Plan, Schedule
+from shardproof import Training, Trial
 from shardproof.fixtures.idle import BORROWED, SOMETIMES
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.suites.params import param

@@ -13,15 +13,8 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from shardproof import FOUR_OR_MORE_EVEN, SEVERAL
 from shardproof.suites.wrapper.expect import Bench, expects
-from shardproof.suites.wrapper.model import (
-    EACH_FORM,
-    Form,
-    Wrapping,
-    batch,
-    gradients,
-    shown_gradients,
-    tower,
-)
+from shardproof.suites.wrapper.model import EACH_FORM, Form, Wrapping, batch, gradients, shown_gradients
+from shardproof.suites.wrapper.model import tower
 
 pytestmark = pytest.mark.api("clip_grad_norm_")
 CLIPPED = ("the norm", "clipped gradients")

@@ -12,21 +12,8 @@ from torch.distributed.fsdp import ShardingStrategy
 from shardproof import SEVERAL
 from shardproof.suites.params import param
 from shardproof.suites.wrapper.expect import Bench, expects
-from shardproof.suites.wrapper.model import (
-    EACH_FORM,
-    LR,
-    Form,
-    Tower,
-    batch,
-    copies,
-    gradients,
-    parameters,
-    shapes,
-    shown_gradients,
-    strategies,
-    tower,
-    trained_alone,
-)
+from shardproof.suites.wrapper.model import EACH_FORM, LR, Form, Tower, batch, copies, gradients, parameters
+from shardproof.suites.wrapper.model import shapes, shown_gradients, strategies, tower, trained_alone
 
 pytestmark = pytest.mark.api("summon_full_params")
 FULL, KEEP, WHOLE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD

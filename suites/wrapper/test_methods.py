@@ -11,17 +11,8 @@ import torch
 from torch import nn
 
 from shardproof.suites.wrapper.expect import Bench, expects
-from shardproof.suites.wrapper.model import (
-    EACH_FORM,
-    LR,
-    Form,
-    Tower,
-    batch,
-    parameters,
-    shown_gradients,
-    tower,
-    trained_alone,
-)
+from shardproof.suites.wrapper.model import EACH_FORM, LR, Form, Tower, batch, parameters, shown_gradients
+from shardproof.suites.wrapper.model import tower, trained_alone
 
 CONVERTED = ("what it returns", "the output's dtype", "dtypes of gradients", "parameters afterwards")
 

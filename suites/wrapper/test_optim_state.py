@@ -10,34 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardingStrategy,
-    StateDictType,
-)
+from torch.distributed.fsdp import FullOptimStateDictConfig, OptimStateDictConfig, OptimStateKeyType
+from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardingStrategy, StateDictType
 
 from shardproof import APART, SEVERAL
 from shardproof.suites.params import param
 from shardproof.suites.wrapper.expect import Bench, expects
 from shardproof.suites.wrapper.model import Form, Wrapping, parameters, tower
-from shardproof.suites.wrapper.optimizers import (
-    BEFORE,
-    FULL,
-    RESUMED,
-    SHARDED,
-    TOLERANCE,
-    Kind,
-    Route,
-    claim_resumed,
-    fresh,
-    hand_over,
-    plain,
-    resume,
-    trained,
-)
+from shardproof.suites.wrapper.optimizers import BEFORE, FULL, RESUMED, SHARDED, TOLERANCE, Kind, Route
+from shardproof.suites.wrapper.optimizers import claim_resumed, fresh, hand_over, plain, resume, trained
 
 SHARDS, FLAT = Wrapping(), Wrapping(form=Form.FLAT)
 FLAT_HEAD = Wrapping(form=Form.FLAT, units=("head",))

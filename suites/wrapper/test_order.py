@@ -10,26 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import (
-    SEVERAL,
-    AtMostInFlight,
-    BackwardGather,
-    Computes,
-    Count,
-    Event,
-    Exactly,
-    Gathers,
-    Grouping,
-    Layout,
-    Order,
-    Plan,
-    Problem,
-    Reduces,
-    Reshard,
-    Training,
-    Trial,
-    Wrapper,
-)
+from shardproof import SEVERAL, AtMostInFlight, BackwardGather, Computes, Count, Event, Exactly, Gathers
+from shardproof import Grouping, Layout, Order, Plan, Problem, Reduces, Reshard, Training, Trial, Wrapper
 from shardproof.fixtures.chain import CHAIN, TELLING_CHAIN
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import TRANSFORMER

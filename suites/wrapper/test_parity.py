@@ -9,23 +9,8 @@ from typing import Any
 
 import pytest
 
-from shardproof import (
-    FOUR_OR_MORE_EVEN,
-    SEVERAL,
-    Accumulation,
-    Layout,
-    Microbatches,
-    Nothing,
-    Op,
-    Phase,
-    Plan,
-    Reshard,
-    Schedule,
-    Select,
-    Training,
-    Trial,
-    Wrapper,
-)
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, Accumulation, Layout, Microbatches, Nothing, Op, Phase
+from shardproof import Plan, Reshard, Schedule, Select, Training, Trial, Wrapper
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.suites.vocabulary import PARITY

@@ -7,30 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import (
-    FullStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictType,
-)
+from torch.distributed.fsdp import FullStateDictConfig, ShardedStateDictConfig, ShardingStrategy
+from torch.distributed.fsdp import StateDictConfig, StateDictType
 from torch.distributed.tensor import DTensor
 
 from shardproof import SEVERAL
 from shardproof.suites.params import param
 from shardproof.suites.wrapper.expect import Bench, expects
-from shardproof.suites.wrapper.model import (
-    EACH_FORM,
-    LR,
-    Form,
-    Tower,
-    Wrapping,
-    batch,
-    blank,
-    parameters,
-    tower,
-    trained_alone,
-)
+from shardproof.suites.wrapper.model import EACH_FORM, LR, Form, Tower, Wrapping, batch, blank, parameters
+from shardproof.suites.wrapper.model import tower, trained_alone
 
 SHARDS, FLAT = Wrapping(), Wrapping(form=Form.FLAT)
 KEPT = Wrapping(strategy=ShardingStrategy.SHARD_GRAD_OP)

@@ -7,18 +7,9 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, LocalOptimStateDictConfig
+from torch.distributed.fsdp import LocalStateDictConfig, OptimStateDictConfig, ShardedOptimStateDictConfig
+from torch.distributed.fsdp import ShardedStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
 
 from shardproof.suites.wrapper.expect import Bench, expects
 from shardproof.suites.wrapper.model import tower
