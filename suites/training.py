@@ -54,5 +54,5 @@ def train(
 
 # Any: as for `train`.
 def train_sharded(problem: Problem, *optimizer: NamedOptimizer, **asked: Any) -> Training:
-    """Make a training whose parameters are sharded, each of its units gathered by itself."""
-    return train(problem, *optimizer, layout=Layout.SHARD, grouping=Grouping.REQUIRED, **asked)
+    """Make a training whose parameters are sharded, each of its units gathered by itself; others may be asked for."""
+    return train(problem, *optimizer, **{"layout": Layout.SHARD, "grouping": Grouping.REQUIRED, **asked})

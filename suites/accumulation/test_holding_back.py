@@ -18,6 +18,9 @@ from shardproof.suites.training import train
 from shardproof.suites.vocabulary import ALL_REDUCES, GATHERS_IN_BACKWARD, GATHERS_IN_FORWARD, PARITY
 from shardproof.suites.vocabulary import REDUCE_SCATTERS
 
+pytestmark = pytest.mark.worlds(SEVERAL)
+
+
 NUM_MICROBATCHES = 3
 ROOT = ""
 EVERY_UNIT = (*CHAIN.units, ROOT)
@@ -43,7 +46,6 @@ def _reduces(select: Select) -> tuple[Count, Count]:
 
 
 @pytest.mark.rows("T30")
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("units", HELD)
 def test_shards_reduce_as_told(trial: Trial, units: tuple[str, ...]) -> None:
     training = _training(Layout.SHARD, HoldingBack(units=units))
@@ -52,7 +54,6 @@ def test_shards_reduce_as_told(trial: Trial, units: tuple[str, ...]) -> None:
 
 
 @pytest.mark.rows("R14")
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("units", HELD)
 def test_replicas_reduce_as_told(trial: Trial, units: tuple[str, ...]) -> None:
     training = _training(Layout.REPLICATE, HoldingBack(units=units))
@@ -86,7 +87,6 @@ def test_replicas_wait_for_the_last_microbatch_as_told(trial: Trial, units: tupl
 
 @pytest.mark.rows("T30")
 @pytest.mark.kills("FreesHeldUnitsAfterBackward")
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("units", [pytest.param(EVERY_UNIT, id="all"), pytest.param((ROOT,), id="root")])
 def test_units_kept_after_backward_are_gathered_once(trial: Trial, units: tuple[str, ...]) -> None:
     training = _training(Layout.SHARD, HoldingBack(units=units, keeps=True), Reshard.KEEP)
@@ -104,7 +104,6 @@ def test_units_kept_after_backward_are_gathered_once(trial: Trial, units: tuple[
 
 @pytest.mark.rows("T30")
 @pytest.mark.kills("KeepsTheRootWhileAccumulating", "SynchronisesEveryMicrobatch")
-@pytest.mark.worlds(SEVERAL)
 def test_gathers_as_often_whether_accumulating_or_not(trial: Trial) -> None:
     script = HoldingBack(units=())
     training = _training(Layout.SHARD, script)

@@ -12,6 +12,9 @@ from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, PADDED_BYTES
 from shardproof.suites.training import train
 
+pytestmark = pytest.mark.worlds(SEVERAL)
+
+
 REDUCING = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
 EARLY = Select(ops=REDUCING, dtypes=("float32",), microbatches=Microbatches.ALL_BUT_LAST)
 LAST = Select(dtypes=("float32",), phases=(Phase.BACKWARD,), microbatches=Microbatches.LAST)
@@ -24,7 +27,6 @@ def _training(layout: Layout, microbatches: int) -> Training:
 
 
 @pytest.mark.kills("SynchronisesEveryMicrobatch")
-@pytest.mark.worlds(SEVERAL)
 def test_is_silent_until_the_last_microbatch(trial: Trial) -> None:
     trial.holds(_training(Layout.NATIVE, 3), Nothing(select=EARLY), RanksAgree())
 
@@ -38,7 +40,6 @@ def test_two_replicas_are_silent_until_the_last_microbatch(trial: Trial) -> None
 
 @pytest.mark.rows("R14")
 @pytest.mark.kills("ForgetsToSynchroniseOneParameter")
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("microbatches", [3, 4], ids="m{}".format)
 def test_replicas_reduce_once_per_step(trial: Trial, microbatches: int) -> None:
     last = replace(LAST, ops=(Op.ALL_REDUCE,))
@@ -52,7 +53,6 @@ def test_replicas_reduce_once_per_step(trial: Trial, microbatches: int) -> None:
 
 @pytest.mark.rows("T30")
 @pytest.mark.kills("SynchronisesEveryMicrobatch", "ReplicatesInsteadOfSharding")
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("microbatches", [3, 4], ids="m{}".format)
 def test_shards_reduce_once_per_step(trial: Trial, microbatches: int) -> None:
     last = replace(LAST, ops=(Op.REDUCE_SCATTER,))

@@ -17,6 +17,9 @@ from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, NUM_GRO
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import ACROSS_REPLICAS
 
+pytestmark = pytest.mark.worlds(SEVERAL)
+
+
 GATHERS = Select(ops=(Op.ALL_GATHER,), axis="shard")
 SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), axis="shard", phases=(Phase.BACKWARD,))
 ALONE = Select(group_size=1)
@@ -58,7 +61,6 @@ def test_reduces_within_and_across_pairs(trial: Trial, problem: Problem) -> None
 
 
 @pytest.mark.kills("TransposesTheMesh")
-@pytest.mark.worlds(SEVERAL)
 @every_problem
 def test_one_replica_reduces_within_itself(trial: Trial, problem: Problem) -> None:
     trial.holds(
@@ -70,7 +72,6 @@ def test_one_replica_reduces_within_itself(trial: Trial, problem: Problem) -> No
 
 
 @pytest.mark.kills("NeverSynchronisesSingles", "TransposesTheMesh")
-@pytest.mark.worlds(SEVERAL)
 @every_problem
 def test_single_ranks_reduce_across_replicas(trial: Trial, problem: Problem) -> None:
     trial.holds(

@@ -18,6 +18,9 @@ from shardproof.suites.params import param
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
+pytestmark = pytest.mark.worlds(SEVERAL)
+
+
 LAWS = (LeavesBuffersAlone(), ResultsAreWaitedFor(), *PARITY)
 SHARDED = Plan(
     layout=Layout.SHARD, units=CHAIN.units, grouping=Grouping.REQUIRED, reshard=Reshard.AFTER_FORWARD
@@ -25,13 +28,11 @@ SHARDED = Plan(
 
 
 @pytest.mark.kills("ReadsBucketsTooEarly", "ForgetsTheWorkOfANorm")
-@pytest.mark.worlds(SEVERAL)
 def test_waits_for_results_whatever_the_layout(trial: Trial) -> None:
     trial.holds(train(CHAIN), *LAWS)
 
 
 @pytest.mark.kills("ClearsTheReduceInput", "FreesTheInputOfAReduction", "FillsTheGatherOutput")
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
     "plan",
     [

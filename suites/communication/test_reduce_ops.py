@@ -9,6 +9,8 @@ from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import ACROSS_REPLICAS, ALL_REDUCES, PARITY, REDUCE_SCATTERS
 
+pytestmark = pytest.mark.worlds(SEVERAL)
+
 
 def _training(layout: Layout) -> Training:
     return train(MLP_UNEVEN, layout=layout, wire=Wire.SUM)
@@ -16,14 +18,12 @@ def _training(layout: Layout) -> Training:
 
 @pytest.mark.rows("C27")
 @pytest.mark.kills("AveragesOnTheWire")
-@pytest.mark.worlds(SEVERAL)
 def test_shards_are_reduced_by_sums(trial: Trial) -> None:
     by_sums = ReduceOps(select=REDUCE_SCATTERS, allowed=("sum",))
     trial.holds(_training(Layout.SHARD), by_sums, *PARITY)
 
 
 @pytest.mark.kills("AveragesOnTheWire")
-@pytest.mark.worlds(SEVERAL)
 def test_replicas_are_reduced_by_sums(trial: Trial) -> None:
     by_sums = ReduceOps(select=ALL_REDUCES, allowed=("sum",))
     trial.holds(_training(Layout.REPLICATE), by_sums, *PARITY)

@@ -13,7 +13,8 @@ from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, NUM_GRO
 from shardproof.suites.training import train_sharded
 from shardproof.suites.vocabulary import GATHERS_IN_BACKWARD, GATHERS_IN_FORWARD, REDUCE_SCATTERS
 
-pytestmark = pytest.mark.rows("C06")
+pytestmark = [pytest.mark.rows("C06"), pytest.mark.worlds(SEVERAL)]
+
 
 PROBLEMS = [MLP_EVEN, MLP_UNEVEN, TRANSFORMER]
 ONCE_PER_GROUP = Exactly(NUM_GROUPS)
@@ -24,7 +25,6 @@ def _training(problem: Problem, reshard: Reshard) -> Training:
 
 
 @pytest.mark.kills("GathersOnceMoreInBackward", "TakesAllUnitsForOne")
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_gathers_each_group_twice_when_freed_after_forward(trial: Trial, problem: Problem) -> None:
     trial.holds(
@@ -38,7 +38,6 @@ def test_gathers_each_group_twice_when_freed_after_forward(trial: Trial, problem
 
 
 @pytest.mark.kills("GathersOnceMoreInBackward", "FreesWhatItWasAskedToKeep")
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_gathers_each_group_once_when_kept(trial: Trial, problem: Problem) -> None:
     trial.holds(
@@ -66,7 +65,6 @@ def test_gathers_each_group_from_its_pair_when_sharded_over_pairs(trial: Trial) 
 
 
 @pytest.mark.kills("ReducesInBfloat16")
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_moves_no_more_than_the_padded_model(trial: Trial, problem: Problem) -> None:
     size = Between(GRADIENT_BYTES, PADDED_BYTES)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from shardproof import ALONE, FOUR_OR_MORE_EVEN, SEVERAL, HoldsItsShare, Layout, MatchesOracle, Plan
-from shardproof import RanksAgree, Replicas, Training, Trial, Wire
-from shardproof.fixtures.optimizers import SGD
+from shardproof import ALONE, FOUR_OR_MORE_EVEN, SEVERAL, HoldsItsShare, Layout, MatchesOracle, RanksAgree
+from shardproof import Replicas, Training, Trial, Wire
 from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.suites.params import param
+from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
 LAWS = (MatchesOracle(), HoldsItsShare(), RanksAgree())
@@ -37,7 +37,7 @@ FACTORS_OF_REPLICAS = [
 def test_divides_as_asked(
     trial: Trial, layout: Layout, factor: int | None, reduce_dtype: torch.dtype | None
 ) -> None:
-    trial.holds(_training(Plan(layout=layout, reduce_dtype=reduce_dtype), factor or trial.world_size), *LAWS)
+    trial.holds(_training(factor or trial.world_size, layout=layout, reduce_dtype=reduce_dtype), *LAWS)
 
 
 @pytest.mark.rows("C08", "C27")
@@ -54,8 +54,7 @@ def test_divides_sums_of_shards_by_more_than_the_ranks(
     trial: Trial, reduce_dtype: torch.dtype | None, wire: Wire
 ) -> None:
     """By 8: it has a factor for either side of the sum, and is the size of none of the usual worlds."""
-    plan = Plan(layout=Layout.SHARD, reduce_dtype=reduce_dtype, wire=wire)
-    trial.holds(_training(plan, 8), *LAWS)
+    trial.holds(_training(8, layout=Layout.SHARD, reduce_dtype=reduce_dtype, wire=wire), *LAWS)
 
 
 @pytest.mark.rows("C08")
@@ -66,24 +65,24 @@ def test_divides_sums_of_shards_by_more_than_the_ranks(
 def test_divides_as_asked_on_replicas(
     trial: Trial, replicas: Replicas, factor: int | None, reduce_dtype: torch.dtype | None
 ) -> None:
-    plan = Plan(layout=Layout.HYBRID, replicas=replicas, reduce_dtype=reduce_dtype)
-    trial.holds(_training(plan, factor or trial.world_size), *LAWS)
+    divisor = factor or trial.world_size
+    training = _training(divisor, layout=Layout.HYBRID, replicas=replicas, reduce_dtype=reduce_dtype)
+    trial.holds(training, *LAWS)
 
 
 @pytest.mark.rows("C08")
 @pytest.mark.kills("IgnoresTheDivideFactorOfSingles")
 @pytest.mark.worlds(SEVERAL)
 def test_divides_by_one_on_single_ranks(trial: Trial) -> None:
-    plan = Plan(layout=Layout.HYBRID, replicas=Replicas.SINGLES, reduce_dtype=torch.float32)
-    trial.holds(_training(plan, 1), *LAWS)
+    training = _training(1, layout=Layout.HYBRID, replicas=Replicas.SINGLES, reduce_dtype=torch.float32)
+    trial.holds(training, *LAWS)
 
 
 @pytest.mark.rows("C08")
 @pytest.mark.kills("AveragesWhateverTheFactor")
 @pytest.mark.worlds(SEVERAL)
 def test_divides_as_asked_what_bfloat16_computed(trial: Trial) -> None:
-    plan = Plan(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    trial.holds(_training(plan, 1), *PARITY)
+    trial.holds(_training(1, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32), *PARITY)
 
 
 @pytest.mark.rows("C29")
@@ -98,10 +97,10 @@ def test_divides_as_asked_what_bfloat16_computed(trial: Trial) -> None:
     ],
 )
 def test_one_rank_divides_by_the_factor_alone(trial: Trial, factor: int | None) -> None:
-    trial.holds(_training(Plan(layout=Layout.SHARD), factor), *LAWS)
+    trial.holds(_training(factor, layout=Layout.SHARD), *LAWS)
 
 
-def _training(plan: Plan, factor: int | None) -> Training:
-    # Several units: a factor that reaches the root alone does not reach them.
-    plan = replace(plan, divide_factor=factor, units=MLP_UNEVEN.units)
-    return Training(problem=MLP_UNEVEN, optimizer=SGD, plan=plan)
+# Any: as for `train`.
+def _training(factor: int | None, **asked: Any) -> Training:
+    # Of several units: a factor that reaches the root alone does not reach them.
+    return train(MLP_UNEVEN, divide_factor=factor, **asked)

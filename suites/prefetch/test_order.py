@@ -7,14 +7,15 @@ their orders apart from each other.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, Capability, Event, Gathers, Grouping, Layout, Microbatches
-from shardproof import Nothing, Order, Phase, Plan, Problem, Reduces, Reshard, Reshards, Schedule, Select
-from shardproof import SumOfForwards, Together, Training, Trial, Watch
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, Capability, Event, Gathers, Layout, Microbatches, Nothing
+from shardproof import Order, Phase, Problem, Reduces, Reshard, Reshards, Select, SumOfForwards, Together
+from shardproof import Training, Trial, Watch
 from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, LOOPED_CHAIN
-from shardproof.fixtures.optimizers import SGD
+from shardproof.suites.training import train_sharded
 from shardproof.suites.params import param
 from shardproof.suites.vocabulary import GATHERS, GATHERS_IN_BACKWARD, IN_BACKWARD, IN_FORWARD, PARITY
 
@@ -56,13 +57,13 @@ NONE_AGAIN = Order(
     ],
 )
 def test_gathers_as_used_and_again_in_reverse(trial: Trial, problem: Problem, reshard: Reshard) -> None:
-    trial.holds(_training(problem, _plan(reshard=reshard)), GATHERED, GATHERED_AGAIN, REDUCED, *PARITY)
+    trial.holds(_training(problem, reshard=reshard), GATHERED, GATHERED_AGAIN, REDUCED, *PARITY)
 
 
 @pytest.mark.rows("C13", "T09")
 @pytest.mark.kills("GathersTheLastUnitFirst", "ReducesInTheOrderOfForward", "ReadsTheGatherTooEarly")
 def test_gathers_kept_units_in_forward_alone(trial: Trial) -> None:
-    training = _training(CHAIN, _plan(reshard=Reshard.KEEP))
+    training = _training(reshard=Reshard.KEEP)
     trial.holds(training, GATHERED, Nothing(select=GATHERS_IN_BACKWARD), REDUCED, *PARITY)
 
 
@@ -87,43 +88,32 @@ def test_a_step_goes_in_the_order_of_torch(
     post-backward that does nothing is none of them. In forward an engine may look ahead, so that gathers and frees
     have their orders apart from each other there.
     """
-    plan = _plan(reshard=reshard, demands=frozenset({Capability.PREFETCH, Capability.UNIT_STATE}))
-    training = replace(_training(problem, plan), watch=frozenset({Watch.UNITS}))
+    prefetches, watch = frozenset({Capability.PREFETCH}), frozenset({Watch.UNITS})
+    training = _training(problem, reshard=reshard, demands=prefetches, watch=watch)
     trial.holds(training, GATHERED, *orders, *PARITY)
 
 
 @pytest.mark.rows("R06")
 @pytest.mark.kills("ReducesInTheOrderOfForward")
 def test_replicas_reduce_in_reverse(trial: Trial) -> None:
-    plan = Plan(layout=Layout.REPLICATE, units=CHAIN.units, grouping=Grouping.REQUIRED)
-    trial.holds(_training(CHAIN, plan), REDUCED, Nothing(select=GATHERS), *PARITY)
+    training = _training(layout=Layout.REPLICATE, reshard=Reshard.NATIVE)
+    trial.holds(training, REDUCED, Nothing(select=GATHERS), *PARITY)
 
 
 @pytest.mark.rows("C13")
 @pytest.mark.kills("ReducesInTheOrderOfForward", "ReadsTheGatherTooEarly")
 def test_reduces_a_unit_used_twice_once(trial: Trial) -> None:
-    trial.holds(_training(LOOPED_CHAIN, _plan()), REDUCED, *PARITY)
+    trial.holds(_training(LOOPED_CHAIN), REDUCED, *PARITY)
 
 
 @pytest.mark.rows("C13")
 @pytest.mark.kills("ForgetsEarlierForwards", "GathersTheLastUnitFirst", "ReducesInTheOrderOfForward")
 def test_two_forwards_and_one_backward_reduce_once(trial: Trial) -> None:
-    training = Training(
-        problem=CHAIN,
-        optimizer=SGD,
-        plan=_plan(demands=frozenset({Capability.INTERLEAVE})),
-        schedule=Schedule(microbatches=2),
-        script=SumOfForwards(),
-    )
+    training = _training(microbatches=2, script=SumOfForwards())
     of_last = replace(IN_BACKWARD, microbatches=Microbatches.LAST)
     trial.holds(training, GATHERED, replace(REDUCED, select=of_last), *PARITY)
 
 
-def _plan(reshard: Reshard = Reshard.AFTER_FORWARD, demands: frozenset[Capability] = frozenset()) -> Plan:
-    return Plan(
-        layout=Layout.SHARD, units=CHAIN.units, grouping=Grouping.REQUIRED, reshard=reshard, demands=demands
-    )
-
-
-def _training(problem: Problem, plan: Plan) -> Training:
-    return Training(problem=problem, optimizer=SGD, plan=plan)
+# Any: as for `train`.
+def _training(problem: Problem = CHAIN, **asked: Any) -> Training:
+    return train_sharded(problem, **{"reshard": Reshard.AFTER_FORWARD, **asked})

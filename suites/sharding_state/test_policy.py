@@ -16,6 +16,9 @@ from shardproof.suites.sharding_state.states import states
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
+pytestmark = pytest.mark.worlds(SEVERAL)
+
+
 # Every step, the first included: nothing that a step leaves behind may change what the next one gathers.
 GATHERS = Select(ops=(Op.ALL_GATHER,), window=Window.TRAINING)
 GATHERS_IN_FORWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,), window=Window.TRAINING)
@@ -41,7 +44,6 @@ def _laws(moments: tuple[str, ...]) -> tuple[Law, ...]:
 
 
 @pytest.mark.rows("T03", "T04", "T05")
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.parametrize(
     ("reshard", "kept"),
     [
@@ -72,7 +74,6 @@ def test_shows_what_the_policy_says(trial: Trial, reshard: Reshard, kept: tuple[
 
 
 @pytest.mark.rows("T03", "T04")
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("FreesTheRootByDefault")
 def test_keeps_a_single_group_by_default(trial: Trial) -> None:
     trial.holds(
@@ -125,7 +126,6 @@ def test_a_policy_may_change_between_forward_and_backward(trial: Trial) -> None:
 
 
 @pytest.mark.rows("C07", "T03")
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("ReshardsTheRootAlone")
 def test_gathers_again_what_was_freed_by_hand(trial: Trial) -> None:
     trial.holds(
@@ -149,7 +149,6 @@ def test_gathers_again_what_was_freed_by_hand(trial: Trial) -> None:
 
 
 @pytest.mark.rows("R02", "R03")
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("ReshardsTheRootAlone", "LeaksAfterBackward")
 def test_shows_replicas_whole_until_freed(trial: Trial) -> None:
     trial.holds(
@@ -170,7 +169,6 @@ def test_shows_replicas_whole_until_freed(trial: Trial) -> None:
 
 
 @pytest.mark.rows("T04", "R03")
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("FreesOnlyWhatGotGradients")
 @pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE])
 def test_frees_what_backward_never_entered(trial: Trial, layout: Layout) -> None:
