@@ -21,26 +21,14 @@ ALONE = kills("RefusesUnitsOnTheFirstRankAlone")
 
 CONTRADICTIONS = [
     # What every rank holds whole is sharded along no dim, and not freed.
-    param(
-        Plan(layout=Layout.REPLICATE, placement=Placement.LARGEST),
-        id="dim_of_replicas",
-        kills="DropsWhatTheLayoutExcludes",
-    ),
-    param(
-        Plan(layout=Layout.REPLICATE, reshard=Reshard.AFTER_FORWARD),
-        id="freed_replicas",
-        kills="DropsWhatTheLayoutExcludes",
-    ),
-    param(
-        Plan(layout=Layout.SHARD, reshard=Reshard.TO_PAIRS),
-        id="pairs_of_odd_ranks",
-        kills="DropsWhatTheLayoutExcludes",
-        worlds=ODD,
-    ),
+    pytest.param(Plan(layout=Layout.REPLICATE, placement=Placement.LARGEST), id="dim_of_replicas"),
+    pytest.param(Plan(layout=Layout.REPLICATE, reshard=Reshard.AFTER_FORWARD), id="freed_replicas"),
+    param(Plan(layout=Layout.SHARD, reshard=Reshard.TO_PAIRS), id="pairs_of_odd_ranks", worlds=ODD),
 ]
 
 
 @pytest.mark.rows("C24")
+@pytest.mark.kills("DropsWhatTheLayoutExcludes")
 @pytest.mark.parametrize("plan", CONTRADICTIONS)
 def test_refuses_options_that_exclude_each_other(trial: Trial, plan: Plan) -> None:
     training = Training(problem=DIVISIBLE_MLP, optimizer=SGD, plan=plan)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from shardproof import AFTER_BACKWARD, BEFORE_BACKWARD, BEFORE_FORWARD, FOUR_OR_MORE_EVEN, SEVERAL, AllWaited
-from shardproof import Count, Exactly, Gather, Grouping, Layout, OnlyThese, Op, Per, Phase, Problem, Reshard
-from shardproof import Select, ShowsTheModel, Training, Trial, UnitsAre, UnshardByHand, Window
+from shardproof import Count, Exactly, Gather, Layout, OnlyThese, Op, Per, Phase, Problem, Reshard, Select
+from shardproof import ShowsTheModel, Training, Trial, UnitsAre, UnshardByHand, Window
 from shardproof.fixtures.heads import TALKATIVE
 from shardproof.fixtures.odd_shapes import ODD_SHAPES
 from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.suites.params import param
 from shardproof.suites.sharding_state.states import states
-from shardproof.suites.training import train
+from shardproof.suites.training import train_sharded
 from shardproof.suites.vocabulary import PARITY
 
 pytestmark = pytest.mark.worlds(SEVERAL)
@@ -27,9 +27,7 @@ def _training(
     problem: Problem, layout: Layout, reshard: Reshard, units: tuple[str, ...], gather: Gather
 ) -> Training:
     script = UnshardByHand(units=(*units, ""), gather=gather)
-    return train(
-        problem, layout=layout, units=units, grouping=Grouping.REQUIRED, reshard=reshard, script=script
-    )
+    return train_sharded(problem, layout=layout, units=units, reshard=reshard, script=script)
 
 
 def _gathers_by_hand(number: int) -> tuple[Count, OnlyThese, AllWaited]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from shardproof import AFTER_BACKWARD, AFTER_FORWARD, BEFORE_BACKWARD, BEFORE_FORWARD, FOUR_OR_MORE_EVEN
-from shardproof import POWERS_OF_TWO, SEVERAL, AlternateHeads, Capability, Count, Exactly, Grouping, Law
-from shardproof import Layout, LookAround, Nothing, OnlyThese, Op, Phase, Plan, Problem, Reshard, Select
-from shardproof import ShowsTheModel, Training, Trial, UnitsAre, Window
+from shardproof import POWERS_OF_TWO, SEVERAL, AlternateHeads, Count, Exactly, Law, Layout, LookAround
+from shardproof import Nothing, OnlyThese, Op, Phase, Problem, Reshard, Select, ShowsTheModel, Training, Trial
+from shardproof import UnitsAre, Window
 from shardproof.fixtures.heads import TWO_HEADS
-from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof.suites.params import param
 from shardproof.suites.sharding_state.states import states
-from shardproof.suites.training import train
+from shardproof.suites.training import train_sharded
 from shardproof.suites.vocabulary import PARITY
 
 pytestmark = pytest.mark.worlds(SEVERAL)
@@ -27,16 +28,12 @@ FROM_PAIRS = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,), window=Windo
 INNER = ("layers.0", "layers.1")  # the root owns the other layers
 ALL = (*INNER, "")
 MOMENTS = (BEFORE_FORWARD, AFTER_FORWARD, AFTER_BACKWARD)
+SHARDED_ALWAYS = tuple(state for moment in MOMENTS for state in states(moment, sharded=ALL))
 
 
-def _plan(layout: Layout, reshard: Reshard = Reshard.NATIVE, units: tuple[str, ...] = INNER) -> Plan:
-    return Plan(
-        layout=layout,
-        units=units,
-        grouping=Grouping.REQUIRED,
-        reshard=reshard,
-        demands=frozenset({Capability.UNIT_STATE}),
-    )
+# Any: as for `train`.
+def _training(script: LookAround, *, problem: Problem = MLP_UNEVEN, **asked: Any) -> Training:
+    return train_sharded(problem, **{"units": INNER, "script": script, **asked})
 
 
 def _laws(moments: tuple[str, ...]) -> tuple[Law, ...]:
@@ -59,7 +56,7 @@ def _laws(moments: tuple[str, ...]) -> tuple[Law, ...]:
 )
 def test_shows_what_the_policy_says(trial: Trial, reshard: Reshard, kept: tuple[str, ...]) -> None:
     trial.holds(
-        Training(problem=MLP_UNEVEN, optimizer=SGD, plan=_plan(Layout.SHARD, reshard), script=LookAround()),
+        _training(LookAround(), reshard=reshard),
         UnitsAre(
             states=(
                 *states(BEFORE_FORWARD, sharded=ALL),
@@ -77,7 +74,7 @@ def test_shows_what_the_policy_says(trial: Trial, reshard: Reshard, kept: tuple[
 @pytest.mark.kills("FreesTheRootByDefault")
 def test_keeps_a_single_group_by_default(trial: Trial) -> None:
     trial.holds(
-        Training(problem=MLP_UNEVEN, optimizer=SGD, plan=_plan(Layout.SHARD, units=()), script=LookAround()),
+        _training(LookAround(), units=()),
         UnitsAre(
             states=(
                 *states(BEFORE_FORWARD, sharded=("",)),
@@ -98,10 +95,8 @@ def test_keeps_a_single_group_by_default(trial: Trial) -> None:
 )
 def test_gathers_again_from_pairs(trial: Trial, problem: Problem) -> None:
     trial.holds(
-        Training(
-            problem=problem, optimizer=SGD, plan=_plan(Layout.SHARD, Reshard.TO_PAIRS), script=LookAround()
-        ),
-        UnitsAre(states=tuple(s for moment in MOMENTS for s in states(moment, sharded=ALL))),
+        _training(LookAround(), problem=problem, reshard=Reshard.TO_PAIRS),
+        UnitsAre(states=SHARDED_ALWAYS),
         Count(select=GATHERS_IN_FORWARD, expected=Exactly(len(ALL))),
         Count(select=FROM_PAIRS, expected=Exactly(len(ALL))),
         Count(select=GATHERS, expected=Exactly(2 * len(ALL))),
@@ -114,13 +109,8 @@ def test_gathers_again_from_pairs(trial: Trial, problem: Problem) -> None:
 @pytest.mark.kills("KeepsPartsUnderAnotherPolicy")
 def test_a_policy_may_change_between_forward_and_backward(trial: Trial) -> None:
     trial.holds(
-        Training(
-            problem=MLP_UNEVEN,
-            optimizer=SGD,
-            plan=_plan(Layout.SHARD, Reshard.TO_PAIRS),
-            script=LookAround(changes=ALL),
-        ),
-        UnitsAre(states=tuple(s for moment in MOMENTS for s in states(moment, sharded=ALL))),
+        _training(LookAround(changes=ALL), reshard=Reshard.TO_PAIRS),
+        UnitsAre(states=SHARDED_ALWAYS),
         *PARITY,
     )
 
@@ -129,12 +119,7 @@ def test_a_policy_may_change_between_forward_and_backward(trial: Trial) -> None:
 @pytest.mark.kills("ReshardsTheRootAlone")
 def test_gathers_again_what_was_freed_by_hand(trial: Trial) -> None:
     trial.holds(
-        Training(
-            problem=MLP_UNEVEN,
-            optimizer=SGD,
-            plan=_plan(Layout.SHARD, Reshard.KEEP),
-            script=LookAround(frees=ALL),
-        ),
+        _training(LookAround(frees=ALL), reshard=Reshard.KEEP),
         UnitsAre(
             states=(
                 *states(AFTER_FORWARD, unsharded=ALL),
@@ -152,9 +137,7 @@ def test_gathers_again_what_was_freed_by_hand(trial: Trial) -> None:
 @pytest.mark.kills("ReshardsTheRootAlone", "LeaksAfterBackward")
 def test_shows_replicas_whole_until_freed(trial: Trial) -> None:
     trial.holds(
-        Training(
-            problem=MLP_UNEVEN, optimizer=SGD, plan=_plan(Layout.REPLICATE), script=LookAround(frees=ALL)
-        ),
+        _training(LookAround(frees=ALL), layout=Layout.REPLICATE),
         UnitsAre(
             states=(
                 *states(BEFORE_FORWARD, sharded=ALL),
@@ -175,7 +158,7 @@ def test_frees_what_backward_never_entered(trial: Trial, layout: Layout) -> None
     reshard = Reshard.KEEP if layout is Layout.SHARD else Reshard.NATIVE
     groups = (*TWO_HEADS.units, "")
     trial.holds(
-        train(TWO_HEADS, layout=layout, grouping=Grouping.REQUIRED, reshard=reshard, script=AlternateHeads()),
+        train_sharded(TWO_HEADS, layout=layout, reshard=reshard, script=AlternateHeads()),
         UnitsAre(states=(*states(AFTER_FORWARD, unsharded=groups), *states(AFTER_BACKWARD, sharded=groups))),
         OnlyThese(selects=(GATHERS_IN_FORWARD,), among=GATHERS),
         *_laws((AFTER_FORWARD, AFTER_BACKWARD)),

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import AFTER_BACKWARD, AFTER_FORWARD, BEFORE_FORWARD, SEVERAL, Accumulation, Capability, Count
-from shardproof import Exactly, Grouping, Layout, LookAround, Microbatches, Nothing, Op, Phase, Reshard, Roots
-from shardproof import Select, ShowsTheModel, Trial, UnitsAre
+from shardproof import AFTER_BACKWARD, AFTER_FORWARD, BEFORE_FORWARD, SEVERAL, Accumulation, Count, Exactly
+from shardproof import Layout, LookAround, Microbatches, Nothing, Op, Phase, Reshard, Roots, Select
+from shardproof import ShowsTheModel, Trial, UnitsAre
 from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.suites.params import param
 from shardproof.suites.sharding_state.states import states
-from shardproof.suites.training import train
+from shardproof.suites.training import train_sharded
 from shardproof.suites.vocabulary import PARITY
 
 ROOTS = MLP_UNEVEN.units
@@ -33,15 +33,12 @@ MOMENTS = (BEFORE_FORWARD, AFTER_FORWARD, AFTER_BACKWARD)
 @pytest.mark.kills("HoldsBackTheFirstRootAlone")
 def test_trains_roots_beside_each_other(trial: Trial, layout: Layout, reshard: Reshard) -> None:
     is_freed = reshard is Reshard.AFTER_FORWARD
-    training = train(
+    training = train_sharded(
         MLP_UNEVEN,
         layout=layout,
         roots=Roots.EACH_UNIT,
-        units=ROOTS,
-        grouping=Grouping.REQUIRED,
         reshard=reshard,
         accumulation=Accumulation.LAST_MICROBATCH,
-        demands=frozenset({Capability.UNIT_STATE}),
         microbatches=2,
         script=LookAround(),
     )
@@ -50,11 +47,7 @@ def test_trains_roots_beside_each_other(trial: Trial, layout: Layout, reshard: R
         UnitsAre(
             states=(
                 *states(BEFORE_FORWARD, sharded=ROOTS),
-                *(
-                    states(AFTER_FORWARD, sharded=ROOTS)
-                    if is_freed
-                    else states(AFTER_FORWARD, unsharded=ROOTS)
-                ),
+                *states(AFTER_FORWARD, **{"sharded" if is_freed else "unsharded": ROOTS}),
                 *states(AFTER_BACKWARD, sharded=ROOTS),
             )
         ),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from shardproof import EVEN, SEVERAL, Accumulation, Capability, Dtype, Layout, NamedOptimizer, Plan, Schedule
-from shardproof import Training, Trial
+from shardproof import EVEN, SEVERAL, Accumulation, Capability, Dtype, Layout, NamedOptimizer, Training, Trial
 from shardproof.fixtures.idle import BORROWED, SOMETIMES
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.suites.params import param
@@ -33,14 +32,14 @@ def test_leaves_unused_parameters_without_a_gradient(trial: Trial, optimizer: Na
     ],
 )
 def test_reduces_what_only_some_ranks_used(trial: Trial, layout: Layout) -> None:
-    trial.holds(_borrowed(Plan(layout=layout)), *PARITY)
+    trial.holds(_borrowed(layout=layout), *PARITY)
 
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("ReducesWhatEachRankUsed")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_fills_up_in_the_dtype_of_the_reduction(trial: Trial, dtype: torch.dtype) -> None:
-    training = _borrowed(Plan(reduce_dtype=dtype))
+    training = _borrowed(reduce_dtype=dtype)
     crossing = Dtype(select=REDUCTIONS, dtype=str(dtype).partition(".")[2])
     trial.holds(training, *PARITY, crossing)
 
@@ -48,10 +47,9 @@ def test_fills_up_in_the_dtype_of_the_reduction(trial: Trial, dtype: torch.dtype
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("ReducesWhatEachRankUsed")
 def test_accumulates_what_only_some_ranks_used(trial: Trial) -> None:
-    trial.holds(_borrowed(Plan(accumulation=Accumulation.LAST_MICROBATCH), microbatches=3), *PARITY)
+    trial.holds(_borrowed(accumulation=Accumulation.LAST_MICROBATCH, microbatches=3), *PARITY)
 
 
-def _borrowed(plan: Plan, *, microbatches: int = 1) -> Training:
-    demands = frozenset({Capability.UNUSED, Capability.RANK_DEPENDENT})
-    plan = replace(plan, units=BORROWED.units, demands=demands)
-    return Training(problem=BORROWED, optimizer=SGD, plan=plan, schedule=Schedule(microbatches=microbatches))
+# Any: as for `train`.
+def _borrowed(**asked: Any) -> Training:
+    return train(BORROWED, demands=frozenset({Capability.UNUSED, Capability.RANK_DEPENDENT}), **asked)
