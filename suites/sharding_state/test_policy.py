@@ -109,9 +109,7 @@ def test_gathers_again_from_pairs(trial: Trial, problem: Problem) -> None:
 @pytest.mark.kills("KeepsPartsUnderAnotherPolicy")
 def test_a_policy_may_change_between_forward_and_backward(trial: Trial) -> None:
     trial.holds(
-        _training(LookAround(changes=ALL), reshard=Reshard.TO_PAIRS),
-        UnitsAre(states=SHARDED_ALWAYS),
-        *PARITY,
+        _training(LookAround(changes=ALL), reshard=Reshard.TO_PAIRS), UnitsAre(states=SHARDED_ALWAYS), *PARITY
     )
 
 
