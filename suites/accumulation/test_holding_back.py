@@ -13,7 +13,7 @@ from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, Accumulation, Count, Exactly,
 from shardproof import HoldingBack, Layout, Microbatches, Nothing, OnlyThese, Reshard, Select, Training, Trial
 from shardproof.fixtures.chain import CHAIN
 from shardproof.suites.communication.closed_forms import NUM_GROUPS, NUM_UNHELD_GROUPS
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import ALL_REDUCES, GATHERS_IN_BACKWARD, GATHERS_IN_FORWARD, PARITY
 from shardproof.suites.vocabulary import REDUCE_SCATTERS
@@ -46,7 +46,7 @@ def _reduces(select: Select) -> tuple[Count, Count]:
 
 
 @pytest.mark.rows("T30")
-@pytest.mark.parametrize("units", HELD)
+@parametrize("units", *HELD)
 def test_shards_reduce_as_told(trial: Trial, units: tuple[str, ...]) -> None:
     training = _training(Layout.SHARD, HoldingBack(units=units))
     only = OnlyThese(selects=(GATHERS_IN_FORWARD, GATHERS_IN_BACKWARD, REDUCE_SCATTERS))
@@ -54,7 +54,7 @@ def test_shards_reduce_as_told(trial: Trial, units: tuple[str, ...]) -> None:
 
 
 @pytest.mark.rows("R14")
-@pytest.mark.parametrize("units", HELD)
+@parametrize("units", *HELD)
 def test_replicas_reduce_as_told(trial: Trial, units: tuple[str, ...]) -> None:
     training = _training(Layout.REPLICATE, HoldingBack(units=units))
     trial.holds(training, *_reduces(ALL_REDUCES), OnlyThese(selects=(ALL_REDUCES,)), *PARITY)
@@ -71,13 +71,8 @@ def test_shards_of_replicas_reduce_as_told(trial: Trial) -> None:
 @pytest.mark.rows("T30")
 @pytest.mark.kills("ReducesReplicasAllTheSame")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-@pytest.mark.parametrize(
-    "units",
-    [
-        pytest.param(EVERY_UNIT, id="all"),
-        pytest.param((ROOT,), id="root"),
-        pytest.param(CHAIN.units[1:3], id="some"),
-    ],
+@parametrize(
+    "units", param(EVERY_UNIT, id="all"), param((ROOT,), id="root"), param(CHAIN.units[1:3], id="some")
 )
 def test_replicas_wait_for_the_last_microbatch_as_told(trial: Trial, units: tuple[str, ...]) -> None:
     script = HoldingBack(units=units, holding=Holding.REPLICAS)
@@ -87,7 +82,7 @@ def test_replicas_wait_for_the_last_microbatch_as_told(trial: Trial, units: tupl
 
 @pytest.mark.rows("T30")
 @pytest.mark.kills("FreesHeldUnitsAfterBackward")
-@pytest.mark.parametrize("units", [pytest.param(EVERY_UNIT, id="all"), pytest.param((ROOT,), id="root")])
+@parametrize("units", param(EVERY_UNIT, id="all"), param((ROOT,), id="root"))
 def test_units_kept_after_backward_are_gathered_once(trial: Trial, units: tuple[str, ...]) -> None:
     training = _training(Layout.SHARD, HoldingBack(units=units, keeps=True), Reshard.KEEP)
     first = replace(GATHERS_IN_FORWARD, microbatches=(0,))

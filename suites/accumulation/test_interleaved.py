@@ -10,7 +10,7 @@ from shardproof import SEVERAL, Accumulation, Count, Exactly, Grouping, Interlea
 from shardproof import Nothing, Op, Per, Phase, Reshard, Select, Training, Trial
 from shardproof.fixtures.chain import CHAIN
 from shardproof.suites.communication.closed_forms import NUM_GROUPS
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import GATHERS, PARITY
 
@@ -26,13 +26,11 @@ ONCE = (
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    ("layout", "reshard"),
-    [
-        pytest.param(Layout.SHARD, Reshard.AFTER_FORWARD, id="freed"),
-        pytest.param(Layout.SHARD, Reshard.KEEP, id="kept"),
-        param(Layout.REPLICATE, Reshard.NATIVE, id="replicated", rows="R15"),
-    ],
+@parametrize(
+    "layout, reshard",
+    param(Layout.SHARD, Reshard.AFTER_FORWARD, id="freed"),
+    param(Layout.SHARD, Reshard.KEEP, id="kept"),
+    param(Layout.REPLICATE, Reshard.NATIVE, id="replicated", rows="R15"),
 )
 @pytest.mark.kills("ForgetsEarlierForwards")
 def test_one_forward_one_backward_reduces_once(trial: Trial, layout: Layout, reshard: Reshard) -> None:
@@ -47,12 +45,10 @@ def test_units_kept_all_step_are_gathered_once(trial: Trial) -> None:
 
 
 @pytest.mark.kills("ForgetsTheSecondBackward", "ForgetsEarlierForwards")
-@pytest.mark.parametrize(
+@parametrize(
     "accumulation",
-    [
-        pytest.param(Accumulation.EVERY_MICROBATCH, id="each"),
-        pytest.param(Accumulation.LAST_MICROBATCH, id="last"),
-    ],
+    param(Accumulation.EVERY_MICROBATCH, id="each"),
+    param(Accumulation.LAST_MICROBATCH, id="last"),
 )
 def test_all_forwards_may_come_first(trial: Trial, accumulation: Accumulation) -> None:
     training = _training(

@@ -6,6 +6,7 @@ import pytest
 
 from shardproof import EVEN, SEVERAL, Capability, EvaluatesFirst, Layout, Trial
 from shardproof.fixtures.buffered import MASKED, NORMALISED, REPLACED
+from shardproof.suites.params import parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
@@ -14,7 +15,7 @@ OWN = frozenset({Capability.OWN_BUFFERS})
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("GivesAllRanksTheBuffersOfOne", "ForgetsUnsavedBuffers")
-@pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
+@parametrize("microbatches", 1, 3, ids="m{}".format)
 def test_keeps_the_statistics_of_each_rank(trial: Trial, microbatches: int) -> None:
     trial.holds(train(NORMALISED, demands=OWN, microbatches=microbatches), *PARITY)
 

@@ -9,6 +9,7 @@ from shardproof import UserOptimizer
 from shardproof.fixtures.building_blocks import BLOCKS
 from shardproof.fixtures.few_bits import FEW_BITS
 from shardproof.fixtures.optimizers import ADAMW
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.vocabulary import PARITY
 
 LAWS = (*PARITY, AllWaited(select=Select()))
@@ -20,10 +21,10 @@ FULL = [block for block in FEW_BITS if block.name in {"Float64Table", "Orthogona
 
 
 @pytest.mark.kills("SumsInsteadOfAveraging", "ForgetsToSynchroniseOneParameter")
-@pytest.mark.parametrize(
+@parametrize(
     "block",
-    [
-        pytest.param(block, id=block.name, marks=pytest.mark.device("cpu") if block.name in DRAWING else ())
+    *[
+        param(block, id=block.name, marks=pytest.mark.device("cpu") if block.name in DRAWING else ())
         for block in BLOCKS
     ],
 )
@@ -32,12 +33,10 @@ def test_trains_each_block(trial: Trial, block: UserModel) -> None:
 
 
 @pytest.mark.kills("SumsInsteadOfAveraging")
-@pytest.mark.parametrize(
+@parametrize(
     "block",
-    [
-        pytest.param(
-            block, id=block.name, marks=pytest.mark.kills("ReducesInBfloat16") if block in FULL else ()
-        )
+    *[
+        param(block, id=block.name, marks=pytest.mark.kills("ReducesInBfloat16") if block in FULL else ())
         for block in FEW_BITS
     ],
 )

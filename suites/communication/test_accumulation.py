@@ -10,6 +10,7 @@ from shardproof import EVEN, SEVERAL, Accumulation, Between, Bytes, Exactly, Lay
 from shardproof import Microbatches, Nothing, Op, Phase, RanksAgree, Select, Training, Trial
 from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, PADDED_BYTES
+from shardproof.suites.params import parametrize
 from shardproof.suites.training import train
 
 pytestmark = pytest.mark.worlds(SEVERAL)
@@ -40,7 +41,7 @@ def test_two_replicas_are_silent_until_the_last_microbatch(trial: Trial) -> None
 
 @pytest.mark.rows("R14")
 @pytest.mark.kills("ForgetsToSynchroniseOneParameter")
-@pytest.mark.parametrize("microbatches", [3, 4], ids="m{}".format)
+@parametrize("microbatches", 3, 4, ids="m{}".format)
 def test_replicas_reduce_once_per_step(trial: Trial, microbatches: int) -> None:
     last = replace(LAST, ops=(Op.ALL_REDUCE,))
     trial.holds(
@@ -53,7 +54,7 @@ def test_replicas_reduce_once_per_step(trial: Trial, microbatches: int) -> None:
 
 @pytest.mark.rows("T30")
 @pytest.mark.kills("SynchronisesEveryMicrobatch", "ReplicatesInsteadOfSharding")
-@pytest.mark.parametrize("microbatches", [3, 4], ids="m{}".format)
+@parametrize("microbatches", 3, 4, ids="m{}".format)
 def test_shards_reduce_once_per_step(trial: Trial, microbatches: int) -> None:
     last = replace(LAST, ops=(Op.REDUCE_SCATTER,))
     trial.holds(

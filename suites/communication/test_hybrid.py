@@ -14,6 +14,7 @@ from shardproof import Grouping, Layout, OnlyThese, Op, Phase, Problem, RanksAgr
 from shardproof import Training, Trial
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS
+from shardproof.suites.params import parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import ACROSS_REPLICAS
 
@@ -29,7 +30,7 @@ WITHIN_REPLICAS = (
     Count(select=replace(GATHERS, phases=(Phase.BACKWARD,)), expected=ONCE_PER_GROUP),
     Count(select=SCATTERS, expected=ONCE_PER_GROUP),
 )
-every_problem = pytest.mark.parametrize("problem", [MLP_EVEN, MLP_UNEVEN])
+every_problem = parametrize("problem", MLP_EVEN, MLP_UNEVEN)
 
 
 @pytest.mark.rows("T35")

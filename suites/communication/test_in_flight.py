@@ -8,7 +8,7 @@ from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, AllWaited, AtMostInFlight, Co
 from shardproof import MatchesOracle, Refusal, Reshard, Training, Trial
 from shardproof.fixtures.chain import CHAIN
 from shardproof.suites.communication.closed_forms import NUM_GROUPS
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY, REDUCE_SCATTERS
 
@@ -16,13 +16,11 @@ from shardproof.suites.vocabulary import PARITY, REDUCE_SCATTERS
 @pytest.mark.rows("C09", "C10")
 @pytest.mark.kills("ReducesWithoutBound")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    ("layout", "most"),
-    [
-        pytest.param(Layout.SHARD, 1, id="one"),
-        pytest.param(Layout.SHARD, 3, id="three"),
-        param(Layout.HYBRID, 2, id="hybrid-two", worlds=FOUR_OR_MORE_EVEN),
-    ],
+@parametrize(
+    "layout, most",
+    param(Layout.SHARD, 1, id="one"),
+    param(Layout.SHARD, 3, id="three"),
+    param(Layout.HYBRID, 2, id="hybrid-two", worlds=FOUR_OR_MORE_EVEN),
 )
 def test_no_more_reductions_are_in_flight_than_allowed(trial: Trial, layout: Layout, most: int) -> None:
     trial.holds(

@@ -13,7 +13,7 @@ import pytest
 from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, THREE_OR_MORE, Layout, LeavesBuffersAlone, Reshard
 from shardproof import ResultsAreWaitedFor, Trial
 from shardproof.fixtures.chain import CHAIN
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train, train_sharded
 from shardproof.suites.vocabulary import PARITY
 
@@ -29,13 +29,11 @@ def test_waits_for_results_whatever_the_layout(trial: Trial) -> None:
 
 
 @pytest.mark.kills("ClearsTheReduceInput", "FreesTheInputOfAReduction", "FillsTheGatherOutput")
-@pytest.mark.parametrize(
+@parametrize(
     "layout",
-    [
-        Layout.SHARD,
-        param(Layout.HYBRID, worlds=FOUR_OR_MORE_EVEN),
-        pytest.param(Layout.SHARD, id="microbatches"),
-    ],
+    Layout.SHARD,
+    param(Layout.HYBRID, worlds=FOUR_OR_MORE_EVEN),
+    param(Layout.SHARD, id="microbatches"),
 )
 def test_leaves_buffers_alone(trial: Trial, layout: Layout) -> None:
     trial.holds(train_sharded(CHAIN, layout=layout, reshard=Reshard.AFTER_FORWARD, microbatches=3), *LAWS)

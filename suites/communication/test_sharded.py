@@ -10,6 +10,7 @@ from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, AllWaited, Between, Bytes, Co
 from shardproof import OnlyThese, Op, Problem, RanksAgree, Reshard, Select, Training, Trial
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
 from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS, PADDED_BYTES
+from shardproof.suites.params import parametrize
 from shardproof.suites.training import train_sharded
 from shardproof.suites.vocabulary import GATHERS_IN_BACKWARD, GATHERS_IN_FORWARD, REDUCE_SCATTERS
 
@@ -25,7 +26,7 @@ def _training(problem: Problem, reshard: Reshard) -> Training:
 
 
 @pytest.mark.kills("GathersOnceMoreInBackward", "TakesAllUnitsForOne")
-@pytest.mark.parametrize("problem", PROBLEMS)
+@parametrize("problem", *PROBLEMS)
 def test_gathers_each_group_twice_when_freed_after_forward(trial: Trial, problem: Problem) -> None:
     trial.holds(
         _training(problem, Reshard.AFTER_FORWARD),
@@ -38,7 +39,7 @@ def test_gathers_each_group_twice_when_freed_after_forward(trial: Trial, problem
 
 
 @pytest.mark.kills("GathersOnceMoreInBackward", "FreesWhatItWasAskedToKeep")
-@pytest.mark.parametrize("problem", PROBLEMS)
+@parametrize("problem", *PROBLEMS)
 def test_gathers_each_group_once_when_kept(trial: Trial, problem: Problem) -> None:
     trial.holds(
         _training(problem, Reshard.KEEP),
@@ -65,7 +66,7 @@ def test_gathers_each_group_from_its_pair_when_sharded_over_pairs(trial: Trial) 
 
 
 @pytest.mark.kills("ReducesInBfloat16")
-@pytest.mark.parametrize("problem", PROBLEMS)
+@parametrize("problem", *PROBLEMS)
 def test_moves_no_more_than_the_padded_model(trial: Trial, problem: Problem) -> None:
     size = Between(GRADIENT_BYTES, PADDED_BYTES)
     trial.holds(

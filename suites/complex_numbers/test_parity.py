@@ -7,6 +7,7 @@ import pytest
 from shardproof import SEVERAL, Accumulation, Capability, Layout, Trial
 from shardproof.fixtures.complex_numbers import ROTARY, SPECTRAL
 from shardproof.fixtures.optimizers import ADAMW, SGD, AdamW, Sgd
+from shardproof.suites.params import parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
@@ -20,13 +21,13 @@ def test_turns_by_a_complex_buffer(trial: Trial) -> None:
 
 
 @pytest.mark.kills("DropsImaginaryParts")
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW])
+@parametrize("optimizer", SGD, ADAMW)
 def test_trains_complex_parameters(trial: Trial, optimizer: Sgd | AdamW) -> None:
     trial.holds(train(SPECTRAL, optimizer, demands=COMPLEX), *PARITY)
 
 
 @pytest.mark.kills("DropsImaginaryParts")
-@pytest.mark.parametrize("accumulation", Accumulation)
+@parametrize("accumulation", *Accumulation)
 def test_accumulates_complex_gradients(trial: Trial, accumulation: Accumulation) -> None:
     trial.holds(train(SPECTRAL, accumulation=accumulation, demands=COMPLEX, microbatches=3), *PARITY)
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from shardproof import APART, FOURS
 from shardproof.fixtures.problems import TRANSFORMER
 from shardproof.suites.composable.bench import STEP, Bench, cut, expects, layers, steps_on_shared_rows
+from shardproof.suites.params import parametrize
 from shardproof.suites.wrapper.model import Tower, fill, shown_gradients, tower
 
 pytestmark = pytest.mark.worlds(APART)
@@ -36,8 +37,8 @@ class _Nested(nn.Module):
 
 
 @pytest.mark.kills("SumsWhatACallerPrepares")
-@pytest.mark.parametrize("unit", ["", "middle"], ids=["root", "unit"])
-@pytest.mark.parametrize("door", ["fully_shard", "replicate"])
+@parametrize("unit", "", "middle", ids=["root", "unit"])
+@parametrize("door", "fully_shard", "replicate")
 @expects(STEP)
 def test_one_group_trains_as_it_does_uncompiled(bench: Bench, door: str, unit: str) -> None:
     model = tower()
@@ -49,7 +50,7 @@ def test_one_group_trains_as_it_does_uncompiled(bench: Bench, door: str, unit: s
 
 @pytest.mark.worlds(FOURS)
 @pytest.mark.kills("SumsWhatACallerPrepares", world="processes:4")
-@pytest.mark.parametrize("door", ["fully_shard", "replicate"])
+@parametrize("door", "fully_shard", "replicate")
 @expects(STEP)
 def test_tensors_that_are_cut_train_as_they_do_uncompiled(bench: Bench, door: str) -> None:
     model, mesh = cut(bench)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardproof import FOURS, SEVERAL
 from shardproof.suites.composable.bench import STEP, Bench, cut, expects, whole
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.model import LR, batch, copies, fill, gradients, shown_gradients, tower
 
 VALUES = "values"
@@ -81,7 +81,7 @@ def test_the_data_axis_cuts_the_dim_that_is_whole(bench: Bench) -> None:
 
 @pytest.mark.worlds(FOURS)
 @pytest.mark.kills("SavesTheFirstStateForEver")
-@pytest.mark.parametrize("is_cut", [False, True], ids=["shards", "shards_of_cut_tensors"])
+@parametrize("is_cut", False, True, ids=["shards", "shards_of_cut_tensors"])
 @expects("what other ranks have", "what the first rank has", VALUES, "moments")
 def test_the_first_rank_saves_and_loads_for_all(bench: Bench, is_cut: bool) -> None:
     model, mesh = cut(bench) if is_cut else (tower(), None)
@@ -121,7 +121,7 @@ def _moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("ManagesWhatItShouldIgnore")
-@pytest.mark.parametrize("door", ["fully_shard", "replicate"])
+@parametrize("door", "fully_shard", "replicate")
 @expects("gradients of what is ignored", "gradients of others")
 def test_gradients_of_what_is_ignored_are_each_ranks_own(bench: Bench, door: str) -> None:
     model = tower().to(bench.device)
@@ -177,7 +177,7 @@ class _Gained(nn.Module):
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("ManagesWhatItShouldIgnore")
-@pytest.mark.parametrize("door", ["fully_shard", "replicate"])
+@parametrize("door", "fully_shard", "replicate")
 @expects("dtypes in forward", "gradients")
 def test_what_is_ignored_keeps_its_bits(bench: Bench, door: str) -> None:
     model, alone = _Gained(), _Gained()
@@ -204,7 +204,7 @@ _EDITS: dict[str, tuple[float, Callable[[torch.Tensor], torch.Tensor | None]]] =
 
 
 @pytest.mark.kills("HidesWhatWaits")
-@pytest.mark.parametrize("edit", _EDITS)
+@parametrize("edit", *_EDITS)
 @expects("gradients")
 def test_what_waits_is_reduced_as_the_caller_left_it(bench: Bench, edit: str) -> None:
     """Between forward and backward gathered parameters show what waits; the caller edits one module's."""
@@ -229,7 +229,7 @@ class _FailedError(Exception):
 
 
 @pytest.mark.kills("DropsGradientsOfAFailedConversion")
-@pytest.mark.parametrize("num_converted", [0, 3], ids=["at_once", "half_way"])
+@parametrize("num_converted", 0, 3, ids=["at_once", "half_way"])
 @expects("whether it failed", "gradients", STEP)
 def test_a_conversion_that_fails_leaves_gradients_where_they_were(bench: Bench, num_converted: int) -> None:
     model, converted = bench.shard(tower()), list[torch.Tensor]()
@@ -262,12 +262,11 @@ class _Normed(nn.Sequential):
 
 
 @pytest.mark.kills("SumsWhatACallerPrepares")
-@pytest.mark.parametrize("door", ["fully_shard", "replicate"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@parametrize("door", "fully_shard", "replicate")
+@parametrize("dtype", torch.bfloat16, torch.float16)
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    "is_apart",
-    [pytest.param(False, id="buffers_cast"), param(True, id="policy_of_its_own", kills="IgnoresPolicies")],
+@parametrize(
+    "is_apart", param(False, id="buffers_cast"), param(True, id="policy_of_its_own", kills="IgnoresPolicies")
 )
 @expects("the dtype of the output", "gradients", "statistics")
 def test_norms_run_in_units_of_few_bits(bench: Bench, is_apart: bool, dtype: torch.dtype, door: str) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from shardproof import SEVERAL
 from shardproof.suites.data_parallel.bench import Bench, expects
+from shardproof.suites.params import parametrize
 from shardproof.suites.wrapper.model import LR, batch, copies, gradients, tower
 
 pytestmark = pytest.mark.worlds(SEVERAL)
@@ -21,7 +22,7 @@ def _num_batches(rank: int) -> int:
 
 
 @pytest.mark.kills("SwapsTheDivisorsOfJoin", "EndsEachRankWithItsOwn")
-@pytest.mark.parametrize("divides_by_all", [True, False], ids=["by_all", "by_those_left"])
+@parametrize("divides_by_all", True, False, ids=["by_all", "by_those_left"])
 @expects(PARAMETERS)
 def test_ranks_with_fewer_batches_follow(bench: Bench, divides_by_all: bool) -> None:
     root = bench.wrap(tower())

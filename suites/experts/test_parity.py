@@ -10,6 +10,7 @@ from shardproof import FOUR_OR_MORE_EVEN, Accumulation, AllWaited, Count, Exactl
 from shardproof import NamedOptimizer, Nothing, Op, Per, Phase, RanksAgree, Reshard, Select, Training, Trial
 from shardproof.fixtures.experts import MIXTURE
 from shardproof.fixtures.optimizers import ADAMW, SGD
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train_sharded
 
 EXPERTS = tuple(f"{unit}.experts.{weight}" for unit in MIXTURE.units for weight in ("inward", "outward"))
@@ -21,12 +22,10 @@ pytestmark = [pytest.mark.rows("T33"), pytest.mark.worlds(FOUR_OR_MORE_EVEN)]
 
 
 @pytest.mark.kills("ScalesExpertsByTheirRanks", "MixesExpertsUp")
-@pytest.mark.parametrize(
-    ("reshard", "optimizer"),
-    [
-        pytest.param(Reshard.AFTER_FORWARD, SGD, id="freed-sgd"),
-        pytest.param(Reshard.KEEP, ADAMW, id="kept-adamw"),
-    ],
+@parametrize(
+    "reshard, optimizer",
+    param(Reshard.AFTER_FORWARD, SGD, id="freed-sgd"),
+    param(Reshard.KEEP, ADAMW, id="kept-adamw"),
 )
 def test_experts_train_beside_weights_of_all_ranks(
     trial: Trial, reshard: Reshard, optimizer: NamedOptimizer

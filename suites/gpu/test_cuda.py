@@ -11,7 +11,7 @@ from shardproof import ReplaysAGraph, Trial, WatchesPools, Wire
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.placements import MANY_PARAMETERS
 from shardproof.fixtures.problems import MLP_EVEN, TRANSFORMER
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
@@ -59,7 +59,7 @@ def test_communicates_from_memory_of_the_group(trial: Trial) -> None:
 @on_cuda
 @pytest.mark.kills("SumsInsteadOfAveraging", world=WORLD)
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize("wire", WIRES)
+@parametrize("wire", *WIRES)
 def test_trains_the_same_model_over_symmetric_memory(trial: Trial, wire: Wire) -> None:
     trial.holds(train(MLP_EVEN, layout=Layout.SHARD, buffers=Buffers.SYMMETRIC, wire=wire), *PARITY)
 

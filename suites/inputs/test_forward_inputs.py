@@ -7,12 +7,12 @@ import torch
 
 from shardproof import SEVERAL, Layout, NestInputs, Reshard, Trial
 from shardproof.fixtures.forward_inputs import NESTED_INPUTS, NO_INPUTS, PACKED, Bundle
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
 
-@pytest.mark.parametrize("layout", [param(Layout.SHARD, rows="T01"), param(Layout.REPLICATE, rows="R01")])
+@parametrize("layout", param(Layout.SHARD, rows="T01"), param(Layout.REPLICATE, rows="R01"))
 @pytest.mark.kills("DetachesNestedInputs")
 def test_takes_nested_inputs(trial: Trial, layout: Layout) -> None:
     trial.holds(train(NESTED_INPUTS, layout=layout, script=NestInputs()), *PARITY)
@@ -27,15 +27,15 @@ def test_casts_nested_inputs(trial: Trial) -> None:
 
 
 @pytest.mark.kills("DetachesNestedInputs")
-@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE])
-@pytest.mark.parametrize("reshard", [Reshard.NATIVE, Reshard.KEEP], ids=["native", "kept"])
+@parametrize("layout", Layout.SHARD, Layout.REPLICATE)
+@parametrize("reshard", Reshard.NATIVE, Reshard.KEEP, ids=["native", "kept"])
 def test_takes_and_returns_containers(trial: Trial, layout: Layout, reshard: Reshard) -> None:
     training = train(PACKED, layout=layout, reshard=reshard, steps=4, script=NestInputs(packs=Bundle))
     trial.holds(training, *PARITY)
 
 
 @pytest.mark.kills("CastsOuterInputsAlone")
-@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE])
+@parametrize("layout", Layout.SHARD, Layout.REPLICATE)
 def test_casts_what_is_in_containers(trial: Trial, layout: Layout) -> None:
     training = train(PACKED, layout=layout, compute_dtype=torch.bfloat16, script=NestInputs(packs=Bundle))
     trial.holds(training, *PARITY)
@@ -44,6 +44,6 @@ def test_casts_what_is_in_containers(trial: Trial, layout: Layout) -> None:
 @pytest.mark.rows("T02")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("ReducesOnlyAfterInputs")
-@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE])
+@parametrize("layout", Layout.SHARD, Layout.REPLICATE)
 def test_takes_no_inputs(trial: Trial, layout: Layout) -> None:
     trial.holds(train(NO_INPUTS, layout=layout), *PARITY)

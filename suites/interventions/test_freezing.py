@@ -13,6 +13,7 @@ from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_UNEVEN, TRANSFORMER
 from shardproof.suites.communication.closed_forms import ClosedForm
+from shardproof.suites.params import parametrize
 from shardproof.suites.training import train, train_sharded
 from shardproof.suites.vocabulary import PARITY, REDUCE_SCATTERS, REDUCTIONS
 
@@ -20,8 +21,8 @@ FIRST, BLOCK = CHAIN.units[:2]
 
 
 @pytest.mark.kills("SettlesForEverWhatIsFrozen")
-@pytest.mark.parametrize("steps", [(0,), (1, 2), (0, 2, 3)], ids=["first", "later", "by_turns"])
-@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE])
+@parametrize("steps", (0,), (1, 2), (0, 2, 3), ids=["first", "later", "by_turns"])
+@parametrize("layout", Layout.SHARD, Layout.REPLICATE)
 def test_freezes_and_unfreezes_units(trial: Trial, layout: Layout, steps: tuple[int, ...]) -> None:
     script = Freezes(parts=("layers.0", "layers.2"), steps=steps, evaluates=True)
     trial.holds(train(MLP_UNEVEN, ADAMW, layout=layout, steps=5, script=script), *PARITY)
@@ -29,8 +30,8 @@ def test_freezes_and_unfreezes_units(trial: Trial, layout: Layout, steps: tuple[
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("SettlesForEverWhatIsFrozen", "ReducesWhatIsFrozen")
-@pytest.mark.parametrize("problem", [CHAIN, CHECKPOINTED_CHAIN])
-@pytest.mark.parametrize("reshard", [Reshard.AFTER_FORWARD, Reshard.KEEP])
+@parametrize("problem", CHAIN, CHECKPOINTED_CHAIN)
+@parametrize("reshard", Reshard.AFTER_FORWARD, Reshard.KEEP)
 def test_reduces_nothing_of_a_frozen_unit(trial: Trial, problem: Problem, reshard: Reshard) -> None:
     script = Freezes(parts=(BLOCK,), steps=(1, 3))
     reductions = Select(ops=(Op.REDUCE_SCATTER,), units=(BLOCK,), steps=(1, 3))
@@ -63,7 +64,7 @@ def test_sends_what_trains_of_a_unit_alone(trial: Trial) -> None:
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("WaitsForEachReduction", "WaitsWhereItReduces")
-@pytest.mark.parametrize("problem", [CHAIN, CHECKPOINTED_CHAIN])
+@parametrize("problem", CHAIN, CHECKPOINTED_CHAIN)
 def test_reduces_while_backward_goes_on_around_what_is_frozen(trial: Trial, problem: Problem) -> None:
     script = Freezes(parts=(BLOCK,), steps=(1, 3), evaluates=True)
     during = Overlaps(select=REDUCE_SCATTERS, but_for=(FIRST, ""))
@@ -73,7 +74,7 @@ def test_reduces_while_backward_goes_on_around_what_is_frozen(trial: Trial, prob
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("SettlesForEverWhatIsFrozen", "ForgetsTheDtypesOfWhatWasFrozen")
-@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE])
+@parametrize("layout", Layout.SHARD, Layout.REPLICATE)
 def test_unfrozen_units_have_the_dtypes_of_the_plan(trial: Trial, layout: Layout) -> None:
     script = Freezes(parts=("layers.0", "layers.2"), steps=(0,), evaluates=True)
     training = train(
@@ -83,7 +84,7 @@ def test_unfrozen_units_have_the_dtypes_of_the_plan(trial: Trial, layout: Layout
 
 
 @pytest.mark.kills("SettlesForEverWhatIsFrozen")
-@pytest.mark.parametrize("part", ["blocks.0.attention", "blocks.1", "token"])
+@parametrize("part", "blocks.0.attention", "blocks.1", "token")
 def test_freezes_some_parameters_of_a_unit(trial: Trial, part: str) -> None:
     script = Freezes(parts=(part,), steps=(0, 2))
     training = train(

@@ -13,7 +13,7 @@ from shardproof import Trial
 from shardproof.fixtures.optimizers import ADAMW, DECAYING, SGD
 from shardproof.fixtures.placements import DIVISIBLE_MLP
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
@@ -23,9 +23,10 @@ IN_BACKWARD = Schedule(steps_in_backward=True)
 
 
 @pytest.mark.kills("NeverCallsGradientHooks", "CallsGradientHooksBeforeReducing")
-@pytest.mark.parametrize(
-    ("accumulation", "times"),
-    [(Accumulation.EVERY_MICROBATCH, 2), (Accumulation.LAST_MICROBATCH, 1)],
+@parametrize(
+    "accumulation, times",
+    (Accumulation.EVERY_MICROBATCH, 2),
+    (Accumulation.LAST_MICROBATCH, 1),
     ids=["every", "last"],
 )
 def test_hooks_see_each_reduced_gradient_once(trial: Trial, accumulation: Accumulation, times: int) -> None:
@@ -35,19 +36,17 @@ def test_hooks_see_each_reduced_gradient_once(trial: Trial, accumulation: Accumu
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("NeverCallsGradientHooks", "CallsGradientHooksBeforeReducing")
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW, DECAYING])
+@parametrize("optimizer", SGD, ADAMW, DECAYING)
 def test_an_optimizer_in_backward_is_one_after_it(trial: Trial, optimizer: NamedOptimizer) -> None:
     trial.holds(train(MLP_UNEVEN, optimizer, schedule=IN_BACKWARD, demands=HOOKS), *PARITY)
 
 
 @pytest.mark.kills("NeverCallsGradientHooks")
-@pytest.mark.parametrize(
+@parametrize(
     "plan",
-    [
-        param({"layout": Layout.HYBRID}, id="hybrid", worlds=EVEN),
-        pytest.param({"offload": Offload.CPU}, id="host"),
-        pytest.param({"reshard": Reshard.KEEP, "layout": Layout.SHARD}, id="kept"),
-    ],
+    param({"layout": Layout.HYBRID}, id="hybrid", worlds=EVEN),
+    param({"offload": Offload.CPU}, id="host"),
+    param({"reshard": Reshard.KEEP, "layout": Layout.SHARD}, id="kept"),
 )
 # Any: as for `train`.
 def test_an_optimizer_in_backward_knows_every_layout(trial: Trial, plan: dict[str, Any]) -> None:
@@ -55,20 +54,18 @@ def test_an_optimizer_in_backward_knows_every_layout(trial: Trial, plan: dict[st
 
 
 @pytest.mark.kills("AddsToItsOwnGradients")
-@pytest.mark.parametrize("edit", GradientEdit)
+@parametrize("edit", *GradientEdit)
 def test_goes_on_with_gradients_as_the_caller_left_them(trial: Trial, edit: GradientEdit) -> None:
     trial.holds(train(MLP_UNEVEN, microbatches=3, script=EditsGradients(edit=edit)), *PARITY)
 
 
 @pytest.mark.kills("ClearsWhatWaits")
-@pytest.mark.parametrize(
-    ("layout", "others"),
-    [
-        pytest.param(Layout.SHARD, {}, id="shard"),
-        param(Layout.SHARD, {"placement": Placement.LARGEST}, id="largest_dim", worlds=EVEN),
-        pytest.param(Layout.REPLICATE, {}, id="replicate"),
-        param(Layout.HYBRID, {}, id="hybrid", worlds=EVEN),
-    ],
+@parametrize(
+    "layout, others",
+    param(Layout.SHARD, {}, id="shard"),
+    param(Layout.SHARD, {"placement": Placement.LARGEST}, id="largest_dim", worlds=EVEN),
+    param(Layout.REPLICATE, {}, id="replicate"),
+    param(Layout.HYBRID, {}, id="hybrid", worlds=EVEN),
 )
 def test_clearing_leaves_what_waits_for_its_reduction(
     trial: Trial,
@@ -85,8 +82,8 @@ def test_clearing_leaves_what_waits_for_its_reduction(
 
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @pytest.mark.kills("NeverSynchronisesReplicas")
-@pytest.mark.parametrize("placement", [Placement.FIRST, Placement.LARGEST], ids=["rows", "largest_dim"])
-@pytest.mark.parametrize("clears", [False, param(True, kills="ClearsWhatWaits")], ids=["kept", "cleared"])
+@parametrize("placement", Placement.FIRST, Placement.LARGEST, ids=["rows", "largest_dim"])
+@parametrize("clears", False, param(True, kills="ClearsWhatWaits"), ids=["kept", "cleared"])
 def test_what_waits_in_part_counts_once(trial: Trial, clears: bool, placement: Placement) -> None:
     script = HoldsBackByTurns(units=(*DIVISIBLE_MLP.units, ""), clears=clears)
     training = train(

@@ -7,6 +7,7 @@ import pytest
 from shardproof import Accumulation, NamedOptimizer, Problem, Trial
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
+from shardproof.suites.params import parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
@@ -22,9 +23,9 @@ CASES: list[tuple[Problem, NamedOptimizer, int]] = [
 @pytest.mark.rows("T30")
 @pytest.mark.kills("KeepsOnlyTheLastMicrobatch", "DoublesGradientsEveryMicrobatch")
 @pytest.mark.kills("StepsAfterEveryMicrobatch", "AssignsWholeGradientsToShards")
-@pytest.mark.parametrize(
-    ("problem", "optimizer", "microbatches"),
-    CASES,
+@parametrize(
+    "problem, optimizer, microbatches",
+    *CASES,
     ids=[f"{problem.name}-{optimizer.name}-m{microbatches}" for problem, optimizer, microbatches in CASES],
 )
 def test_accumulates_every_microbatch(

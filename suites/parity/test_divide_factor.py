@@ -10,7 +10,7 @@ import torch
 from shardproof import ALONE, FOUR_OR_MORE_EVEN, SEVERAL, HoldsItsShare, Layout, MatchesOracle, RanksAgree
 from shardproof import Replicas, Training, Trial, Wire
 from shardproof.fixtures.problems import MLP_UNEVEN
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
@@ -32,8 +32,8 @@ FACTORS_OF_REPLICAS = [
 
 
 @pytest.mark.rows("C08")
-@pytest.mark.parametrize(("factor", "reduce_dtype"), FACTORS)
-@pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.SHARD])
+@parametrize("factor, reduce_dtype", *FACTORS)
+@parametrize("layout", Layout.REPLICATE, Layout.SHARD)
 def test_divides_as_asked(
     trial: Trial, layout: Layout, factor: int | None, reduce_dtype: torch.dtype | None
 ) -> None:
@@ -43,12 +43,10 @@ def test_divides_as_asked(
 @pytest.mark.rows("C08", "C27")
 @pytest.mark.kills("DividesByTheSquareOfTheFactor")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    ("reduce_dtype", "wire"),
-    [
-        pytest.param(torch.float64, Wire.NATIVE, id="before-and-after"),
-        pytest.param(None, Wire.SUM, id="after"),
-    ],
+@parametrize(
+    "reduce_dtype, wire",
+    param(torch.float64, Wire.NATIVE, id="before-and-after"),
+    param(None, Wire.SUM, id="after"),
 )
 def test_divides_sums_of_shards_by_more_than_the_ranks(
     trial: Trial, reduce_dtype: torch.dtype | None, wire: Wire
@@ -58,9 +56,9 @@ def test_divides_sums_of_shards_by_more_than_the_ranks(
 
 
 @pytest.mark.rows("C08")
-@pytest.mark.parametrize(("factor", "reduce_dtype"), FACTORS_OF_REPLICAS)
-@pytest.mark.parametrize(
-    "replicas", [param(Replicas.TWO, worlds=FOUR_OR_MORE_EVEN), param(Replicas.SINGLES, worlds=SEVERAL)]
+@parametrize("factor, reduce_dtype", *FACTORS_OF_REPLICAS)
+@parametrize(
+    "replicas", param(Replicas.TWO, worlds=FOUR_OR_MORE_EVEN), param(Replicas.SINGLES, worlds=SEVERAL)
 )
 def test_divides_as_asked_on_replicas(
     trial: Trial, replicas: Replicas, factor: int | None, reduce_dtype: torch.dtype | None
@@ -88,13 +86,11 @@ def test_divides_as_asked_what_bfloat16_computed(trial: Trial) -> None:
 @pytest.mark.rows("C29")
 @pytest.mark.kills("HalvesOneUnit")
 @pytest.mark.worlds(ALONE)
-@pytest.mark.parametrize(
+@parametrize(
     "factor",
-    [
-        pytest.param(None, id="none"),
-        pytest.param(1, id="one"),
-        param(2, id="two", kills="IgnoresTheDivideFactorOfOneRank"),
-    ],
+    param(None, id="none"),
+    param(1, id="one"),
+    param(2, id="two", kills="IgnoresTheDivideFactorOfOneRank"),
 )
 def test_one_rank_divides_by_the_factor_alone(trial: Trial, factor: int | None) -> None:
     trial.holds(_training(factor, layout=Layout.SHARD), *LAWS)

@@ -8,7 +8,7 @@ from shardproof import EVEN, SEVERAL, SIX_OR_MORE_EVEN, Accumulation, Between, C
 from shardproof import MatchesOracle, NamedOptimizer, Nothing, RanksAgree, Replicas, Reshard, Trial
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_UNEVEN
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import GATHERS_IN_BACKWARD
 
@@ -24,12 +24,10 @@ OTHER_REPLICAS = [
 
 
 @pytest.mark.rows("T08", "R06")
-@pytest.mark.parametrize(
+@parametrize(
     "layout",
-    [
-        param(Layout.REPLICATE, kills="ForgetsToSynchroniseOneParameter"),
-        param(Layout.SHARD, kills=("ReplicatesInsteadOfSharding", "CallsTheWholeItsChunks")),
-    ],
+    param(Layout.REPLICATE, kills="ForgetsToSynchroniseOneParameter"),
+    param(Layout.SHARD, kills=("ReplicatesInsteadOfSharding", "CallsTheWholeItsChunks")),
 )
 def test_trains_the_same_model(trial: Trial, layout: Layout) -> None:
     trial.holds(train(MLP_UNEVEN, layout=layout, microbatches=3), *LAWS)
@@ -54,9 +52,10 @@ def test_keeps_until_backward_as_asked(trial: Trial) -> None:
 @pytest.mark.rows("T35")
 @pytest.mark.kills("NeverSynchronisesReplicas", "AcceptsEveryPlan")
 @pytest.mark.worlds(EVEN)
-@pytest.mark.parametrize(
-    ("optimizer", "microbatches"),
-    [pytest.param(SGD, 1, id="sgd-m1"), param(ADAMW, 3, id="adamw-m3", kills="LosesMicrobatchesOfReplicas")],
+@parametrize(
+    "optimizer, microbatches",
+    param(SGD, 1, id="sgd-m1"),
+    param(ADAMW, 3, id="adamw-m3", kills="LosesMicrobatchesOfReplicas"),
 )
 def test_trains_the_same_model_on_two_replicas(
     trial: Trial, optimizer: NamedOptimizer, microbatches: int
@@ -65,13 +64,13 @@ def test_trains_the_same_model_on_two_replicas(
 
 
 @pytest.mark.rows("T35")
-@pytest.mark.parametrize("replicas", OTHER_REPLICAS)
+@parametrize("replicas", *OTHER_REPLICAS)
 def test_trains_the_same_model_on_other_replicas(trial: Trial, replicas: Replicas) -> None:
     trial.holds(train(MLP_UNEVEN, layout=Layout.HYBRID, replicas=replicas, microbatches=3), *LAWS)
 
 
 @pytest.mark.rows("T35")
-@pytest.mark.parametrize("replicas", OTHER_REPLICAS)
+@parametrize("replicas", *OTHER_REPLICAS)
 def test_accumulates_on_other_replicas(trial: Trial, replicas: Replicas) -> None:
     accumulation = Accumulation.LAST_MICROBATCH
     trial.holds(

@@ -9,7 +9,7 @@ from shardproof import Trial
 from shardproof.fixtures.placements import DIVISIBLE_MLP
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_UNEVEN, TRANSFORMER
 from shardproof.fixtures.tensor_parallel import STACK_16
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
@@ -18,8 +18,8 @@ META = frozenset({Capability.META})
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("FillsTheFirstRankAlone")
-@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE, param(Layout.HYBRID, worlds=EVEN)])
-@pytest.mark.parametrize("problem", [MLP_UNEVEN, TRANSFORMER, MLP_BUFFERS])
+@parametrize("layout", Layout.SHARD, Layout.REPLICATE, param(Layout.HYBRID, worlds=EVEN))
+@parametrize("problem", MLP_UNEVEN, TRANSFORMER, MLP_BUFFERS)
 def test_fills_what_was_prepared_without_memory(trial: Trial, problem: Problem, layout: Layout) -> None:
     trial.holds(train(problem, layout=layout, demands=META), *PARITY, HoldsItsShare())
 

@@ -11,6 +11,7 @@ from shardproof import MatchesOracle, Problem, RanksAgree, Resume, Training, Tri
 from shardproof.fixtures.chain import NESTED_CHAIN
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import TRANSFORMER
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import ALL_REDUCES, REDUCE_SCATTERS
 
@@ -18,17 +19,17 @@ pytestmark = pytest.mark.worlds(SEVERAL)
 
 INNER, OUTER = NESTED_CHAIN.units[::2], NESTED_CHAIN.units[1::2]
 NESTINGS = [
-    pytest.param(OUTER[1:2], id="a_block"),
-    pytest.param(INNER, id="inner"),
-    pytest.param(OUTER, id="outer"),
-    pytest.param(("",), id="root"),
-    pytest.param((*INNER, ""), id="inner_and_root"),
-    pytest.param((*OUTER, ""), id="outer_and_root"),
+    param(OUTER[1:2], id="a_block"),
+    param(INNER, id="inner"),
+    param(OUTER, id="outer"),
+    param(("",), id="root"),
+    param((*INNER, ""), id="inner_and_root"),
+    param((*OUTER, ""), id="outer_and_root"),
 ]
 
 
 @pytest.mark.kills("ShardsWhatItShouldReplicate")
-@pytest.mark.parametrize("replicated", NESTINGS)
+@parametrize("replicated", *NESTINGS)
 def test_nested_units_lie_as_each_was_asked_to(trial: Trial, replicated: tuple[str, ...]) -> None:
     num_units = len(NESTED_CHAIN.units) + 1
     trial.holds(
@@ -42,7 +43,7 @@ def test_nested_units_lie_as_each_was_asked_to(trial: Trial, replicated: tuple[s
 
 
 @pytest.mark.kills("ShardsWhatItShouldReplicate")
-@pytest.mark.parametrize("replicated", [("blocks.0",), ("",)], ids=["block", "root"])
+@parametrize("replicated", ("blocks.0",), ("",), ids=["block", "root"])
 def test_a_transformer_of_both_accumulates(trial: Trial, replicated: tuple[str, ...]) -> None:
     training = _training(
         TRANSFORMER, replicated, microbatches=3, accumulation=Accumulation.LAST_MICROBATCH, steps=2
@@ -51,7 +52,7 @@ def test_a_transformer_of_both_accumulates(trial: Trial, replicated: tuple[str, 
 
 
 @pytest.mark.kills("LosesOptimizerState")
-@pytest.mark.parametrize("replicated", [("blocks.0",), ("",)], ids=["block", "root"])
+@parametrize("replicated", ("blocks.0",), ("",), ids=["block", "root"])
 def test_a_state_has_units_of_both(trial: Trial, replicated: tuple[str, ...]) -> None:
     after = _training(TRANSFORMER, replicated, demands=frozenset({Capability.STATE})).plan
     training = _training(TRANSFORMER, replicated, resume=Resume(after_steps=1, plan=after))

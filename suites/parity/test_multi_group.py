@@ -9,6 +9,7 @@ import pytest
 from shardproof import NamedOptimizer, Problem, Trial
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
@@ -33,13 +34,13 @@ CASES: list[tuple[Problem, NamedOptimizer, int]] = [
 
 
 @pytest.mark.rows("T08", "R06")
-@pytest.mark.parametrize(
-    ("problem", "optimizer", "microbatches"),
-    [
-        pytest.param(
+@parametrize(
+    "problem, optimizer, microbatches",
+    *[
+        param(
             *case,
             id=f"{case[0].name}-{case[1].name}-m{case[2]}",
-            marks=pytest.mark.kills(*(OF_ONE_MICROBATCH if case[2] == 1 else OF_SEVERAL)),
+            kills=OF_ONE_MICROBATCH if case[2] == 1 else OF_SEVERAL,
         )
         for case in CASES
     ],
@@ -52,7 +53,7 @@ def test_trains_the_same_model(
 
 
 @pytest.mark.kills("ForgetsToSynchroniseOneParameter", "DropsAUnitOnTheLastRank", "DriftsByOneBit")
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW])
+@parametrize("optimizer", SGD, ADAMW)
 def test_trains_the_same_transformer(trial: Trial, optimizer: NamedOptimizer) -> None:
     training = train(TRANSFORMER, optimizer)
     trial.holds(training, *PARITY)

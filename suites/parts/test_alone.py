@@ -8,10 +8,11 @@ from shardproof import SEVERAL, Grouping, Layout, OnePartOnOddSteps, Trial
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.patches import PATCHES
 from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.suites.params import parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
-both_layouts = pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.SHARD])
+both_layouts = parametrize("layout", Layout.REPLICATE, Layout.SHARD)
 
 
 @pytest.mark.rows("T12", "R08")

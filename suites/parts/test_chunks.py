@@ -9,7 +9,7 @@ from shardproof import SEVERAL, Accumulation, ChunksOfTheHead, FlaggedChunks, Mi
 from shardproof import Problem, Reshard, Select, Trial, TrunkTwiceOnOddSteps
 from shardproof.fixtures.trunk_and_head import TRUNK_AND_HEAD, TRUNK_AND_TIED_HEAD
 from shardproof.fixtures.widening import WIDENING
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train_sharded
 from shardproof.suites.vocabulary import PARITY
 
@@ -24,12 +24,10 @@ EARLY_REDUCTIONS = Select(
 
 @pytest.mark.rows("T17")
 @pytest.mark.kills("CountsTheFirstUseAlone", "NeverReducesParts")
-@pytest.mark.parametrize(
-    ("problem", "reshard"),
-    [
-        pytest.param(TRUNK_AND_HEAD, Reshard.AFTER_FORWARD, id="grouped-freed"),
-        pytest.param(TRUNK_AND_TIED_HEAD, Reshard.KEEP, id="tied-kept"),
-    ],
+@parametrize(
+    "problem, reshard",
+    param(TRUNK_AND_HEAD, Reshard.AFTER_FORWARD, id="grouped-freed"),
+    param(TRUNK_AND_TIED_HEAD, Reshard.KEEP, id="tied-kept"),
 )
 def test_every_chunk_adds_to_the_gradient(trial: Trial, problem: Problem, reshard: Reshard) -> None:
     script = ChunksOfTheHead(stop="norm", head="head", num_chunks=3)
@@ -39,17 +37,15 @@ def test_every_chunk_adds_to_the_gradient(trial: Trial, problem: Problem, reshar
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.rows("T19")
-@pytest.mark.parametrize(
-    ("units", "reshard"),
-    [
-        param(
-            TRUNK_AND_HEAD.units,
-            Reshard.KEEP,
-            id="grouped-kept",
-            kills=("IgnoresTheFlagsOfGroups", "CountsTheFirstUseAlone"),
-        ),
-        param(UNGROUPED, Reshard.AFTER_FORWARD, id="ungrouped-freed", kills="CountsTheFirstUseAlone"),
-    ],
+@parametrize(
+    "units, reshard",
+    param(
+        TRUNK_AND_HEAD.units,
+        Reshard.KEEP,
+        id="grouped-kept",
+        kills=("IgnoresTheFlagsOfGroups", "CountsTheFirstUseAlone"),
+    ),
+    param(UNGROUPED, Reshard.AFTER_FORWARD, id="ungrouped-freed", kills="CountsTheFirstUseAlone"),
 )
 def test_chunks_accumulate_until_the_last_microbatch(
     trial: Trial, units: tuple[str, ...], reshard: Reshard

@@ -14,6 +14,7 @@ from shardproof import Plan, RanksAgree, Resume, Schedule, Select, StateForm, Tr
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.pipeline import STAGED
 from shardproof.suites.communication.closed_forms import ClosedForm
+from shardproof.suites.params import parametrize
 from shardproof.suites.vocabulary import PARITY
 
 NUM_MICROBATCHES = 4
@@ -42,7 +43,7 @@ THE_MESSAGES = (
     Count(select=RECEIVES, expected=Exactly(MESSAGES), per=Per.STEP),
     AllWaited(select=RECEIVES),
 )
-every_order = pytest.mark.parametrize("order", PipelineOrder)
+every_order = parametrize("order", *PipelineOrder)
 
 
 @pytest.mark.rows("T31")
@@ -86,7 +87,7 @@ def test_replicated_stages_train_as_one_model(trial: Trial, order: PipelineOrder
 
 @pytest.mark.kills("IgnoresTheComputeDtype")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE])
+@parametrize("layout", Layout.SHARD, Layout.REPLICATE)
 @every_order
 def test_stages_compute_in_bfloat16(trial: Trial, order: PipelineOrder, layout: Layout) -> None:
     training = _training(layout, order)
@@ -96,7 +97,7 @@ def test_stages_compute_in_bfloat16(trial: Trial, order: PipelineOrder, layout: 
 
 @pytest.mark.kills("ScalesByTheTensorRanks")
 @pytest.mark.worlds(FOURS)
-@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE])
+@parametrize("layout", Layout.SHARD, Layout.REPLICATE)
 @every_order
 def test_stages_of_cut_tensors_train_as_one_model(trial: Trial, order: PipelineOrder, layout: Layout) -> None:
     trial.holds(_training(layout, order, tensor_parallel=2), *PARITY)
@@ -104,7 +105,7 @@ def test_stages_of_cut_tensors_train_as_one_model(trial: Trial, order: PipelineO
 
 @pytest.mark.kills("LosesStateOfOtherRanks")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE])
+@parametrize("layout", Layout.SHARD, Layout.REPLICATE)
 @every_order
 def test_stages_resume_from_files(trial: Trial, order: PipelineOrder, layout: Layout) -> None:
     training = _training(layout, order, demands=Pipelined.demands | StateForm.FILES.demands)

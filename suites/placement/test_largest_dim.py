@@ -9,7 +9,7 @@ from shardproof import MatchesOracle, Notes, NotesForms, Placement, Problem, Ran
 from shardproof import StateLiesWithItsParameter, Trial
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.placements import DIVISIBLE_MLP, DIVISIBLE_TRANSFORMER
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
 
 
@@ -23,9 +23,7 @@ from shardproof.suites.training import train
 )
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.worlds(POWERS_OF_TWO)  # so that the ranks divide each largest dim
-@pytest.mark.parametrize(
-    "problem", [param(DIVISIBLE_MLP, rows="T08"), param(DIVISIBLE_TRANSFORMER, rows="T24")]
-)
+@parametrize("problem", param(DIVISIBLE_MLP, rows="T08"), param(DIVISIBLE_TRANSFORMER, rows="T24"))
 def test_shards_the_largest_dim(trial: Trial, problem: Problem) -> None:
     trial.holds(
         train(problem, ADAMW, layout=Layout.SHARD, placement=Placement.LARGEST, script=NotesForms()),

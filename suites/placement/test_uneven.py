@@ -8,12 +8,13 @@ from shardproof import HoldsItsShare, Layout, MatchesOracle, NamedOptimizer, Ran
 from shardproof import StateLiesWithItsParameter, Trial
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.placements import UNEVEN_GROUP
+from shardproof.suites.params import parametrize
 from shardproof.suites.training import train
 
 
 @pytest.mark.rows("T07")
 @pytest.mark.kills("ShowsPaddingRows", "InfersTheSizeFromItsShard", "NeverUpdatesTheLastRanksRows")
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW])
+@parametrize("optimizer", SGD, ADAMW)
 def test_shards_rows_that_ranks_do_not_divide(trial: Trial, optimizer: NamedOptimizer) -> None:
     training = train(UNEVEN_GROUP, optimizer, layout=Layout.SHARD)
     trial.holds(training, MatchesOracle(), HoldsItsShare(), StateLiesWithItsParameter(), RanksAgree())

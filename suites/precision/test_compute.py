@@ -13,6 +13,7 @@ from shardproof import RanksAgree, Select, Training, Trial
 from shardproof.fixtures.placements import DIVISIBLE_MLP
 from shardproof.fixtures.precision import JOINT_CASTS
 from shardproof.fixtures.problems import MLP_UNEVEN, TRANSFORMER
+from shardproof.suites.params import parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import ACROSS_REPLICAS, GATHERS, REDUCTIONS
 
@@ -30,7 +31,7 @@ def _training(problem: Problem, reduce_dtype: torch.dtype | None = torch.float32
     "HalvesOneUnit", "ForgetsMicrobatchesInLowPrecision", "IgnoresTheComputeDtype", "SumsInsteadOfAveraging"
 )
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize("problem", [MLP_UNEVEN, TRANSFORMER])
+@parametrize("problem", MLP_UNEVEN, TRANSFORMER)
 def test_computes_in_bfloat16_and_reduces_in_float32(trial: Trial, problem: Problem) -> None:
     trial.holds(
         _training(problem, microbatches=3),
@@ -58,7 +59,7 @@ def test_gathers_and_reduces_in_the_compute_dtype_when_asked_for_nothing_else(tr
 @pytest.mark.rows("T18")
 @pytest.mark.kills("ReducesAsComputedUnasked")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.SHARD])
+@parametrize("layout", Layout.REPLICATE, Layout.SHARD)
 def test_gathers_in_the_compute_dtype_and_reduces_as_stored_when_asked_for_nothing_else(
     trial: Trial, layout: Layout
 ) -> None:
@@ -76,7 +77,7 @@ def test_gathers_in_the_compute_dtype_and_reduces_as_stored_when_asked_for_nothi
 
 @pytest.mark.worlds(EVEN)
 @pytest.mark.kills("ShardsTheFirstDim")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@parametrize("dtype", torch.bfloat16, torch.float16)
 def test_computes_in_few_bits_along_the_largest_dim(trial: Trial, dtype: torch.dtype) -> None:
     asked = {"layout": Layout.SHARD, "placement": Placement.LARGEST, "compute_dtype": dtype}
     crossing = Dtype(select=GATHERS, dtype=str(dtype).partition(".")[2])

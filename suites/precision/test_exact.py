@@ -12,7 +12,7 @@ from shardproof import HoldingBack, Layout, MatchesOracle, Offload, Op, Phase, P
 from shardproof import Training, Trial, Window
 from shardproof.fixtures.optimizers import EXACT_SGD
 from shardproof.fixtures.precision import EXACT_LATE, EXACT_OVERFLOW, EXACT_SMALL, EXACT_WIDE
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
@@ -54,7 +54,7 @@ def test_reduces_in_float16_without_overflow(trial: Trial) -> None:
 
 @pytest.mark.rows("C08")
 @pytest.mark.kills("AccumulatesInBfloat16", "KeepsNoMasterWeights")
-@pytest.mark.parametrize("offload", [Offload.NONE, Offload.CPU], ids=["device", "host"])
+@parametrize("offload", Offload.NONE, Offload.CPU, ids=["device", "host"])
 def test_accumulates_in_the_dtype_of_the_reduction(trial: Trial, offload: Offload) -> None:
     trial.holds(_training(EXACT_WIDE, offload=offload, **IN_FLOAT32), *PARITY)
 
@@ -76,12 +76,10 @@ def test_small_microbatches_count_where_the_all_reduce_waits(trial: Trial) -> No
 
 
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-@pytest.mark.parametrize(
+@parametrize(
     "layout",
-    [
-        param(Layout.HYBRID, kills="NeverSynchronisesReplicas"),
-        param(Layout.REPLICATE, kills="HalvesTheLastRank"),
-    ],
+    param(Layout.HYBRID, kills="NeverSynchronisesReplicas"),
+    param(Layout.REPLICATE, kills="HalvesTheLastRank"),
 )
 def test_a_parameter_that_is_used_late_counts_where_the_all_reduce_waits(
     trial: Trial, layout: Layout

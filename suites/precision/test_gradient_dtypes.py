@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardproof import EVEN, FOUR_OR_MORE_EVEN, Capability, Op
 from shardproof.suites.composable import bench as benches
 from shardproof.suites.composable.bench import Bench
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 
 expects = partial(benches.expects, beside=frozenset({Capability.GRADIENT_DTYPES}))
 GRADIENTS, ON_THE_WIRE, DTYPES = "gradients", "dtypes on the wire", "dtypes of gradients"
@@ -91,7 +91,7 @@ def _wire(bench: Bench) -> list[str]:
 @pytest.mark.rows("T57", "T58", "CV09")
 @pytest.mark.kills("ForgetsDtypesOfGradients")
 @pytest.mark.worlds(EVEN)
-@pytest.mark.parametrize("layout", ["fully_shard", "replicate", param("hybrid", worlds=FOUR_OR_MORE_EVEN)])
+@parametrize("layout", "fully_shard", "replicate", param("hybrid", worlds=FOUR_OR_MORE_EVEN))
 @expects(GRADIENTS, DTYPES, ON_THE_WIRE)
 def test_come_wait_cross_and_stay_in_the_dtype_set_for_them(bench: Bench, layout: str) -> None:
     """What is more than its neighbours in a unit are in is not rounded, and still crosses with them, at once."""
@@ -109,7 +109,7 @@ def test_come_wait_cross_and_stay_in_the_dtype_set_for_them(bench: Bench, layout
 @pytest.mark.rows("CV10")
 @pytest.mark.kills("ForgetsDtypesOfGradients")
 @pytest.mark.worlds(EVEN)
-@pytest.mark.parametrize(("stored", "made"), [(LOW, HIGH), (HIGH, LOW)], ids=["wider", "narrower"])
+@parametrize("stored, made", (LOW, HIGH), (HIGH, LOW), ids=["wider", "narrower"])
 @expects(GRADIENTS, ON_THE_WIRE)
 def test_stay_as_they_come_where_any_dtype_will_do(
     bench: Bench, stored: torch.dtype, made: torch.dtype

@@ -6,6 +6,7 @@ import pytest
 
 from shardproof import SEVERAL, Clip, Layout, LossScaling, Trial
 from shardproof.fixtures.problems import EXACT_LINEAR, MLP_UNEVEN
+from shardproof.suites.params import parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
@@ -21,7 +22,7 @@ def test_trains_under_a_scale_that_grows(trial: Trial) -> None:
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("SkipsOverflowsAlone")
-@pytest.mark.parametrize("layout", [Layout.NATIVE, Layout.SHARD])
+@parametrize("layout", Layout.NATIVE, Layout.SHARD)
 def test_all_ranks_skip_a_step_that_overflows_on_one(trial: Trial, layout: Layout) -> None:
     trial.holds(train(EXACT_LINEAR, layout=layout, scaling=OVERFLOWING), *PARITY)
 

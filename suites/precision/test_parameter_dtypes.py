@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardproof import SEVERAL, Capability, Op
 from shardproof.suites.composable import bench as benches
 from shardproof.suites.composable.bench import Bench
+from shardproof.suites.params import parametrize
 from shardproof.suites.wrapper.model import shown_gradients
 
 pytestmark = pytest.mark.rows("T59")
@@ -70,7 +71,7 @@ def test_parameters_keep_the_dtype_that_a_function_chooses(bench: Bench) -> None
 
 
 @pytest.mark.kills("ComputesAlikeWithAllParameters")
-@pytest.mark.parametrize("chosen", [torch.float16, "bfloat16"], ids=["another_dtype", "no_dtype"])
+@parametrize("chosen", torch.float16, "bfloat16", ids=["another_dtype", "no_dtype"])
 @expects("the refusal")
 def test_refuses(bench: Bench, chosen: Any) -> None:
     policy = bench.door.mixed_precision(LOW, param_dtype_override_fn=lambda _: chosen)

@@ -14,7 +14,7 @@ import pytest
 from shardproof import SEVERAL, Between, Bound, BranchByBranch, Count, Exactly, Gathers, Order, Prefetch
 from shardproof import Reduces, Reshard, Reshards, Together, Training, Trial, Watch
 from shardproof.fixtures.heads import FORK
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train_sharded
 from shardproof.suites.vocabulary import GATHERS_IN_BACKWARD, IN_BACKWARD, IN_FORWARD, PARITY
 
@@ -27,24 +27,22 @@ GATHERED_ANEW = Order(select=IN_FORWARD, events=tuple(map(Gathers, FORK.units)))
 TRUNK_ENDS = Together(frozenset({Reshards(TRUNK), Reduces(TRUNK)}))
 
 
-@pytest.mark.parametrize(
-    ("script", "reduced", "gathers"),
-    [
-        param(
-            RIGHT_FIRST,
-            (RIGHT, TRUNK, LEFT, TRUNK),
-            Exactly(4),
-            id="used-later",
-            kills="GathersMistakenPrefetchesAgain",
-        ),
-        pytest.param(
-            LEFT_FIRST,
-            (LEFT, TRUNK, RIGHT, TRUNK),
-            Between(4, 5),  # from the right head back to the left one, whose own backward is over
-            id="never-used",
-            marks=pytest.mark.kills("TakesUnusedPrefetchesAsCurrent"),
-        ),
-    ],
+@parametrize(
+    "script, reduced, gathers",
+    param(
+        RIGHT_FIRST,
+        (RIGHT, TRUNK, LEFT, TRUNK),
+        Exactly(4),
+        id="used-later",
+        kills="GathersMistakenPrefetchesAgain",
+    ),
+    param(
+        LEFT_FIRST,
+        (LEFT, TRUNK, RIGHT, TRUNK),
+        Between(4, 5),
+        id="never-used",
+        kills="TakesUnusedPrefetchesAsCurrent",
+    ),
 )
 def test_a_wrong_guess_costs_one_gather_at_most(
     trial: Trial, script: BranchByBranch, reduced: tuple[str, ...], gathers: Bound

@@ -8,13 +8,14 @@ from shardproof import SEVERAL, AllWaited, Asynchronous, Capability, Count, Exac
 from shardproof import Reshard, Reshards, Trial, Watch
 from shardproof.fixtures.chain import CHAIN, SPARE_CHAIN
 from shardproof.suites.communication.closed_forms import NUM_GROUPS
+from shardproof.suites.params import parametrize
 from shardproof.suites.training import train, train_sharded
 from shardproof.suites.vocabulary import GATHERS, IN_BACKWARD, IN_FORWARD, PARITY, REDUCE_SCATTERS
 
 
 @pytest.mark.rows("T15", "R11")
 @pytest.mark.kills("IgnoresTheStepEvent")
-@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE])
+@parametrize("layout", Layout.SHARD, Layout.REPLICATE)
 def test_forward_sees_the_update_that_an_event_announces(trial: Trial, layout: Layout) -> None:
     trial.holds(train(CHAIN, layout=layout, demands=frozenset({Capability.STEP_EVENT})), *PARITY)
 

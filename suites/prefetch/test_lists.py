@@ -16,7 +16,7 @@ import pytest
 from shardproof import SEVERAL, Event, Gathers, Layout, Order, Prefetch, Problem, Reduces, Reshard, Reshards
 from shardproof import Together, Training, Trial, Watch
 from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, NESTED_CHAIN
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train, train_sharded
 from shardproof.suites.vocabulary import IN_BACKWARD, IN_FORWARD, PARITY
 
@@ -61,27 +61,25 @@ JOINTLY = (
 
 @pytest.mark.rows("C14")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    ("distance", "ahead"),
-    [
-        param(
-            1,
-            ONE_AHEAD,
-            id="one",
-            kills=(
-                "NeverPrefetches",
-                "PrefetchesOneTooFar",
-                "PrefetchesAgainInRecomputation",
-                "FreesUnitsTogether",
-            ),
+@parametrize(
+    "distance, ahead",
+    param(
+        1,
+        ONE_AHEAD,
+        id="one",
+        kills=(
+            "NeverPrefetches",
+            "PrefetchesOneTooFar",
+            "PrefetchesAgainInRecomputation",
+            "FreesUnitsTogether",
         ),
-        param(
-            2,
-            TWO_AHEAD,
-            id="two",
-            kills=("NeverPrefetches", "PrefetchesOneTooFar", "SwapsPrefetchesOnTheLastRank"),
-        ),
-    ],
+    ),
+    param(
+        2,
+        TWO_AHEAD,
+        id="two",
+        kills=("NeverPrefetches", "PrefetchesOneTooFar", "SwapsPrefetchesOnTheLastRank"),
+    ),
 )
 def test_forward_gathers_ahead_as_listed(
     trial: Trial, distance: int, ahead: tuple[Event | Together, ...]
@@ -96,22 +94,17 @@ def test_forward_gathers_ahead_as_listed(
 
 @pytest.mark.rows("C15")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    ("distance", "behind"),
-    [
-        param(
-            1,
-            ONE_BEHIND,
-            id="one",
-            kills=("NeverPrefetches", "PrefetchesOneTooFar", "KeepsMistakenPrefetches"),
-        ),
-        param(
-            2,
-            TWO_BEHIND,
-            id="two",
-            kills=("NeverPrefetches", "PrefetchesOneTooFar", "SwapsPrefetchesOnTheLastRank"),
-        ),
-    ],
+@parametrize(
+    "distance, behind",
+    param(
+        1, ONE_BEHIND, id="one", kills=("NeverPrefetches", "PrefetchesOneTooFar", "KeepsMistakenPrefetches")
+    ),
+    param(
+        2,
+        TWO_BEHIND,
+        id="two",
+        kills=("NeverPrefetches", "PrefetchesOneTooFar", "SwapsPrefetchesOnTheLastRank"),
+    ),
 )
 def test_backward_gathers_ahead_as_listed(
     trial: Trial, distance: int, behind: tuple[Event | Together, ...]
@@ -157,7 +150,7 @@ def test_a_wrong_hint_costs_no_correctness(trial: Trial) -> None:
 
 @pytest.mark.rows("T14", "R10")
 @pytest.mark.kills("PrefetchesStaleParameters")
-@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE])
+@parametrize("layout", Layout.SHARD, Layout.REPLICATE)
 def test_lists_change_nothing_that_is_learnt(trial: Trial, layout: Layout) -> None:
     prefetch = Prefetch.by_distance(UNITS, forward=2, backward=2)
     trial.holds(train(CHAIN, layout=layout, units=UNITS, prefetch=prefetch), *PARITY)

@@ -15,8 +15,8 @@ from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, Capability, Event, Gathers, L
 from shardproof import Order, Phase, Problem, Reduces, Reshard, Reshards, Select, SumOfForwards, Together
 from shardproof import Training, Trial, Watch
 from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, LOOPED_CHAIN
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train_sharded
-from shardproof.suites.params import param
 from shardproof.suites.vocabulary import GATHERS, GATHERS_IN_BACKWARD, IN_BACKWARD, IN_FORWARD, PARITY
 
 pytestmark = pytest.mark.worlds(SEVERAL)
@@ -48,13 +48,11 @@ NONE_AGAIN = Order(
 
 @pytest.mark.rows("C13", "T09")
 @pytest.mark.kills("GathersTheLastUnitFirst", "ReducesInTheOrderOfForward", "ReadsTheGatherTooEarly")
-@pytest.mark.parametrize(
-    ("problem", "reshard"),
-    [
-        pytest.param(CHAIN, Reshard.AFTER_FORWARD, id="freed"),
-        pytest.param(CHECKPOINTED_CHAIN, Reshard.AFTER_FORWARD, id="checkpointed"),
-        param(CHAIN, Reshard.TO_PAIRS, id="pairs", worlds=FOUR_OR_MORE_EVEN),
-    ],
+@parametrize(
+    "problem, reshard",
+    param(CHAIN, Reshard.AFTER_FORWARD, id="freed"),
+    param(CHECKPOINTED_CHAIN, Reshard.AFTER_FORWARD, id="checkpointed"),
+    param(CHAIN, Reshard.TO_PAIRS, id="pairs", worlds=FOUR_OR_MORE_EVEN),
 )
 def test_gathers_as_used_and_again_in_reverse(trial: Trial, problem: Problem, reshard: Reshard) -> None:
     trial.holds(_training(problem, reshard=reshard), GATHERED, GATHERED_AGAIN, REDUCED, *PARITY)
@@ -69,15 +67,13 @@ def test_gathers_kept_units_in_forward_alone(trial: Trial) -> None:
 
 @pytest.mark.rows("C13")
 @pytest.mark.kills("GathersTheLastUnitFirst", "ReducesInTheOrderOfForward")
-@pytest.mark.parametrize(
-    ("problem", "reshard", "orders"),
-    [
-        param(CHAIN, Reshard.AFTER_FORWARD, (FREED, ALL_AGAIN), id="freed", kills="PrefetchesAfterItsTurn"),
-        pytest.param(CHECKPOINTED_CHAIN, Reshard.AFTER_FORWARD, (FREED, ALL_AGAIN), id="checkpointed"),
-        pytest.param(CHAIN, Reshard.NATIVE, (FREED_BUT_ROOT, BLOCKS_AGAIN), id="root-kept"),
-        pytest.param(CHAIN, Reshard.KEEP, (NONE_AGAIN,), id="kept"),
-        param(CHAIN, Reshard.TO_PAIRS, (FREED, ALL_AGAIN), id="pairs", worlds=FOUR_OR_MORE_EVEN),
-    ],
+@parametrize(
+    "problem, reshard, orders",
+    param(CHAIN, Reshard.AFTER_FORWARD, (FREED, ALL_AGAIN), id="freed", kills="PrefetchesAfterItsTurn"),
+    param(CHECKPOINTED_CHAIN, Reshard.AFTER_FORWARD, (FREED, ALL_AGAIN), id="checkpointed"),
+    param(CHAIN, Reshard.NATIVE, (FREED_BUT_ROOT, BLOCKS_AGAIN), id="root-kept"),
+    param(CHAIN, Reshard.KEEP, (NONE_AGAIN,), id="kept"),
+    param(CHAIN, Reshard.TO_PAIRS, (FREED, ALL_AGAIN), id="pairs", worlds=FOUR_OR_MORE_EVEN),
 )
 def test_a_step_goes_in_the_order_of_torch(
     trial: Trial, problem: Problem, reshard: Reshard, orders: tuple[Order, ...]

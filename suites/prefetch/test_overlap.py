@@ -14,7 +14,7 @@ import pytest
 from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, Between, Capability, Exactly, Layout, Overlaps, Phase
 from shardproof import Prefetch, PrefetchDistance, Problem, Reshard, Training, Trial, Watch
 from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train_sharded
 from shardproof.suites.vocabulary import ALL_REDUCES, GATHERS_IN_BACKWARD, GATHERS_IN_FORWARD, PARITY
 from shardproof.suites.vocabulary import REDUCE_SCATTERS
@@ -38,7 +38,7 @@ of_lists = pytest.mark.kills("NeverPrefetches", "PrefetchesOneTooFew", "Prefetch
 @of_lists
 @pytest.mark.kills("PrefetchesOneTooFar", "GathersEverythingFirst")
 @pytest.mark.rows("C14")
-@pytest.mark.parametrize("distance", [1, 2], ids=["one", "two"])
+@parametrize("distance", 1, 2, ids=["one", "two"])
 def test_forward_gathers_overlap_as_far_ahead_as_listed(trial: Trial, distance: int) -> None:
     training = _training(prefetch=Prefetch.by_distance(UNITS, forward=distance))
     ahead = PrefetchDistance(phase=Phase.FORWARD, units=Exactly(distance))
@@ -49,7 +49,7 @@ def test_forward_gathers_overlap_as_far_ahead_as_listed(trial: Trial, distance: 
 @of_lists
 @pytest.mark.kills("PrefetchesOneTooFar")
 @pytest.mark.rows("C15")
-@pytest.mark.parametrize("distance", [1, 2], ids=["one", "two"])
+@parametrize("distance", 1, 2, ids=["one", "two"])
 def test_backward_gathers_overlap_as_far_ahead_as_listed(trial: Trial, distance: int) -> None:
     training = _training(prefetch=Prefetch.by_distance(UNITS, backward=distance))
     ahead = PrefetchDistance(phase=Phase.BACKWARD, units=Exactly(distance))
@@ -59,13 +59,11 @@ def test_backward_gathers_overlap_as_far_ahead_as_listed(trial: Trial, distance:
 @of_waits
 @pytest.mark.kills("PrefetchesAfterItsTurn")
 @pytest.mark.rows("C13")
-@pytest.mark.parametrize(
-    ("problem", "microbatches"),
-    [
-        pytest.param(CHAIN, 1, id="freed"),
-        pytest.param(CHECKPOINTED_CHAIN, 1, id="checkpointed"),
-        pytest.param(CHAIN, 2, id="microbatches"),
-    ],
+@parametrize(
+    "problem, microbatches",
+    param(CHAIN, 1, id="freed"),
+    param(CHECKPOINTED_CHAIN, 1, id="checkpointed"),
+    param(CHAIN, 2, id="microbatches"),
 )
 def test_backward_gathers_overlap_unasked(trial: Trial, problem: Problem, microbatches: int) -> None:
     ahead = PrefetchDistance(phase=Phase.BACKWARD, units=Exactly(1))
@@ -81,12 +79,10 @@ def test_no_more_than_the_next_unit_is_gathered_unasked(trial: Trial) -> None:
 
 @pytest.mark.kills("WaitsForEachReduction", "WaitsWhereItReduces", "ReducesInTheOrderOfForward")
 @pytest.mark.rows("C13")
-@pytest.mark.parametrize(
-    ("layout", "laws"),
-    [
-        pytest.param(Layout.SHARD, (SCATTERS,), id="shard"),
-        param(Layout.HYBRID, (SCATTERS, REDUCTIONS), id="hybrid", worlds=FOUR_OR_MORE_EVEN),
-    ],
+@parametrize(
+    "layout, laws",
+    param(Layout.SHARD, (SCATTERS,), id="shard"),
+    param(Layout.HYBRID, (SCATTERS, REDUCTIONS), id="hybrid", worlds=FOUR_OR_MORE_EVEN),
 )
 def test_reductions_overlap_backward(trial: Trial, layout: Layout, laws: tuple[Overlaps, ...]) -> None:
     trial.holds(_training(layout=layout), *laws, *PARITY)

@@ -13,7 +13,7 @@ from shardproof import Watch
 from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, LOOPED_CHAIN
 from shardproof.fixtures.idle import FROZEN
 from shardproof.fixtures.problems import MLP_UNEVEN
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train_sharded
 from shardproof.suites.vocabulary import PARITY
 
@@ -62,37 +62,31 @@ def test_streams_of_one_unit_wait(trial: Trial) -> None:
 
 @of_one_unit
 @of_several_units
-@pytest.mark.parametrize(
+@parametrize(
     "reshard",
-    [
-        pytest.param(Reshard.NATIVE, marks=of_one_flat_unit),
-        pytest.param(
-            Reshard.AFTER_FORWARD,
-            id="freed",
-            marks=[
-                of_one_flat_unit,
-                pytest.mark.kills(
-                    "FreesTheGatherOutputInBackward",
-                    "FreesTheLastGatherOutput",
-                    "RunsTheHookDuringTheReduction",
-                    "ComputesBackwardDuringTheGather",
-                ),
-            ],
+    param(Reshard.NATIVE, marks=of_one_flat_unit),
+    param(
+        Reshard.AFTER_FORWARD,
+        id="freed",
+        kills=(
+            "FreesTheGatherOutputInBackward",
+            "FreesTheLastGatherOutput",
+            "RunsTheHookDuringTheReduction",
+            "ComputesBackwardDuringTheGather",
         ),
-        pytest.param(Reshard.KEEP, id="kept", marks=of_one_flat_unit),
-        pytest.param(
-            Reshard.TO_PAIRS,
-            id="pairs",
-            marks=[
-                of_four,
-                pytest.mark.kills(
-                    "GathersPartsBeforeTheyAreCut",
-                    "SendsPartsBeforeTheyAreCut",
-                    "FreesTheGatherOutputInBackward",
-                ),
-            ],
+        marks=of_one_flat_unit,
+    ),
+    param(Reshard.KEEP, id="kept", marks=of_one_flat_unit),
+    param(
+        Reshard.TO_PAIRS,
+        id="pairs",
+        kills=(
+            "GathersPartsBeforeTheyAreCut",
+            "SendsPartsBeforeTheyAreCut",
+            "FreesTheGatherOutputInBackward",
         ),
-    ],
+        marks=of_four,
+    ),
 )
 def test_streams_of_several_units_wait(trial: Trial, reshard: Reshard) -> None:
     _holds(trial, reshard=reshard)
@@ -100,7 +94,7 @@ def test_streams_of_several_units_wait(trial: Trial, reshard: Reshard) -> None:
 
 @of_one_unit
 @of_one_flat_unit
-@pytest.mark.parametrize("problem", [CHECKPOINTED_CHAIN, LOOPED_CHAIN], ids=["checkpointed", "looped"])
+@parametrize("problem", CHECKPOINTED_CHAIN, LOOPED_CHAIN, ids=["checkpointed", "looped"])
 def test_streams_wait_where_units_run_twice(trial: Trial, problem: Problem) -> None:
     _holds(trial, problem, reshard=NATIVE)
 
@@ -117,12 +111,10 @@ def test_streams_of_replicas_wait(trial: Trial) -> None:
     "TakesTheSumOverReplicasAsDone",
 )
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-@pytest.mark.parametrize(
+@parametrize(
     "reduce_dtype",
-    [
-        pytest.param(None, id="own"),
-        param(torch.bfloat16, kills=("FreesTheReplicasBuffer", "FreesReducedOutputs")),
-    ],
+    param(None, id="own"),
+    param(torch.bfloat16, kills=("FreesTheReplicasBuffer", "FreesReducedOutputs")),
 )
 def test_streams_of_a_hybrid_wait(trial: Trial, reduce_dtype: torch.dtype | None) -> None:
     _holds(trial, layout=Layout.HYBRID, reduce_dtype=reduce_dtype)
@@ -134,23 +126,19 @@ def test_streams_wait_around_frozen_parameters(trial: Trial) -> None:
 
 
 @pytest.mark.kills("GathersBeforeTheCopyIn", "ReducesBeforeGradientsAreThere", "ReducesBeforeTheCut")
-@pytest.mark.parametrize(
-    ("layout", "accumulation"),
-    [
-        param(
-            Layout.SHARD, Accumulation.EVERY_MICROBATCH, id="shard-every", kills="EndsBackwardWithoutAWait"
-        ),
-        pytest.param(Layout.SHARD, Accumulation.LAST_MICROBATCH, id="shard-last"),
-        pytest.param(Layout.HYBRID, Accumulation.EVERY_MICROBATCH, id="hybrid-every", marks=of_four),
-        pytest.param(Layout.HYBRID, Accumulation.LAST_MICROBATCH, id="hybrid-last", marks=of_four),
-    ],
+@parametrize(
+    "layout, accumulation",
+    param(Layout.SHARD, Accumulation.EVERY_MICROBATCH, id="shard-every", kills="EndsBackwardWithoutAWait"),
+    param(Layout.SHARD, Accumulation.LAST_MICROBATCH, id="shard-last"),
+    param(Layout.HYBRID, Accumulation.EVERY_MICROBATCH, id="hybrid-every", marks=of_four),
+    param(Layout.HYBRID, Accumulation.LAST_MICROBATCH, id="hybrid-last", marks=of_four),
 )
 def test_streams_wait_over_microbatches(trial: Trial, layout: Layout, accumulation: Accumulation) -> None:
     _holds(trial, layout=layout, reshard=NATIVE, accumulation=accumulation, microbatches=3)
 
 
 @pytest.mark.kills("CopiesOutDuringTheGather", "FreesTheGatherOutput", "FreesTheCopiedBuffer")
-@pytest.mark.parametrize("distance", [1, 2])
+@parametrize("distance", 1, 2)
 def test_streams_of_prefetched_units_wait(trial: Trial, distance: int) -> None:
     ahead = Prefetch.by_distance(CHAIN.units, forward=distance, backward=distance)
     _holds(trial, prefetch=ahead)

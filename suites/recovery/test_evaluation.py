@@ -11,13 +11,13 @@ from shardproof import POWERS_OF_TWO, Actor, Capability, Evaluates, Evaluation, 
 from shardproof import Placement, Trial
 from shardproof.fixtures.placements import DIVISIBLE_MLP
 from shardproof.fixtures.problems import MLP_EVEN
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
 # The root owns the last layer: engines keep its parameters longest.
 UNITS = MLP_EVEN.units[:-1]
-both_layouts = pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.SHARD])
+both_layouts = parametrize("layout", Layout.REPLICATE, Layout.SHARD)
 
 
 @pytest.mark.kills("ComputesWithWhatAnEvaluationSaw")
@@ -41,12 +41,10 @@ class EvaluatesBetween:
             actor.backward(microbatch, loss)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "layout",
-    [
-        param(Layout.REPLICATE, kills="ComputesWithWhatAnEvaluationSaw"),
-        param(Layout.SHARD, kills="EvaluatesWithStaleParameters"),
-    ],
+    param(Layout.REPLICATE, kills="ComputesWithWhatAnEvaluationSaw"),
+    param(Layout.SHARD, kills="EvaluatesWithStaleParameters"),
 )
 def test_an_evaluation_between_forward_and_backward_changes_nothing(trial: Trial, layout: Layout) -> None:
     trial.holds(train(MLP_EVEN, layout=layout, units=UNITS, script=EvaluatesBetween()), *PARITY)

@@ -9,6 +9,7 @@ from shardproof import Phase, Problem, Reshard, Select, Training, Trial, groups_
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_EVEN, TRANSFORMER
 from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS, PADDED_BYTES, ClosedForm
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train, train_sharded
 from shardproof.suites.vocabulary import GATHERS_IN_BACKWARD, GATHERS_IN_FORWARD, REDUCE_SCATTERS
 
@@ -34,7 +35,7 @@ KEEPS = pytest.mark.kills("KeepsANumberForEachRank", world="simulated:1024")
 
 
 @pytest.mark.kills("BroadcastsFromEachRank", world="simulated:1024")
-@pytest.mark.parametrize("problem", [MLP_EVEN, pytest.param(TRANSFORMER, marks=KEEPS)])
+@parametrize("problem", MLP_EVEN, param(TRANSFORMER, marks=KEEPS))
 def test_sharding_costs_no_more_for_more_ranks(trial: Trial, problem: Problem) -> None:
     trial.holds(
         train_sharded(problem, ADAMW, reshard=Reshard.AFTER_FORWARD),
@@ -48,7 +49,7 @@ def test_sharding_costs_no_more_for_more_ranks(trial: Trial, problem: Problem) -
 
 
 @pytest.mark.kills("BroadcastsFromEachReplica", world="simulated:1024")
-@pytest.mark.parametrize("problem", PROBLEMS)
+@parametrize("problem", *PROBLEMS)
 def test_replication_costs_no_more_for_more_ranks(trial: Trial, problem: Problem) -> None:
     trial.holds(
         train(problem, ADAMW, layout=Layout.REPLICATE),

@@ -6,24 +6,22 @@ import pytest
 
 from shardproof import EVEN, SEVERAL, HoldsItsShare, Layout, Problem, Refusal, Trial
 from shardproof.fixtures.thin import EMPTY_ROWS, SCALARS, SINGLE_ROWS
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
 
 @pytest.mark.kills("GivesSmallParametersNoGradient")
-@pytest.mark.parametrize("layout", [Layout.SHARD, param(Layout.HYBRID, worlds=EVEN)])
+@parametrize("layout", Layout.SHARD, param(Layout.HYBRID, worlds=EVEN))
 def test_trains_single_rows_of_which_most_ranks_own_nothing(trial: Trial, layout: Layout) -> None:
     trial.holds(train(SINGLE_ROWS, layout=layout), *PARITY, HoldsItsShare())
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
+@parametrize(
     "problem",
-    [
-        param(SCALARS, kills=("ForgetsScalars", "RefusesOnOneRank")),
-        param(EMPTY_ROWS, kills="MistakesTheNeighbourOfAnEmptyParameter"),
-    ],
+    param(SCALARS, kills=("ForgetsScalars", "RefusesOnOneRank")),
+    param(EMPTY_ROWS, kills="MistakesTheNeighbourOfAnEmptyParameter"),
 )
 def test_trains_or_refuses_parameters_that_cannot_be_cut(trial: Trial, problem: Problem) -> None:
     training = train(problem)

@@ -10,7 +10,7 @@ from shardproof import ShowsTheModel, Training, Trial, UnitsAre, UnshardByHand, 
 from shardproof.fixtures.heads import TALKATIVE
 from shardproof.fixtures.odd_shapes import ODD_SHAPES
 from shardproof.fixtures.problems import MLP_UNEVEN
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.sharding_state.states import states
 from shardproof.suites.training import train_sharded
 from shardproof.suites.vocabulary import PARITY
@@ -39,18 +39,16 @@ def _gathers_by_hand(number: int) -> tuple[Count, OnlyThese, AllWaited]:
 
 
 @pytest.mark.rows("C01", "C22")
-@pytest.mark.parametrize(
-    ("gather", "reshard"),
-    [
-        param(Gather.BLOCKING, Reshard.AFTER_FORWARD, kills=("ShowsPaddedRows", "GathersInForwardAlone")),
-        param(Gather.AWAITED, Reshard.AFTER_FORWARD, kills=("ShowsPaddedRows", "LeavesOthersRowsStale")),
-        param(
-            Gather.BLOCKING,
-            Reshard.TO_PAIRS,
-            kills=("ShowsPaddedRows", "GathersInForwardAlone"),
-            worlds=FOUR_OR_MORE_EVEN,
-        ),
-    ],
+@parametrize(
+    "gather, reshard",
+    param(Gather.BLOCKING, Reshard.AFTER_FORWARD, kills=("ShowsPaddedRows", "GathersInForwardAlone")),
+    param(Gather.AWAITED, Reshard.AFTER_FORWARD, kills=("ShowsPaddedRows", "LeavesOthersRowsStale")),
+    param(
+        Gather.BLOCKING,
+        Reshard.TO_PAIRS,
+        kills=("ShowsPaddedRows", "GathersInForwardAlone"),
+        worlds=FOUR_OR_MORE_EVEN,
+    ),
 )
 def test_shows_odd_shapes_whole(trial: Trial, gather: Gather, reshard: Reshard) -> None:
     trial.holds(
@@ -70,9 +68,8 @@ def test_shows_odd_shapes_whole(trial: Trial, gather: Gather, reshard: Reshard) 
 
 @pytest.mark.rows("C20", "C22")
 @pytest.mark.kills("GathersInForwardAlone", "GathersWhenWaitedFor")
-@pytest.mark.parametrize(
-    ("reshard", "times"),
-    [pytest.param(Reshard.KEEP, 1, id="keep"), pytest.param(Reshard.AFTER_FORWARD, 2, id="after_forward")],
+@parametrize(
+    "reshard, times", param(Reshard.KEEP, 1, id="keep"), param(Reshard.AFTER_FORWARD, 2, id="after_forward")
 )
 def test_gathers_ahead_between_other_collectives(trial: Trial, reshard: Reshard, times: int) -> None:
     trial.holds(

@@ -11,7 +11,7 @@ from shardproof import Exactly, HoldHeadOpen, Op, Phase, Problem, Reshard, Selec
 from shardproof import ToggleReshard, Trial, UnitsAre, after_chunk
 from shardproof.fixtures.heads import TIED_HEAD, TRUNK_AND_HEAD
 from shardproof.fixtures.problems import MLP_UNEVEN
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.sharding_state.states import states
 from shardproof.suites.training import train_sharded
 from shardproof.suites.vocabulary import PARITY
@@ -33,25 +33,23 @@ class Told:
 
 
 @pytest.mark.rows("C12")
-@pytest.mark.parametrize(
+@parametrize(
     "told",
-    [
-        param(
-            Told(units=ALL, reshard=Reshard.NATIVE, kept=frozenset({""})),
-            id="all-native",
-            kills="IgnoresALaterPolicy",
-        ),
-        param(
-            Told(units=("",), reshard=Reshard.KEEP, kept=frozenset(ALL)),
-            id="root-keep",
-            kills=("IgnoresALaterPolicy", "TellsAllWhatOneWasTold"),
-        ),
-        param(
-            Told(units=("",), reshard=Reshard.AFTER_FORWARD, kept=frozenset()),
-            id="root-after_forward",
-            kills=("IgnoresALaterPolicy", "TellsAllWhatOneWasTold"),
-        ),
-    ],
+    param(
+        Told(units=ALL, reshard=Reshard.NATIVE, kept=frozenset({""})),
+        id="all-native",
+        kills="IgnoresALaterPolicy",
+    ),
+    param(
+        Told(units=("",), reshard=Reshard.KEEP, kept=frozenset(ALL)),
+        id="root-keep",
+        kills=("IgnoresALaterPolicy", "TellsAllWhatOneWasTold"),
+    ),
+    param(
+        Told(units=("",), reshard=Reshard.AFTER_FORWARD, kept=frozenset()),
+        id="root-after_forward",
+        kills=("IgnoresALaterPolicy", "TellsAllWhatOneWasTold"),
+    ),
 )
 def test_frees_as_told_last(trial: Trial, told: Told) -> None:
     script = ToggleReshard(units=told.units)
@@ -74,12 +72,10 @@ def test_frees_as_told_last(trial: Trial, told: Told) -> None:
 
 
 @pytest.mark.rows("T20")
-@pytest.mark.parametrize(
-    ("problem", "reshard"),
-    [
-        pytest.param(TRUNK_AND_HEAD, Reshard.KEEP, id="untied-keep"),
-        pytest.param(TIED_HEAD, Reshard.AFTER_FORWARD, id="tied-after_forward"),
-    ],
+@parametrize(
+    "problem, reshard",
+    param(TRUNK_AND_HEAD, Reshard.KEEP, id="untied-keep"),
+    param(TIED_HEAD, Reshard.AFTER_FORWARD, id="tied-after_forward"),
 )
 @pytest.mark.kills("FreesHeldUnitsAfterBackward", "ReshardsTheRootAlone")
 def test_holds_the_head_through_all_chunks(trial: Trial, problem: Problem, reshard: Reshard) -> None:

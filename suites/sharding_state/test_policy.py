@@ -12,7 +12,7 @@ from shardproof import Nothing, OnlyThese, Op, Phase, Problem, Reshard, Select, 
 from shardproof import UnitsAre, Window
 from shardproof.fixtures.heads import TWO_HEADS
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.sharding_state.states import states
 from shardproof.suites.training import train_sharded
 from shardproof.suites.vocabulary import PARITY
@@ -41,18 +41,16 @@ def _laws(moments: tuple[str, ...]) -> tuple[Law, ...]:
 
 
 @pytest.mark.rows("T03", "T04", "T05")
-@pytest.mark.parametrize(
-    ("reshard", "kept"),
-    [
-        param(
-            Reshard.AFTER_FORWARD,
-            (),
-            id="after_forward",
-            kills=("KeepsRootsWhateverAsked", "FreesInTheFirstStepAlone", "LeaksAfterBackward"),
-        ),
-        param(Reshard.KEEP, ALL, id="keep", kills="FreesWhatItWasAskedToKeep"),
-        param(Reshard.NATIVE, ("",), id="native", kills="FreesTheRootByDefault"),
-    ],
+@parametrize(
+    "reshard, kept",
+    param(
+        Reshard.AFTER_FORWARD,
+        (),
+        id="after_forward",
+        kills=("KeepsRootsWhateverAsked", "FreesInTheFirstStepAlone", "LeaksAfterBackward"),
+    ),
+    param(Reshard.KEEP, ALL, id="keep", kills="FreesWhatItWasAskedToKeep"),
+    param(Reshard.NATIVE, ("",), id="native", kills="FreesTheRootByDefault"),
 )
 def test_shows_what_the_policy_says(trial: Trial, reshard: Reshard, kept: tuple[str, ...]) -> None:
     trial.holds(
@@ -90,9 +88,7 @@ def test_keeps_a_single_group_by_default(trial: Trial) -> None:
 @pytest.mark.rows("T03", "T04", "C01")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @pytest.mark.kills("FreesWholeWhereAPartWasAsked", "KeepsRootsWhateverAsked")
-@pytest.mark.parametrize(
-    "problem", [param(MLP_EVEN, id="even", worlds=POWERS_OF_TWO), pytest.param(MLP_UNEVEN, id="uneven")]
-)
+@parametrize("problem", param(MLP_EVEN, id="even", worlds=POWERS_OF_TWO), param(MLP_UNEVEN, id="uneven"))
 def test_gathers_again_from_pairs(trial: Trial, problem: Problem) -> None:
     trial.holds(
         _training(LookAround(), problem=problem, reshard=Reshard.TO_PAIRS),
@@ -151,7 +147,7 @@ def test_shows_replicas_whole_until_freed(trial: Trial) -> None:
 
 @pytest.mark.rows("T04", "R03")
 @pytest.mark.kills("FreesOnlyWhatGotGradients")
-@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE])
+@parametrize("layout", Layout.SHARD, Layout.REPLICATE)
 def test_frees_what_backward_never_entered(trial: Trial, layout: Layout) -> None:
     reshard = Reshard.KEEP if layout is Layout.SHARD else Reshard.NATIVE
     groups = (*TWO_HEADS.units, "")

@@ -10,7 +10,7 @@ from shardproof import AFTER_BACKWARD, AFTER_FORWARD, BEFORE_FORWARD, SEVERAL, A
 from shardproof import Layout, LookAround, Microbatches, Nothing, Op, Phase, Reshard, Roots, Select
 from shardproof import ShowsTheModel, Trial, UnitsAre
 from shardproof.fixtures.problems import MLP_UNEVEN
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.sharding_state.states import states
 from shardproof.suites.training import train_sharded
 from shardproof.suites.vocabulary import PARITY
@@ -22,13 +22,11 @@ MOMENTS = (BEFORE_FORWARD, AFTER_FORWARD, AFTER_BACKWARD)
 
 @pytest.mark.rows("T37")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    ("layout", "reshard"),
-    [
-        param(Layout.SHARD, Reshard.AFTER_FORWARD, kills="KeepsRootsWhateverAsked"),
-        param(Layout.SHARD, Reshard.NATIVE, kills="FreesTheRootByDefault"),
-        pytest.param(Layout.REPLICATE, Reshard.NATIVE, id="replicate"),
-    ],
+@parametrize(
+    "layout, reshard",
+    param(Layout.SHARD, Reshard.AFTER_FORWARD, kills="KeepsRootsWhateverAsked"),
+    param(Layout.SHARD, Reshard.NATIVE, kills="FreesTheRootByDefault"),
+    param(Layout.REPLICATE, Reshard.NATIVE, id="replicate"),
 )
 @pytest.mark.kills("HoldsBackTheFirstRootAlone")
 def test_trains_roots_beside_each_other(trial: Trial, layout: Layout, reshard: Reshard) -> None:

@@ -12,18 +12,16 @@ from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
 from shardproof.fixtures.tensor_parallel import STACK_16, STACK_5
 from shardproof.fixtures.tied import TIED
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.vocabulary import PARITY
 
 LAYOUTS_OF_FOUR = [Layout.SHARD, Layout.REPLICATE, param(Layout.HYBRID, worlds=FOURS)]
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "optimizer",
-    [
-        param(SGD, kills=("LosesOptimizerState", "PermutesOptimizerState", "LoadsNoParameters")),
-        param(ADAMW, kills=("ResetsTheStepCount", "StartsAdamAtStepOne", "StepsOldParametersAfterAResume")),
-    ],
+    param(SGD, kills=("LosesOptimizerState", "PermutesOptimizerState", "LoadsNoParameters")),
+    param(ADAMW, kills=("ResetsTheStepCount", "StartsAdamAtStepOne", "StepsOldParametersAfterAResume")),
 )
 def test_resumes_as_it_was(trial: Trial, optimizer: NamedOptimizer) -> None:
     """Units of equal shapes: the state of one fits another."""
@@ -32,7 +30,7 @@ def test_resumes_as_it_was(trial: Trial, optimizer: NamedOptimizer) -> None:
 
 @pytest.mark.worlds(EVEN)
 @pytest.mark.kills("LosesOptimizerState")
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW])
+@parametrize("optimizer", SGD, ADAMW)
 def test_resumes_on_two_replicas_what_all_ranks_shared(trial: Trial, optimizer: NamedOptimizer) -> None:
     """Shards over n ranks become shards over n / 2: what a change of world size asks of a state."""
     trial.holds(_training(MLP_UNEVEN, optimizer, Layout.SHARD, Layout.HYBRID), *PARITY)
@@ -65,26 +63,24 @@ def test_leaves_what_it_loads_as_it_was(trial: Trial) -> None:
 
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @pytest.mark.kills("LosesStateOfOtherRanks")
-@pytest.mark.parametrize("problem", [STACK_16, STACK_5])
-@pytest.mark.parametrize("layout", LAYOUTS_OF_FOUR)
+@parametrize("problem", STACK_16, STACK_5)
+@parametrize("layout", *LAYOUTS_OF_FOUR)
 def test_resumes_tensors_that_are_cut(trial: Trial, problem: Problem, layout: Layout) -> None:
     trial.holds(_training(problem, ADAMW, layout, layout, tensor_parallel=2), *PARITY)
 
 
 @pytest.mark.worlds(EVEN)
 @pytest.mark.kills("LosesStateOfOtherRanks")
-@pytest.mark.parametrize("form", [StateForm.SHARES, StateForm.FILES])
-@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.HYBRID])
+@parametrize("form", StateForm.SHARES, StateForm.FILES)
+@parametrize("layout", Layout.SHARD, Layout.HYBRID)
 def test_resumes_from_shares(trial: Trial, layout: Layout, form: StateForm) -> None:
     trial.holds(_training(MLP_UNEVEN, ADAMW, layout, layout, form=form), *PARITY)
 
 
 @pytest.mark.worlds(EVEN)
 @pytest.mark.kills("LosesStateOfOtherRanks")
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [(Layout.SHARD, Layout.HYBRID), (Layout.HYBRID, Layout.SHARD)],
-    ids=["split", "joined"],
+@parametrize(
+    "before, after", (Layout.SHARD, Layout.HYBRID), (Layout.HYBRID, Layout.SHARD), ids=["split", "joined"]
 )
 def test_resumes_from_files_of_another_layout(trial: Trial, before: Layout, after: Layout) -> None:
     trial.holds(_training(MLP_UNEVEN, ADAMW, before, after, form=StateForm.FILES), *PARITY)
@@ -92,15 +88,15 @@ def test_resumes_from_files_of_another_layout(trial: Trial, before: Layout, afte
 
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @pytest.mark.kills("LosesStateOfOtherRanks")
-@pytest.mark.parametrize("form", [StateForm.SHARES, StateForm.FILES])
-@pytest.mark.parametrize("layout", LAYOUTS_OF_FOUR)
+@parametrize("form", StateForm.SHARES, StateForm.FILES)
+@parametrize("layout", *LAYOUTS_OF_FOUR)
 def test_resumes_from_shares_of_tensors_that_are_cut(trial: Trial, layout: Layout, form: StateForm) -> None:
     trial.holds(_training(STACK_16, ADAMW, layout, layout, tensor_parallel=2, form=form), *PARITY)
 
 
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @pytest.mark.kills("LosesStateOfOtherRanks")
-@pytest.mark.parametrize("layout", LAYOUTS_OF_FOUR)
+@parametrize("layout", *LAYOUTS_OF_FOUR)
 def test_the_same_model_goes_on_from_files(trial: Trial, layout: Layout) -> None:
     trial.holds(_training(STACK_16, ADAMW, layout, None, tensor_parallel=2, form=StateForm.FILES), *PARITY)
 

@@ -10,13 +10,13 @@ import torch
 from shardproof import EVEN, SEVERAL, Accumulation, Capability, Dtype, Layout, NamedOptimizer, Training, Trial
 from shardproof.fixtures.idle import BORROWED, SOMETIMES
 from shardproof.fixtures.optimizers import ADAMW, SGD
-from shardproof.suites.params import param
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY, REDUCTIONS
 
 
 @pytest.mark.kills("GivesZerosToUnusedParameters", "TakesTheFirstGraphForAll")
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW])
+@parametrize("optimizer", SGD, ADAMW)
 def test_leaves_unused_parameters_without_a_gradient(trial: Trial, optimizer: NamedOptimizer) -> None:
     """The side layer goes unused in steps 2 and 3: after clearing to zeros it coasts on, after None it rests."""
     training = train(SOMETIMES, optimizer, demands=frozenset({Capability.UNUSED}), steps=4)
@@ -24,12 +24,10 @@ def test_leaves_unused_parameters_without_a_gradient(trial: Trial, optimizer: Na
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
+@parametrize(
     "layout",
-    [
-        param(Layout.NATIVE, kills="ReducesWhatEachRankUsed"),
-        param(Layout.HYBRID, kills="ReducesWhatEachRankUsed", worlds=EVEN),
-    ],
+    param(Layout.NATIVE, kills="ReducesWhatEachRankUsed"),
+    param(Layout.HYBRID, kills="ReducesWhatEachRankUsed", worlds=EVEN),
 )
 def test_reduces_what_only_some_ranks_used(trial: Trial, layout: Layout) -> None:
     trial.holds(_borrowed(layout=layout), *PARITY)
@@ -37,7 +35,7 @@ def test_reduces_what_only_some_ranks_used(trial: Trial, layout: Layout) -> None
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("ReducesWhatEachRankUsed")
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@parametrize("dtype", torch.float64, torch.bfloat16)
 def test_fills_up_in_the_dtype_of_the_reduction(trial: Trial, dtype: torch.dtype) -> None:
     training = _borrowed(reduce_dtype=dtype)
     crossing = Dtype(select=REDUCTIONS, dtype=str(dtype).partition(".")[2])

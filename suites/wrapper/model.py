@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
+from shardproof.suites.params import parametrize
+
 # One unit inside another; what is left is the root's.
 UNITS = ("middle", "middle.1")
 LR = 0.25  # a power of two, so that steps by whole numbers are exact
@@ -32,12 +34,12 @@ class Form(Enum):
         return self is Form.ORIGINAL
 
 
-EACH_FORM = pytest.mark.parametrize("form", Form)
+EACH_FORM = parametrize("form", *Form)
 
 
 def strategies(*chosen: Any) -> pytest.MarkDecorator:  # Any: strategies, or what pytest.param makes of them
     """Parametrize a test by strategies, with their names as ids."""
-    return pytest.mark.parametrize("strategy", chosen)
+    return parametrize("strategy", *chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from torch import distributed
 from torch.distributed.fsdp import ShardingStrategy
 
 from shardproof import SEVERAL, Op
+from shardproof.suites.params import parametrize
 from shardproof.suites.wrapper.expect import Bench, expects
 from shardproof.suites.wrapper.model import LR, UNITS, gradients, shown_gradients, strategies, tower
 from shardproof.suites.wrapper.model import trained_alone
@@ -128,7 +129,7 @@ def test_trains_alike_with_the_hook_that_is_the_default(bench: Bench, strategy: 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("CompressesNothing")
 @strategies(FULL, WHOLE)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@parametrize("dtype", torch.bfloat16, torch.float16)
 @expects("what crossed", "gradients that are kept", "gradients")
 def test_compresses_gradients_within_rounding(
     bench: Bench, dtype: torch.dtype, strategy: ShardingStrategy

@@ -16,6 +16,7 @@ from shardproof.fixtures.chain import CHAIN, TELLING_CHAIN
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import TRANSFORMER
 from shardproof.suites.communication.closed_forms import NUM_GROUPS
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.vocabulary import GATHERS, GATHERS_IN_BACKWARD, IN_BACKWARD, IN_FORWARD, PARITY
 
 pytestmark = pytest.mark.worlds(SEVERAL)
@@ -48,13 +49,11 @@ AHEAD = (Gathers(ROOT), Gathers(B0), Gathers(B1, B0), Gathers(B2, B1), Gathers(B
 
 @pytest.mark.kills("SwapsBackwardPrefetch")
 @pytest.mark.api("backward_prefetch", "BackwardPrefetch")
-@pytest.mark.parametrize(
-    ("gather", "events"),
-    [
-        pytest.param(BackwardGather.BEFORE, BEFORE, id="before"),
-        pytest.param(BackwardGather.AFTER, AFTER, id="after"),
-        pytest.param(BackwardGather.WHEN_NEEDED, WHEN_NEEDED, id="when-needed"),
-    ],
+@parametrize(
+    "gather, events",
+    param(BackwardGather.BEFORE, BEFORE, id="before"),
+    param(BackwardGather.AFTER, AFTER, id="after"),
+    param(BackwardGather.WHEN_NEEDED, WHEN_NEEDED, id="when-needed"),
 )
 def test_backward_gathers_the_next_unit(
     trial: Trial, gather: BackwardGather, events: tuple[Event, ...]
@@ -73,10 +72,7 @@ def test_backward_gathers_nested_units_once(trial: Trial) -> None:
 
 @pytest.mark.kills("InvertsForwardPrefetch")
 @pytest.mark.api("forward_prefetch")
-@pytest.mark.parametrize(
-    ("is_ahead", "events"),
-    [pytest.param(False, IN_TURN, id="in-turn"), pytest.param(True, AHEAD, id="ahead")],
-)
+@parametrize("is_ahead, events", param(False, IN_TURN, id="in-turn"), param(True, AHEAD, id="ahead"))
 def test_forward_gathers_the_next_unit(trial: Trial, is_ahead: bool, events: tuple[Event, ...]) -> None:
     training = _training(CHAIN, Wrapper(forward_prefetch=is_ahead))
     trial.holds(training, Order(select=IN_FORWARD, events=events), *PARITY)
@@ -84,7 +80,7 @@ def test_forward_gathers_the_next_unit(trial: Trial, is_ahead: bool, events: tup
 
 @pytest.mark.kills("GathersAllUnitsAtOnce")
 @pytest.mark.api("limit_all_gathers")
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["in-turn", "ahead"])
+@parametrize("is_ahead", False, True, ids=["in-turn", "ahead"])
 def test_no_more_than_two_gathers_are_in_flight(trial: Trial, is_ahead: bool) -> None:
     training = _training(CHAIN, Wrapper(limit_all_gathers=True, forward_prefetch=is_ahead))
     trial.holds(training, AtMostInFlight(select=GATHERS, at_most=2), *PARITY)

@@ -13,6 +13,7 @@ from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, Accumulation, Layout, Microba
 from shardproof import Plan, Reshard, Schedule, Select, Training, Trial, Wrapper
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_UNEVEN
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.vocabulary import PARITY
 
 REDUCING = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
@@ -30,26 +31,24 @@ def _case(strategy: str, layout: Layout, reshard: Reshard, wrapper: Wrapper) -> 
     form = "names" if wrapper.use_orig_params else "flat"
     ranks = "groups" if wrapper.by_groups else "mesh"
     name = strategy.partition(".")[2].strip("_").lower()
-    return pytest.param(layout, reshard, wrapper, id=f"{name}-{form}-{ranks}", marks=marks)
+    return param(layout, reshard, wrapper, id=f"{name}-{form}-{ranks}", marks=marks)
 
 
 NAMES, FLAT = Wrapper(use_orig_params=True), Wrapper(use_orig_params=False)
 NAMES_IN_GROUPS = Wrapper(use_orig_params=True, by_groups=True)
 FLAT_IN_GROUPS = Wrapper(use_orig_params=False, by_groups=True)
-every_strategy = pytest.mark.parametrize(
-    ("layout", "reshard", "wrapper"),
-    [
-        _case(FULL, SHARD, FREED, NAMES),
-        _case(FULL, SHARD, FREED, FLAT_IN_GROUPS),
-        _case(ZERO2, SHARD, KEPT, NAMES_IN_GROUPS),
-        _case(ZERO2, SHARD, KEPT, FLAT),
-        _case("ShardingStrategy.NO_SHARD", REPLICATE, NATIVE, NAMES_IN_GROUPS),
-        _case("ShardingStrategy.NO_SHARD", REPLICATE, NATIVE, FLAT),
-        _case(HYBRID_FULL, HYBRID, FREED, NAMES),
-        _case(HYBRID_FULL, HYBRID, FREED, FLAT_IN_GROUPS),
-        _case(HYBRID_ZERO2, HYBRID, KEPT, NAMES_IN_GROUPS),
-        _case(HYBRID_ZERO2, HYBRID, KEPT, FLAT),
-    ],
+every_strategy = parametrize(
+    "layout, reshard, wrapper",
+    _case(FULL, SHARD, FREED, NAMES),
+    _case(FULL, SHARD, FREED, FLAT_IN_GROUPS),
+    _case(ZERO2, SHARD, KEPT, NAMES_IN_GROUPS),
+    _case(ZERO2, SHARD, KEPT, FLAT),
+    _case("ShardingStrategy.NO_SHARD", REPLICATE, NATIVE, NAMES_IN_GROUPS),
+    _case("ShardingStrategy.NO_SHARD", REPLICATE, NATIVE, FLAT),
+    _case(HYBRID_FULL, HYBRID, FREED, NAMES),
+    _case(HYBRID_FULL, HYBRID, FREED, FLAT_IN_GROUPS),
+    _case(HYBRID_ZERO2, HYBRID, KEPT, NAMES_IN_GROUPS),
+    _case(HYBRID_ZERO2, HYBRID, KEPT, FLAT),
 )
 pytestmark = [
     pytest.mark.worlds(SEVERAL),
@@ -58,7 +57,7 @@ pytestmark = [
 
 
 @pytest.mark.kills("DividesWrappedGradientsTwice")
-@pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
+@parametrize("microbatches", 1, 3, ids="m{}".format)
 @every_strategy
 def test_trains_the_same_model(
     trial: Trial, layout: Layout, reshard: Reshard, wrapper: Wrapper, microbatches: int

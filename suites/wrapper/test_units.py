@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from shardproof import ALONE, SEVERAL, WrapperNames
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.expect import STEP, Bench, expects
 from shardproof.suites.wrapper.model import batch, tower
 
@@ -49,24 +50,20 @@ _POLICIES: dict[str, Callable[[WrapperNames], Any]] = {
 
 
 def _policy(name: str, units: list[str], *api: str, kills: str = "IgnoresThePolicy") -> Any:
-    return pytest.param(
-        name, units, id=name, marks=[pytest.mark.api("auto_wrap_policy", *api), pytest.mark.kills(kills)]
-    )
+    return param(name, units, id=name, kills=kills, marks=pytest.mark.api("auto_wrap_policy", *api))
 
 
-@pytest.mark.parametrize(
-    ("policy", "units"),
-    [
-        _policy("none", [""], kills="WrapsLayersUnasked"),
-        _policy("function", MIDDLE),
-        _policy("classes", MIDDLE, "ModuleWrapPolicy"),
-        _policy("nested", ALL, "ModuleWrapPolicy"),
-        _policy("custom", LAYERS, "CustomPolicy"),
-        _policy("lambda", LAYERS, "lambda_auto_wrap_policy"),
-        _policy("transformer", MIDDLE, "transformer_auto_wrap_policy"),
-        _policy("large", MIDDLE, "size_based_auto_wrap_policy"),
-        _policy("small", LAYERS, "size_based_auto_wrap_policy"),
-    ],
+@parametrize(
+    "policy, units",
+    _policy("none", [""], kills="WrapsLayersUnasked"),
+    _policy("function", MIDDLE),
+    _policy("classes", MIDDLE, "ModuleWrapPolicy"),
+    _policy("nested", ALL, "ModuleWrapPolicy"),
+    _policy("custom", LAYERS, "CustomPolicy"),
+    _policy("lambda", LAYERS, "lambda_auto_wrap_policy"),
+    _policy("transformer", MIDDLE, "transformer_auto_wrap_policy"),
+    _policy("large", MIDDLE, "size_based_auto_wrap_policy"),
+    _policy("small", LAYERS, "size_based_auto_wrap_policy"),
 )
 @expects("units", STEP)
 def test_makes_the_units_that_the_policy_names(bench: Bench, policy: str, units: list[str]) -> None:
@@ -158,7 +155,7 @@ def test_wraps_what_is_annotated(bench: Bench) -> None:
 @pytest.mark.worlds(ALONE)
 @pytest.mark.kills("WrapsContainersSilently")
 @pytest.mark.api("init.module")
-@pytest.mark.parametrize("is_dict", [False, True], ids=["list", "dict"])
+@parametrize("is_dict", False, True, ids=["list", "dict"])
 @expects("warned of a container", "warned of a module")
 def test_warns_of_containers_without_a_forward(bench: Bench, is_dict: bool) -> None:
     bare = nn.ModuleDict({"layer": nn.Linear(2, 2)}) if is_dict else nn.ModuleList([nn.Linear(2, 2)])
