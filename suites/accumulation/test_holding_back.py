@@ -20,7 +20,6 @@ from shardproof.suites.vocabulary import REDUCE_SCATTERS
 
 pytestmark = pytest.mark.worlds(SEVERAL)
 
-
 NUM_MICROBATCHES = 3
 ROOT = ""
 EVERY_UNIT = (*CHAIN.units, ROOT)

@@ -15,7 +15,6 @@ from shardproof.suites.training import train
 
 pytestmark = pytest.mark.worlds(SEVERAL)
 
-
 REDUCING = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
 EARLY = Select(ops=REDUCING, dtypes=("float32",), microbatches=Microbatches.ALL_BUT_LAST)
 LAST = Select(dtypes=("float32",), phases=(Phase.BACKWARD,), microbatches=Microbatches.LAST)

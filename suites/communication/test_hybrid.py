@@ -20,7 +20,6 @@ from shardproof.suites.vocabulary import ACROSS_REPLICAS
 
 pytestmark = pytest.mark.worlds(SEVERAL)
 
-
 GATHERS = Select(ops=(Op.ALL_GATHER,), axis="shard")
 SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), axis="shard", phases=(Phase.BACKWARD,))
 ALONE = Select(group_size=1)

@@ -19,7 +19,6 @@ from shardproof.suites.vocabulary import PARITY
 
 pytestmark = pytest.mark.worlds(SEVERAL)
 
-
 LAWS = (LeavesBuffersAlone(), ResultsAreWaitedFor(), *PARITY)
 
 
@@ -30,13 +29,14 @@ def test_waits_for_results_whatever_the_layout(trial: Trial) -> None:
 
 @pytest.mark.kills("ClearsTheReduceInput", "FreesTheInputOfAReduction", "FillsTheGatherOutput")
 @parametrize(
-    "layout",
-    Layout.SHARD,
-    param(Layout.HYBRID, worlds=FOUR_OR_MORE_EVEN),
-    param(Layout.SHARD, id="microbatches"),
+    "layout, microbatches",
+    param(Layout.SHARD, 1, id="shard"),
+    param(Layout.HYBRID, 3, id="hybrid", worlds=FOUR_OR_MORE_EVEN),
+    param(Layout.SHARD, 3, id="microbatches"),
 )
-def test_leaves_buffers_alone(trial: Trial, layout: Layout) -> None:
-    trial.holds(train_sharded(CHAIN, layout=layout, reshard=Reshard.AFTER_FORWARD, microbatches=3), *LAWS)
+def test_leaves_buffers_alone(trial: Trial, layout: Layout, microbatches: int) -> None:
+    training = train_sharded(CHAIN, layout=layout, reshard=Reshard.AFTER_FORWARD, microbatches=microbatches)
+    trial.holds(training, *LAWS)
 
 
 @pytest.mark.kills("TrustsTheOrderOfArrival")

@@ -16,7 +16,6 @@ from shardproof.suites.vocabulary import GATHERS_IN_BACKWARD, GATHERS_IN_FORWARD
 
 pytestmark = [pytest.mark.rows("C06"), pytest.mark.worlds(SEVERAL)]
 
-
 PROBLEMS = [MLP_EVEN, MLP_UNEVEN, TRANSFORMER]
 ONCE_PER_GROUP = Exactly(NUM_GROUPS)
 

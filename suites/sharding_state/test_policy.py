@@ -19,7 +19,6 @@ from shardproof.suites.vocabulary import PARITY
 
 pytestmark = pytest.mark.worlds(SEVERAL)
 
-
 # Every step, the first included: nothing that a step leaves behind may change what the next one gathers.
 GATHERS = Select(ops=(Op.ALL_GATHER,), window=Window.TRAINING)
 GATHERS_IN_FORWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,), window=Window.TRAINING)
