@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # ranks import this file too, and judge nothing
     from shardproof.harness.runner.trial import Trial
 
 RIGHT = "as it should be"
-# How an interface says no. Anything else that is raised is an accident.
+# Exceptions by which an interface refuses. Any other exception is an accident.
 _REFUSALS = (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError)
 _LONGEST = 400  # a note is read by a person
 

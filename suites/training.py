@@ -1,4 +1,4 @@
-"""One way for cases to say what is trained: a problem, and whatever differs from the plainest training of it."""
+"""Trainings of cases: a problem, and the options that differ from the simplest training of it."""
 
 from __future__ import annotations
 

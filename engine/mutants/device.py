@@ -115,7 +115,7 @@ class CopiesGradientsOneByOne(FullyShardEngine):
 @mutant(
     after="Tencent-Hunyuan/UniRL#410",
     plan=Plan(buffers=Buffers.GROUP),
-    because="only a CUDA device has pools to tell apart",
+    because="only a CUDA device has several pools",
     trace=Trace.STATE,
 )
 class BuffersWhereItLikes(FullyShardEngine):

@@ -58,14 +58,14 @@ class GivesUnitsNoOptions(FullyShardedDataParallelEngine):
     names = replace(NAMES, ModuleWrapPolicy=_Stingy)
 
 
-# Any: what a policy's function says.
+# Any: what a policy's function returns.
 def _policy_of_answers(function: Any) -> wrap.CustomPolicy:
     return wrap.CustomPolicy(lambda module: bool(function(module)))
 
 
 @mutant(after="NVIDIA/cosmos-framework#162", kills_on=WRAPS, trace=Trace.STATE)
 class IgnoresOverridesOfAPolicy(FullyShardedDataParallelEngine):
-    """Options that a policy gives to one unit have no effect."""
+    """Options that a policy sets for one unit have no effect."""
 
     names = replace(NAMES, CustomPolicy=_policy_of_answers)
 
@@ -235,7 +235,7 @@ class ReducesInTheComputeDtype(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#160279", kills_on=WRAPS, trace=Trace.STATE)
 class IgnoresCastFlags(FullyShardedDataParallelEngine):
-    """The flags that say which inputs are cast have no effect."""
+    """The flags that choose which inputs are cast have no effect."""
 
     names = _with_precision(cast_root_forward_inputs=True, cast_forward_inputs=False)
 

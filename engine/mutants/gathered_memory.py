@@ -44,7 +44,7 @@ def _instead(plan: Plan, asked: Reshard, done: Reshard) -> Plan:
 
 @mutant(after="pytorch/pytorch#154655", plan=_FREED, trace=Trace.STATE)
 class KeepsRootsWhateverAsked(FullyShardEngine):
-    """Roots stay gathered after forward although the plan says to free them."""
+    """Roots stay gathered after forward although the plan frees them."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -57,21 +57,21 @@ class KeepsRootsWhateverAsked(FullyShardEngine):
 
 @mutant(after="pytorch/PiPPy#1105", plan=_KEPT, trace=Trace.STATE)
 class FreesWhatItWasAskedToKeep(FullyShardEngine):
-    """Units are freed after forward although the plan says to keep them."""
+    """Units are freed after forward although the plan keeps them."""
 
     misreads = partial(_instead, asked=Reshard.KEEP, done=Reshard.AFTER_FORWARD)
 
 
 @mutant(after="pytorch/pytorch#149029", plan=_FREED, trace=Trace.STATE)
 class KeepsWhatItWasAskedToFree(FullyShardEngine):
-    """Units are kept after forward although the plan says to free them."""
+    """Units are kept after forward although the plan frees them."""
 
     misreads = partial(_instead, asked=Reshard.AFTER_FORWARD, done=Reshard.KEEP)
 
 
 @mutant(after="ByteDance-Seed/VeOmni#806", plan=_NATIVE, trace=Trace.STATE)
 class FreesTheRootByDefault(FullyShardEngine):
-    """The root is freed after forward where no policy says so."""
+    """The root is freed after forward where no policy asks for it."""
 
     misreads = partial(_instead, asked=Reshard.NATIVE, done=Reshard.AFTER_FORWARD)
 

@@ -1,4 +1,4 @@
-"""Mutants that hold back other reductions than they were told to, or lose or keep what they must not meanwhile."""
+"""Mutants that hold back other reductions than asked, or lose or keep what they must not meanwhile."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MANY = 1000  # more reductions than any model here has
     trace=Trace.COMMUNICATION,
 )
 class IgnoresSingleHolds(ReferenceEngine):
-    """A single unit that was told to hold its reduction back reduces."""
+    """A single unit that was set to hold its reduction back reduces."""
 
     class Unit(ComposableUnit):
         def set_gradient_sync(self, *, is_on: bool) -> None:
@@ -83,7 +83,7 @@ class LosesWhatItHeldBack(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class ReducesReplicasAllTheSame(ReferenceEngine):
-    """A unit that was told to reduce within its replica alone reduces across replicas."""
+    """A unit that was set to reduce within its replica alone reduces across replicas."""
 
     class Unit(ComposableUnit):
         def set_replica_sync(self, *, is_on: bool) -> None:

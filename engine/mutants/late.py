@@ -35,7 +35,7 @@ class _Clears(DefaultReduceScatter):
 
 
 class _Frees(DefaultReduceScatter):
-    """Gives the memory of the input back as soon as the reduction is issued."""
+    """Frees the memory of the input as soon as the reduction is issued."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any
@@ -61,7 +61,7 @@ class _Fills(DefaultAllGather):
         return work
 
 
-# Any: a module that the reference engine has given its methods; what a hook is given and gives.
+# Any: a module with methods of the reference engine; arguments and results of a hook.
 def _each(prepared: PreparedModel, change: Callable[[Any], None]) -> PreparedModel:
     for module in prepared.module.modules():
         if isinstance(module, reference.FSDPModule):

@@ -37,7 +37,7 @@ _AHEAD = Plan(
     reshard=Reshard.AFTER_FORWARD,
     prefetch=Prefetch.by_distance(UNITS, forward=1, backward=1),
 )
-_STEADY = "order is told from the second step on"
+_STEADY = "order is compared from the second step on"
 
 
 # Any, throughout: FSDP2's insides and the streams of a device have no public types.

@@ -80,7 +80,7 @@ class IgnoresTheFlagsOfGroups(ReferenceEngine):
 
 
 class _FlaglessUnit(UnitHandle):
-    """Hears no flag."""
+    """Ignores the flag."""
 
     def set_gradient_sync(self, *, is_on: bool) -> None:
         pass
@@ -125,7 +125,7 @@ class NeverReducesForwardMethods(ReferenceEngine):
 
 
 class _FirstUses:
-    """Has parameters require no gradient in all uses but the first since it was last told to begin."""
+    """Has parameters require no gradient in all uses but the first since it last began."""
 
     def __init__(self, model: nn.Module) -> None:
         self._used: set[int] = set()

@@ -35,7 +35,7 @@ _AHEAD = Plan(
     grouping=Grouping.REQUIRED,
     prefetch=Prefetch.by_distance(UNITS, forward=2, backward=2),
 )
-_STEADY = "order is told from the second step on"
+_STEADY = "order is compared from the second step on"
 
 
 Lists = tuple[tuple[str, tuple[str, ...]], ...]
@@ -125,7 +125,7 @@ class ReducesInTheOrderOfForward(ReferenceEngine):
 
 
 class _PreparedRepetitive(PreparedFullyShard):
-    """Does in a recomputed forward what the prefetch lists say of the first one, and frees it after backward."""
+    """Follows the prefetch lists in a recomputed forward too, and frees what it gathered after backward."""
 
     def __init__(self, module: nn.Module, plan: Plan) -> None:
         super().__init__(module, plan)
@@ -218,7 +218,7 @@ class _HastyAllGather:
 @mutant(
     after="NVIDIA/Megatron-LM#663",
     plan=_GROUPED,
-    because="one rank gathers nothing; only a world that is late on purpose always tells",
+    because="one rank gathers nothing; only a world whose results are late always shows it",
 )
 class ReadsTheGatherTooEarly(ReferenceEngine):
     """The output of a gather is read before it has arrived."""
@@ -281,7 +281,7 @@ class _PreparedStaleReference(Stale, PreparedReference):
     because="the first step has no step before it",
 )
 class IgnoresTheStepEvent(ReferenceEngine):
-    """Where an event tells of the optimizer step, forward uses the parameters from before it."""
+    """Where an event follows the optimizer step, forward uses the parameters from before it."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Go one step behind where the plan demands an event."""

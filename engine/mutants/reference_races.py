@@ -66,7 +66,7 @@ class StepsWhileGradientsAreReduced(ReferenceOnStreams):
 
 
 def _unless_given(wait_before_all_gather: Callable[..., None]) -> Callable[..., None]:
-    """Ignore the calls that name an event, or say that there is none: those at the start of an iteration."""
+    """Ignore the calls that name an event, or None: those at the start of an iteration."""
 
     def sometimes(*event: Any) -> None:
         if not event:

@@ -1,4 +1,4 @@
-"""Mutants that do not say what they cannot do."""
+"""Mutants that accept what they cannot do."""
 
 from __future__ import annotations
 

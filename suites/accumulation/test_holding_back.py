@@ -1,4 +1,4 @@
-"""Units that are told to hold their reductions back reduce once a step, the others in every microbatch.
+"""Units whose reductions are held back reduce once a step, the others in every microbatch.
 
 With G groups, h of them held back, and m microbatches that makes G + (G - h)(m - 1) reductions in a step.
 """

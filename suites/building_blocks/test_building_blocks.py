@@ -16,7 +16,7 @@ LAWS = (*PARITY, AllWaited(select=Select()))
 WITH_OPTIMIZER = {"LowRankAdapters", "OrthogonalUpdates", "SomeParameters"}
 DRAWING = {"MaskedEncoder"}  # other devices draw other numbers than the oracle
 
-# Of what rounds in bfloat16 by itself, a reduction in bfloat16 cannot be told from the model: such a run is no pass.
+# Where the model itself rounds in bfloat16, a reduction in bfloat16 does not show: such a run is no pass.
 FULL = [block for block in FEW_BITS if block.name in {"Float64Table", "OrthogonalUpdates", "SomeParameters"}]
 
 

@@ -1,4 +1,4 @@
-"""Gradients are clipped by the norm of the whole gradient, which every rank is told."""
+"""Gradients are clipped by the norm of the whole gradient, which every rank returns."""
 
 from __future__ import annotations
 

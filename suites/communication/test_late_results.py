@@ -1,7 +1,7 @@
-"""What is under way is waited for and left alone until then, in whatever order ranks and results come.
+"""Collectives in flight are waited for and their buffers left alone until then, in any order of ranks and results.
 
-All of it is asked of every other case as well. Results of a world of threads are late, so that an engine which does
-without one never has it by luck; and there the order of ranks is drawn from a seed.
+Every other case has these laws as well. In a world of threads results are late, so that an engine that reads one
+without a wait never has it by luck, and the order of ranks is drawn from a seed.
 """
 
 from __future__ import annotations

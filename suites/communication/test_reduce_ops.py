@@ -1,4 +1,4 @@
-"""Where a plan asks for sums, nothing but sums crosses between ranks; who divides is then the engine's affair."""
+"""Where a plan asks for sums, ranks send nothing but sums; where the engine divides is its own choice."""
 
 from __future__ import annotations
 

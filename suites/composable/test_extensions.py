@@ -1,4 +1,4 @@
-"""Shards that pack themselves for a gather: what they are told, what crosses between ranks, what is made of it."""
+"""Shards that pack themselves for a gather: the arguments of pack, the bytes sent, and the unpacked parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is gathered when, how much memory that takes at the most, and what is left of it afterwards."""
+"""Which units are gathered when, the peak memory that this takes, and the memory that is left afterwards."""
 
 from __future__ import annotations
 

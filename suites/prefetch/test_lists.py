@@ -5,7 +5,7 @@ reductions that it is to overlap. Orders are whole, in the words of torch's own 
 freed (reshard), and its gradients reduced (post-backward). What does nothing is not to be seen from outside; of torch's
 tests it is counted by those that note a post-backward with nothing to reduce. Frees are seen as modules show their
 parameters. In forward without a list an engine is free to look ahead, so that frees have an order of their own there.
-The root's inputs need no gradient, so that nothing says when its backward is through: an engine may reduce as soon as
+The root's inputs need no gradient, so that nothing shows when its backward ends: an engine may reduce as soon as
 all its gradients are there, and free it later.
 """
 

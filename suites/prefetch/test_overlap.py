@@ -1,6 +1,6 @@
 """Collectives are in flight while units compute, and no further ahead than asked: what prefetching is for.
 
-Calls, their order and the numbers are the same without it. The watch over streams tells when the stream on which
+Calls, their order and the numbers are the same without it. The watch over streams records when the stream on which
 units compute waits for a collective, on a CPU as on a device. Of a chain all overlap but for its two ends: nothing
 computes before the first gathers are needed, and nothing after the last gradients are there.
 """

@@ -1,4 +1,4 @@
-"""What the caller tells single units later on has effect, and on those units alone."""
+"""Policies that the caller sets on single units later have effect, and on those units alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOLD_TO_FREE, TOLD_TO_KEEP = (0,), (1,)  # the microbatches of ToggleReshard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """Which units are told, under which policy of the plan, and which the plan alone keeps after forward."""
+    """Units whose policy is set later, the plan's policy, and the units that the plan alone keeps after forward."""
 
     units: tuple[str, ...]
     reshard: Reshard

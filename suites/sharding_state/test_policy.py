@@ -1,4 +1,4 @@
-"""After forward units are gathered or freed as the plan says, after backward all are freed, in every step alike."""
+"""After forward units are gathered or freed as the plan says; after backward all are freed, in every step."""
 
 from __future__ import annotations
 

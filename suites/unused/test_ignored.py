@@ -1,7 +1,7 @@
 """Ignored parameters stay whole on every rank and cross between none.
 
 Those here are frozen: what becomes of the gradients of a trained one is the caller's affair, so ranks may part
-over it, and no oracle says what is right.
+over it, and no oracle knows the right value.
 """
 
 from __future__ import annotations

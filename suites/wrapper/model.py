@@ -96,7 +96,7 @@ def tower(dtype: torch.dtype = torch.float32) -> Tower:
 
 
 def fill(module: nn.Module, seed: int = 0) -> None:
-    """Set every parameter to small integers that tell it from its neighbours."""
+    """Set every parameter to small integers that differ from its neighbours'."""
     with torch.no_grad():
         for index, parameter in enumerate(module.parameters(), start=seed):
             values = (torch.arange(parameter.numel()) * 7 + index * 3) % 5 - 2

@@ -1,4 +1,4 @@
-"""Communication hooks: what they are called with, how often, what becomes of it, and who may register one."""
+"""Communication hooks: their arguments, how often they are called, the effect, and which modules accept one."""
 
 from __future__ import annotations
 

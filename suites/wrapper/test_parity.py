@@ -25,7 +25,7 @@ HYBRID_FULL, HYBRID_ZERO2 = "ShardingStrategy.HYBRID_SHARD", "ShardingStrategy._
 in_replicas = pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 
 
-# Any: pytest gives no public name to what pytest.param makes.
+# Any: pytest has no public name for what pytest.param returns.
 def _case(strategy: str, layout: Layout, reshard: Reshard, wrapper: Wrapper) -> Any:
     marks = [pytest.mark.api(strategy), *([in_replicas] if layout is HYBRID else [])]
     form = "names" if wrapper.use_orig_params else "flat"

@@ -60,7 +60,7 @@ FLAGS = ("IgnoresCastFlags", "IgnoresMixedPrecision")
         "parameters",
         MixedPrecision(param_dtype=LOW),
         [LOW, LOW, HIGH],
-        [HIGH, LOW, HIGH],  # inputs of units are left as they are unless told otherwise
+        [HIGH, LOW, HIGH],  # inputs of units are left as they are by default
         LOW,
         kills=IGNORES,
     ),

@@ -134,7 +134,7 @@ def test_a_policy_overrides_options_of_one_unit(bench: Bench) -> None:
     bench.same("units", bench.units_of(root), LAYERS)
 
 
-# Torch keeps what enable_wrap says in one place for all threads: ranks that are threads would share it.
+# Torch keeps the options of enable_wrap in one place for all threads: ranks that are threads would share them.
 @pytest.mark.worlds(ALONE)
 @pytest.mark.kills("AlwaysShowsNames")
 @pytest.mark.api("enable_wrap", "wrap")
@@ -151,7 +151,7 @@ def test_wraps_what_is_annotated(bench: Bench) -> None:
     bench.same("outside again", bench.names.wrap(layer) is layer, True)
 
 
-# Warnings are caught for all threads of a process: ranks that are threads would hear each other's.
+# Warnings are caught for all threads of a process: ranks that are threads would catch each other's.
 @pytest.mark.worlds(ALONE)
 @pytest.mark.kills("WrapsContainersSilently")
 @pytest.mark.api("init.module")
