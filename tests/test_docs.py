@@ -26,6 +26,7 @@ import shardproof.fixtures.optimizers
 import shardproof.fixtures.problems
 import shardproof.harness.laws.communication.counts
 import shardproof.suites.communication.closed_forms
+import shardproof.suites.vocabulary
 from benchmarks import case_stages
 from shardproof.engine.contract import Engine, PreparedModel
 from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, resolve, what_is_missing
@@ -303,6 +304,7 @@ def test_names_in_capitals_exist() -> None:
         shardproof.fixtures.optimizers,
         shardproof,
         shardproof.suites.communication.closed_forms,
+        shardproof.suites.vocabulary,
     )
     known = {name for module in modules for name in getattr(module, "__all__", dir(module))}
     known |= {member.name for member in shardproof.engine.capability.Capability} | {str(v) for v in Verdict}

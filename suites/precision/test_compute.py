@@ -79,9 +79,9 @@ def test_gathers_in_the_compute_dtype_and_reduces_as_stored_when_asked_for_nothi
 @pytest.mark.kills("ShardsTheFirstDim")
 @parametrize("dtype", torch.bfloat16, torch.float16)
 def test_computes_in_few_bits_along_the_largest_dim(trial: Trial, dtype: torch.dtype) -> None:
-    asked = {"layout": Layout.SHARD, "placement": Placement.LARGEST, "compute_dtype": dtype}
+    training = _training(DIVISIBLE_MLP, layout=Layout.SHARD, placement=Placement.LARGEST, compute_dtype=dtype)
     crossing = Dtype(select=GATHERS, dtype=str(dtype).partition(".")[2])
-    trial.holds(_training(DIVISIBLE_MLP, **asked), MatchesOracle(), LiesOnTheDimAskedFor(), crossing)
+    trial.holds(training, MatchesOracle(), LiesOnTheDimAskedFor(), crossing)
 
 
 @pytest.mark.kills("ReturnsTheComputeDtype")
