@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from shardproof import APART, FOURS
 from shardproof.fixtures.problems import TRANSFORMER
 from shardproof.suites.composable.bench import STEP, Bench, cut, expects, layers, steps_on_shared_rows
+from shardproof.suites.composable.bench import whole_gradients
 from shardproof.suites.params import parametrize
 from shardproof.suites.wrapper.model import Tower, fill, shown_gradients, tower
 
@@ -69,8 +69,7 @@ def test_a_transformer_trains_as_it_does_uncompiled(bench: Bench) -> None:
         for rank in ranks:
             tokens = (torch.arange(10).view(2, 5) * (rank + 3)) % 7
             (trained(tokens).logsumexp(-1).sum() / len(ranks)).backward()
-    got = {n: p.grad.full_tensor() for n, p in model.named_parameters() if isinstance(p.grad, DTensor)}
-    bench.near(GRADIENTS, got, shown_gradients(alone), tolerance=1e-4)
+    bench.near(GRADIENTS, whole_gradients(model), shown_gradients(alone), tolerance=1e-4)
 
 
 @pytest.mark.kills("SumsWhatACallerPrepares")

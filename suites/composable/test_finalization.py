@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardproof import EVEN, SEVERAL, Capability, Op
 from shardproof.suites.composable import bench as benches
-from shardproof.suites.composable.bench import Bench, whole
+from shardproof.suites.composable.bench import Bench, whole, whole_gradients
 from shardproof.suites.params import parametrize
 from shardproof.suites.wrapper.model import LR, UNITS, batch, fill, gradients, shown_gradients, tower
 
@@ -38,8 +38,7 @@ def _reductions(bench: Bench) -> int:
 
 
 def _claim_gradients(bench: Bench, model: nn.Module, steps: range) -> None:
-    got = {n: g.full_tensor() for n, g in shown_gradients(model).items() if isinstance(g, DTensor)}
-    bench.same(GRADIENTS, got, gradients(tower(), bench.ranks, steps))
+    bench.same(GRADIENTS, whole_gradients(model), gradients(tower(), bench.ranks, steps))
 
 
 @pytest.mark.worlds(SEVERAL)
@@ -209,8 +208,7 @@ def test_chunks_of_a_loss_add_up(bench: Bench, units: tuple[str, ...]) -> None:
     for rank in bench.ranks:
         for step in range(2):
             alone.head(alone(batch(rank, step))).sum().backward()
-    got = {n: g.full_tensor() for n, g in shown_gradients(model).items() if isinstance(g, DTensor)}
-    bench.same(GRADIENTS, got, shown_gradients(alone))
+    bench.same(GRADIENTS, whole_gradients(model), shown_gradients(alone))
 
 
 @pytest.mark.rows("T54")

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Shard
 
 from shardproof import FOURS, SEVERAL
-from shardproof.suites.composable.bench import STEP, Bench, cut, expects, whole
+from shardproof.suites.composable.bench import STEP, Bench, cut, expects, whole, whole_gradients
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.model import LR, batch, copies, fill, gradients, shown_gradients, tower
 
@@ -129,9 +129,8 @@ def test_gradients_of_what_is_ignored_are_each_ranks_own(bench: Bench, door: str
     getattr(bench.door, door)(model, mesh=bench.mesh(), ignored_params=ignored)
     bench.train(model)
     own = {name: bench.size * g for name, g in gradients(tower(), [bench.rank]).items()}
-    mean, shown = gradients(tower(), bench.ranks), shown_gradients(model)
+    mean, shown, got = gradients(tower(), bench.ranks), shown_gradients(model), whole_gradients(model)
     stem = {name for name in own if name.startswith("stem")}
-    got = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in shown.items()}
     bench.same("gradients of what is ignored", {n: shown[n] for n in stem}, {n: own[n] for n in stem})
     bench.same("gradients of others", {n: got[n] for n in got if n not in stem}, _without(mean, stem))
 
@@ -187,11 +186,7 @@ def test_what_is_ignored_keeps_its_bits(bench: Bench, door: str) -> None:
     bench.same("dtypes in forward", model.seen, [(torch.bfloat16, torch.float32)])
     own = bench.size * gradients(alone, [bench.rank])["gain"]
     mean = gradients(alone, bench.ranks)["layer.weight"]
-    shown = shown_gradients(model)
-    layer = shown["layer.weight"]
-    assert isinstance(layer, DTensor)
-    got = {"layer": layer.full_tensor(), "gain": shown["gain"]}
-    bench.near("gradients", got, {"layer": mean, "gain": own}, tolerance=2**-6)
+    bench.near("gradients", whole_gradients(model), {"gain": own, "layer.weight": mean}, tolerance=2**-6)
 
 
 # What is left of a gradient, by what a caller does to it.
@@ -220,8 +215,7 @@ def test_what_waits_is_reduced_as_the_caller_left_it(bench: Bench, edit: str) ->
     (output.sum() * bench.size).backward()
     first, second = (gradients(tower(), bench.ranks, [step]) for step in (0, 1))
     left = {name: second[name] + first[name] * (share if "stem" in name else 1) for name in first}
-    shown = shown_gradients(model).items()
-    bench.same("gradients", {n: g.full_tensor() for n, g in shown if isinstance(g, DTensor)}, left)
+    bench.same("gradients", whole_gradients(model), left)
 
 
 class _FailedError(Exception):
@@ -287,8 +281,7 @@ def test_norms_run_in_units_of_few_bits(bench: Bench, is_apart: bool, dtype: tor
     for parameter in alone.parameters():
         _average(parameter)
     tolerance = 16 * torch.finfo(dtype).eps
-    got = {name: g.full_tensor() for name, g in shown_gradients(model).items() if isinstance(g, DTensor)}
-    bench.near("gradients", got, shown_gradients(alone), tolerance=tolerance)
+    bench.near("gradients", whole_gradients(model), shown_gradients(alone), tolerance=tolerance)
     statistics = [dict(m.named_buffers())["1.running_var"].float() for m in (model, alone)]
     bench.near("statistics", *statistics, tolerance=tolerance)
 

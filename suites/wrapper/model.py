@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import DTensor
 
 from shardproof.suites.params import parametrize
 
@@ -145,6 +146,12 @@ def trained_alone(
 def copies(named: Any) -> dict[str, torch.Tensor]:
     """Copy named tensors as they are now."""
     return {name: tensor.detach().clone().cpu() for name, tensor in named}
+
+
+def gathered(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy named tensors as they are now, whole where they are sharded."""
+    held = {name: tensor.detach() for name, tensor in named.items()}
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t.clone() for name, t in held.items()}
 
 
 def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
