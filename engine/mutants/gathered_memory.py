@@ -25,7 +25,7 @@ from shardproof.engine.contract import (
     Reshard,
     Shard,
 )
-from shardproof.engine.mutants.fsdp2_insides import before_method
+from shardproof.engine.mutants.fsdp2_insides import before_method, keeping
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import KeepingFsdp2
 from shardproof.engine.mutants.plans import ON_BLOCKS
@@ -189,16 +189,17 @@ class KeepsUnitsUntilBackwardEnds(FullyShardEngine):
                 unit.reshard()
 
 
+def _keep_output(kept: list[Any], group: Any) -> None:
+    if group._all_gather_result is not None:
+        kept.append(group._all_gather_result.all_gather_output)
+
+
 @mutant(after="pytorch/pytorch#149029", kills_on=ON_BLOCKS, trace=Trace.STATE)
 class KeepsGatherOutputs(FullyShardEngine):
     """The output of each gather is kept until the step."""
 
     prepared_type = KeepingFsdp2
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        prepared = super().prepare(model, plan, mesh)
-        assert isinstance(prepared, KeepingFsdp2)
-        return before_method("wait_for_unshard", partial(_keep_output, prepared.kept))(prepared)
+    spoil = keeping(before_method, "wait_for_unshard", _keep_output)
 
 
 @mutant(after="pytorch/pytorch#75892", kills_on=ON_BLOCKS, trace=Trace.STATE)
@@ -228,8 +229,3 @@ class PrefetchesEverything(FullyShardEngine):
         units, distance = plan.units, len(plan.units)
         lists = Prefetch.by_distance(units, forward=distance, backward=distance)
         return super().prepare(model, replace(plan, prefetch=lists), mesh)
-
-
-def _keep_output(kept: list[Any], group: Any) -> None:
-    if group._all_gather_result is not None:
-        kept.append(group._all_gather_result.all_gather_output)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +15,7 @@ from shardproof.engine.contract import Plan, Prefetch, Reshard
 from shardproof.engine.mutants.fsdp2_insides import after_method
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import in_each
-from shardproof.engine.mutants.plans import UNITS
-from shardproof.engine.mutants.prefetch_order import Lists
+from shardproof.engine.mutants.plans import UNITS, Lists, changing_lists
 from shardproof.engine.mutants.reference_insides import reference_groups, reference_units
 from shardproof.engine.plan import Grouping, Layout
 from shardproof.engine.reference.fsdp_state import BackwardPrefetchTime
@@ -51,16 +48,6 @@ def _wait_for_gather(group: Any) -> None:
 def _wait_for_reduction(group: Any) -> None:
     if group._post_reduce_event is not None:
         torch.cpu.current_stream().wait_event(group._post_reduce_event)
-
-
-def _with_lists(plan: Plan, change: Callable[[Lists, tuple[str, ...]], Lists]) -> Plan:
-    if plan.prefetch is None:
-        return plan
-    lists = Prefetch(
-        forward=change(plan.prefetch.forward, plan.units),
-        backward=change(plan.prefetch.backward, plan.units[::-1]),
-    )
-    return replace(plan, prefetch=lists)
 
 
 def _shorter(lists: Lists, order: tuple[str, ...]) -> Lists:
@@ -115,14 +102,14 @@ class PrefetchesAfterItsTurn(ReferenceEngine):
 class PrefetchesOneTooFew(FullyShardEngine):
     """One unit less is prefetched than the list names."""
 
-    misreads = partial(_with_lists, change=_shorter)
+    misreads = changing_lists(_shorter)
 
 
 @mutant(after="deepspeedai/DeepSpeed#1069", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)
 class PrefetchesTheUnitAfterNext(FullyShardEngine):
     """The unit after the one that a list names is prefetched instead."""
 
-    misreads = partial(_with_lists, change=_later)
+    misreads = changing_lists(_later)
 
 
 @mutant(after="NVIDIA/Megatron-LM#6153", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)

@@ -19,8 +19,8 @@ from shardproof.engine.adapters.reference_wrapper import ReferenceWrapperEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Capability, Plan, Prefetch, PreparedModel
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.patches import Stale, in_each
-from shardproof.engine.mutants.plans import UNITS, undemanding
+from shardproof.engine.mutants.patches import Stale, in_each, is_last_rank
+from shardproof.engine.mutants.plans import UNITS, Lists, changing_lists, undemanding
 from shardproof.engine.mutants.reference_insides import reference_units
 from shardproof.engine.plan import Accumulation, Grouping, Layout, Reshard
 from shardproof.engine.reference.collectives import DefaultAllGather
@@ -38,34 +38,34 @@ _AHEAD = Plan(
 _STEADY = "order is compared from the second step on"
 
 
-Lists = tuple[tuple[str, tuple[str, ...]], ...]
+def _themselves(lists: Lists, order: tuple[str, ...]) -> Lists:
+    """Have each unit ask for itself, which is gathered by then."""
+    return tuple((unit, (unit,)) for unit in order)
+
+
+def _longer(lists: Lists, order: tuple[str, ...]) -> Lists:
+    """Append to each list the unit that follows its last one."""
+    return tuple(
+        (unit, targets + order[order.index(targets[-1]) + 1 :][:1]) for unit, targets in lists if targets
+    )
+
+
+def _turned_on_the_last_rank(lists: Lists, order: tuple[str, ...]) -> Lists:
+    return tuple((unit, targets[::-1]) for unit, targets in lists) if is_last_rank() else lists
 
 
 @mutant(after="pytorch/pytorch#106030", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)
 class NeverPrefetches(FullyShardEngine):
     """Each unit is gathered when it is needed, although a prefetch list asked for it earlier."""
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly; each unit of a list asks for itself, which is whole by then."""
-        if plan.prefetch is not None:
-            none = Prefetch(forward=_themselves(plan.units), backward=_themselves(plan.units))
-            plan = replace(plan, prefetch=none)
-        return super().prepare(model, plan, mesh)
+    misreads = changing_lists(_themselves)
 
 
 @mutant(after="deepspeedai/DeepSpeed#1069", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)
 class PrefetchesOneTooFar(FullyShardEngine):
     """One unit more is prefetched than the list names."""
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, with longer lists."""
-        if plan.prefetch is not None:
-            longer = Prefetch(
-                forward=_longer(plan.prefetch.forward, plan.units),
-                backward=_longer(plan.prefetch.backward, plan.units[::-1]),
-            )
-            plan = replace(plan, prefetch=longer)
-        return super().prepare(model, plan, mesh)
+    misreads = changing_lists(_longer)
 
 
 @mutant(
@@ -77,14 +77,7 @@ class PrefetchesOneTooFar(FullyShardEngine):
 class SwapsPrefetchesOnTheLastRank(FullyShardEngine):
     """The last rank gathers prefetched units in another order than the others."""
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, on the last rank with lists turned around."""
-        if plan.prefetch is not None and dist.get_rank() == dist.get_world_size() - 1:
-            turned = Prefetch(
-                forward=_turned(plan.prefetch.forward), backward=_turned(plan.prefetch.backward)
-            )
-            plan = replace(plan, prefetch=turned)
-        return super().prepare(model, plan, mesh)
+    misreads = changing_lists(_turned_on_the_last_rank)
 
 
 @mutant(after="pytorch/pytorch#76553", steps=2, plan=_GROUPED, because=_STEADY, trace=Trace.COMMUNICATION)
@@ -308,18 +301,3 @@ def _behind(prepared: PreparedModel, *, is_behind: bool) -> PreparedModel:
     if not is_behind:
         return prepared
     return _PreparedStaleReference(prepared.module, prepared.plan, prepared.door)
-
-
-def _themselves(units: tuple[str, ...]) -> Lists:
-    return tuple((unit, (unit,)) for unit in units)
-
-
-def _turned(lists: Lists) -> Lists:
-    return tuple((unit, targets[::-1]) for unit, targets in lists)
-
-
-def _longer(lists: Lists, order: tuple[str, ...]) -> Lists:
-    """Append to each list the unit that follows its last one."""
-    return tuple(
-        (unit, targets + order[order.index(targets[-1]) + 1 :][:1]) for unit, targets in lists if targets
-    )
