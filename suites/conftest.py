@@ -1,7 +1,8 @@
-"""pytest glue of the suites: the marks by which a case says what of torch's own it stands for are checked."""
+"""pytest glue of the suites: checks the marks that name tests of torch's own, and names the values of parameters."""
 
 from __future__ import annotations
 
+from enum import Enum
 from itertools import product
 
 import pytest
@@ -19,3 +20,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             table.rows_of(item.iter_markers(table.mark), where=item.nodeid)
     except UsageError as error:
         refuse(config, items, error)
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Return a value's name for the id of a case: members of enums, problems, optimizers and dtypes have one."""
+    if isinstance(val, Enum):
+        return val.name.lower()
+    if type(val).__name__ == "dtype":  # by name: a process that only collects has no need of torch
+        return str(val).removeprefix("torch.")
+    name = getattr(val, "name", None)
+    return name if isinstance(name, str) else None

@@ -12,17 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardproof import (
-    Actor,
-    Capability,
-    EachMicrobatch,
-    Exercise,
-    InterfaceBench,
-    Layout,
-    Plan,
-    Schedule,
-    Training,
-)
+from shardproof import Actor, Capability, EachMicrobatch, Exercise, InterfaceBench, Layout, Plan, Schedule
+from shardproof import Training
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.suites.differences import difference
@@ -32,7 +23,7 @@ if TYPE_CHECKING:  # ranks import this file too, and judge nothing
     from shardproof.harness.runner.trial import Trial
 
 RIGHT = "as it should be"
-# How an interface says no. Anything else that is raised is an accident.
+# Exceptions by which an interface refuses. Any other exception is an accident.
 _REFUSALS = (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError)
 _LONGEST = 400  # a note is read by a person
 

@@ -1,4 +1,4 @@
-"""One way for cases to say what is trained: a problem, and whatever differs from the plainest training of it."""
+"""Trainings of cases: a problem, and the options that differ from the simplest training of it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,8 @@ from typing import Any
 
 import torch
 
-from shardproof import (
-    Capability,
-    Clip,
-    EachMicrobatch,
-    Grouping,
-    Layout,
-    LossScaling,
-    NamedOptimizer,
-    Plan,
-    Problem,
-    Resume,
-    Schedule,
-    Script,
-    Training,
-    Watch,
-)
+from shardproof import Capability, Clip, EachMicrobatch, Grouping, Layout, LossScaling, NamedOptimizer, Plan
+from shardproof import Problem, Resume, Schedule, Script, Training, Watch
 from shardproof.fixtures.optimizers import SGD
 
 
@@ -68,5 +54,5 @@ def train(
 
 # Any: as for `train`.
 def train_sharded(problem: Problem, *optimizer: NamedOptimizer, **asked: Any) -> Training:
-    """Make a training whose parameters are sharded, each of its units gathered by itself."""
-    return train(problem, *optimizer, layout=Layout.SHARD, grouping=Grouping.REQUIRED, **asked)
+    """Make a training whose parameters are sharded, each of its units gathered by itself; others may be asked for."""
+    return train(problem, *optimizer, **{"layout": Layout.SHARD, "grouping": Grouping.REQUIRED, **asked})

@@ -26,6 +26,7 @@ import shardproof.fixtures.optimizers
 import shardproof.fixtures.problems
 import shardproof.harness.laws.communication.counts
 import shardproof.suites.communication.closed_forms
+import shardproof.suites.vocabulary
 from benchmarks import case_stages
 from shardproof import AfterPhase, Law, MemoryKind, Phase, Select, UsageError, WorldSpec
 from shardproof.engine.contract import Engine, PreparedModel
@@ -298,6 +299,7 @@ def test_names_in_capitals_exist() -> None:
         shardproof.fixtures.optimizers,
         shardproof,
         shardproof.suites.communication.closed_forms,
+        shardproof.suites.vocabulary,
     )
     known = {name for module in modules for name in getattr(module, "__all__", dir(module))}
     known |= {member.name for member in shardproof.engine.capability.Capability} | {str(v) for v in Verdict}

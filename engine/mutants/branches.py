@@ -13,7 +13,7 @@ from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
 from shardproof.engine.capability import Capability
 from shardproof.engine.contract import Plan, PreparedModel
 from shardproof.engine.mutants.fsdp2_insides import groups
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import after, in_each
 from shardproof.engine.mutants.reference_insides import reference_units
 from shardproof.engine.plan import Grouping, Layout
@@ -30,7 +30,9 @@ _BY_BRANCH = Plan(
 
 @mutant(
     after="pytorch/pytorch#118118",
-    kills_on=Condition(steps=2, plan=_BY_BRANCH, because="a single backward has no next one"),
+    steps=2,
+    plan=_BY_BRANCH,
+    because="a single backward has no next one",
     trace=Trace.COMMUNICATION,
 )
 class GathersMistakenPrefetchesAgain(ReferenceEngine):
@@ -45,8 +47,7 @@ class GathersMistakenPrefetchesAgain(ReferenceEngine):
 
 
 @mutant(
-    after="pytorch/pytorch#137348",
-    kills_on=Condition(steps=2, plan=_BY_BRANCH, because="the first step has no step before it"),
+    after="pytorch/pytorch#137348", steps=2, plan=_BY_BRANCH, because="the first step has no step before it"
 )
 class TakesUnusedPrefetchesAsCurrent(FullyShardEngine):
     """Units that the last backward gathered and did not use are stale in the next step."""

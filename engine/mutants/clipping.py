@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Capability, Layout, Plan
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.plans import demanding
 
 _CLIP = demanding(Capability.CLIP)
@@ -69,7 +69,7 @@ class _PreparedOwnClipping(PreparedFullyShard):
         return mesh
 
 
-@mutant(after="pytorch/pytorch#170862", kills_on=Condition(plan=_CLIP))
+@mutant(after="pytorch/pytorch#170862", plan=_CLIP)
 class ClipsByTheLocalNorm(FullyShardEngine):
     """Each rank clips its shards by their own norm."""
 
@@ -78,7 +78,7 @@ class ClipsByTheLocalNorm(FullyShardEngine):
             return float(self.own_norm(norm_type))
 
 
-@mutant(after="ByteDance-Seed/VeOmni#184", kills_on=Condition(plan=_HYBRID))
+@mutant(after="ByteDance-Seed/VeOmni#184", plan=_HYBRID)
 class CountsTheNormOncePerReplica(FullyShardEngine):
     """The norm counts every parameter once for each replica."""
 
@@ -88,10 +88,7 @@ class CountsTheNormOncePerReplica(FullyShardEngine):
             return float(super().norm(norm_type) * num_replicas ** (1 / norm_type))
 
 
-@mutant(
-    after="meta-pytorch/torchrec#3199",
-    kills_on=Condition(world_size=1, plan=_CLIP, because="other orders are right"),
-)
+@mutant(after="meta-pytorch/torchrec#3199", world_size=1, plan=_CLIP, because="other orders are right")
 class TakesTheRootOfAMaximum(FullyShardEngine):
     """The norm of infinite order is one."""
 
@@ -101,10 +98,7 @@ class TakesTheRootOfAMaximum(FullyShardEngine):
             return float(honest ** (1 / norm_type)) if math.isinf(norm_type) else honest
 
 
-@mutant(
-    after="pytorch/pytorch#63881",
-    kills_on=Condition(steps=2, plan=_CLIP, because="the first norm comes after a zero"),
-)
+@mutant(after="pytorch/pytorch#63881", steps=2, plan=_CLIP, because="the first norm comes after a zero")
 class ReducesIntoItsZero(FullyShardEngine):
     """A rank that owns nothing brings the largest norm of the steps before."""
 
@@ -118,7 +112,7 @@ class ReducesIntoItsZero(FullyShardEngine):
             return torch.zeros(())
 
 
-@mutant(after="NVIDIA-NeMo/Automodel#2875", kills_on=Condition(plan=_CLIP), trace=Trace.COMMUNICATION)
+@mutant(after="NVIDIA-NeMo/Automodel#2875", plan=_CLIP, trace=Trace.COMMUNICATION)
 class AddsUpNormsOneByOne(FullyShardEngine):
     """The norm of each parameter is reduced by itself."""
 
@@ -137,7 +131,7 @@ class AddsUpNormsOneByOne(FullyShardEngine):
             return float(total)
 
 
-@mutant(after="deepspeedai/DeepSpeed#5150", kills_on=Condition(world_size=1, plan=_CLIP))
+@mutant(after="deepspeedai/DeepSpeed#5150", world_size=1, plan=_CLIP)
 class NeverClips(FullyShardEngine):
     """The norm is right, and nothing is scaled by it."""
 
@@ -146,7 +140,7 @@ class NeverClips(FullyShardEngine):
             return 1.0
 
 
-@mutant(after="DingfanChen/GS-WGAN#5", kills_on=Condition(world_size=1, plan=_CLIP))
+@mutant(after="DingfanChen/GS-WGAN#5", world_size=1, plan=_CLIP)
 class ScalesSmallGradientsUp(FullyShardEngine):
     """Gradients below the limit are scaled up to it."""
 
@@ -155,7 +149,7 @@ class ScalesSmallGradientsUp(FullyShardEngine):
             return max_norm / (total + 1e-6)
 
 
-@mutant(after="pytorch/pytorch#87401", kills_on=Condition(world_size=1, plan=_CLIP), trace=Trace.CRASH)
+@mutant(after="pytorch/pytorch#87401", world_size=1, plan=_CLIP, trace=Trace.CRASH)
 class ReturnsNoNorm(FullyShardEngine):
     """Clipping does not return the norm."""
 
@@ -165,7 +159,7 @@ class ReturnsNoNorm(FullyShardEngine):
             return None  # type: ignore[return-value]  # the sin
 
 
-@mutant(after="hpcaitech/ColossalAI#5002", kills_on=Condition(world_size=1, microbatches=2, plan=_CLIP))
+@mutant(after="hpcaitech/ColossalAI#5002", world_size=1, microbatches=2, plan=_CLIP)
 class ClipsByTheLastMicrobatch(FullyShardEngine):
     """Accumulated gradients are clipped by the norm of the last microbatch."""
 
@@ -187,7 +181,7 @@ class ClipsByTheLastMicrobatch(FullyShardEngine):
             )
 
 
-@mutant(after="deepspeedai/DeepSpeed#1801", kills_on=Condition(plan=_CLIP))
+@mutant(after="deepspeedai/DeepSpeed#1801", plan=_CLIP)
 class ClipsOnOneRank(DistributedDataParallelEngine):
     """One rank alone clips."""
 

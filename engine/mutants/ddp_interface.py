@@ -1,4 +1,4 @@
-"""Mutants whose DistributedDataParallel does not do what its options and methods say."""
+"""Mutants whose DistributedDataParallel does not do what its options and methods promise."""
 
 from __future__ import annotations
 

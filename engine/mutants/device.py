@@ -15,14 +15,14 @@ from shardproof.engine.adapters.reference import PreparedReference, ReferenceEng
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Buffers, Capability, Offload, Plan, PreparedModel
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import Forgetful, is_last_rank, local, never_updating
 from shardproof.engine.mutants.plans import changing, demanding
 
 _OFFLOAD = Plan(offload=Offload.CPU)
 
 
-@mutant(after="flagos-ai/Torch-FL#62", kills_on=Condition(world_size=1, plan=_OFFLOAD))
+@mutant(after="flagos-ai/Torch-FL#62", world_size=1, plan=_OFFLOAD)
 class OffloadsZeros(ReferenceEngine):
     """Gradients on the host are zeros."""
 
@@ -35,7 +35,7 @@ class OffloadsZeros(ReferenceEngine):
                 gradient.zero_()
 
 
-@mutant(after="pytorch/pytorch#180666", kills_on=Condition(world_size=1, steps=2, plan=_OFFLOAD))
+@mutant(after="pytorch/pytorch#180666", world_size=1, steps=2, plan=_OFFLOAD)
 class OffloadsLastBackwardsGradients(ReferenceEngine):
     """Gradients on the host are those of the backward before."""
 
@@ -58,7 +58,7 @@ class _PreparedOverwriting(Forgetful, PreparedReference):
     pass
 
 
-@mutant(after="hpcaitech/ColossalAI#2496", kills_on=Condition(world_size=1, microbatches=2, plan=_OFFLOAD))
+@mutant(after="hpcaitech/ColossalAI#2496", world_size=1, microbatches=2, plan=_OFFLOAD)
 class OverwritesOffloadedGradients(ReferenceEngine):
     """A gradient that arrives on the host replaces what was there."""
 
@@ -70,7 +70,7 @@ class OverwritesOffloadedGradients(ReferenceEngine):
         return _PreparedOverwriting(honest.module, plan, honest.door)
 
 
-@mutant(after="pytorch/pytorch#85048", kills_on=Condition(world_size=1, plan=_OFFLOAD))
+@mutant(after="pytorch/pytorch#85048", world_size=1, plan=_OFFLOAD)
 class UpdatesACopy(ReferenceEngine):
     """With offload the optimizer updates a copy of the last parameter."""
 
@@ -86,7 +86,7 @@ def _offloaded(prepared: PreparedReference) -> Iterator[torch.Tensor]:
         yield from (local(p.grad) for p in prepared.named.parameters() if p.grad is not None)
 
 
-@mutant(after="pytorch/pytorch#109774", kills_on=Condition(world_size=1, plan=demanding(Capability.GRAPHS)))
+@mutant(after="pytorch/pytorch#109774", world_size=1, plan=demanding(Capability.GRAPHS))
 class CountsOnTheHost(FullyShardEngine):
     """Outputs are scaled by the number of forwards so far, which the host counts."""
 
@@ -99,9 +99,7 @@ class CountsOnTheHost(FullyShardEngine):
 
 
 @mutant(
-    after="deepspeedai/DeepSpeed#7371",
-    kills_on=Condition(because="only a CUDA device has kernels to count"),
-    trace=Trace.STATE,
+    after="deepspeedai/DeepSpeed#7371", because="only a CUDA device has kernels to count", trace=Trace.STATE
 )
 class CopiesGradientsOneByOne(FullyShardEngine):
     """Every gradient is copied by a kernel of its own."""
@@ -116,9 +114,8 @@ class CopiesGradientsOneByOne(FullyShardEngine):
 
 @mutant(
     after="Tencent-Hunyuan/UniRL#410",
-    kills_on=Condition(
-        plan=Plan(buffers=Buffers.GROUP), because="only a CUDA device has pools to tell apart"
-    ),
+    plan=Plan(buffers=Buffers.GROUP),
+    because="only a CUDA device has several pools",
     trace=Trace.STATE,
 )
 class BuffersWhereItLikes(FullyShardEngine):
@@ -129,9 +126,9 @@ class BuffersWhereItLikes(FullyShardEngine):
 
 @mutant(
     after="pytorch/pytorch#70639",
-    kills_on=Condition(
-        world_size=1, plan=Plan(offload=Offload.PINNED), because="where there is no GPU no memory is pinned"
-    ),
+    world_size=1,
+    plan=Plan(offload=Offload.PINNED),
+    because="where there is no GPU no memory is pinned",
     trace=Trace.STATE,
 )
 class DropsThePinnedCopy(FullyShardEngine):
@@ -144,12 +141,10 @@ class DropsThePinnedCopy(FullyShardEngine):
 
 @mutant(
     after="pytorch/pytorch#79171",
-    kills_on=Condition(
-        world_size=1,
-        steps=3,
-        plan=demanding(Capability.UNUSED),
-        because="needs parameters that a later step does without",
-    ),
+    world_size=1,
+    steps=3,
+    plan=demanding(Capability.UNUSED),
+    because="needs parameters that a later step does without",
     trace=Trace.CRASH,
 )
 class TakesTheFirstGraphForAll(DistributedDataParallelEngine):
@@ -162,9 +157,7 @@ class TakesTheFirstGraphForAll(DistributedDataParallelEngine):
 
 
 @mutant(
-    after="pytorch/pytorch#24005",
-    kills_on=Condition(world_size=1, because="needs a reentrant checkpoint"),
-    trace=Trace.CRASH,
+    after="pytorch/pytorch#24005", world_size=1, because="needs a reentrant checkpoint", trace=Trace.CRASH
 )
 class SearchesTheGraph(DistributedDataParallelEngine):
     """Each forward's graph is searched for what it does not use."""

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.contract import Layout, Plan, PreparedModel, Wire
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.plans import changing
 from shardproof.engine.mutants.reference_insides import reference_groups
 from shardproof.engine.reference.collectives import ReductionPlan
@@ -23,7 +23,8 @@ from shardproof.engine.reference.parameter import FSDPParam
 
 @mutant(
     after="deepspeedai/DeepSpeed#5618",
-    kills_on=Condition(plan=Plan(divide_factor=1), because="the number of ranks is the divisor anyhow"),
+    plan=Plan(divide_factor=1),
+    because="the number of ranks is the divisor anyhow",
 )
 class AveragesWhateverTheFactor(ReferenceEngine):
     """In every layout gradients are averaged although another divisor was asked for."""
@@ -32,8 +33,7 @@ class AveragesWhateverTheFactor(ReferenceEngine):
 
 
 @mutant(
-    after="pytorch/pytorch#167178",
-    kills_on=Condition(world_size=1, plan=Plan(divide_factor=2), because="one is its own square"),
+    after="pytorch/pytorch#167178", world_size=1, plan=Plan(divide_factor=2), because="one is its own square"
 )
 class DividesByTheSquareOfTheFactor(ReferenceEngine):
     """In every layout gradients are divided by the divisor asked for twice."""
@@ -45,7 +45,9 @@ class DividesByTheSquareOfTheFactor(ReferenceEngine):
 
 @mutant(
     after="pytorch/pytorch#167178",
-    kills_on=Condition(world_size=1, plan=Plan(divide_factor=2), because="several ranks divide as asked"),
+    world_size=1,
+    plan=Plan(divide_factor=2),
+    because="several ranks divide as asked",
 )
 class IgnoresTheDivideFactorOfOneRank(ReferenceEngine):
     """A rank that is alone does not divide although a divisor was asked for."""
@@ -55,7 +57,7 @@ class IgnoresTheDivideFactorOfOneRank(ReferenceEngine):
         return super().prepare(model, replace(plan, divide_factor=None) if mesh.size() == 1 else plan, mesh)
 
 
-@mutant(after="pytorch/pytorch#160285", kills_on=Condition(world_size=1))
+@mutant(after="pytorch/pytorch#160285", world_size=1)
 class HalvesOneUnit(ReferenceEngine):
     """The gradients of the first unit are half of what they should be."""
 
@@ -70,7 +72,9 @@ class HalvesOneUnit(ReferenceEngine):
 
 @mutant(
     after="pytorch/torchtitan#1551",
-    kills_on=Condition(steps=2, plan=Plan(wire=Wire.SUM), because="one rank sends nothing"),
+    steps=2,
+    plan=Plan(wire=Wire.SUM),
+    because="one rank sends nothing",
     trace=Trace.COMMUNICATION,
 )
 class AveragesOnTheWire(ReferenceEngine):
@@ -81,11 +85,9 @@ class AveragesOnTheWire(ReferenceEngine):
 
 @mutant(
     after="pytorch/torchtitan#2318",
-    kills_on=Condition(
-        steps=2,
-        plan=Plan(layout=Layout.HYBRID, wire=Wire.SUM),
-        because="only a hybrid layout has replicas",
-    ),
+    steps=2,
+    plan=Plan(layout=Layout.HYBRID, wire=Wire.SUM),
+    because="only a hybrid layout has replicas",
     trace=Trace.COMMUNICATION,
 )
 class AveragesReplicasOnTheWire(ReferenceEngine):

@@ -16,7 +16,7 @@ from shardproof.engine.contract import WrapperNames
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.plans import CALLS
 
-# Any, in all that follows: what torch's own methods take and give.
+# Any, throughout: arguments and results of torch's own methods.
 
 _summon: Any = FullyShardedDataParallel.summon_full_params
 

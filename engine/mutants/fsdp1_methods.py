@@ -16,12 +16,12 @@ from shardproof.engine.mutants.plans import CALLS
 
 _PREFIX = "_fsdp_wrapped_module."
 
-# Any, in all that follows: what torch's own methods take and give.
+# Any, throughout: arguments and results of torch's own methods.
 
 
 @mutant(after="pytorch/pytorch#87950", kills_on=CALLS, trace=Trace.STATE)
 class WrapsItsModuleAgain(FullyShardedDataParallelEngine):
-    """What module gives is not what was wrapped, but a module around it."""
+    """The attribute module is not the wrapped module, but one around it."""
 
     class Wrapper(FullyShardedDataParallel):
         @property
@@ -94,7 +94,7 @@ class ForgetsWhatWasApplied(FullyShardedDataParallelEngine):
 
 @mutant(after="Lightning-AI/pytorch-lightning#19755", kills_on=CALLS, trace=Trace.SILENCE)
 class AppliesInSilence(FullyShardedDataParallelEngine):
-    """Where apply is refused, it does nothing and says nothing."""
+    """Where apply must be refused, it does nothing, silently."""
 
     class Wrapper(FullyShardedDataParallel):
         def apply(self, fn: Callable[[nn.Module], None]) -> Any:
@@ -296,7 +296,7 @@ class TellsNormsInSinglePrecision(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#170862", kills_on=CALLS, trace=Trace.SILENCE)
 class ClipsUnitsAlone(FullyShardedDataParallelEngine):
-    """A unit inside the root can be told to clip, and does so by its own norm."""
+    """A unit inside the root accepts a call to clip, and clips by its own norm."""
 
     class Wrapper(FullyShardedDataParallel):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 
 from shardproof.engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
 from shardproof.engine.contract import WrapperNames
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import Options, leaving_out, swapping, with_options, with_strategies
 from shardproof.engine.mutants.plans import WRAPPED, WRAPS
 
@@ -58,14 +58,14 @@ class GivesUnitsNoOptions(FullyShardedDataParallelEngine):
     names = replace(NAMES, ModuleWrapPolicy=_Stingy)
 
 
-# Any: what a policy's function says.
+# Any: what a policy's function returns.
 def _policy_of_answers(function: Any) -> wrap.CustomPolicy:
     return wrap.CustomPolicy(lambda module: bool(function(module)))
 
 
 @mutant(after="NVIDIA/cosmos-framework#162", kills_on=WRAPS, trace=Trace.STATE)
 class IgnoresOverridesOfAPolicy(FullyShardedDataParallelEngine):
-    """Options that a policy gives to one unit have no effect."""
+    """Options that a policy sets for one unit have no effect."""
 
     names = replace(NAMES, CustomPolicy=_policy_of_answers)
 
@@ -113,14 +113,14 @@ def _in_the_default_group(option: str) -> WrapperNames:
     return with_options(change)
 
 
-@mutant(after="pytorch/torchtitan#1551", kills_on=Condition(world_size=4, plan=WRAPPED))
+@mutant(after="pytorch/torchtitan#1551", world_size=4, plan=WRAPPED)
 class IgnoresTheGroupGiven(FullyShardedDataParallelEngine):
     """The wrapper shards over all ranks whatever group is given."""
 
     names = _in_the_default_group("process_group")
 
 
-@mutant(after="deepspeedai/DeepSpeed#5618", kills_on=Condition(world_size=4, plan=WRAPPED))
+@mutant(after="deepspeedai/DeepSpeed#5618", world_size=4, plan=WRAPPED)
 class IgnoresTheMeshGiven(FullyShardedDataParallelEngine):
     """The wrapper shards over all ranks whatever mesh is given."""
 
@@ -137,7 +137,7 @@ def _one_replica(module: nn.Module, options: Options) -> Options:
     return {**own, "process_group": own["process_group"][0]}
 
 
-@mutant(after="verl-project/verl#7494", kills_on=Condition(world_size=4, plan=WRAPPED))
+@mutant(after="verl-project/verl#7494", world_size=4, plan=WRAPPED)
 class NeverMeetsReplicas(FullyShardedDataParallelEngine):
     """Hybrid strategies shard in one group and know of no other."""
 
@@ -235,7 +235,7 @@ class ReducesInTheComputeDtype(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#160279", kills_on=WRAPS, trace=Trace.STATE)
 class IgnoresCastFlags(FullyShardedDataParallelEngine):
-    """The flags that say which inputs are cast have no effect."""
+    """The flags that choose which inputs are cast have no effect."""
 
     names = _with_precision(cast_root_forward_inputs=True, cast_forward_inputs=False)
 
@@ -310,7 +310,7 @@ class StartsEachRankOnItsOwn(FullyShardedDataParallelEngine):
     names = leaving_out("sync_module_states")
 
 
-@mutant(after="pytorch/pytorch#109385", kills_on=Condition(world_size=1, plan=WRAPPED), trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#109385", world_size=1, plan=WRAPPED, trace=Trace.STATE)
 class WrapsContainersSilently(FullyShardedDataParallelEngine):
     """A list of modules is wrapped without a warning."""
 

@@ -17,7 +17,7 @@ from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import unchanged
 from shardproof.engine.mutants.plans import CALLS, WRAPS
 
-# Any, in all that follows: what torch's own methods take and give.
+# Any, throughout: arguments and results of torch's own methods.
 
 
 def _kind(wrapper: FullyShardedDataParallel) -> StateDictType:
@@ -102,14 +102,14 @@ class LoadsParametersAlone(FullyShardedDataParallelEngine):
 
 
 class _Unloaded:
-    """What loading says when all is well."""
+    """What loading returns when all keys match."""
 
     missing_keys: tuple[str, ...] = ()
     unexpected_keys: tuple[str, ...] = ()
 
 
 def _loading_none(kind: StateDictType) -> WrapperNames:
-    """Return names whose wrapper loads no state dict of this type, and says nothing."""
+    """Return names whose wrapper silently loads no state dict of this type."""
 
     class Unloading(FullyShardedDataParallel):
         def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,14 +120,14 @@ def _loading_none(kind: StateDictType) -> WrapperNames:
 
 @mutant(after="pytorch/pytorch#109648", kills_on=CALLS, trace=Trace.STATE)
 class IgnoresShardedStates(FullyShardedDataParallelEngine):
-    """Loading a sharded state dict changes nothing, and says nothing."""
+    """Loading a sharded state dict silently changes nothing."""
 
     names = _loading_none(StateDictType.SHARDED_STATE_DICT)
 
 
 @mutant(after="facebookresearch/fairscale#574", kills_on=CALLS, trace=Trace.STATE)
 class IgnoresLocalStates(FullyShardedDataParallelEngine):
-    """Loading a local state dict changes nothing, and says nothing."""
+    """Loading a local state dict silently changes nothing."""
 
     names = _loading_none(StateDictType.LOCAL_STATE_DICT)
 

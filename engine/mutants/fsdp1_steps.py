@@ -22,7 +22,7 @@ from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import dividing_losses, holding_nothing_back, swapping
 from shardproof.engine.mutants.plans import CALLS, WRAPS
 
-# Any, in all that follows: what torch's own methods take and give.
+# Any, throughout: arguments and results of torch's own methods.
 
 
 def _handles(root: FullyShardedDataParallel) -> list[Any]:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from shardproof.engine.contract import PreparedModel
-from shardproof.engine.mutants.patches import Spoil, after, before
+from shardproof.engine.mutants.patches import KeepingFsdp2, Spoil, after, before
 
 # Any, throughout: FSDP2's insides and the streams of a device have no public types.
+
+
+Keep = Callable[[list[Any], Any], None]  # takes what is kept so far, and a group
 
 
 def in_context(sin: Callable[[Any], None]) -> Spoil:
@@ -34,6 +38,16 @@ def after_method(method: str, sin: Callable[[Any], None]) -> Spoil:
 def before_method(method: str, sin: Callable[[Any], None]) -> Spoil:
     """Do ``sin`` to each group before each call of its method."""
     return _in_groups(before, method, sin)
+
+
+def keeping(place: Callable[[str, Callable[[Any], None]], Spoil], method: str, keep: Keep) -> Spoil:
+    """Have a model keep what it should let go: ``place`` is one of the two above, ``keep`` adds what it finds."""
+
+    def spoil(prepared: PreparedModel) -> PreparedModel:
+        assert isinstance(prepared, KeepingFsdp2)
+        return place(method, partial(keep, prepared.kept))(prepared)
+
+    return spoil
 
 
 def _in_groups(when: Callable[..., None], method: str, sin: Callable[[Any], None]) -> Spoil:

@@ -25,8 +25,8 @@ from shardproof.engine.contract import (
     Reshard,
     Shard,
 )
-from shardproof.engine.mutants.fsdp2_insides import before_method
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.fsdp2_insides import before_method, keeping
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import KeepingFsdp2
 from shardproof.engine.mutants.plans import ON_BLOCKS
 
@@ -42,9 +42,9 @@ def _instead(plan: Plan, asked: Reshard, done: Reshard) -> Plan:
     return replace(plan, reshard=done) if plan.reshard is asked else plan
 
 
-@mutant(after="pytorch/pytorch#154655", kills_on=Condition(plan=_FREED), trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#154655", plan=_FREED, trace=Trace.STATE)
 class KeepsRootsWhateverAsked(FullyShardEngine):
-    """Roots stay gathered after forward although the plan says to free them."""
+    """Roots stay gathered after forward although the plan frees them."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -55,34 +55,32 @@ class KeepsRootsWhateverAsked(FullyShardEngine):
         return prepared
 
 
-@mutant(after="pytorch/PiPPy#1105", kills_on=Condition(plan=_KEPT), trace=Trace.STATE)
+@mutant(after="pytorch/PiPPy#1105", plan=_KEPT, trace=Trace.STATE)
 class FreesWhatItWasAskedToKeep(FullyShardEngine):
-    """Units are freed after forward although the plan says to keep them."""
+    """Units are freed after forward although the plan keeps them."""
 
     misreads = partial(_instead, asked=Reshard.KEEP, done=Reshard.AFTER_FORWARD)
 
 
-@mutant(after="pytorch/pytorch#149029", kills_on=Condition(plan=_FREED), trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#149029", plan=_FREED, trace=Trace.STATE)
 class KeepsWhatItWasAskedToFree(FullyShardEngine):
-    """Units are kept after forward although the plan says to free them."""
+    """Units are kept after forward although the plan frees them."""
 
     misreads = partial(_instead, asked=Reshard.AFTER_FORWARD, done=Reshard.KEEP)
 
 
-@mutant(after="ByteDance-Seed/VeOmni#806", kills_on=Condition(plan=_NATIVE), trace=Trace.STATE)
+@mutant(after="ByteDance-Seed/VeOmni#806", plan=_NATIVE, trace=Trace.STATE)
 class FreesTheRootByDefault(FullyShardEngine):
-    """The root is freed after forward where no policy says so."""
+    """The root is freed after forward where no policy asks for it."""
 
     misreads = partial(_instead, asked=Reshard.NATIVE, done=Reshard.AFTER_FORWARD)
 
 
 @mutant(
     after="Tencent-Hunyuan/UniRL#410",
-    kills_on=Condition(
-        world_size=4,
-        plan=replace(_KEPT, reshard=Reshard.TO_PAIRS),
-        because="two ranks are a pair, and all there are",
-    ),
+    world_size=4,
+    plan=replace(_KEPT, reshard=Reshard.TO_PAIRS),
+    because="two ranks are a pair, and all there are",
     trace=Trace.COMMUNICATION,
 )
 class FreesWholeWhereAPartWasAsked(FullyShardEngine):
@@ -91,7 +89,7 @@ class FreesWholeWhereAPartWasAsked(FullyShardEngine):
     misreads = partial(_instead, asked=Reshard.TO_PAIRS, done=Reshard.AFTER_FORWARD)
 
 
-@mutant(after="pytorch/pytorch#75892", kills_on=Condition(steps=2, plan=_FREED), trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#75892", steps=2, plan=_FREED, trace=Trace.STATE)
 class FreesInTheFirstStepAlone(ReferenceEngine):
     """From the second step on units stay gathered after forward."""
 
@@ -124,7 +122,7 @@ class _PreparedLeaky(PreparedReference):
             unit.reshard()
 
 
-@mutant(after="hpcaitech/ColossalAI#741", kills_on=Condition(plan=_FREED), trace=Trace.STATE)
+@mutant(after="hpcaitech/ColossalAI#741", plan=_FREED, trace=Trace.STATE)
 class LeaksAfterBackward(ReferenceEngine):
     """Units stay gathered after backward until gradients are read."""
 
@@ -133,10 +131,8 @@ class LeaksAfterBackward(ReferenceEngine):
 
 @mutant(
     after="pytorch/pytorch#83129",
-    kills_on=Condition(
-        plan=replace(_KEPT, demands=_WATCHED | {Capability.UNUSED}),
-        because="where every unit gets gradients, every unit is freed",
-    ),
+    plan=replace(_KEPT, demands=_WATCHED | {Capability.UNUSED}),
+    because="where every unit gets gradients, every unit is freed",
     trace=Trace.STATE,
 )
 class FreesOnlyWhatGotGradients(ReferenceEngine):
@@ -152,7 +148,7 @@ class FreesOnlyWhatGotGradients(ReferenceEngine):
 
 @mutant(
     after="Haian-Jin/LVSM#22",
-    kills_on=Condition(plan=replace(_KEPT, demands=_WATCHED | {Capability.KEEP_AFTER_BACKWARD})),
+    plan=replace(_KEPT, demands=_WATCHED | {Capability.KEEP_AFTER_BACKWARD}),
     trace=Trace.STATE,
 )
 class FreesHeldUnitsAfterBackward(ReferenceEngine):
@@ -163,7 +159,7 @@ class FreesHeldUnitsAfterBackward(ReferenceEngine):
             """Change nothing."""
 
 
-@mutant(after="Lightning-AI/lightning-thunder#908", kills_on=Condition(plan=_KEPT), trace=Trace.STATE)
+@mutant(after="Lightning-AI/lightning-thunder#908", plan=_KEPT, trace=Trace.STATE)
 class ShowsPaddedRows(ReferenceEngine):
     """Whole parameters end with rows of padding."""
 
@@ -193,16 +189,17 @@ class KeepsUnitsUntilBackwardEnds(FullyShardEngine):
                 unit.reshard()
 
 
+def _keep_output(kept: list[Any], group: Any) -> None:
+    if group._all_gather_result is not None:
+        kept.append(group._all_gather_result.all_gather_output)
+
+
 @mutant(after="pytorch/pytorch#149029", kills_on=ON_BLOCKS, trace=Trace.STATE)
 class KeepsGatherOutputs(FullyShardEngine):
     """The output of each gather is kept until the step."""
 
     prepared_type = KeepingFsdp2
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        prepared = super().prepare(model, plan, mesh)
-        assert isinstance(prepared, KeepingFsdp2)
-        return before_method("wait_for_unshard", partial(_keep_output, prepared.kept))(prepared)
+    spoil = keeping(before_method, "wait_for_unshard", _keep_output)
 
 
 @mutant(after="pytorch/pytorch#75892", kills_on=ON_BLOCKS, trace=Trace.STATE)
@@ -232,8 +229,3 @@ class PrefetchesEverything(FullyShardEngine):
         units, distance = plan.units, len(plan.units)
         lists = Prefetch.by_distance(units, forward=distance, backward=distance)
         return super().prepare(model, replace(plan, prefetch=lists), mesh)
-
-
-def _keep_output(kept: list[Any], group: Any) -> None:
-    if group._all_gather_result is not None:
-        kept.append(group._all_gather_result.all_gather_output)

@@ -67,11 +67,7 @@ class IgnoresTheSizeOfBuckets(DistributedDataParallelEngine):
     misreads = changing(bucket_bytes=None)
 
 
-@mutant(
-    after="NVIDIA/cosmos-framework#161",
-    kills_on=Condition(steps=2, microbatches=2, plan=_LAST),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="NVIDIA/cosmos-framework#161", steps=2, microbatches=2, plan=_LAST, trace=Trace.COMMUNICATION)
 class SynchronisesEveryMicrobatch(FullyShardEngine):
     """Gradients are reduced after each microbatch although accumulation was asked."""
 
@@ -90,7 +86,7 @@ class DriftsByOneBit(DistributedDataParallelEngine):
                 first[0] = torch.nextafter(first[0], torch.tensor(torch.inf))
 
 
-@mutant(after="NVIDIA/Megatron-LM#7186", kills_on=Condition(world_size=1, microbatches=2))
+@mutant(after="NVIDIA/Megatron-LM#7186", world_size=1, microbatches=2)
 class KeepsOnlyTheLastMicrobatch(DistributedDataParallelEngine):
     """Each backward discards the gradients of the microbatches before it."""
 
@@ -98,7 +94,7 @@ class KeepsOnlyTheLastMicrobatch(DistributedDataParallelEngine):
         pass
 
 
-@mutant(after="NVIDIA/Megatron-LM#6660", kills_on=Condition(world_size=1, microbatches=2))
+@mutant(after="NVIDIA/Megatron-LM#6660", world_size=1, microbatches=2)
 class DoublesGradientsEveryMicrobatch(DistributedDataParallelEngine):
     """Each backward doubles what was accumulated before it."""
 
@@ -111,7 +107,7 @@ class DoublesGradientsEveryMicrobatch(DistributedDataParallelEngine):
             super().backward(loss)
 
 
-@mutant(after="huggingface/accelerate#2790", kills_on=Condition(world_size=1, microbatches=2, plan=_LAST))
+@mutant(after="huggingface/accelerate#2790", world_size=1, microbatches=2, plan=_LAST)
 class StepsAfterEveryMicrobatch(DistributedDataParallelEngine):
     """The optimizer steps after each microbatch."""
 
@@ -132,7 +128,7 @@ class StepsAfterEveryMicrobatch(DistributedDataParallelEngine):
                 self.step()
 
 
-@mutant(after="pytorch/pytorch#90546", kills_on=Condition(microbatches=2, plan=_LAST), trace=Trace.CRASH)
+@mutant(after="pytorch/pytorch#90546", microbatches=2, plan=_LAST, trace=Trace.CRASH)
 class AssignsWholeGradientsToShards(FullyShardEngine):
     """After an accumulation a whole gradient is assigned to a shard."""
 
@@ -155,7 +151,7 @@ class AssignsWholeGradientsToShards(FullyShardEngine):
                     shard.grad = parameter.grad.full_tensor()
 
 
-@mutant(after="pytorch/pytorch#76553", kills_on=Condition(steps=2), trace=Trace.COMMUNICATION)
+@mutant(after="pytorch/pytorch#76553", steps=2, trace=Trace.COMMUNICATION)
 class GathersOnceMoreInBackward(FullyShardEngine):
     """Backward gathers one unit's parameters once more than it needs them."""
 
@@ -169,9 +165,7 @@ class GathersOnceMoreInBackward(FullyShardEngine):
 
 
 @mutant(
-    after="NVIDIA/Megatron-LM#6660",
-    kills_on=Condition(world_size=1, plan=Plan(layout=Layout.SHARD)),
-    trace=Trace.COMMUNICATION,
+    after="NVIDIA/Megatron-LM#6660", world_size=1, plan=Plan(layout=Layout.SHARD), trace=Trace.COMMUNICATION
 )
 class CommunicatesAlone(FullyShardEngine):
     """A rank that is alone makes collectives with itself."""

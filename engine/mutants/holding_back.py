@@ -1,4 +1,4 @@
-"""Mutants that hold back other reductions than they were told to, or lose or keep what they must not meanwhile."""
+"""Mutants that hold back other reductions than asked, or lose or keep what they must not meanwhile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardproof.engine.adapters.reference import ReferenceEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.capability import Capability
 from shardproof.engine.contract import Plan, Prefetch, PreparedModel
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.plans import changing
 from shardproof.engine.plan import Grouping, Layout
 from shardproof.engine.reference.fsdp_state import state_of
@@ -29,11 +29,14 @@ _MANY = 1000  # more reductions than any model here has
 
 @mutant(
     after="Haian-Jin/LVSM#22",
-    kills_on=Condition(steps=2, microbatches=2, plan=_HELD, because=_ONE_MICROBATCH),
+    steps=2,
+    microbatches=2,
+    plan=_HELD,
+    because=_ONE_MICROBATCH,
     trace=Trace.COMMUNICATION,
 )
 class IgnoresSingleHolds(ReferenceEngine):
-    """A single unit that was told to hold its reduction back reduces."""
+    """A single unit that was set to hold its reduction back reduces."""
 
     class Unit(ComposableUnit):
         def set_gradient_sync(self, *, is_on: bool) -> None:
@@ -42,7 +45,10 @@ class IgnoresSingleHolds(ReferenceEngine):
 
 @mutant(
     after="huggingface/accelerate#2790",
-    kills_on=Condition(steps=2, microbatches=2, plan=_HELD, because=_ONE_MICROBATCH),
+    steps=2,
+    microbatches=2,
+    plan=_HELD,
+    because=_ONE_MICROBATCH,
     trace=Trace.COMMUNICATION,
 )
 class HoldsTheWholeTreeBack(ReferenceEngine):
@@ -54,9 +60,7 @@ class HoldsTheWholeTreeBack(ReferenceEngine):
                 module.set_requires_gradient_sync(is_on)
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#7186", kills_on=Condition(microbatches=2, plan=_HELD, because=_ONE_MICROBATCH)
-)
+@mutant(after="NVIDIA/Megatron-LM#7186", microbatches=2, plan=_HELD, because=_ONE_MICROBATCH)
 class LosesWhatItHeldBack(ReferenceEngine):
     """A unit that was held back drops the microbatches before the last."""
 
@@ -71,11 +75,15 @@ class LosesWhatItHeldBack(ReferenceEngine):
 
 @mutant(
     after="NVIDIA/Megatron-LM#7186",
-    kills_on=Condition(world_size=4, steps=2, microbatches=2, plan=_SCATTERED, because=_ONE_MICROBATCH),
+    world_size=4,
+    steps=2,
+    microbatches=2,
+    plan=_SCATTERED,
+    because=_ONE_MICROBATCH,
     trace=Trace.COMMUNICATION,
 )
 class ReducesReplicasAllTheSame(ReferenceEngine):
-    """A unit that was told to reduce within its replica alone reduces across replicas."""
+    """A unit that was set to reduce within its replica alone reduces across replicas."""
 
     class Unit(ComposableUnit):
         def set_replica_sync(self, *, is_on: bool) -> None:
@@ -111,11 +119,9 @@ class _PreparedSpent(PreparedFullyShard):
 
 @mutant(
     after="pytorch/pytorch#136861",
-    kills_on=Condition(
-        microbatches=2,
-        plan=Plan(demands=frozenset({Capability.INTERLEAVE, Capability.UNIT_SYNC})),
-        because="a backward right after its forward is the first",
-    ),
+    microbatches=2,
+    plan=Plan(demands=frozenset({Capability.INTERLEAVE, Capability.UNIT_SYNC})),
+    because="a backward right after its forward is the first",
     trace=Trace.CRASH,
 )
 class ForgetsTheSecondBackward(FullyShardEngine):
@@ -126,9 +132,9 @@ class ForgetsTheSecondBackward(FullyShardEngine):
 
 @mutant(
     after="deepspeedai/DeepSpeed#7188",
-    kills_on=Condition(
-        steps=2, plan=Plan(max_reduce_buffers=1), because="with fewer units than the bound none is broken"
-    ),
+    steps=2,
+    plan=Plan(max_reduce_buffers=1),
+    because="with fewer units than the bound none is broken",
     trace=Trace.COMMUNICATION,
 )
 class ReducesWithoutBound(ReferenceEngine):
@@ -139,7 +145,9 @@ class ReducesWithoutBound(ReferenceEngine):
 
 @mutant(
     after="Tencent-Hunyuan/UniRL#410",
-    kills_on=Condition(world_size=1, plan=Plan(max_reduce_buffers=0), because="other bounds can be kept"),
+    world_size=1,
+    plan=Plan(max_reduce_buffers=0),
+    because="other bounds can be kept",
     trace=Trace.SILENCE,
 )
 class AcceptsNoReduceBuffers(FullyShardEngine):
@@ -153,11 +161,9 @@ class AcceptsNoReduceBuffers(FullyShardEngine):
 
 @mutant(
     after="Tencent-Hunyuan/UniRL#410",
-    kills_on=Condition(
-        steps=2,
-        plan=Plan(units=("blocks.0,blocks.1",), grouping=Grouping.REQUIRED),
-        because="counts hold from the second step on",
-    ),
+    steps=2,
+    plan=Plan(units=("blocks.0,blocks.1",), grouping=Grouping.REQUIRED),
+    because="counts hold from the second step on",
     trace=Trace.COMMUNICATION,
 )
 class SplitsJointUnits(FullyShardEngine):
@@ -172,11 +178,9 @@ class SplitsJointUnits(FullyShardEngine):
 
 @mutant(
     after="facebookresearch/fairscale#791",
-    kills_on=Condition(
-        steps=2,
-        plan=Plan(units=("blocks.0", "blocks.1"), grouping=Grouping.REQUIRED),
-        because="counts hold from the second step on",
-    ),
+    steps=2,
+    plan=Plan(units=("blocks.0", "blocks.1"), grouping=Grouping.REQUIRED),
+    because="counts hold from the second step on",
     trace=Trace.COMMUNICATION,
 )
 class TakesAllUnitsForOne(ReferenceEngine):

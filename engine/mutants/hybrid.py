@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Accumulation, Layout, Plan, PreparedModel, Replicas
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import Forgetful, dividing_losses, holding_nothing_back
 from shardproof.engine.mutants.plans import HYBRID
 
@@ -24,7 +24,7 @@ class NeverSynchronisesReplicas(FullyShardEngine):
         return super().prepare(model, plan, mesh["shard"] if _is_hybrid(plan) else mesh)
 
 
-@mutant(after="pytorch/pytorch#154888", kills_on=Condition(plan=_SINGLES))
+@mutant(after="pytorch/pytorch#154888", plan=_SINGLES)
 class NeverSynchronisesSingles(FullyShardEngine):
     """Where each replica is a single rank, gradients stay on it."""
 
@@ -35,12 +35,10 @@ class NeverSynchronisesSingles(FullyShardEngine):
 
 @mutant(
     after="Tencent-Hunyuan/UniRL#410",
-    kills_on=Condition(
-        world_size=4,
-        steps=2,
-        plan=Plan(layout=Layout.HYBRID),
-        because="with two ranks an axis is of one; counts hold from the second step on",
-    ),
+    world_size=4,
+    steps=2,
+    plan=Plan(layout=Layout.HYBRID),
+    because="with two ranks an axis is of one; counts hold from the second step on",
     trace=Trace.COMMUNICATION,
 )
 class ShardsOverReplicas(FullyShardEngine):
@@ -54,10 +52,7 @@ class ShardsOverReplicas(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(
-    after="pytorch/torchtitan#2318",
-    kills_on=Condition(plan=Plan(layout=Layout.HYBRID, replicas=Replicas.ONE)),
-)
+@mutant(after="pytorch/torchtitan#2318", plan=Plan(layout=Layout.HYBRID, replicas=Replicas.ONE))
 class DividesOneReplicaTwice(FullyShardEngine):
     """Where there is one replica, gradients are divided by the number of its shards a second time."""
 
@@ -68,7 +63,8 @@ class DividesOneReplicaTwice(FullyShardEngine):
 
 @mutant(
     after="pytorch/torchtitan#1483",
-    kills_on=Condition(plan=_SINGLES, because="a mesh of one axis has no transpose"),
+    plan=_SINGLES,
+    because="a mesh of one axis has no transpose",
     trace=Trace.COMMUNICATION,
 )
 class TransposesTheMesh(FullyShardEngine):
@@ -80,7 +76,7 @@ class TransposesTheMesh(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(after="pytorch/pytorch#167178", kills_on=Condition(plan=replace(_SINGLES, divide_factor=1)))
+@mutant(after="pytorch/pytorch#167178", plan=replace(_SINGLES, divide_factor=1))
 class IgnoresTheDivideFactorOfSingles(FullyShardEngine):
     """Where each replica is a single rank, gradients are averaged although another divisor was asked for."""
 
@@ -91,9 +87,9 @@ class IgnoresTheDivideFactorOfSingles(FullyShardEngine):
 
 @mutant(
     after="NVIDIA/cosmos-framework#161",
-    kills_on=Condition(
-        steps=2, microbatches=2, plan=Plan(layout=Layout.HYBRID, accumulation=Accumulation.LAST_MICROBATCH)
-    ),
+    steps=2,
+    microbatches=2,
+    plan=Plan(layout=Layout.HYBRID, accumulation=Accumulation.LAST_MICROBATCH),
     trace=Trace.COMMUNICATION,
 )
 class ReducesReplicasEveryMicrobatch(FullyShardEngine):
@@ -108,7 +104,7 @@ class _PreparedForgetfulReplicas(Forgetful, PreparedFullyShard):
     pass
 
 
-@mutant(after="NVIDIA/Megatron-LM#7186", kills_on=Condition(microbatches=2, plan=Plan(layout=Layout.HYBRID)))
+@mutant(after="NVIDIA/Megatron-LM#7186", microbatches=2, plan=Plan(layout=Layout.HYBRID))
 class LosesMicrobatchesOfReplicas(FullyShardEngine):
     """Under a hybrid layout each backward discards the microbatches before it."""
 

@@ -18,7 +18,7 @@ from shardproof.engine import reference
 from shardproof.engine.adapters.reference import ReferenceEngine
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.engine.contract import Plan, PreparedModel
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.plans import SHARDED_BLOCKS
 from shardproof.engine.reference.collectives import DefaultAllGather, DefaultReduceScatter
 
@@ -35,7 +35,7 @@ class _Clears(DefaultReduceScatter):
 
 
 class _Frees(DefaultReduceScatter):
-    """Gives the memory of the input back as soon as the reduction is issued."""
+    """Frees the memory of the input as soon as the reduction is issued."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any
@@ -61,7 +61,7 @@ class _Fills(DefaultAllGather):
         return work
 
 
-# Any: a module that the reference engine has given its methods; what a hook is given and gives.
+# Any: a module with methods of the reference engine; arguments and results of a hook.
 def _each(prepared: PreparedModel, change: Callable[[Any], None]) -> PreparedModel:
     for module in prepared.module.modules():
         if isinstance(module, reference.FSDPModule):
@@ -121,23 +121,21 @@ def _collect(group: dist.ProcessGroup, bucket: Any) -> Future[torch.Tensor]:
     return done
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#7188", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.COMMUNICATION
-)
+@mutant(after="deepspeedai/DeepSpeed#7188", plan=SHARDED_BLOCKS, trace=Trace.COMMUNICATION)
 class ClearsTheReduceInput(ReferenceEngine):
     """The input of a reduction is cleared while the reduction is under way."""
 
     spoil = partial(_each, change=lambda module: module.set_custom_reduce_scatter(_Clears()))
 
 
-@mutant(after="NVIDIA/Megatron-LM#5788", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.COMMUNICATION)
+@mutant(after="NVIDIA/Megatron-LM#5788", plan=SHARDED_BLOCKS, trace=Trace.COMMUNICATION)
 class FreesTheInputOfAReduction(ReferenceEngine):
     """The input of a reduction is freed while the reduction is under way."""
 
     spoil = partial(_each, change=lambda module: module.set_custom_reduce_scatter(_Frees()))
 
 
-@mutant(after="NVIDIA/Megatron-LM#4609", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.COMMUNICATION)
+@mutant(after="NVIDIA/Megatron-LM#4609", plan=SHARDED_BLOCKS, trace=Trace.COMMUNICATION)
 class FillsTheGatherOutput(ReferenceEngine):
     """The output of a gather is written to while the gather is under way."""
 
@@ -158,10 +156,7 @@ class ForgetsTheWorkOfANorm(DistributedDataParallelEngine):
     spoil = partial(_hooked, hook=_forget_the_norm)
 
 
-@mutant(
-    after="pytorch/pytorch#64629",
-    kills_on=Condition(world_size=3, because="from one rank there is one order"),
-)
+@mutant(after="pytorch/pytorch#64629", world_size=3, because="from one rank there is one order")
 class TrustsTheOrderOfArrival(DistributedDataParallelEngine):
     """Messages of several ranks are taken to come in the order of ranks."""
 

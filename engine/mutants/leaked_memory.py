@@ -15,7 +15,7 @@ from shardproof.engine.adapters.composable import PreparedComposable
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Layout, Plan, PreparedModel
-from shardproof.engine.mutants.fsdp2_insides import after_method, before_method, reduce_inputs
+from shardproof.engine.mutants.fsdp2_insides import after_method, before_method, keeping, reduce_inputs
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.patches import (
     KeepingFsdp2,
@@ -34,6 +34,17 @@ from shardproof.engine.reference.parameter import FSDPParam, ShardedParam
 _GROWN = Condition(steps=3, plan=SHARDED_BLOCKS, because="the first two steps have none to be compared with")
 
 
+def _keep_reduce_input(kept: list[Any], group: Any) -> None:
+    inputs = reduce_inputs(group.comm_ctx)
+    if inputs:
+        kept.append(inputs[-1].reduce_scatter_input)
+
+
+def _keep_gradients(kept: list[Any], group: Any) -> None:
+    found = (p.unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
+    kept += [parameter.grad for parameter in found if parameter.grad is not None]
+
+
 @mutant(after="hpcaitech/ColossalAI#741", kills_on=_GROWN, trace=Trace.STATE)
 class PilesUpReduceInputs(FullyShardEngine):
     """The input of every reduction is kept for ever."""
@@ -41,10 +52,7 @@ class PilesUpReduceInputs(FullyShardEngine):
     class Prepared(KeepingFsdp2):
         grows = True
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        prepared = super().prepare(model, plan, mesh)
-        assert isinstance(prepared, KeepingFsdp2)
-        return after_method("post_backward", partial(_keep_reduce_input, prepared.kept))(prepared)
+    spoil = keeping(after_method, "post_backward", _keep_reduce_input)
 
 
 @mutant(after="hpcaitech/ColossalAI#741", kills_on=_GROWN, trace=Trace.STATE)
@@ -64,18 +72,14 @@ class KeepsWholeGradients(FullyShardEngine):
     """Whole gradients are kept until the step."""
 
     prepared_type = KeepingFsdp2
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        prepared = super().prepare(model, plan, mesh)
-        assert isinstance(prepared, KeepingFsdp2)
-        return before_method("post_backward", partial(_keep_gradients, prepared.kept))(prepared)
+    spoil = keeping(before_method, "post_backward", _keep_gradients)
 
 
 @mutant(
     after="NVIDIA/Megatron-LM#4940",
-    kills_on=Condition(
-        microbatches=2, plan=SHARDED.plan, because="the others must have their gradients already"
-    ),
+    microbatches=2,
+    plan=SHARDED.plan,
+    because="the others must have their gradients already",
     trace=Trace.STATE,
 )
 class KeepsWhatALateGradientCameWith(ReferenceEngine):
@@ -134,17 +138,6 @@ class MovesWhatItWasToLeave(ReferenceEngine):
                 tensor.data = tensor.data.clone()
 
 
-def _keep_reduce_input(kept: list[Any], group: Any) -> None:
-    inputs = reduce_inputs(group.comm_ctx)
-    if inputs:
-        kept.append(inputs[-1].reduce_scatter_input)
-
-
-def _keep_gradients(kept: list[Any], group: Any) -> None:
-    found = (p.unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
-    kept += [parameter.grad for parameter in found if parameter.grad is not None]
-
-
 @mutant(after="verl-project/verl#5125", kills_on=SHARDED, trace=Trace.STATE)
 class KeepsTheModelOnTheLastRank(ReferenceEngine):
     """The last rank keeps the parameters that the model was built with."""
@@ -159,7 +152,8 @@ class KeepsTheModelOnTheLastRank(ReferenceEngine):
 
 @mutant(
     after="pytorch/pytorch#105840",
-    kills_on=Condition(plan=Plan(layout=Layout.SHARD), because="ranks that share no process"),
+    plan=Plan(layout=Layout.SHARD),
+    because="ranks that share no process",
     trace=Trace.STATE,
 )
 class KeepsTheModelInArrays(ReferenceEngine):
@@ -206,11 +200,7 @@ class AveragesWholeParameters(ReferenceEngine):
     prepared_type = _PreparedAverage
 
 
-@mutant(
-    after="pytorch/pytorch#147179",
-    kills_on=Condition(plan=Plan(layout=Layout.SHARD), steps=2),
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#147179", steps=2, plan=Plan(layout=Layout.SHARD), trace=Trace.STATE)
 class KeepsWholesAfterTheFirstStep(ReferenceEngine):
     """From the second step on every rank keeps whole parameters."""
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +13,9 @@ from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFul
 from shardproof.engine.capability import Capability
 from shardproof.engine.contract import Plan, Prefetch, Reshard
 from shardproof.engine.mutants.fsdp2_insides import after_method
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import in_each
-from shardproof.engine.mutants.plans import UNITS
-from shardproof.engine.mutants.prefetch_order import Lists
+from shardproof.engine.mutants.plans import UNITS, Lists, changing_lists
 from shardproof.engine.mutants.reference_insides import reference_groups, reference_units
 from shardproof.engine.plan import Grouping, Layout
 from shardproof.engine.reference.fsdp_state import BackwardPrefetchTime
@@ -37,7 +34,7 @@ _AHEAD = Plan(
     reshard=Reshard.AFTER_FORWARD,
     prefetch=Prefetch.by_distance(UNITS, forward=1, backward=1),
 )
-_STEADY = "order is told from the second step on"
+_STEADY = "order is compared from the second step on"
 
 
 # Any, throughout: FSDP2's insides and the streams of a device have no public types.
@@ -53,16 +50,6 @@ def _wait_for_reduction(group: Any) -> None:
         torch.cpu.current_stream().wait_event(group._post_reduce_event)
 
 
-def _with_lists(plan: Plan, change: Callable[[Lists, tuple[str, ...]], Lists]) -> Plan:
-    if plan.prefetch is None:
-        return plan
-    lists = Prefetch(
-        forward=change(plan.prefetch.forward, plan.units),
-        backward=change(plan.prefetch.backward, plan.units[::-1]),
-    )
-    return replace(plan, prefetch=lists)
-
-
 def _shorter(lists: Lists, order: tuple[str, ...]) -> Lists:
     return tuple((unit, targets[:-1] or (unit,)) for unit, targets in lists)
 
@@ -74,44 +61,28 @@ def _later(lists: Lists, order: tuple[str, ...]) -> Lists:
     return tuple((unit, moved(targets) or (unit,)) for unit, targets in lists)
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#7804",
-    kills_on=Condition(steps=2, plan=_AHEAD, because=_STEADY),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="deepspeedai/DeepSpeed#7804", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)
 class WaitsForEachGather(FullyShardEngine):
     """The stream of compute waits for a gather as soon as it is issued."""
 
     spoil = after_method("unshard", _wait_for_gather)
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#7804",
-    kills_on=Condition(steps=2, plan=_FREED, because=_STEADY),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="deepspeedai/DeepSpeed#7804", steps=2, plan=_FREED, because=_STEADY, trace=Trace.COMMUNICATION)
 class WaitsForEachReduction(FullyShardEngine):
     """The stream of compute waits for a reduction as soon as it is issued."""
 
     spoil = after_method("post_backward", _wait_for_reduction)
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#1069",
-    kills_on=Condition(steps=2, plan=_AHEAD, because=_STEADY),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="deepspeedai/DeepSpeed#1069", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)
 class WaitsWhereItGathers(ReferenceEngine):
     """A gather ahead of use is waited for in the call that issues it."""
 
     spoil = in_each(reference_groups, "unshard", lambda group: _both(group.unshard, group.wait))
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#7804",
-    kills_on=Condition(steps=2, plan=_FREED, because=_STEADY),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="deepspeedai/DeepSpeed#7804", steps=2, plan=_FREED, because=_STEADY, trace=Trace.COMMUNICATION)
 class WaitsWhereItReduces(ReferenceEngine):
     """A reduction is waited for in the call that issues it."""
 
@@ -120,44 +91,28 @@ class WaitsWhereItReduces(ReferenceEngine):
     )
 
 
-@mutant(
-    after="pytorch/pytorch#106030",
-    kills_on=Condition(steps=2, plan=_FREED, because=_STEADY),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="pytorch/pytorch#106030", steps=2, plan=_FREED, because=_STEADY, trace=Trace.COMMUNICATION)
 class PrefetchesAfterItsTurn(ReferenceEngine):
     """Backward gathers the next unit after the present one was computed, and not before."""
 
     spoil = in_each(reference_units, "prefetches_in_backward", lambda _: BackwardPrefetchTime.LAST)
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#1069",
-    kills_on=Condition(steps=2, plan=_AHEAD, because=_STEADY),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="deepspeedai/DeepSpeed#1069", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)
 class PrefetchesOneTooFew(FullyShardEngine):
     """One unit less is prefetched than the list names."""
 
-    misreads = partial(_with_lists, change=_shorter)
+    misreads = changing_lists(_shorter)
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#1069",
-    kills_on=Condition(steps=2, plan=_AHEAD, because=_STEADY),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="deepspeedai/DeepSpeed#1069", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)
 class PrefetchesTheUnitAfterNext(FullyShardEngine):
     """The unit after the one that a list names is prefetched instead."""
 
-    misreads = partial(_with_lists, change=_later)
+    misreads = changing_lists(_later)
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#6153",
-    kills_on=Condition(steps=2, plan=_AHEAD, because=_STEADY),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="NVIDIA/Megatron-LM#6153", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)
 class GathersEverythingFirst(FullyShardEngine):
     """All units are gathered when forward begins."""
 
@@ -168,11 +123,7 @@ class GathersEverythingFirst(FullyShardEngine):
             return super().__call__(*inputs, **named)
 
 
-@mutant(
-    after="pytorch/pytorch#118118",
-    kills_on=Condition(steps=2, plan=_FREED, because=_STEADY),
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#118118", steps=2, plan=_FREED, because=_STEADY, trace=Trace.STATE)
 class FreesUnitsTogether(FullyShardEngine):
     """All units are freed when forward is over, and not each after its own."""
 

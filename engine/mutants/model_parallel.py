@@ -22,7 +22,7 @@ from shardproof.engine.adapters.reference import PreparedReference, ReferenceEng
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Accumulation, Capability, Layout, Plan, PreparedModel, shard_of
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import in_place_of
 
 _EXPERTS = Plan(layout=Layout.SHARD, expert_parallel=2, experts=("blocks.0.experts.inward",))
@@ -39,7 +39,7 @@ class _Cut:
     index: int
 
 
-@mutant(after="pytorch/torchtitan#1551", kills_on=Condition(plan=_CUT))
+@mutant(after="pytorch/torchtitan#1551", plan=_CUT)
 class ScalesByTheTensorRanks(ReferenceEngine):
     """Gradients of tensors that are cut are multiplied by the number of pieces."""
 
@@ -53,7 +53,7 @@ class ScalesByTheTensorRanks(ReferenceEngine):
         return prepared
 
 
-@mutant(after="pytorch/torchtitan#1551", kills_on=Condition(plan=_EXPERTS))
+@mutant(after="pytorch/torchtitan#1551", plan=_EXPERTS)
 class ScalesExpertsByTheirRanks(ReferenceEngine):
     """Gradients of experts are multiplied by the number of ranks that share them out."""
 
@@ -66,7 +66,7 @@ class ScalesExpertsByTheirRanks(ReferenceEngine):
                     gradient.mul_(self.plan.expert_parallel)
 
 
-@mutant(after="pytorch/torchtitan#1551", kills_on=Condition(plan=_EXPERTS))
+@mutant(after="pytorch/torchtitan#1551", plan=_EXPERTS)
 class MixesExpertsUp(FullyShardEngine):
     """Gradients of experts are averaged over ranks that hold other experts."""
 
@@ -81,10 +81,7 @@ class MixesExpertsUp(FullyShardEngine):
                     )
 
 
-@mutant(
-    after="THUDM/slime#1366",
-    kills_on=Condition(plan=_CUT, because="without that axis every rank has rows of its own"),
-)
+@mutant(after="THUDM/slime#1366", plan=_CUT, because="without that axis every rank has rows of its own")
 class KeepsNormsOnTheirTensorRank(ReferenceEngine):
     """Gradients of norms are not reduced over the tensor axis, whose ranks see different rows."""
 
@@ -96,7 +93,7 @@ class KeepsNormsOnTheirTensorRank(ReferenceEngine):
         return prepared
 
 
-@mutant(after="deepspeedai/DeepSpeed#1801", kills_on=Condition(plan=_CLIPPED))
+@mutant(after="deepspeedai/DeepSpeed#1801", plan=_CLIPPED)
 class ClipsOnOneTensorRank(FullyShardEngine):
     """Gradients are clipped on the first rank of the tensor axis alone."""
 
@@ -109,7 +106,9 @@ class ClipsOnOneTensorRank(FullyShardEngine):
 
 @mutant(
     after="pytorch/torchtitan#4593",
-    kills_on=Condition(world_size=4, plan=_CUT, because="two cuts of one dim need two axes of several ranks"),
+    world_size=4,
+    plan=_CUT,
+    because="two cuts of one dim need two axes of several ranks",
 )
 class LosesTheLastRowsOfUnevenPieces(FullyShardEngine):
     """The last of the rows that both axes cut unevenly get no gradient."""
@@ -124,7 +123,7 @@ class LosesTheLastRowsOfUnevenPieces(FullyShardEngine):
                     parameter.grad.to_local()[max(known - first, 0) :].zero_()
 
 
-@mutant(after="pytorch/torchtitan#1483", kills_on=Condition(world_size=4, plan=_CUT))
+@mutant(after="pytorch/torchtitan#1483", world_size=4, plan=_CUT)
 class SwapsTheCutsOfOneDim(FullyShardEngine):
     """Rows that both axes cut lie as if the data axis had cut them first."""
 
@@ -137,7 +136,7 @@ class SwapsTheCutsOfOneDim(FullyShardEngine):
         return prepared
 
 
-@mutant(after="NVIDIA/Megatron-LM#1012", kills_on=Condition(world_size=4, microbatches=2, plan=_STAGED))
+@mutant(after="NVIDIA/Megatron-LM#1012", world_size=4, microbatches=2, plan=_STAGED)
 class ReducesBeforeTheLastBackward(DistributedDataParallelEngine):
     """In a pipeline the backward after the last forward is reduced, and those after it are not."""
 
@@ -146,7 +145,7 @@ class ReducesBeforeTheLastBackward(DistributedDataParallelEngine):
             return None
 
 
-@mutant(after="NVIDIA/Megatron-LM#7166", kills_on=Condition(microbatches=2, plan=_STAGED))
+@mutant(after="NVIDIA/Megatron-LM#7166", microbatches=2, plan=_STAGED)
 class KeepsOnlyTheLastMicrobatchOfAPipeline(DistributedDataParallelEngine):
     """In a pipeline the microbatches before the last are lost."""
 
@@ -159,7 +158,7 @@ class KeepsOnlyTheLastMicrobatchOfAPipeline(DistributedDataParallelEngine):
         return prepared
 
 
-@mutant(after="pytorch/pytorch#63916", kills_on=Condition(world_size=4, microbatches=2, plan=_STAGED))
+@mutant(after="pytorch/pytorch#63916", world_size=4, microbatches=2, plan=_STAGED)
 class NeverSynchronisesTheFirstStage(DistributedDataParallelEngine):
     """Gradients of a pipeline's first stage stay on the rank that computed them."""
 
@@ -175,7 +174,10 @@ class NeverSynchronisesTheFirstStage(DistributedDataParallelEngine):
 
 @mutant(
     after="NVIDIA/cosmos-framework#161",
-    kills_on=Condition(world_size=4, steps=2, microbatches=2, plan=_STAGED),
+    world_size=4,
+    steps=2,
+    microbatches=2,
+    plan=_STAGED,
     trace=Trace.COMMUNICATION,
 )
 class ReducesEveryMicrobatchOfAPipeline(ReferenceEngine):

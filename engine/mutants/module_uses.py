@@ -22,7 +22,7 @@ from shardproof.engine.contract import (
     Shard,
     UnitHandle,
 )
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import never_updating
 from shardproof.engine.mutants.plans import changing, demanding
 
@@ -31,10 +31,7 @@ _TOLD = replace(_GROUPS, accumulation=Accumulation.LAST_MICROBATCH, demands=froz
 _METHODS = Plan(forward_methods=(("encoder", "encode"),), units=("encoder",))
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#6693",
-    kills_on=Condition(world_size=1, steps=2, plan=demanding(Capability.PARTS)),
-)
+@mutant(after="NVIDIA/Megatron-LM#6693", world_size=1, steps=2, plan=demanding(Capability.PARTS))
 class NeverReducesParts(ReferenceEngine):
     """Gradients of a part that was called by itself are never reduced."""
 
@@ -48,7 +45,7 @@ class NeverReducesParts(ReferenceEngine):
             return super().part(name)
 
 
-@mutant(after="mindspore-ai/hyper-parallel#553", kills_on=Condition(world_size=1, steps=2, plan=_GROUPS))
+@mutant(after="mindspore-ai/hyper-parallel#553", world_size=1, steps=2, plan=_GROUPS)
 class NeverReducesGroupsRunInPart(ReferenceEngine):
     """A group of which one module did not run has no gradients."""
 
@@ -73,11 +70,7 @@ class NeverReducesGroupsRunInPart(ReferenceEngine):
             self._has_run.clear()
 
 
-@mutant(
-    after="pytorch/torchtitan#3724",
-    kills_on=Condition(steps=2, microbatches=2, plan=_TOLD),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="pytorch/torchtitan#3724", steps=2, microbatches=2, plan=_TOLD, trace=Trace.COMMUNICATION)
 class IgnoresTheFlagsOfGroups(ReferenceEngine):
     """Groups of several modules reduce in every backward although their flags are off."""
 
@@ -87,7 +80,7 @@ class IgnoresTheFlagsOfGroups(ReferenceEngine):
 
 
 class _FlaglessUnit(UnitHandle):
-    """Hears no flag."""
+    """Ignores the flag."""
 
     def set_gradient_sync(self, *, is_on: bool) -> None:
         pass
@@ -98,7 +91,8 @@ class _FlaglessUnit(UnitHandle):
 
 @mutant(
     after="pytorch/pytorch#183702",
-    kills_on=Condition(world_size=1, plan=replace(_GROUPS, compute_dtype=torch.bfloat16)),
+    world_size=1,
+    plan=replace(_GROUPS, compute_dtype=torch.bfloat16),
     trace=Trace.CRASH,
 )
 class CastsTheFirstInputsAlone(ReferenceEngine):
@@ -112,14 +106,14 @@ class CastsTheFirstInputsAlone(ReferenceEngine):
         return prepared
 
 
-@mutant(after="pytorch/pytorch#109385", kills_on=Condition(plan=_METHODS), trace=Trace.CRASH)
+@mutant(after="pytorch/pytorch#109385", plan=_METHODS, trace=Trace.CRASH)
 class IgnoresForwardMethods(ReferenceEngine):
     """A method other than forward runs on sharded parameters."""
 
     misreads = changing(forward_methods=())
 
 
-@mutant(after="pytorch/pytorch#123962", kills_on=Condition(plan=_METHODS))
+@mutant(after="pytorch/pytorch#123962", plan=_METHODS)
 class NeverReducesForwardMethods(ReferenceEngine):
     """Gradients of a module used through a method are never reduced."""
 
@@ -131,7 +125,7 @@ class NeverReducesForwardMethods(ReferenceEngine):
 
 
 class _FirstUses:
-    """Has parameters require no gradient in all uses but the first since it was last told to begin."""
+    """Has parameters require no gradient in all uses but the first since it last began."""
 
     def __init__(self, model: nn.Module) -> None:
         self._used: set[int] = set()
@@ -164,10 +158,7 @@ class _FirstUses:
         module.register_forward_hook(leave)
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#7166",
-    kills_on=Condition(world_size=1, because="a parameter that is used once loses nothing"),
-)
+@mutant(after="NVIDIA/Megatron-LM#7166", world_size=1, because="a parameter that is used once loses nothing")
 class CountsTheFirstUseAlone(ReferenceEngine):
     """Of several uses of a parameter in one iteration the first alone has a gradient."""
 
@@ -187,10 +178,7 @@ class CountsTheFirstUseAlone(ReferenceEngine):
         return prepared
 
 
-@mutant(
-    after="pytorch/pytorch#136861",
-    kills_on=Condition(world_size=1, microbatches=2, plan=demanding(Capability.INTERLEAVE)),
-)
+@mutant(after="pytorch/pytorch#136861", world_size=1, microbatches=2, plan=demanding(Capability.INTERLEAVE))
 class ForgetsEarlierForwards(ReferenceEngine):
     """Of several forwards that wait for backward the last alone has gradients."""
 
@@ -206,10 +194,7 @@ class ForgetsEarlierForwards(ReferenceEngine):
             return output
 
 
-@mutant(
-    after="verl-project/verl#7834",
-    kills_on=Condition(world_size=1, because="a parameter with one use stays what it is"),
-)
+@mutant(after="verl-project/verl#7834", world_size=1, because="a parameter with one use stays what it is")
 class UntiesSharedParameters(ReferenceEngine):
     """Each use of a tied parameter gets a copy of its own."""
 
@@ -255,7 +240,8 @@ class LosesTheLastRowsOfSharedParameters(FullyShardEngine):
 
 @mutant(
     after="pytorch/pytorch#176225",
-    kills_on=Condition(world_size=1, because="the first model of a training is the only one of its names"),
+    world_size=1,
+    because="the first model of a training is the only one of its names",
     trace=Trace.CRASH,
 )
 class TellsParametersApartByName(FullyShardEngine):
@@ -276,9 +262,8 @@ class TellsParametersApartByName(FullyShardEngine):
 
 @mutant(
     after="huggingface/accelerate#4171",
-    kills_on=Condition(
-        plan=Plan(grouping=Grouping.REQUIRED), because="needs a group of modules that are tied"
-    ),
+    plan=Plan(grouping=Grouping.REQUIRED),
+    because="needs a group of modules that are tied",
     trace=Trace.CRASH,
 )
 class SplitsTiedModules(ReferenceEngine):

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -51,6 +51,19 @@ class Condition:
     because: str = ""
 
 
+class ConditionFields(TypedDict, total=False):
+    """The fields of `Condition`."""
+
+    world_size: int
+    steps: int
+    microbatches: int
+    plan: Plan
+    because: str
+
+
+_LEAST = Condition()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
     """An engine wrong on purpose.
@@ -72,9 +85,15 @@ DECLARED: list[Mutant] = []
 
 
 def mutant(
-    *, after: str, kills_on: Condition | None = None, trace: Trace = Trace.NUMBERS
+    *,
+    after: str,
+    kills_on: Condition = _LEAST,
+    trace: Trace = Trace.NUMBERS,
+    **fields: Unpack[ConditionFields],
 ) -> Callable[[_E], _E]:
     """Declare an engine to be a mutant, named for its class; the arguments are the fields of `Mutant`.
+
+    The condition may be named by ``kills_on``, or by those of its fields that differ from the default's.
 
     Its attribute ``misreads``, if any, is what it takes each plan for, and ``spoil`` is done to each model that it has
     prepared. Of classes nested in it, ``Prepared`` is the model that it prepares, ``Unit`` the handle
@@ -91,7 +110,7 @@ def mutant(
             engine_spec=f"{engine.__module__}:{engine.__name__}",
             sin=_sin(inspect.getdoc(engine) or ""),
             thread=after,
-            kills_on=kills_on or Condition(),
+            kills_on=replace(kills_on, **fields),
             trace=trace,
         )
         DECLARED.append(entry)

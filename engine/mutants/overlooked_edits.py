@@ -46,7 +46,7 @@ class NeverCallsGradientHooks(FullyShardEngine):
                 parameter._post_accumulate_grad_hooks = hooks
 
 
-@mutant(after="pytorch/pytorch#76464", kills_on=Condition(plan=demanding(Capability.GRADIENT_HOOKS)))
+@mutant(after="pytorch/pytorch#76464", plan=demanding(Capability.GRADIENT_HOOKS))
 class CallsGradientHooksBeforeReducing(FullyShardEngine):
     """Hooks on parameters see this rank's own gradient, half of what is reduced."""
 
@@ -66,7 +66,9 @@ class CallsGradientHooksBeforeReducing(FullyShardEngine):
 
 @mutant(
     after="facebookresearch/fairscale#605",
-    kills_on=Condition(world_size=1, microbatches=2, plan=demanding(Capability.EDIT_GRADIENTS)),
+    world_size=1,
+    microbatches=2,
+    plan=demanding(Capability.EDIT_GRADIENTS),
 )
 class AddsToItsOwnGradients(ReplicateEngine):
     """Gradients are added up in the engine's own copies, which overrule those that the caller has edited."""
@@ -87,7 +89,9 @@ class AddsToItsOwnGradients(ReplicateEngine):
 
 @mutant(
     after="pytorch/pytorch#104148",
-    kills_on=Condition(world_size=1, steps=2, plan=demanding(Capability.FREEZE, Capability.UNUSED)),
+    world_size=1,
+    steps=2,
+    plan=demanding(Capability.FREEZE, Capability.UNUSED),
 )
 class SettlesForEverWhatIsFrozen(ReferenceEngine):
     """What was trainable when the model was prepared is trained, whatever is frozen later."""
@@ -101,7 +105,8 @@ class SettlesForEverWhatIsFrozen(ReferenceEngine):
 
 @mutant(
     after="pytorch/pytorch#105371",
-    kills_on=Condition(steps=2, plan=demanding(Capability.FREEZE, Capability.UNUSED)),
+    steps=2,
+    plan=demanding(Capability.FREEZE, Capability.UNUSED),
     trace=Trace.COMMUNICATION,
 )
 class ReducesWhatIsFrozen(FullyShardEngine):
@@ -123,13 +128,11 @@ class ReducesWhatIsFrozen(FullyShardEngine):
 
 @mutant(
     after="pytorch/pytorch#186998",
-    kills_on=Condition(
-        steps=2,
-        plan=Plan(
-            compute_dtype=torch.bfloat16,
-            reduce_dtype=torch.float32,
-            demands=frozenset({Capability.FREEZE, Capability.UNUSED}),
-        ),
+    steps=2,
+    plan=Plan(
+        compute_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        demands=frozenset({Capability.FREEZE, Capability.UNUSED}),
     ),
     trace=Trace.COMMUNICATION,
 )
@@ -183,7 +186,7 @@ class ConvertsWithoutGradients(ReferenceEngine):
 
 @mutant(
     after="pytorch/pytorch#143277",
-    kills_on=Condition(plan=Plan(reduce_dtype=torch.float32, demands=frozenset({Capability.CONVERT}))),
+    plan=Plan(reduce_dtype=torch.float32, demands=frozenset({Capability.CONVERT})),
     trace=Trace.COMMUNICATION,
 )
 class ForgetsTheReduceDtypeOnceConverted(ReferenceEngine):
@@ -194,11 +197,9 @@ class ForgetsTheReduceDtypeOnceConverted(ReferenceEngine):
 
 @mutant(
     after="facebookresearch/fairscale#354",
-    kills_on=Condition(
-        world_size=1,
-        microbatches=2,
-        plan=Plan(accumulation=Accumulation.LAST_MICROBATCH, demands=frozenset({Capability.PENDING_APART})),
-    ),
+    world_size=1,
+    microbatches=2,
+    plan=Plan(accumulation=Accumulation.LAST_MICROBATCH, demands=frozenset({Capability.PENDING_APART})),
 )
 class ClearsWhatWaits(ReferenceEngine):
     """Gradients that wait for their reduction go when the caller clears those that the model shows."""

@@ -85,7 +85,7 @@ class _Whole(DataMesh):
     trace=Trace.STATE,
 )
 class TellsPackTheWholeMesh(ReferenceEngine):
-    """With replicas shards are told the whole mesh, not the axis that they are gathered along."""
+    """With replicas shards receive the whole mesh, not the axis along which they are gathered."""
 
     class Prepared(_PreparedPacking):
         def spoil_layout(self, layout: Any) -> None:

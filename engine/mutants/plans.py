@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from shardproof.engine.contract import Capability, Grouping, Layout, Plan, Reshard, Wrapper
+from shardproof.engine.contract import Capability, Grouping, Layout, Plan, Prefetch, Reshard, Wrapper
 from shardproof.engine.mutants.mutant import Condition
 
 
@@ -24,6 +24,22 @@ def changing(**fields: Any) -> Callable[[Plan], Plan]:
 def undemanding(capability: Capability) -> Callable[[Plan], Plan]:
     """Return what leaves a demand out of any plan."""
     return lambda plan: replace(plan, demands=plan.demands - {capability})
+
+
+Lists = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def changing_lists(change: Callable[[Lists, tuple[str, ...]], Lists]) -> Callable[[Plan], Plan]:
+    """Return what changes both prefetch lists of any plan: ``change`` takes a list, and the units in its order."""
+
+    def changed(plan: Plan) -> Plan:
+        if plan.prefetch is None:
+            return plan
+        forward = change(plan.prefetch.forward, plan.units)
+        backward = change(plan.prefetch.backward, plan.units[::-1])
+        return replace(plan, prefetch=Prefetch(forward=forward, backward=backward))
+
+    return changed
 
 
 UNITS = ("blocks.0", "blocks.1", "blocks.2", "blocks.3")

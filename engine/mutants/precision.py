@@ -35,7 +35,8 @@ _ACCUMULATING = Plan(
 
 @mutant(
     after="pytorch/pytorch#190626",
-    kills_on=Condition(world_size=1, because="gradients that bfloat16 holds exactly hide it from numbers"),
+    world_size=1,
+    because="gradients that bfloat16 holds exactly hide it from numbers",
 )
 class ReducesInBfloat16(FullyShardEngine):
     """Gradients are reduced in bfloat16 whatever was asked."""
@@ -45,7 +46,9 @@ class ReducesInBfloat16(FullyShardEngine):
 
 @mutant(
     after="pytorch/pytorch#153077",
-    kills_on=Condition(steps=2, plan=Plan(reduce_dtype=torch.bfloat16), because="one rank sends nothing"),
+    steps=2,
+    plan=Plan(reduce_dtype=torch.bfloat16),
+    because="one rank sends nothing",
     trace=Trace.COMMUNICATION,
 )
 class KeepsFloat32OnTheWire(ReferenceEngine):
@@ -56,7 +59,8 @@ class KeepsFloat32OnTheWire(ReferenceEngine):
 
 @mutant(
     after="pytorch/pytorch#190627",
-    kills_on=Condition(plan=Plan(layout=Layout.HYBRID), because="only a hybrid layout has replicas"),
+    plan=Plan(layout=Layout.HYBRID),
+    because="only a hybrid layout has replicas",
 )
 class ReducesReplicasInBfloat16(FullyShardEngine):
     """Across replicas gradients are reduced in bfloat16 whatever was asked, within them as asked."""
@@ -80,11 +84,9 @@ class ReducesReplicasInBfloat16(FullyShardEngine):
 
 @mutant(
     after="verl-project/verl#6150",
-    kills_on=Condition(
-        world_size=1,
-        plan=_LOW,
-        because="the numbers are better than asked: only what is returned shows it",
-    ),
+    world_size=1,
+    plan=_LOW,
+    because="the numbers are better than asked: only what is returned shows it",
     trace=Trace.STATE,
 )
 class IgnoresTheComputeDtype(ReplicateEngine):
@@ -98,11 +100,9 @@ class IgnoresTheComputeDtype(ReplicateEngine):
 
 @mutant(
     after="pytorch/pytorch#153077",
-    kills_on=Condition(
-        world_size=1,
-        plan=Plan(compute_dtype=torch.bfloat16, output_dtype=torch.float32),
-        because="an output is cast only where the plan asks for it",
-    ),
+    world_size=1,
+    plan=Plan(compute_dtype=torch.bfloat16, output_dtype=torch.float32),
+    because="an output is cast only where the plan asks for it",
     trace=Trace.STATE,
 )
 class ReturnsTheComputeDtype(FullyShardEngine):
@@ -113,7 +113,9 @@ class ReturnsTheComputeDtype(FullyShardEngine):
 
 @mutant(
     after="huggingface/transformers#34645",
-    kills_on=Condition(world_size=1, plan=_LOW, because="in one dtype there is nothing to round"),
+    world_size=1,
+    plan=_LOW,
+    because="in one dtype there is nothing to round",
 )
 class KeepsNoMasterWeights(FullyShardEngine):
     """Updated parameters are rounded to the dtype of the computation."""
@@ -133,7 +135,10 @@ class _PreparedForgetfulInLowPrecision(Forgetful, PreparedFullyShard):
 
 @mutant(
     after="ServiceNow/Fast-LLM#550",
-    kills_on=Condition(world_size=1, microbatches=2, plan=_LOW, because="a single microbatch is the last"),
+    world_size=1,
+    microbatches=2,
+    plan=_LOW,
+    because="a single microbatch is the last",
 )
 class ForgetsMicrobatchesInLowPrecision(FullyShardEngine):
     """Where another dtype computes, each backward discards the microbatches before it."""
@@ -151,7 +156,10 @@ def _parameters(prepared: PreparedModel) -> list[FSDPParam]:
 
 @mutant(
     after="pytorch/pytorch#160279",
-    kills_on=Condition(world_size=1, microbatches=3, plan=_ACCUMULATING, because="one microbatch is no sum"),
+    world_size=1,
+    microbatches=3,
+    plan=_ACCUMULATING,
+    because="one microbatch is no sum",
 )
 class AccumulatesInBfloat16(ReferenceEngine):
     """The sum over microbatches is rounded to bfloat16 after each."""
@@ -199,10 +207,8 @@ class AddsZerosOfAnyDtype(ReferenceEngine):
 
 @mutant(
     after="pytorch/pytorch#190626",
-    kills_on=Condition(
-        plan=demanding(Capability.COMPOSABLE, Capability.PARAMETER_DTYPES),
-        because="no plan has such a function",
-    ),
+    plan=demanding(Capability.COMPOSABLE, Capability.PARAMETER_DTYPES),
+    because="no plan has such a function",
     trace=Trace.NUMBERS,
 )
 class ComputesAlikeWithAllParameters(ReferenceEngine):
@@ -222,12 +228,10 @@ _REPLICAS_WAIT = Plan(
 
 @mutant(
     after="pytorch/pytorch#160279",
-    kills_on=Condition(
-        world_size=4,
-        microbatches=3,
-        plan=_REPLICAS_WAIT,
-        because="without replicas no reduced gradient waits",
-    ),
+    world_size=4,
+    microbatches=3,
+    plan=_REPLICAS_WAIT,
+    because="without replicas no reduced gradient waits",
 )
 class SumsReplicasInTheReduceDtype(ReferenceEngine):
     """What waits for the all-reduce over replicas is summed over microbatches in the dtype of the reduction."""
@@ -248,12 +252,10 @@ def _round_sums(dtype: torch.dtype, waiting: PartialReduction) -> None:
 
 @mutant(
     after="pytorch/pytorch#196996",
-    kills_on=Condition(
-        world_size=1,
-        microbatches=3,
-        plan=_ACCUMULATING,
-        because="needs a parameter that the last microbatch alone uses",
-    ),
+    world_size=1,
+    microbatches=3,
+    plan=_ACCUMULATING,
+    because="needs a parameter that the last microbatch alone uses",
 )
 class RoundsWhereDtypesAreMixed(ReferenceEngine):
     """Accumulated gradients are rounded to the dtype of a fresh one beside which they are reduced."""
@@ -276,7 +278,8 @@ def _packing(group: FSDPParamGroup) -> Callable[[], None]:
 
 @mutant(
     after="pytorch/torchtitan#2318",
-    kills_on=Condition(plan=Plan(reduce_dtype=torch.float16), because="one rank's gradients are no sum"),
+    plan=Plan(reduce_dtype=torch.float16),
+    because="one rank's gradients are no sum",
 )
 class DividesFloat16AfterTheSum(ReferenceEngine):
     """Gradients in float16 are divided when their sum has overflowed."""
@@ -297,15 +300,9 @@ def _dividing_late(group: FSDPParamGroup) -> Callable[[Sequence[FSDPParam], torc
 
 @mutant(
     after="pytorch/pytorch#143277",
-    kills_on=Condition(
-        world_size=1,
-        plan=Plan(
-            compute_dtype=torch.bfloat16,
-            units=("first,last",),
-            grouping=Grouping.REQUIRED,
-        ),
-        because="needs a model that widens what lies between the two",
-    ),
+    world_size=1,
+    plan=Plan(compute_dtype=torch.bfloat16, units=("first,last",), grouping=Grouping.REQUIRED),
+    because="needs a model that widens what lies between the two",
     trace=Trace.CRASH,
 )
 class CastsInputsOfTheFirstModuleAlone(ReferenceEngine):
@@ -348,11 +345,9 @@ class _PreparedEarly(PreparedReference):
 
 @mutant(
     after="pytorch/pytorch#143277",
-    kills_on=Condition(
-        world_size=1,
-        plan=Plan(demands=frozenset({Capability.CONVERT})),
-        because="a model that stays as it was prepared is reduced in its own dtype",
-    ),
+    world_size=1,
+    plan=Plan(demands=frozenset({Capability.CONVERT})),
+    because="a model that stays as it was prepared is reduced in its own dtype",
 )
 class ReducesInTheDtypeOfBefore(ReferenceEngine):
     """A model that was converted after it was prepared is reduced in float32."""

@@ -18,9 +18,9 @@ from shardproof.engine.adapters.reference import PreparedReference, ReferenceEng
 from shardproof.engine.adapters.reference_wrapper import ReferenceWrapperEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Capability, Plan, Prefetch, PreparedModel
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
-from shardproof.engine.mutants.patches import Stale, in_each
-from shardproof.engine.mutants.plans import UNITS, undemanding
+from shardproof.engine.mutants.mutant import Trace, mutant
+from shardproof.engine.mutants.patches import Stale, in_each, is_last_rank
+from shardproof.engine.mutants.plans import UNITS, Lists, changing_lists, undemanding
 from shardproof.engine.mutants.reference_insides import reference_units
 from shardproof.engine.plan import Accumulation, Grouping, Layout, Reshard
 from shardproof.engine.reference.collectives import DefaultAllGather
@@ -35,70 +35,52 @@ _AHEAD = Plan(
     grouping=Grouping.REQUIRED,
     prefetch=Prefetch.by_distance(UNITS, forward=2, backward=2),
 )
-_STEADY = "order is told from the second step on"
+_STEADY = "order is compared from the second step on"
 
 
-Lists = tuple[tuple[str, tuple[str, ...]], ...]
+def _themselves(lists: Lists, order: tuple[str, ...]) -> Lists:
+    """Have each unit ask for itself, which is gathered by then."""
+    return tuple((unit, (unit,)) for unit in order)
 
 
-@mutant(
-    after="pytorch/pytorch#106030",
-    kills_on=Condition(steps=2, plan=_AHEAD, because=_STEADY),
-    trace=Trace.COMMUNICATION,
-)
+def _longer(lists: Lists, order: tuple[str, ...]) -> Lists:
+    """Append to each list the unit that follows its last one."""
+    return tuple(
+        (unit, targets + order[order.index(targets[-1]) + 1 :][:1]) for unit, targets in lists if targets
+    )
+
+
+def _turned_on_the_last_rank(lists: Lists, order: tuple[str, ...]) -> Lists:
+    return tuple((unit, targets[::-1]) for unit, targets in lists) if is_last_rank() else lists
+
+
+@mutant(after="pytorch/pytorch#106030", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)
 class NeverPrefetches(FullyShardEngine):
     """Each unit is gathered when it is needed, although a prefetch list asked for it earlier."""
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly; each unit of a list asks for itself, which is whole by then."""
-        if plan.prefetch is not None:
-            none = Prefetch(forward=_themselves(plan.units), backward=_themselves(plan.units))
-            plan = replace(plan, prefetch=none)
-        return super().prepare(model, plan, mesh)
+    misreads = changing_lists(_themselves)
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#1069",
-    kills_on=Condition(steps=2, plan=_AHEAD, because=_STEADY),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="deepspeedai/DeepSpeed#1069", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)
 class PrefetchesOneTooFar(FullyShardEngine):
     """One unit more is prefetched than the list names."""
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, with longer lists."""
-        if plan.prefetch is not None:
-            longer = Prefetch(
-                forward=_longer(plan.prefetch.forward, plan.units),
-                backward=_longer(plan.prefetch.backward, plan.units[::-1]),
-            )
-            plan = replace(plan, prefetch=longer)
-        return super().prepare(model, plan, mesh)
+    misreads = changing_lists(_longer)
 
 
 @mutant(
     after="pytorch/pytorch#64629",
-    kills_on=Condition(plan=_AHEAD, because="lists of one unit have one order"),
+    plan=_AHEAD,
+    because="lists of one unit have one order",
     trace=Trace.COMMUNICATION,
 )
 class SwapsPrefetchesOnTheLastRank(FullyShardEngine):
     """The last rank gathers prefetched units in another order than the others."""
 
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, on the last rank with lists turned around."""
-        if plan.prefetch is not None and dist.get_rank() == dist.get_world_size() - 1:
-            turned = Prefetch(
-                forward=_turned(plan.prefetch.forward), backward=_turned(plan.prefetch.backward)
-            )
-            plan = replace(plan, prefetch=turned)
-        return super().prepare(model, plan, mesh)
+    misreads = changing_lists(_turned_on_the_last_rank)
 
 
-@mutant(
-    after="pytorch/pytorch#76553",
-    kills_on=Condition(steps=2, plan=_GROUPED, because=_STEADY),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="pytorch/pytorch#76553", steps=2, plan=_GROUPED, because=_STEADY, trace=Trace.COMMUNICATION)
 class GathersTheLastUnitFirst(FullyShardEngine):
     """The unit that forward needs last is gathered first."""
 
@@ -110,9 +92,7 @@ class GathersTheLastUnitFirst(FullyShardEngine):
 
 
 @mutant(
-    after="deepspeedai/DeepSpeed#7804",
-    kills_on=Condition(steps=2, plan=_GROUPED, because=_STEADY),
-    trace=Trace.COMMUNICATION,
+    after="deepspeedai/DeepSpeed#7804", steps=2, plan=_GROUPED, because=_STEADY, trace=Trace.COMMUNICATION
 )
 class ReducesInTheOrderOfForward(ReferenceEngine):
     """All reductions wait for the end of backward, and then come in the order of forward."""
@@ -138,7 +118,7 @@ class ReducesInTheOrderOfForward(ReferenceEngine):
 
 
 class _PreparedRepetitive(PreparedFullyShard):
-    """Does in a recomputed forward what the prefetch lists say of the first one, and frees it after backward."""
+    """Follows the prefetch lists in a recomputed forward too, and frees what it gathered after backward."""
 
     def __init__(self, module: nn.Module, plan: Plan) -> None:
         super().__init__(module, plan)
@@ -165,7 +145,9 @@ class _PreparedRepetitive(PreparedFullyShard):
 
 @mutant(
     after="NVIDIA-NeMo/Automodel#3373",
-    kills_on=Condition(steps=2, plan=_AHEAD, because="only a checkpointed model runs a forward in backward"),
+    steps=2,
+    plan=_AHEAD,
+    because="only a checkpointed model runs a forward in backward",
     trace=Trace.COMMUNICATION,
 )
 class PrefetchesAgainInRecomputation(FullyShardEngine):
@@ -174,10 +156,7 @@ class PrefetchesAgainInRecomputation(FullyShardEngine):
     prepared_type = _PreparedRepetitive
 
 
-@mutant(
-    after="pytorch/pytorch#118118",
-    kills_on=Condition(steps=2, plan=_AHEAD, because="the first step has no step before it"),
-)
+@mutant(after="pytorch/pytorch#118118", steps=2, plan=_AHEAD, because="the first step has no step before it")
 class KeepsMistakenPrefetches(FullyShardEngine):
     """Units that backward prefetched stay gathered, and are stale in the next step."""
 
@@ -191,12 +170,10 @@ class KeepsMistakenPrefetches(FullyShardEngine):
 
 @mutant(
     after="pytorch/pytorch#75892",
-    kills_on=Condition(
-        steps=2,
-        microbatches=2,
-        plan=Plan(accumulation=Accumulation.LAST_MICROBATCH),
-        because="the only microbatch accumulates nothing",
-    ),
+    steps=2,
+    microbatches=2,
+    plan=Plan(accumulation=Accumulation.LAST_MICROBATCH),
+    because="the only microbatch accumulates nothing",
     trace=Trace.COMMUNICATION,
 )
 class KeepsTheRootWhileAccumulating(FullyShardEngine):
@@ -233,10 +210,8 @@ class _HastyAllGather:
 
 @mutant(
     after="NVIDIA/Megatron-LM#663",
-    kills_on=Condition(
-        plan=_GROUPED,
-        because="one rank gathers nothing; only a world that is late on purpose always tells",
-    ),
+    plan=_GROUPED,
+    because="one rank gathers nothing; only a world whose results are late always shows it",
 )
 class ReadsTheGatherTooEarly(ReferenceEngine):
     """The output of a gather is read before it has arrived."""
@@ -252,11 +227,9 @@ class ReadsTheGatherTooEarly(ReferenceEngine):
 
 @mutant(
     after="deepspeedai/DeepSpeed#7804",
-    kills_on=Condition(
-        steps=2,
-        plan=Plan(demands=frozenset({Capability.ASYNC_GATHER})),
-        because="who is not asked may block",
-    ),
+    steps=2,
+    plan=Plan(demands=frozenset({Capability.ASYNC_GATHER})),
+    because="who is not asked may block",
     trace=Trace.COMMUNICATION,
 )
 class GathersSynchronously(FullyShardEngine):
@@ -267,15 +240,13 @@ class GathersSynchronously(FullyShardEngine):
 
 @mutant(
     after="pytorch/pytorch#105635",
-    kills_on=Condition(
-        plan=replace(
-            _GROUPED,
-            units=("blocks.0.attention", *UNITS),
-            reshard=Reshard.AFTER_FORWARD,
-            wrapper=Wrapper(backward_prefetch=BackwardGather.AFTER),
-        ),
-        because="only nested units are through with backward before the unit that ran after them",
+    plan=replace(
+        _GROUPED,
+        units=("blocks.0.attention", *UNITS),
+        reshard=Reshard.AFTER_FORWARD,
+        wrapper=Wrapper(backward_prefetch=BackwardGather.AFTER),
     ),
+    because="only nested units are through with backward before the unit that ran after them",
     trace=Trace.COMMUNICATION,
 )
 class GathersWhatBackwardHasDone(ReferenceWrapperEngine):
@@ -297,15 +268,13 @@ class _PreparedStaleReference(Stale, PreparedReference):
 
 @mutant(
     after="NVIDIA/Megatron-LM#663",
-    kills_on=Condition(
-        world_size=1,
-        steps=2,
-        plan=Plan(demands=frozenset({Capability.STEP_EVENT})),
-        because="the first step has no step before it",
-    ),
+    world_size=1,
+    steps=2,
+    plan=Plan(demands=frozenset({Capability.STEP_EVENT})),
+    because="the first step has no step before it",
 )
 class IgnoresTheStepEvent(ReferenceEngine):
-    """Where an event tells of the optimizer step, forward uses the parameters from before it."""
+    """Where an event follows the optimizer step, forward uses the parameters from before it."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Go one step behind where the plan demands an event."""
@@ -314,7 +283,10 @@ class IgnoresTheStepEvent(ReferenceEngine):
 
 @mutant(
     after="NVIDIA/Megatron-LM#4609",
-    kills_on=Condition(world_size=1, steps=2, plan=_AHEAD, because="the first step has no step before it"),
+    world_size=1,
+    steps=2,
+    plan=_AHEAD,
+    because="the first step has no step before it",
 )
 class PrefetchesStaleParameters(ReferenceEngine):
     """With prefetch lists, forward uses the parameters of the step before."""
@@ -329,18 +301,3 @@ def _behind(prepared: PreparedModel, *, is_behind: bool) -> PreparedModel:
     if not is_behind:
         return prepared
     return _PreparedStaleReference(prepared.module, prepared.plan, prepared.door)
-
-
-def _themselves(units: tuple[str, ...]) -> Lists:
-    return tuple((unit, (unit,)) for unit in units)
-
-
-def _turned(lists: Lists) -> Lists:
-    return tuple((unit, targets[::-1]) for unit, targets in lists)
-
-
-def _longer(lists: Lists, order: tuple[str, ...]) -> Lists:
-    """Append to each list the unit that follows its last one."""
-    return tuple(
-        (unit, targets + order[order.index(targets[-1]) + 1 :][:1]) for unit, targets in lists if targets
-    )

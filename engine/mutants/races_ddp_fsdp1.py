@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.engine.adapters.torch_fsdp1 import FullyShardedDataParallelEngine
 from shardproof.engine.contract import Layout, Plan, PreparedModel
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.plans import ON_BLOCKS, SHARDED_BLOCKS
 
 # Any, throughout: FSDP1's insides and the streams of a device have no public types.
@@ -108,7 +108,7 @@ class ComputesBackwardDuringTheGather(FullyShardedDataParallelEngine):
     spoil = partial(_deaf_currently, function="_pre_backward_hook")
 
 
-@mutant(after="NVIDIA/Megatron-LM#4609", kills_on=Condition(steps=2, plan=SHARDED_BLOCKS), trace=Trace.RACES)
+@mutant(after="NVIDIA/Megatron-LM#4609", steps=2, plan=SHARDED_BLOCKS, trace=Trace.RACES)
 class GathersFlatParametersDuringTheStep(FullyShardedDataParallelEngine):
     """FSDP1 begins an iteration without a wait for the optimizer."""
 
@@ -129,9 +129,7 @@ class StepsOnFlatGradientsInTheMaking(FullyShardedDataParallelEngine):
     spoil = partial(_deaf_currently, function="_post_backward_final_callback")
 
 
-@mutant(
-    after="flagos-ai/Torch-FL#62", kills_on=Condition(plan=Plan(layout=Layout.REPLICATE)), trace=Trace.RACES
-)
+@mutant(after="flagos-ai/Torch-FL#62", plan=Plan(layout=Layout.REPLICATE), trace=Trace.RACES)
 class DividesBeforeTheReduction(DistributedDataParallelEngine):
     """A communication hook of DDP divides what its reduction may still be writing."""
 

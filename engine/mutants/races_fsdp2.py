@@ -27,7 +27,7 @@ from shardproof.engine.mutants.fsdp2_insides import (
     reduce_inputs,
     waits_without_own_event,
 )
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.plans import HYBRID_BLOCKS, ON_BLOCKS, SHARDED_BLOCKS
 
 # Any, throughout: FSDP2's insides and the streams of a device have no public types.
@@ -81,11 +81,9 @@ class ReducesBeforeGradientsAreThere(FullyShardEngine):
 
 @mutant(
     after="flagos-ai/Torch-FL#62",
-    kills_on=Condition(
-        microbatches=2,
-        plan=SHARDED_BLOCKS,
-        because="the input of a lone reduction is waited for, and nothing follows it on its stream",
-    ),
+    microbatches=2,
+    plan=SHARDED_BLOCKS,
+    because="the input of a lone reduction is waited for, and nothing follows it on its stream",
     trace=Trace.RACES,
 )
 class EndsBackwardWithoutAWait(FullyShardEngine):
@@ -94,7 +92,7 @@ class EndsBackwardWithoutAWait(FullyShardEngine):
     spoil = after_method("post_backward", forget_post_reduce_events)
 
 
-@mutant(after="NVIDIA/Megatron-LM#4609", kills_on=Condition(steps=2, plan=SHARDED_BLOCKS), trace=Trace.RACES)
+@mutant(after="NVIDIA/Megatron-LM#4609", steps=2, plan=SHARDED_BLOCKS, trace=Trace.RACES)
 class GathersDuringTheStep(FullyShardEngine):
     """The first copy of an iteration does not wait for the optimizer."""
 
@@ -103,7 +101,8 @@ class GathersDuringTheStep(FullyShardEngine):
 
 @mutant(
     after="deepspeedai/DeepSpeed#7188",
-    kills_on=Condition(plan=SHARDED_BLOCKS, because="a single unit has no next one"),
+    plan=SHARDED_BLOCKS,
+    because="a single unit has no next one",
     trace=Trace.RACES,
 )
 class ReusesTheReduceInput(FullyShardEngine):
@@ -114,9 +113,8 @@ class ReusesTheReduceInput(FullyShardEngine):
 
 @mutant(
     after="deepspeedai/DeepSpeed#7371",
-    kills_on=Condition(
-        plan=SHARDED_BLOCKS, because="nothing is computed after the reduction of a single unit"
-    ),
+    plan=SHARDED_BLOCKS,
+    because="nothing is computed after the reduction of a single unit",
     trace=Trace.RACES,
 )
 class FreesTheReduceInput(FullyShardEngine):
@@ -132,9 +130,7 @@ class FreesTheGatherOutput(FullyShardEngine):
     spoil = before_method("wait_for_unshard", _lose_event_of_the_last)
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#3670", kills_on=Condition(world_size=4, plan=HYBRID_BLOCKS), trace=Trace.RACES
-)
+@mutant(after="NVIDIA/Megatron-LM#3670", world_size=4, plan=HYBRID_BLOCKS, trace=Trace.RACES)
 class ReducesReplicasBeforeTheScatter(FullyShardEngine):
     """Under a hybrid layout replicas do not wait for the reduction within each."""
 
@@ -143,11 +139,9 @@ class ReducesReplicasBeforeTheScatter(FullyShardEngine):
 
 @mutant(
     after="pytorch/pytorch#180665",
-    kills_on=Condition(
-        world_size=4,
-        plan=replace(HYBRID_BLOCKS, reduce_dtype=torch.bfloat16),
-        because="without a dtype of its own it is the gradient, which stays",
-    ),
+    world_size=4,
+    plan=replace(HYBRID_BLOCKS, reduce_dtype=torch.bfloat16),
+    because="without a dtype of its own it is the gradient, which stays",
     trace=Trace.RACES,
 )
 class FreesTheReplicasBuffer(FullyShardEngine):
@@ -158,11 +152,9 @@ class FreesTheReplicasBuffer(FullyShardEngine):
 
 @mutant(
     after="deepspeedai/DeepSpeed#8061",
-    kills_on=Condition(
-        world_size=4,
-        plan=replace(SHARDED_BLOCKS, reshard=Reshard.TO_PAIRS),
-        because="other policies copy nothing",
-    ),
+    world_size=4,
+    plan=replace(SHARDED_BLOCKS, reshard=Reshard.TO_PAIRS),
+    because="other policies copy nothing",
     trace=Trace.RACES,
 )
 class GathersPartsBeforeTheyAreCut(FullyShardEngine):
@@ -187,7 +179,8 @@ class FreesTheLastGatherOutput(FullyShardEngine):
 
 @mutant(
     after="NVIDIA/Megatron-LM#4609",
-    kills_on=Condition(steps=2, plan=replace(SHARDED_BLOCKS, demands=frozenset({Capability.STEP_EVENT}))),
+    steps=2,
+    plan=replace(SHARDED_BLOCKS, demands=frozenset({Capability.STEP_EVENT})),
     trace=Trace.RACES,
 )
 class GathersBeforeTheEventOfTheStep(FullyShardEngine):
@@ -198,9 +191,8 @@ class GathersBeforeTheEventOfTheStep(FullyShardEngine):
 
 @mutant(
     after="NVIDIA/Megatron-LM#663",
-    kills_on=Condition(
-        plan=replace(SHARDED_BLOCKS, demands=_BY_HAND), because="other gathers are ordered by their streams"
-    ),
+    plan=replace(SHARDED_BLOCKS, demands=_BY_HAND),
+    because="other gathers are ordered by their streams",
     trace=Trace.RACES,
 )
 class ReadsAnAsyncGatherUnderWay(FullyShardEngine):

@@ -19,7 +19,7 @@ from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, 
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.contract import Capability, Layout, Plan, PreparedModel
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.plans import HYBRID, SECOND_STEP, demanding, undemanding
 
 _OWN = demanding(Capability.OWN_BUFFERS)
@@ -68,7 +68,7 @@ def _draw(model: nn.Module, seed: int) -> None:
             parameter.uniform_(-0.5, 0.5, generator=generator)
 
 
-@mutant(after="huggingface/pytorch-image-models#110", kills_on=Condition(steps=2, plan=_OWN))
+@mutant(after="huggingface/pytorch-image-models#110", steps=2, plan=_OWN)
 class GivesAllRanksTheBuffersOfOne(DistributedDataParallelEngine):
     """All ranks are given the buffers of the first."""
 
@@ -95,7 +95,8 @@ class KeepsReplacedBuffers(DistributedDataParallelEngine):
 
 @mutant(
     after="facebookresearch/fairscale#1191",
-    kills_on=Condition(world_size=1, because="inputs in a row keep theirs, and data have none"),
+    world_size=1,
+    because="inputs in a row keep theirs, and data have none",
 )
 class DetachesNestedInputs(ReferenceEngine):
     """Tensors in a tuple reach a unit without their history."""
@@ -106,7 +107,8 @@ class DetachesNestedInputs(ReferenceEngine):
 
 @mutant(
     after="pytorch/pytorch#91078",
-    kills_on=Condition(world_size=1, plan=Plan(layout=Layout.SHARD, compute_dtype=torch.bfloat16)),
+    world_size=1,
+    plan=Plan(layout=Layout.SHARD, compute_dtype=torch.bfloat16),
     trace=Trace.CRASH,
 )
 class CastsOuterInputsAlone(FullyShardEngine):
@@ -134,10 +136,7 @@ def _changing_nested_inputs(
     return prepared
 
 
-@mutant(
-    after="pytorch/pytorch#129259",
-    kills_on=Condition(because="a model whose forward takes inputs trains like any other"),
-)
+@mutant(after="pytorch/pytorch#129259", because="a model whose forward takes inputs trains like any other")
 class ReducesOnlyAfterInputs(ReferenceEngine):
     """A forward without arguments is followed by no reduction."""
 
@@ -172,7 +171,7 @@ def _drop(module: nn.Module, inputs: Any, output: Any) -> Any:
     return output * 0 if isinstance(output, torch.Tensor) else output
 
 
-@mutant(after="radixark/miles#3187", kills_on=Condition(because="models that draw nothing are right"))
+@mutant(after="radixark/miles#3187", because="models that draw nothing are right")
 class DrawsAlikeOnAllRanks(ReplicateEngine):
     """All ranks draw the same random numbers in forward."""
 
@@ -183,10 +182,7 @@ class DrawsAlikeOnAllRanks(ReplicateEngine):
         return prepared
 
 
-@mutant(
-    after="allenai/OLMo-core#828",
-    kills_on=Condition(world_size=1, because="models that draw nothing are right"),
-)
+@mutant(after="allenai/OLMo-core#828", world_size=1, because="models that draw nothing are right")
 class RecomputesWithOtherDraws(ReplicateEngine):
     """A recomputation draws other random numbers than its forward."""
 
@@ -220,9 +216,7 @@ class _PreparedUnstable(PreparedFullyShard):
                 flat[largest] = torch.nextafter(flat[largest], torch.zeros(()))
 
 
-@mutant(
-    after="horovod/horovod#1548", kills_on=Condition(world_size=1, because="a single run is within rounding")
-)
+@mutant(after="horovod/horovod#1548", world_size=1, because="a single run is within rounding")
 class SumsInAnotherOrderEachTime(FullyShardEngine):
     """Every second run differs by a bit."""
 

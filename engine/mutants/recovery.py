@@ -9,7 +9,7 @@ import torch
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.capability import Capability
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import Stale
 from shardproof.engine.plan import Accumulation, Grouping, Plan
 from shardproof.engine.reference.fsdp_state import state_of
@@ -19,7 +19,9 @@ _RECOVER = frozenset({Capability.RECOVER})
 
 @mutant(
     after="pytorch/pytorch#137348",
-    kills_on=Condition(world_size=1, steps=2, because="without an update since they are those of now"),
+    world_size=1,
+    steps=2,
+    because="without an update since they are those of now",
 )
 class ComputesWithWhatAnEvaluationSaw(ReferenceEngine):
     """The step after an evaluation computes with the parameters that the evaluation saw."""
@@ -44,7 +46,8 @@ class ComputesWithWhatAnEvaluationSaw(ReferenceEngine):
 
 @mutant(
     after="pytorch/pytorch#113203",
-    kills_on=Condition(world_size=1, because="state made by a training forward may be trained with"),
+    world_size=1,
+    because="state made by a training forward may be trained with",
     trace=Trace.CRASH,
 )
 class KeepsAnInferenceTensor(ReferenceEngine):
@@ -62,12 +65,10 @@ class KeepsAnInferenceTensor(ReferenceEngine):
 
 @mutant(
     after="espnet/espnet#3283",
-    kills_on=Condition(
-        world_size=1,
-        microbatches=2,
-        plan=Plan(accumulation=Accumulation.LAST_MICROBATCH, demands=_RECOVER),
-        because="a forward that fails in the first microbatch leaves no gradients",
-    ),
+    world_size=1,
+    microbatches=2,
+    plan=Plan(accumulation=Accumulation.LAST_MICROBATCH, demands=_RECOVER),
+    because="a forward that fails in the first microbatch leaves no gradients",
 )
 class LeaksTheFailedIteration(ReferenceEngine):
     """Gradients of an iteration that failed are added to those of the next."""
@@ -82,10 +83,8 @@ class LeaksTheFailedIteration(ReferenceEngine):
 
 @mutant(
     after="mosaicml/composer#3866",
-    kills_on=Condition(
-        plan=Plan(grouping=Grouping.REQUIRED, units=("first,second",), demands=_RECOVER),
-        because="without an exception there is nothing to recover from",
-    ),
+    plan=Plan(grouping=Grouping.REQUIRED, units=("first,second",), demands=_RECOVER),
+    because="without an exception there is nothing to recover from",
 )
 class NeverRecovers(FullyShardEngine):
     """What a failed forward left behind is not cleared away."""
@@ -97,12 +96,10 @@ class NeverRecovers(FullyShardEngine):
 
 @mutant(
     after="mflux-community/mflux#447",
-    kills_on=Condition(
-        world_size=1,
-        microbatches=2,
-        plan=Plan(demands=frozenset({Capability.RECOVER_KEEPING})),
-        because="a forward that fails in the first microbatch finds no gradients",
-    ),
+    world_size=1,
+    microbatches=2,
+    plan=Plan(demands=frozenset({Capability.RECOVER_KEEPING})),
+    because="a forward that fails in the first microbatch finds no gradients",
 )
 class DropsEarlierBackwards(ReferenceEngine):
     """Recovery from a failed forward clears the gradients of the backwards before it."""

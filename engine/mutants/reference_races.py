@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from shardproof.engine.adapters.reference import ReferenceEngine, ReferenceOnStreams
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import in_each
 from shardproof.engine.mutants.plans import SHARDED_BLOCKS
 from shardproof.engine.mutants.reference_insides import comm_contexts_of, reference_groups
 from shardproof.engine.reference.param_group import FSDPParamGroup
 
 
-@mutant(after="deepspeedai/DeepSpeed#7898", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
+@mutant(after="deepspeedai/DeepSpeed#7898", plan=SHARDED_BLOCKS, trace=Trace.RACES)
 class ReducesBeforeTheCut(ReferenceEngine):
     """The reference engine reduces gradients without a wait for their layout."""
 
@@ -26,7 +26,9 @@ class ReducesBeforeTheCut(ReferenceEngine):
 
 @mutant(
     after="NVIDIA/Megatron-LM#663",
-    kills_on=Condition(steps=2, plan=SHARDED_BLOCKS, because="nothing is written before the first step"),
+    steps=2,
+    plan=SHARDED_BLOCKS,
+    because="nothing is written before the first step",
     trace=Trace.RACES,
 )
 class GathersWhileTheStepWrites(ReferenceEngine):
@@ -37,7 +39,7 @@ class GathersWhileTheStepWrites(ReferenceEngine):
     )
 
 
-@mutant(after="NVIDIA/Megatron-LM#5788", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
+@mutant(after="NVIDIA/Megatron-LM#5788", plan=SHARDED_BLOCKS, trace=Trace.RACES)
 class FreesTheCopiedBuffer(ReferenceEngine):
     """The reference engine lets go of a gather's buffer without a wait for the copy out of it."""
 
@@ -46,7 +48,8 @@ class FreesTheCopiedBuffer(ReferenceEngine):
 
 @mutant(
     after="deepspeedai/DeepSpeed#7188",
-    kills_on=Condition(plan=SHARDED_BLOCKS, because="a single unit has no next one"),
+    plan=SHARDED_BLOCKS,
+    because="a single unit has no next one",
     trace=Trace.RACES,
 )
 class RefillsTheReduceInput(ReferenceOnStreams):
@@ -55,7 +58,7 @@ class RefillsTheReduceInput(ReferenceOnStreams):
     spoil = in_each(comm_contexts_of, "reserve", lambda comm_ctx: comm_ctx._inputs.clear)
 
 
-@mutant(after="flagos-ai/Torch-FL#62", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
+@mutant(after="flagos-ai/Torch-FL#62", plan=SHARDED_BLOCKS, trace=Trace.RACES)
 class StepsWhileGradientsAreReduced(ReferenceOnStreams):
     """The reference engine ends backward without a wait for its reductions."""
 
@@ -63,7 +66,7 @@ class StepsWhileGradientsAreReduced(ReferenceOnStreams):
 
 
 def _unless_given(wait_before_all_gather: Callable[..., None]) -> Callable[..., None]:
-    """Ignore the calls that name an event, or say that there is none: those at the start of an iteration."""
+    """Ignore the calls that name an event, or None: those at the start of an iteration."""
 
     def sometimes(*event: Any) -> None:
         if not event:

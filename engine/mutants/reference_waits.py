@@ -11,7 +11,7 @@ import torch
 
 from shardproof.engine.adapters.reference import ReferenceEngine, ReferenceOnStreams
 from shardproof.engine.capability import Capability
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import Spoil, in_each
 from shardproof.engine.mutants.plans import HYBRID_BLOCKS, SHARDED_BLOCKS
 from shardproof.engine.mutants.reference_insides import comm_contexts_of, reference_groups
@@ -52,7 +52,7 @@ def _forgetting(comm_ctx: CommContext) -> Callable[[], None]:
     return hasty
 
 
-@mutant(after="NVIDIA/Megatron-LM#663", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
+@mutant(after="NVIDIA/Megatron-LM#663", plan=SHARDED_BLOCKS, trace=Trace.RACES)
 class ReadsGathersUnderWay(ReferenceEngine):
     """The reference engine takes gathers as done without a wait for their work."""
 
@@ -61,11 +61,9 @@ class ReadsGathersUnderWay(ReferenceEngine):
 
 @mutant(
     after="deepspeedai/DeepSpeed#8061",
-    kills_on=Condition(
-        world_size=4,
-        plan=replace(SHARDED_BLOCKS, reshard=Reshard.TO_PAIRS),
-        because="other policies keep no part",
-    ),
+    world_size=4,
+    plan=replace(SHARDED_BLOCKS, reshard=Reshard.TO_PAIRS),
+    because="other policies keep no part",
     trace=Trace.RACES,
 )
 class SendsPartsBeforeTheyAreCut(ReferenceEngine):
@@ -76,10 +74,8 @@ class SendsPartsBeforeTheyAreCut(ReferenceEngine):
 
 @mutant(
     after="NVIDIA/Megatron-LM#4609",
-    kills_on=Condition(
-        plan=replace(SHARDED_BLOCKS, demands=_BY_HAND),
-        because="where it is not asked, an iteration's begin waits",
-    ),
+    plan=replace(SHARDED_BLOCKS, demands=_BY_HAND),
+    because="where it is not asked, an iteration's begin waits",
     trace=Trace.RACES,
 )
 class GathersByHandBeforeTheWrite(ReferenceEngine):
@@ -88,7 +84,7 @@ class GathersByHandBeforeTheWrite(ReferenceEngine):
     spoil = _gathers_freely_after("unshard")
 
 
-@mutant(after="flagos-ai/Torch-FL#62", kills_on=Condition(plan=SHARDED_BLOCKS), trace=Trace.RACES)
+@mutant(after="flagos-ai/Torch-FL#62", plan=SHARDED_BLOCKS, trace=Trace.RACES)
 class TakesReductionsAsDone(ReferenceEngine):
     """The reference engine uses reduced gradients without a wait for the reduce-scatter."""
 
@@ -97,7 +93,9 @@ class TakesReductionsAsDone(ReferenceEngine):
 
 @mutant(
     after="NVIDIA/Megatron-LM#3670",
-    kills_on=Condition(world_size=4, plan=HYBRID_BLOCKS, because="only a hybrid layout has replicas"),
+    world_size=4,
+    plan=HYBRID_BLOCKS,
+    because="only a hybrid layout has replicas",
     trace=Trace.RACES,
 )
 class TakesTheSumOverReplicasAsDone(ReferenceEngine):
@@ -108,11 +106,9 @@ class TakesTheSumOverReplicasAsDone(ReferenceEngine):
 
 @mutant(
     after="pytorch/pytorch#180665",
-    kills_on=Condition(
-        world_size=4,
-        plan=replace(HYBRID_BLOCKS, reduce_dtype=torch.bfloat16),
-        because="without a dtype of its own it is the gradient, which stays",
-    ),
+    world_size=4,
+    plan=replace(HYBRID_BLOCKS, reduce_dtype=torch.bfloat16),
+    because="without a dtype of its own it is the gradient, which stays",
     trace=Trace.RACES,
 )
 class FreesReducedOutputs(ReferenceOnStreams):

@@ -1,4 +1,4 @@
-"""Mutants that do not say what they cannot do."""
+"""Mutants that accept what they cannot do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardproof.engine.adapters.reference import ReferenceEngine
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.contract import Capability, Cut, Plan, PreparedModel, Shard
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.plans import HYBRID, ONE_RANK, SHARDED, demanding
 
 
@@ -70,9 +70,7 @@ class ShowsSlicesOfWholes(ReplicatesInsteadOfSharding):
 
 @mutant(
     after="pytorch/pytorch#194434",
-    kills_on=Condition(
-        plan=Plan(compute_dtype=torch.bfloat16, demands=frozenset({Capability.REDUCE_AS_STORED}))
-    ),
+    plan=Plan(compute_dtype=torch.bfloat16, demands=frozenset({Capability.REDUCE_AS_STORED})),
 )
 class ReducesAsComputedUnasked(ReferenceEngine):
     """Gradients are reduced in the compute dtype where they were to be reduced in the parameters' own."""
@@ -85,7 +83,7 @@ class ReducesAsComputedUnasked(ReferenceEngine):
 
 @mutant(
     after="huggingface/trl#6862",
-    kills_on=Condition(because="no rank is left to wait for the one that refuses"),
+    because="no rank is left to wait for the one that refuses",
     trace=Trace.SILENCE,
 )
 class RefusesOnOneRank(DistributedDataParallelEngine):
@@ -121,11 +119,7 @@ class ReadsColumnsAsRows(ReferenceEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(
-    after="pytorch/pytorch#73547",
-    kills_on=Condition(plan=demanding(Capability.COMPARES_RANKS)),
-    trace=Trace.SILENCE,
-)
+@mutant(after="pytorch/pytorch#73547", plan=demanding(Capability.COMPARES_RANKS), trace=Trace.SILENCE)
 class SkipsTheComparisonOfRanks(ReplicateEngine):
     """Models that differ between ranks are taken to be one."""
 

@@ -51,7 +51,7 @@ class ShowsTheStateOfTheStepBefore(DistributedDataParallelEngine):
             return self._before or super().local_optimizer_state()
 
 
-@mutant(after="facebookresearch/fairscale#601", kills_on=Condition(steps=2, plan=_STATE))
+@mutant(after="facebookresearch/fairscale#601", steps=2, plan=_STATE)
 class LosesStateOfOtherRanks(ReferenceEngine):
     """A resumed optimizer has the state of the first rank alone."""
 
@@ -73,7 +73,8 @@ class LosesStateOfOtherRanks(ReferenceEngine):
 
 @mutant(
     after="meta-pytorch/torchrec#1739",
-    kills_on=Condition(plan=demanding(Capability.META), because="the first rank has its state"),
+    plan=demanding(Capability.META),
+    because="the first rank has its state",
 )
 class FillsTheFirstRankAlone(ReferenceEngine):
     """Of models that are prepared without memory, the first rank's alone is filled with its state."""
@@ -88,12 +89,10 @@ class FillsTheFirstRankAlone(ReferenceEngine):
 
 @mutant(
     after="databricks/flashoptim#3",
-    kills_on=Condition(
-        world_size=1,
-        steps=2,
-        plan=_STATE,
-        because="other optimizers do not count, and before a step the count is zero",
-    ),
+    world_size=1,
+    steps=2,
+    plan=_STATE,
+    because="other optimizers do not count, and before a step the count is zero",
 )
 class ResetsTheStepCount(FullyShardEngine):
     """A resumed Adam corrects its moments as in the first step."""
@@ -133,8 +132,7 @@ class StepsOldParametersAfterAResume(FullyShardEngine):
 
 
 @mutant(
-    after="NVIDIA/Megatron-LM#5974",
-    kills_on=Condition(world_size=1, because="an optimizer that does not count cannot show it"),
+    after="NVIDIA/Megatron-LM#5974", world_size=1, because="an optimizer that does not count cannot show it"
 )
 class StartsAdamAtStepOne(FullyShardEngine):
     """The optimizer has stepped once before training."""
@@ -182,10 +180,8 @@ class LoadsNoParameters(FullyShardEngine):
 
 @mutant(
     after="pytorch/pytorch#136228",
-    kills_on=Condition(
-        plan=Plan(layout=Layout.SHARD, demands=_STATE.demands),
-        because="needs a parameter of fewer rows than ranks, and of two dims",
-    ),
+    plan=Plan(layout=Layout.SHARD, demands=_STATE.demands),
+    because="needs a parameter of fewer rows than ranks, and of two dims",
     trace=Trace.CRASH,
 )
 class FailsToLoadEmptyShards(ReferenceEngine):
@@ -269,7 +265,8 @@ class RecomputesBeforeTheGatherIsOver(FullyShardEngine):
 
 @mutant(
     after="NVIDIA-NeMo/Automodel#3373",
-    kills_on=Condition(steps=2, plan=Plan(reshard=Reshard.AFTER_FORWARD)),
+    steps=2,
+    plan=Plan(reshard=Reshard.AFTER_FORWARD),
     trace=Trace.COMMUNICATION,
 )
 class GathersAgainAfterARecompute(FullyShardEngine):
@@ -284,7 +281,8 @@ class GathersAgainAfterARecompute(FullyShardEngine):
 
 @mutant(
     after="meta-pytorch/autoparallel#469",
-    kills_on=Condition(steps=2, plan=Plan(gathered_once=("token,position",))),
+    steps=2,
+    plan=Plan(gathered_once=("token,position",)),
     trace=Trace.COMMUNICATION,
 )
 class GathersWhatBackwardDoesWithout(FullyShardEngine):
@@ -295,7 +293,8 @@ class GathersWhatBackwardDoesWithout(FullyShardEngine):
 
 @mutant(
     after="facebookresearch/fairscale#777",
-    kills_on=Condition(world_size=1, because="without checkpoints nothing is computed again"),
+    world_size=1,
+    because="without checkpoints nothing is computed again",
 )
 class CountsRecomputedGradientsTwice(ReferenceEngine):
     """Gradients by way of a recomputed forward are doubled."""

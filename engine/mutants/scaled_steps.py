@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Capability, Layout, Plan
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.plans import demanding
 
 _SCALED = demanding(Capability.LOSS_SCALE)
@@ -32,9 +32,8 @@ class _OfOwnShards(GradScaler):
 
 @mutant(
     after="facebookresearch/fairscale#179",
-    kills_on=Condition(
-        plan=Plan(layout=Layout.SHARD, demands=_SCALED.demands), because="one rank's share is the whole"
-    ),
+    plan=Plan(layout=Layout.SHARD, demands=_SCALED.demands),
+    because="one rank's share is the whole",
     trace=Trace.STATE,
 )
 class SkipsOverflowsAlone(FullyShardEngine):
@@ -56,9 +55,10 @@ class _Growing(GradScaler):
 
 @mutant(
     after="deepspeedai/DeepSpeed#8588",
-    kills_on=Condition(
-        world_size=1, steps=2, plan=_SCALED, because="the factor grows after some steps alone"
-    ),
+    world_size=1,
+    steps=2,
+    plan=_SCALED,
+    because="the factor grows after some steps alone",
 )
 class UnscalesByTheNextScale(DistributedDataParallelEngine):
     """Gradients are divided by the factor that the step leads to, not by that of the losses."""
@@ -70,11 +70,9 @@ class UnscalesByTheNextScale(DistributedDataParallelEngine):
 
 @mutant(
     after="NVIDIA/apex#1512",
-    kills_on=Condition(
-        world_size=1,
-        plan=demanding(Capability.LOSS_SCALE, Capability.CLIP),
-        because="only norms are compared",
-    ),
+    world_size=1,
+    plan=demanding(Capability.LOSS_SCALE, Capability.CLIP),
+    because="only norms are compared",
 )
 class ClipsAsIfStillScaled(DistributedDataParallelEngine):
     """Gradients that are unscaled already are clipped as if they were not."""

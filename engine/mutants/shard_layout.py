@@ -17,14 +17,14 @@ from shardproof.engine.adapters.reference import ReferenceEngine
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Layout, Placement, Plan, PreparedModel, Reshard, Shard, shard_of
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import in_place_of, leave_out_of_ddp
 from shardproof.engine.mutants.plans import ONE_RANK, SHARDED, changing
 
 _LARGEST = Plan(layout=Layout.SHARD, placement=Placement.LARGEST)
 
 
-@mutant(after="pytorch/torchtitan#1483", kills_on=Condition(plan=_LARGEST), trace=Trace.STATE)
+@mutant(after="pytorch/torchtitan#1483", plan=_LARGEST, trace=Trace.STATE)
 class ShardsTheFirstDim(ReferenceEngine):
     """The first dim is sharded whatever dim was asked for."""
 
@@ -33,11 +33,9 @@ class ShardsTheFirstDim(ReferenceEngine):
 
 @mutant(
     after="Tencent-Hunyuan/UniRL#410",
-    kills_on=Condition(
-        world_size=1,
-        plan=Plan(layout=Layout.REPLICATE, placement=Placement.LARGEST),
-        because="options that fit each other are honoured but for placement and policy",
-    ),
+    world_size=1,
+    plan=Plan(layout=Layout.REPLICATE, placement=Placement.LARGEST),
+    because="options that fit each other are honoured but for placement and policy",
     trace=Trace.SILENCE,
 )
 class DropsWhatTheLayoutExcludes(ReferenceEngine):
@@ -50,7 +48,8 @@ class DropsWhatTheLayoutExcludes(ReferenceEngine):
 
 @mutant(
     after="pytorch/torchtitan#1483",
-    kills_on=Condition(plan=_LARGEST, because="needs a parameter whose largest dim is the second"),
+    plan=_LARGEST,
+    because="needs a parameter whose largest dim is the second",
 )
 class ReassemblesAlongTheFirstDim(ReferenceEngine):
     """Shards of the second dim are put together as if they were shards of the first."""

@@ -29,7 +29,7 @@ from shardproof.engine.contract import (
     Roots,
     UnitHandle,
 )
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import Stale, in_each
 from shardproof.engine.mutants.plans import SECOND_STEP
 from shardproof.engine.mutants.reference_insides import reference_groups
@@ -49,7 +49,7 @@ class _UnfreedUnit(ComposableUnit):
         """Change nothing."""
 
 
-@mutant(after="meta-pytorch/torchtune#2483", kills_on=Condition(plan=_CONTROLLED), trace=Trace.STATE)
+@mutant(after="meta-pytorch/torchtune#2483", plan=_CONTROLLED, trace=Trace.STATE)
 class ReshardsTheRootAlone(ReferenceEngine):
     """A call to free a unit has no effect on units inside the root."""
 
@@ -61,7 +61,7 @@ class ReshardsTheRootAlone(ReferenceEngine):
             return units
 
 
-@mutant(after="pytorch/pytorch#149029", kills_on=Condition(plan=_CONTROLLED), trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#149029", plan=_CONTROLLED, trace=Trace.STATE)
 class IgnoresALaterPolicy(FullyShardEngine):
     """A policy set once the model is wrapped has no effect."""
 
@@ -70,7 +70,7 @@ class IgnoresALaterPolicy(FullyShardEngine):
             """Change nothing."""
 
 
-@mutant(after="pytorch/pytorch#124318", kills_on=Condition(plan=_CONTROLLED), trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#124318", plan=_CONTROLLED, trace=Trace.STATE)
 class TellsAllWhatOneWasTold(FullyShardEngine):
     """A policy set on the root alone reaches the units inside it."""
 
@@ -81,11 +81,9 @@ class TellsAllWhatOneWasTold(FullyShardEngine):
 
 @mutant(
     after="pytorch/pytorch#149029",
-    kills_on=Condition(
-        world_size=4,
-        plan=replace(_CONTROLLED, reshard=Reshard.TO_PAIRS),
-        because="other policies keep no part between forward and backward",
-    ),
+    world_size=4,
+    plan=replace(_CONTROLLED, reshard=Reshard.TO_PAIRS),
+    because="other policies keep no part between forward and backward",
 )
 class KeepsPartsUnderAnotherPolicy(ReferenceEngine):
     """A policy set between forward and backward has each unit gathered from parts that were cut for other ranks."""
@@ -107,7 +105,7 @@ def _keeping_parts(group: FSDPParamGroup) -> Callable[[dist.ProcessGroup | None]
     return set_subgroup
 
 
-@mutant(after="deepspeedai/DeepSpeed#1069", kills_on=Condition(plan=_CONTROLLED), trace=Trace.STATE)
+@mutant(after="deepspeedai/DeepSpeed#1069", plan=_CONTROLLED, trace=Trace.STATE)
 class GathersInForwardAlone(ReferenceEngine):
     """A call to gather a unit does nothing."""
 
@@ -121,7 +119,9 @@ class GathersInForwardAlone(ReferenceEngine):
 
 @mutant(
     after="facebookresearch/fairscale#441",
-    kills_on=Condition(world_size=1, plan=_CONTROLLED, because="a root that owns parameters is gathered"),
+    world_size=1,
+    plan=_CONTROLLED,
+    because="a root that owns parameters is gathered",
     trace=Trace.CRASH,
 )
 class WaitsForNoGather(ReferenceEngine):
@@ -136,9 +136,8 @@ class WaitsForNoGather(ReferenceEngine):
 
 @mutant(
     after="meta-pytorch/torchrec#4149",
-    kills_on=Condition(
-        plan=_CONTROLLED, because="with nothing between a gather and its wait, all ranks have one order"
-    ),
+    plan=_CONTROLLED,
+    because="with nothing between a gather and its wait, all ranks have one order",
     trace=Trace.COMMUNICATION,
 )
 class GathersWhenWaitedFor(ReferenceEngine):
@@ -182,7 +181,7 @@ class _StaleUnit(ComposableUnit):
             self._known[name] = fresh
 
 
-@mutant(after="karpathy/nanochat#843", kills_on=Condition(steps=2, plan=_CONTROLLED), trace=Trace.NUMBERS)
+@mutant(after="karpathy/nanochat#843", steps=2, plan=_CONTROLLED, trace=Trace.NUMBERS)
 class LeavesOthersRowsStale(ReferenceEngine):
     """An asynchronous gather leaves the rows of other ranks as they were before.
 
@@ -203,7 +202,9 @@ class LeavesOthersRowsStale(ReferenceEngine):
 
 @mutant(
     after="speechbrain/speechbrain#2010",
-    kills_on=Condition(steps=2, microbatches=2, plan=_SEVERAL_ROOTS),
+    steps=2,
+    microbatches=2,
+    plan=_SEVERAL_ROOTS,
     trace=Trace.COMMUNICATION,
 )
 class HoldsBackTheFirstRootAlone(ReferenceEngine):
@@ -295,7 +296,7 @@ class AddsGradientsToParameters(FullyShardEngine):
             super().backward(loss)
 
 
-@mutant(after="pytorch/pytorch#43307", kills_on=Condition(world_size=1, steps=3))
+@mutant(after="pytorch/pytorch#43307", world_size=1, steps=3)
 class RepeatsTheSecondGradients(DistributedDataParallelEngine):
     """From the third step on the optimizer is given the gradients of the second."""
 

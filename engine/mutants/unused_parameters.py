@@ -14,7 +14,7 @@ from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.contract import Capability, Layout, Plan, PreparedModel
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import is_last_rank, leave_out_of_ddp, never_updating
 from shardproof.engine.mutants.plans import ONE_RANK, changing, demanding, undemanding
 
@@ -22,7 +22,7 @@ _UNUSED = demanding(Capability.UNUSED)
 _BORROWED = demanding(Capability.UNUSED, Capability.RANK_DEPENDENT)
 
 
-@mutant(after="facebookresearch/fairscale#605", kills_on=Condition(world_size=1, plan=_UNUSED))
+@mutant(after="facebookresearch/fairscale#605", world_size=1, plan=_UNUSED)
 class GivesZerosToUnusedParameters(FullyShardEngine):
     """Parameters that no loss reached get a gradient of zeros."""
 
@@ -36,7 +36,8 @@ class GivesZerosToUnusedParameters(FullyShardEngine):
 
 @mutant(
     after="pytorch/pytorch#158719",
-    kills_on=Condition(plan=_BORROWED, because="ranks that use the same parameters have the same gradients"),
+    plan=_BORROWED,
+    because="ranks that use the same parameters have the same gradients",
     trace=Trace.COMMUNICATION,
 )
 class ReducesWhatEachRankUsed(FullyShardEngine):
@@ -55,11 +56,9 @@ class TrainsFrozenParameters(FullyShardEngine):
 
 @mutant(
     after="pytorch/pytorch#95805",
-    kills_on=Condition(
-        steps=2,
-        plan=Plan(layout=Layout.SHARD),
-        because="what is kept is missed when it is not gathered again",
-    ),
+    steps=2,
+    plan=Plan(layout=Layout.SHARD),
+    because="what is kept is missed when it is not gathered again",
     trace=Trace.COMMUNICATION,
 )
 class NeverFreesFrozenUnits(FullyShardEngine):
@@ -76,7 +75,7 @@ class NeverFreesFrozenUnits(FullyShardEngine):
 
 @mutant(
     after="Tencent-Hunyuan/UniRL#410",
-    kills_on=Condition(plan=Plan(layout=Layout.SHARD, ignored=("head.bias",))),
+    plan=Plan(layout=Layout.SHARD, ignored=("head.bias",)),
     trace=Trace.STATE,
 )
 class ShardsIgnoredParameters(FullyShardEngine):
@@ -87,7 +86,7 @@ class ShardsIgnoredParameters(FullyShardEngine):
 
 @mutant(
     after="NVIDIA/cosmos-framework#162",
-    kills_on=Condition(plan=Plan(layout=Layout.SHARD, units=("left", "right"), replicated=("left",))),
+    plan=Plan(layout=Layout.SHARD, units=("left", "right"), replicated=("left",)),
     trace=Trace.STATE,
 )
 class ShardsWhatItShouldReplicate(ReferenceEngine):

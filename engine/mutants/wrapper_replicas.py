@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardproof.engine.adapters.reference_wrapper import NAMES, ReferenceWrapperEngine
 from shardproof.engine.contract import WrapperNames
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.plans import CALLS
 from shardproof.engine.plan import Layout, Plan
 from shardproof.engine.reference import FullyShardedDataParallel
@@ -29,10 +29,8 @@ class _Apart(FullyShardedDataParallel):
 
 @mutant(
     after="pytorch/pytorch#154888",
-    kills_on=Condition(
-        plan=Plan(layout=Layout.SHARD, wrapper=Wrapper()),
-        because="a replica alone starts with its own values",
-    ),
+    plan=Plan(layout=Layout.SHARD, wrapper=Wrapper()),
+    because="a replica alone starts with its own values",
     trace=Trace.STATE,
 )
 class StartsEachReplicaOnItsOwn(ReferenceWrapperEngine):

@@ -1,1 +1,1 @@
-"""Accumulation: which units hold their reductions back, in which order microbatches go, what it costs."""
+"""Accumulation: which units skip reductions, microbatches in other orders, and the communication that this costs."""

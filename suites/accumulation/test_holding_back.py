@@ -1,4 +1,4 @@
-"""Units that are told to hold their reductions back reduce once a step, the others in every microbatch.
+"""Units whose reductions are held back reduce once a step, the others in every microbatch.
 
 With G groups, h of them held back, and m microbatches that makes G + (G - h)(m - 1) reductions in a step.
 """
@@ -9,48 +9,29 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import (
-    FOUR_OR_MORE_EVEN,
-    SEVERAL,
-    Accumulation,
-    Count,
-    Exactly,
-    Grouping,
-    Holding,
-    HoldingBack,
-    Layout,
-    MatchesOracle,
-    Microbatches,
-    Nothing,
-    OnlyThese,
-    Op,
-    Phase,
-    RanksAgree,
-    Reshard,
-    Select,
-    Training,
-    Trial,
-)
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, Accumulation, Count, Exactly, Grouping, Holding
+from shardproof import HoldingBack, Layout, Microbatches, Nothing, OnlyThese, Reshard, Select, Training, Trial
 from shardproof.fixtures.chain import CHAIN
 from shardproof.suites.communication.closed_forms import NUM_GROUPS, NUM_UNHELD_GROUPS
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import ALL_REDUCES, GATHERS_IN_BACKWARD, GATHERS_IN_FORWARD, PARITY
+from shardproof.suites.vocabulary import REDUCE_SCATTERS
+
+pytestmark = pytest.mark.worlds(SEVERAL)
 
 NUM_MICROBATCHES = 3
 ROOT = ""
 EVERY_UNIT = (*CHAIN.units, ROOT)
-IN_FORWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,))
-IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
-SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
-SUMS = Select(ops=(Op.ALL_REDUCE,), phases=(Phase.BACKWARD,))
 ALL_GROUPS = Exactly(NUM_GROUPS)
-FREED = (Count(select=IN_FORWARD, expected=ALL_GROUPS), Count(select=IN_BACKWARD, expected=ALL_GROUPS))
-RIGHT = (MatchesOracle(), RanksAgree())
+FREED = (
+    Count(select=GATHERS_IN_FORWARD, expected=ALL_GROUPS),
+    Count(select=GATHERS_IN_BACKWARD, expected=ALL_GROUPS),
+)
 HELD = [
-    pytest.param(EVERY_UNIT, id="all", marks=pytest.mark.kills("IgnoresSingleHolds", "LosesWhatItHeldBack")),
-    pytest.param((ROOT,), id="root", marks=pytest.mark.kills("IgnoresSingleHolds", "HoldsTheWholeTreeBack")),
-    pytest.param(
-        CHAIN.units[1:3], id="some", marks=pytest.mark.kills("IgnoresSingleHolds", "LosesWhatItHeldBack")
-    ),
+    param(EVERY_UNIT, id="all", kills=("IgnoresSingleHolds", "LosesWhatItHeldBack")),
+    param((ROOT,), id="root", kills=("IgnoresSingleHolds", "HoldsTheWholeTreeBack")),
+    param(CHAIN.units[1:3], id="some", kills=("IgnoresSingleHolds", "LosesWhatItHeldBack")),
 ]
 
 
@@ -64,20 +45,18 @@ def _reduces(select: Select) -> tuple[Count, Count]:
 
 
 @pytest.mark.rows("T30")
-@pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize("units", HELD)
+@parametrize("units", *HELD)
 def test_shards_reduce_as_told(trial: Trial, units: tuple[str, ...]) -> None:
     training = _training(Layout.SHARD, HoldingBack(units=units))
-    only = OnlyThese(selects=(IN_FORWARD, IN_BACKWARD, SCATTERS))
-    trial.holds(training, *FREED, *_reduces(SCATTERS), only, *RIGHT)
+    only = OnlyThese(selects=(GATHERS_IN_FORWARD, GATHERS_IN_BACKWARD, REDUCE_SCATTERS))
+    trial.holds(training, *FREED, *_reduces(REDUCE_SCATTERS), only, *PARITY)
 
 
 @pytest.mark.rows("R14")
-@pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize("units", HELD)
+@parametrize("units", *HELD)
 def test_replicas_reduce_as_told(trial: Trial, units: tuple[str, ...]) -> None:
     training = _training(Layout.REPLICATE, HoldingBack(units=units))
-    trial.holds(training, *_reduces(SUMS), OnlyThese(selects=(SUMS,)), *RIGHT)
+    trial.holds(training, *_reduces(ALL_REDUCES), OnlyThese(selects=(ALL_REDUCES,)), *PARITY)
 
 
 @pytest.mark.rows("T30")
@@ -85,53 +64,46 @@ def test_replicas_reduce_as_told(trial: Trial, units: tuple[str, ...]) -> None:
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 def test_shards_of_replicas_reduce_as_told(trial: Trial) -> None:
     training = _training(Layout.HYBRID, HoldingBack(units=CHAIN.units[1:3]))
-    trial.holds(training, *FREED, *_reduces(SCATTERS), *_reduces(SUMS), *RIGHT)
+    trial.holds(training, *FREED, *_reduces(REDUCE_SCATTERS), *_reduces(ALL_REDUCES), *PARITY)
 
 
 @pytest.mark.rows("T30")
 @pytest.mark.kills("ReducesReplicasAllTheSame")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-@pytest.mark.parametrize(
-    "units",
-    [
-        pytest.param(EVERY_UNIT, id="all"),
-        pytest.param((ROOT,), id="root"),
-        pytest.param(CHAIN.units[1:3], id="some"),
-    ],
+@parametrize(
+    "units", param(EVERY_UNIT, id="all"), param((ROOT,), id="root"), param(CHAIN.units[1:3], id="some")
 )
 def test_replicas_wait_for_the_last_microbatch_as_told(trial: Trial, units: tuple[str, ...]) -> None:
     script = HoldingBack(units=units, holding=Holding.REPLICAS)
-    every_time = Count(select=SCATTERS, expected=ALL_GROUPS)
-    trial.holds(_training(Layout.HYBRID, script), *FREED, every_time, *_reduces(SUMS), *RIGHT)
+    every_time = Count(select=REDUCE_SCATTERS, expected=ALL_GROUPS)
+    trial.holds(_training(Layout.HYBRID, script), *FREED, every_time, *_reduces(ALL_REDUCES), *PARITY)
 
 
 @pytest.mark.rows("T30")
 @pytest.mark.kills("FreesHeldUnitsAfterBackward")
-@pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize("units", [pytest.param(EVERY_UNIT, id="all"), pytest.param((ROOT,), id="root")])
+@parametrize("units", param(EVERY_UNIT, id="all"), param((ROOT,), id="root"))
 def test_units_kept_after_backward_are_gathered_once(trial: Trial, units: tuple[str, ...]) -> None:
     training = _training(Layout.SHARD, HoldingBack(units=units, keeps=True), Reshard.KEEP)
-    first = replace(IN_FORWARD, microbatches=(0,))
-    later = replace(IN_FORWARD, microbatches=tuple(range(1, NUM_MICROBATCHES)))
+    first = replace(GATHERS_IN_FORWARD, microbatches=(0,))
+    later = replace(GATHERS_IN_FORWARD, microbatches=tuple(range(1, NUM_MICROBATCHES)))
     trial.holds(
         training,
         Count(select=first, expected=ALL_GROUPS),
         Count(select=later, expected=Exactly(NUM_UNHELD_GROUPS)),
-        Nothing(select=IN_BACKWARD),
-        *_reduces(SCATTERS),
-        *RIGHT,
+        Nothing(select=GATHERS_IN_BACKWARD),
+        *_reduces(REDUCE_SCATTERS),
+        *PARITY,
     )
 
 
 @pytest.mark.rows("T30")
 @pytest.mark.kills("KeepsTheRootWhileAccumulating", "SynchronisesEveryMicrobatch")
-@pytest.mark.worlds(SEVERAL)
 def test_gathers_as_often_whether_accumulating_or_not(trial: Trial) -> None:
     script = HoldingBack(units=())
     training = _training(Layout.SHARD, script)
     plan = replace(training.plan, accumulation=Accumulation.LAST_MICROBATCH)
-    early = replace(SCATTERS, microbatches=Microbatches.ALL_BUT_LAST)
-    trial.holds(replace(training, plan=plan), *FREED, Nothing(select=early), *RIGHT)
+    early = replace(REDUCE_SCATTERS, microbatches=Microbatches.ALL_BUT_LAST)
+    trial.holds(replace(training, plan=plan), *FREED, Nothing(select=early), *PARITY)
 
 
 def _training(layout: Layout, script: HoldingBack, reshard: Reshard = Reshard.AFTER_FORWARD) -> Training:

@@ -6,78 +6,55 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import (
-    SEVERAL,
-    Accumulation,
-    Count,
-    Exactly,
-    Grouping,
-    Interleaved,
-    Layout,
-    MatchesOracle,
-    Microbatches,
-    Nothing,
-    Op,
-    Per,
-    Phase,
-    RanksAgree,
-    Reshard,
-    Select,
-    Training,
-    Trial,
-)
+from shardproof import SEVERAL, Accumulation, Count, Exactly, Grouping, Interleaved, Layout, Microbatches
+from shardproof import Nothing, Op, Per, Phase, Reshard, Select, Training, Trial
 from shardproof.fixtures.chain import CHAIN
 from shardproof.suites.communication.closed_forms import NUM_GROUPS
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import GATHERS, PARITY
+
+pytestmark = pytest.mark.rows("T31")
 
 NUM_MICROBATCHES = 3
-GATHERS = Select(ops=(Op.ALL_GATHER,))
 LAST = Microbatches.LAST
 REDUCTIONS = Select(ops=(Op.REDUCE_SCATTER, Op.ALL_REDUCE), phases=(Phase.BACKWARD,))
 ONCE = (
     Nothing(select=replace(REDUCTIONS, microbatches=Microbatches.ALL_BUT_LAST)),
     Count(select=replace(REDUCTIONS, microbatches=LAST), expected=Exactly(NUM_GROUPS)),
 )
-RIGHT = (MatchesOracle(), RanksAgree())
 
 
-@pytest.mark.rows("T31")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    ("layout", "reshard"),
-    [
-        pytest.param(Layout.SHARD, Reshard.AFTER_FORWARD, id="freed"),
-        pytest.param(Layout.SHARD, Reshard.KEEP, id="kept"),
-        pytest.param(Layout.REPLICATE, Reshard.NATIVE, id="replicated", marks=pytest.mark.rows("R15")),
-    ],
+@parametrize(
+    "layout, reshard",
+    param(Layout.SHARD, Reshard.AFTER_FORWARD, id="freed"),
+    param(Layout.SHARD, Reshard.KEEP, id="kept"),
+    param(Layout.REPLICATE, Reshard.NATIVE, id="replicated", rows="R15"),
 )
 @pytest.mark.kills("ForgetsEarlierForwards")
 def test_one_forward_one_backward_reduces_once(trial: Trial, layout: Layout, reshard: Reshard) -> None:
-    trial.holds(_training(layout, reshard, Interleaved(ahead=1)), *ONCE, *RIGHT)
+    trial.holds(_training(layout, reshard, Interleaved(ahead=1)), *ONCE, *PARITY)
 
 
-@pytest.mark.rows("T31")
 @pytest.mark.kills("ForgetsEarlierForwards", "FreesHeldUnitsAfterBackward", "SynchronisesEveryMicrobatch")
 @pytest.mark.worlds(SEVERAL)
 def test_units_kept_all_step_are_gathered_once(trial: Trial) -> None:
     once = Count(select=GATHERS, expected=Exactly(NUM_GROUPS), per=Per.STEP)
-    trial.holds(_training(Layout.SHARD, Reshard.KEEP, Interleaved(ahead=1, keeps=True)), once, *ONCE, *RIGHT)
+    trial.holds(_training(Layout.SHARD, Reshard.KEEP, Interleaved(ahead=1, keeps=True)), once, *ONCE, *PARITY)
 
 
-@pytest.mark.rows("T31")
 @pytest.mark.kills("ForgetsTheSecondBackward", "ForgetsEarlierForwards")
-@pytest.mark.parametrize(
+@parametrize(
     "accumulation",
-    [
-        pytest.param(Accumulation.EVERY_MICROBATCH, id="each"),
-        pytest.param(Accumulation.LAST_MICROBATCH, id="last"),
-    ],
+    param(Accumulation.EVERY_MICROBATCH, id="each"),
+    param(Accumulation.LAST_MICROBATCH, id="last"),
 )
 def test_all_forwards_may_come_first(trial: Trial, accumulation: Accumulation) -> None:
     training = _training(
         Layout.SHARD, Reshard.AFTER_FORWARD, Interleaved(ahead=NUM_MICROBATCHES), accumulation
     )
-    trial.holds(training, *RIGHT)
+    trial.holds(training, *PARITY)
 
 
 def _training(

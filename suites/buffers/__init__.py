@@ -1,1 +1,1 @@
-"""Buffers: what is no parameter stays each rank's own, whatever forward makes of it."""
+"""Buffers: each rank keeps its own, with every change that forward makes."""

@@ -1,1 +1,1 @@
-"""Building blocks: what people build models of, each trained as one process trains it."""
+"""Building blocks: common parts of models, each trained as one process trains it."""

@@ -4,36 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    AllWaited,
-    MatchesOracle,
-    NamedOptimizer,
-    Plan,
-    RanksAgree,
-    Schedule,
-    Select,
-    Training,
-    Trial,
-    UserModel,
-    UserOptimizer,
-)
+from shardproof import AllWaited, NamedOptimizer, Plan, Schedule, Select, Training, Trial, UserModel
+from shardproof import UserOptimizer
 from shardproof.fixtures.building_blocks import BLOCKS
 from shardproof.fixtures.few_bits import FEW_BITS
 from shardproof.fixtures.optimizers import ADAMW
+from shardproof.suites.params import param, parametrize
+from shardproof.suites.vocabulary import PARITY
 
-LAWS = (MatchesOracle(), RanksAgree(), AllWaited(select=Select()))
+LAWS = (*PARITY, AllWaited(select=Select()))
 WITH_OPTIMIZER = {"LowRankAdapters", "OrthogonalUpdates", "SomeParameters"}
 DRAWING = {"MaskedEncoder"}  # other devices draw other numbers than the oracle
 
-# Of what rounds in bfloat16 by itself, a reduction in bfloat16 cannot be told from the model: such a run is no pass.
+# Where the model itself rounds in bfloat16, a reduction in bfloat16 does not show: such a run is no pass.
 FULL = [block for block in FEW_BITS if block.name in {"Float64Table", "OrthogonalUpdates", "SomeParameters"}]
 
 
 @pytest.mark.kills("SumsInsteadOfAveraging", "ForgetsToSynchroniseOneParameter")
-@pytest.mark.parametrize(
+@parametrize(
     "block",
-    [
-        pytest.param(block, id=block.name, marks=pytest.mark.device("cpu") if block.name in DRAWING else ())
+    *[
+        param(block, id=block.name, marks=pytest.mark.device("cpu") if block.name in DRAWING else ())
         for block in BLOCKS
     ],
 )
@@ -42,12 +33,10 @@ def test_trains_each_block(trial: Trial, block: UserModel) -> None:
 
 
 @pytest.mark.kills("SumsInsteadOfAveraging")
-@pytest.mark.parametrize(
+@parametrize(
     "block",
-    [
-        pytest.param(
-            block, id=block.name, marks=pytest.mark.kills("ReducesInBfloat16") if block in FULL else ()
-        )
+    *[
+        param(block, id=block.name, marks=pytest.mark.kills("ReducesInBfloat16") if block in FULL else ())
         for block in FEW_BITS
     ],
 )

@@ -1,1 +1,1 @@
-"""Activations made again in backward change no number, and cost no communication."""
+"""Checkpointing: activations recomputed in backward change no number and add no communication."""

@@ -6,34 +6,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from shardproof import (
-    SEVERAL,
-    AllForwardsFirst,
-    Backwards,
-    Count,
-    Exactly,
-    Layout,
-    MatchesOracle,
-    Nothing,
-    Op,
-    Phase,
-    Problem,
-    RanksAgree,
-    Reshard,
-    Select,
-    Training,
-    Trial,
-)
-from shardproof.fixtures.checkpointed import (
-    CHECKPOINTED,
-    CHECKPOINTED_REENTRANT,
-    CHECKPOINTED_TIED,
-    CHECKPOINTED_TIED_REENTRANT,
-)
+from shardproof import SEVERAL, AllForwardsFirst, Backwards, Count, Exactly, Layout, Nothing, Problem, Reshard
+from shardproof import Training, Trial
+from shardproof.fixtures.checkpointed import CHECKPOINTED, CHECKPOINTED_REENTRANT, CHECKPOINTED_TIED
+from shardproof.fixtures.checkpointed import CHECKPOINTED_TIED_REENTRANT
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train, train_sharded
+from shardproof.suites.vocabulary import GATHERS_IN_BACKWARD, PARITY
 
-LAWS = (MatchesOracle(), RanksAgree())
-GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
 # A checkpoint holds the unit, or the unit holds the checkpoint.
 HELD, HOLDING = ("blocks.0.inner", "blocks.1.inner"), ("blocks.0", "blocks.1")
 # The root owns nothing; what the embeddings' backward needs is not their parameters.
@@ -59,27 +39,23 @@ class GathersOfFreedUnits:
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.rows("T16")
 @pytest.mark.kills("CountsRecomputedGradientsTwice")
-@pytest.mark.parametrize(
-    ("problem", "units", "root_owns"),
-    [
-        pytest.param(
-            CHECKPOINTED_REENTRANT,
-            HELD,
-            1,
-            id="held-reentrant",
-            marks=pytest.mark.kills("GathersAgainAfterARecompute", "RecomputesBeforeTheGatherIsOver"),
-        ),
-        pytest.param(
-            CHECKPOINTED, HOLDING, 1, id="holding", marks=pytest.mark.kills("GathersOnceMoreInBackward")
-        ),
-        pytest.param(
-            CHECKPOINTED,
-            GROUPS,
-            0,
-            id="groups",
-            marks=pytest.mark.kills("GathersWhatBackwardDoesWithout", "RecomputesBeforeTheGatherIsOver"),
-        ),
-    ],
+@parametrize(
+    "problem, units, root_owns",
+    param(
+        CHECKPOINTED_REENTRANT,
+        HELD,
+        1,
+        id="held-reentrant",
+        kills=("GathersAgainAfterARecompute", "RecomputesBeforeTheGatherIsOver"),
+    ),
+    param(CHECKPOINTED, HOLDING, 1, id="holding", kills="GathersOnceMoreInBackward"),
+    param(
+        CHECKPOINTED,
+        GROUPS,
+        0,
+        id="groups",
+        kills=("GathersWhatBackwardDoesWithout", "RecomputesBeforeTheGatherIsOver"),
+    ),
 )
 def test_freed_parameters_are_gathered_once_for_recompute_and_backward(
     trial: Trial, problem: Problem, units: tuple[str, ...], root_owns: int
@@ -91,47 +67,35 @@ def test_freed_parameters_are_gathered_once_for_recompute_and_backward(
         reshard=Reshard.AFTER_FORWARD,
         gathered_once=(EMBEDDINGS,) if EMBEDDINGS in units else (),
     )
-    trial.holds(training, *LAWS, once)
+    trial.holds(training, *PARITY, once)
 
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.rows("T16", "T26")
 @pytest.mark.kills("CountsRecomputedGradientsTwice", "RecomputesBeforeTheGatherIsOver")
-@pytest.mark.parametrize(
-    ("problem", "units"),
-    [
-        pytest.param(CHECKPOINTED, HELD, id="held"),
-        pytest.param(CHECKPOINTED_TIED_REENTRANT, TIED_GROUPS, id="tied-reentrant"),
-    ],
+@parametrize(
+    "problem, units",
+    param(CHECKPOINTED, HELD, id="held"),
+    param(CHECKPOINTED_TIED_REENTRANT, TIED_GROUPS, id="tied-reentrant"),
 )
 def test_kept_parameters_are_not_gathered_for_a_recompute(
     trial: Trial, problem: Problem, units: tuple[str, ...]
 ) -> None:
     none = Nothing(select=GATHERS_IN_BACKWARD)
-    trial.holds(train_sharded(problem, units=units, reshard=Reshard.KEEP), *LAWS, none)
+    trial.holds(train_sharded(problem, units=units, reshard=Reshard.KEEP), *PARITY, none)
 
 
 @pytest.mark.rows("R12", "R13")
 @pytest.mark.kills("CountsRecomputedGradientsTwice")
-@pytest.mark.parametrize(
-    "problem",
-    [
-        pytest.param(CHECKPOINTED_REENTRANT, marks=pytest.mark.kills("SearchesTheGraph")),
-        pytest.param(CHECKPOINTED_TIED),
-    ],
-    ids=lambda problem: problem.name,
-)
+@parametrize("problem", param(CHECKPOINTED_REENTRANT, kills="SearchesTheGraph"), param(CHECKPOINTED_TIED))
 def test_replicas_recompute_alike(trial: Trial, problem: Problem) -> None:
-    trial.holds(train(problem, layout=Layout.REPLICATE, units=HELD), *LAWS)
+    trial.holds(train(problem, layout=Layout.REPLICATE, units=HELD), *PARITY)
 
 
 @pytest.mark.rows("T22")
 @pytest.mark.kills("ForgetsEarlierForwards", "CountsRecomputedGradientsTwice")
-@pytest.mark.parametrize(
-    "reshard",
-    [pytest.param(Reshard.AFTER_FORWARD, id="freed"), pytest.param(Reshard.KEEP, id="kept")],
-)
+@parametrize("reshard", param(Reshard.AFTER_FORWARD, id="freed"), param(Reshard.KEEP, id="kept"))
 def test_two_forwards_through_nested_groups_both_count(trial: Trial, reshard: Reshard) -> None:
     script = AllForwardsFirst(backwards=Backwards.AT_ONCE)
     training = train_sharded(CHECKPOINTED, units=NESTED, reshard=reshard, microbatches=2, script=script)
-    trial.holds(training, *LAWS)
+    trial.holds(training, *PARITY)

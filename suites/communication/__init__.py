@@ -1,1 +1,1 @@
-"""Communication: what crosses between ranks, how often, how much, when, and who waited for it."""
+"""Communication: what crosses between ranks, how often, how much, when, and which results are waited for."""

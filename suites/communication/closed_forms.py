@@ -43,7 +43,7 @@ def _num_parameters(training: Training, world_size: int) -> int:
 
 
 def _num_unheld(training: Training, world_size: int) -> int:
-    """Count the groups that the script does not tell to hold their reductions back."""
+    """Count the groups whose reductions the script does not hold back."""
     assert isinstance(training.script, HoldingBack)
     return sum(group.unit not in training.script.units for group in groups_of(training))
 

@@ -6,27 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import (
-    EVEN,
-    SEVERAL,
-    Accumulation,
-    Between,
-    Bytes,
-    Exactly,
-    Layout,
-    MatchesOracle,
-    Microbatches,
-    Nothing,
-    Op,
-    Phase,
-    RanksAgree,
-    Select,
-    Training,
-    Trial,
-)
+from shardproof import EVEN, SEVERAL, Accumulation, Between, Bytes, Exactly, Layout, MatchesOracle
+from shardproof import Microbatches, Nothing, Op, Phase, RanksAgree, Select, Training, Trial
 from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, PADDED_BYTES
+from shardproof.suites.params import parametrize
 from shardproof.suites.training import train
+
+pytestmark = pytest.mark.worlds(SEVERAL)
 
 REDUCING = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
 EARLY = Select(ops=REDUCING, dtypes=("float32",), microbatches=Microbatches.ALL_BUT_LAST)
@@ -40,7 +27,6 @@ def _training(layout: Layout, microbatches: int) -> Training:
 
 
 @pytest.mark.kills("SynchronisesEveryMicrobatch")
-@pytest.mark.worlds(SEVERAL)
 def test_is_silent_until_the_last_microbatch(trial: Trial) -> None:
     trial.holds(_training(Layout.NATIVE, 3), Nothing(select=EARLY), RanksAgree())
 
@@ -54,8 +40,7 @@ def test_two_replicas_are_silent_until_the_last_microbatch(trial: Trial) -> None
 
 @pytest.mark.rows("R14")
 @pytest.mark.kills("ForgetsToSynchroniseOneParameter")
-@pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize("microbatches", [3, 4], ids="m{}".format)
+@parametrize("microbatches", 3, 4, ids="m{}".format)
 def test_replicas_reduce_once_per_step(trial: Trial, microbatches: int) -> None:
     last = replace(LAST, ops=(Op.ALL_REDUCE,))
     trial.holds(
@@ -68,8 +53,7 @@ def test_replicas_reduce_once_per_step(trial: Trial, microbatches: int) -> None:
 
 @pytest.mark.rows("T30")
 @pytest.mark.kills("SynchronisesEveryMicrobatch", "ReplicatesInsteadOfSharding")
-@pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize("microbatches", [3, 4], ids="m{}".format)
+@parametrize("microbatches", 3, 4, ids="m{}".format)
 def test_shards_reduce_once_per_step(trial: Trial, microbatches: int) -> None:
     last = replace(LAST, ops=(Op.REDUCE_SCATTER,))
     trial.holds(

@@ -6,38 +6,22 @@ Where an axis of the mesh has one rank an engine may leave its collectives out o
 from __future__ import annotations
 
 from dataclasses import replace
-from operator import attrgetter
 
 import pytest
 
-from shardproof import (
-    FOUR_OR_MORE_EVEN,
-    SEVERAL,
-    SIX_OR_MORE_EVEN,
-    AllWaited,
-    Bytes,
-    Count,
-    Exactly,
-    Grouping,
-    Layout,
-    OnlyThese,
-    Op,
-    Phase,
-    Problem,
-    RanksAgree,
-    Replicas,
-    Reshard,
-    Select,
-    Training,
-    Trial,
-)
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, SIX_OR_MORE_EVEN, AllWaited, Bytes, Count, Exactly
+from shardproof import Grouping, Layout, OnlyThese, Op, Phase, Problem, RanksAgree, Replicas, Reshard, Select
+from shardproof import Training, Trial
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS
+from shardproof.suites.params import parametrize
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import ACROSS_REPLICAS
+
+pytestmark = pytest.mark.worlds(SEVERAL)
 
 GATHERS = Select(ops=(Op.ALL_GATHER,), axis="shard")
 SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), axis="shard", phases=(Phase.BACKWARD,))
-ACROSS = Select(ops=(Op.ALL_REDUCE,), axis="replicate", phases=(Phase.BACKWARD,))
 ALONE = Select(group_size=1)
 ONCE_PER_GROUP = Exactly(NUM_GROUPS)
 WITHIN_REPLICAS = (
@@ -45,7 +29,7 @@ WITHIN_REPLICAS = (
     Count(select=replace(GATHERS, phases=(Phase.BACKWARD,)), expected=ONCE_PER_GROUP),
     Count(select=SCATTERS, expected=ONCE_PER_GROUP),
 )
-every_problem = pytest.mark.parametrize("problem", [MLP_EVEN, MLP_UNEVEN], ids=attrgetter("name"))
+every_problem = parametrize("problem", MLP_EVEN, MLP_UNEVEN)
 
 
 @pytest.mark.rows("T35")
@@ -56,8 +40,8 @@ def test_reduces_within_and_across_replicas(trial: Trial, problem: Problem) -> N
     trial.holds(
         _training(problem, Replicas.TWO),
         *WITHIN_REPLICAS,
-        Count(select=ACROSS, expected=ONCE_PER_GROUP),
-        OnlyThese(selects=(GATHERS, SCATTERS, ACROSS)),
+        Count(select=ACROSS_REPLICAS, expected=ONCE_PER_GROUP),
+        OnlyThese(selects=(GATHERS, SCATTERS, ACROSS_REPLICAS)),
         RanksAgree(),
     )
 
@@ -70,14 +54,13 @@ def test_reduces_within_and_across_pairs(trial: Trial, problem: Problem) -> None
     trial.holds(
         _training(problem, Replicas.PAIRS),
         *WITHIN_REPLICAS,
-        Count(select=ACROSS, expected=ONCE_PER_GROUP),
-        OnlyThese(selects=(GATHERS, SCATTERS, ACROSS)),
+        Count(select=ACROSS_REPLICAS, expected=ONCE_PER_GROUP),
+        OnlyThese(selects=(GATHERS, SCATTERS, ACROSS_REPLICAS)),
         RanksAgree(),
     )
 
 
 @pytest.mark.kills("TransposesTheMesh")
-@pytest.mark.worlds(SEVERAL)
 @every_problem
 def test_one_replica_reduces_within_itself(trial: Trial, problem: Problem) -> None:
     trial.holds(
@@ -89,15 +72,14 @@ def test_one_replica_reduces_within_itself(trial: Trial, problem: Problem) -> No
 
 
 @pytest.mark.kills("NeverSynchronisesSingles", "TransposesTheMesh")
-@pytest.mark.worlds(SEVERAL)
 @every_problem
 def test_single_ranks_reduce_across_replicas(trial: Trial, problem: Problem) -> None:
     trial.holds(
         _training(problem, Replicas.SINGLES),
-        Count(select=ACROSS, expected=ONCE_PER_GROUP),
-        Bytes(select=ACROSS, expected=Exactly(GRADIENT_BYTES), minimum=GRADIENT_BYTES),
-        AllWaited(select=ACROSS),
-        OnlyThese(selects=(ACROSS, ALONE)),
+        Count(select=ACROSS_REPLICAS, expected=ONCE_PER_GROUP),
+        Bytes(select=ACROSS_REPLICAS, expected=Exactly(GRADIENT_BYTES), minimum=GRADIENT_BYTES),
+        AllWaited(select=ACROSS_REPLICAS),
+        OnlyThese(selects=(ACROSS_REPLICAS, ALONE)),
         RanksAgree(),
     )
 

@@ -1,7 +1,7 @@
-"""What is under way is waited for and left alone until then, in whatever order ranks and results come.
+"""Collectives in flight are waited for and their buffers left alone until then, in any order of ranks and results.
 
-All of it is asked of every other case as well. Results of a world of threads are late, so that an engine which does
-without one never has it by luck; and there the order of ranks is drawn from a seed.
+Every other case has these laws as well. In a world of threads results are late, so that an engine that reads one
+without a wait never has it by luck, and the order of ranks is drawn from a seed.
 """
 
 from __future__ import annotations
@@ -10,58 +10,36 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import (
-    FOUR_OR_MORE_EVEN,
-    SEVERAL,
-    THREE_OR_MORE,
-    Accumulation,
-    Grouping,
-    Layout,
-    LeavesBuffersAlone,
-    MatchesOracle,
-    Plan,
-    RanksAgree,
-    Reshard,
-    ResultsAreWaitedFor,
-    Schedule,
-    Training,
-    Trial,
-)
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, THREE_OR_MORE, Layout, LeavesBuffersAlone, Reshard
+from shardproof import ResultsAreWaitedFor, Trial
 from shardproof.fixtures.chain import CHAIN
-from shardproof.fixtures.optimizers import SGD
-from shardproof.suites.training import train
+from shardproof.suites.params import param, parametrize
+from shardproof.suites.training import train, train_sharded
+from shardproof.suites.vocabulary import PARITY
 
-LAWS = (LeavesBuffersAlone(), ResultsAreWaitedFor(), MatchesOracle(), RanksAgree())
-SHARDED = Plan(
-    layout=Layout.SHARD, units=CHAIN.units, grouping=Grouping.REQUIRED, reshard=Reshard.AFTER_FORWARD
-)
+pytestmark = pytest.mark.worlds(SEVERAL)
+
+LAWS = (LeavesBuffersAlone(), ResultsAreWaitedFor(), *PARITY)
 
 
 @pytest.mark.kills("ReadsBucketsTooEarly", "ForgetsTheWorkOfANorm")
-@pytest.mark.worlds(SEVERAL)
 def test_waits_for_results_whatever_the_layout(trial: Trial) -> None:
     trial.holds(train(CHAIN), *LAWS)
 
 
 @pytest.mark.kills("ClearsTheReduceInput", "FreesTheInputOfAReduction", "FillsTheGatherOutput")
-@pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    "plan",
-    [
-        pytest.param(SHARDED, id="shard"),
-        pytest.param(
-            replace(SHARDED, layout=Layout.HYBRID), id="hybrid", marks=pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-        ),
-        pytest.param(replace(SHARDED, accumulation=Accumulation.EVERY_MICROBATCH), id="microbatches"),
-    ],
+@parametrize(
+    "layout, microbatches",
+    param(Layout.SHARD, 1, id="shard"),
+    param(Layout.HYBRID, 3, id="hybrid", worlds=FOUR_OR_MORE_EVEN),
+    param(Layout.SHARD, 3, id="microbatches"),
 )
-def test_leaves_buffers_alone(trial: Trial, plan: Plan) -> None:
-    num = 1 if plan.accumulation is Accumulation.LAST_MICROBATCH else 3
-    training = Training(problem=CHAIN, optimizer=SGD, plan=plan, schedule=Schedule(microbatches=num))
+def test_leaves_buffers_alone(trial: Trial, layout: Layout, microbatches: int) -> None:
+    training = train_sharded(CHAIN, layout=layout, reshard=Reshard.AFTER_FORWARD, microbatches=microbatches)
     trial.holds(training, *LAWS)
 
 
 @pytest.mark.kills("TrustsTheOrderOfArrival")
 @pytest.mark.worlds(THREE_OR_MORE)
 def test_learns_the_same_in_whatever_order_ranks_come(trial: Trial) -> None:
-    trial.holds(Training(problem=CHAIN, optimizer=SGD, plan=Plan(units=CHAIN.units), schedules=6), *LAWS)
+    trial.holds(replace(train(CHAIN), schedules=6), *LAWS)

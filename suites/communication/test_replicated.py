@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from operator import attrgetter
 
 import pytest
 
-from shardproof import (
-    SEVERAL,
-    AllWaited,
-    Bytes,
-    Count,
-    Exactly,
-    Grouping,
-    Layout,
-    MatchesOracle,
-    Nothing,
-    OnlyThese,
-    Op,
-    Phase,
-    Problem,
-    RanksAgree,
-    Select,
-    Trial,
-)
+from shardproof import SEVERAL, AllWaited, Bytes, Count, Exactly, Grouping, Layout, MatchesOracle, Nothing
+from shardproof import OnlyThese, Op, Phase, Problem, RanksAgree, Select, Trial
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
 from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS, NUM_PARAMETERS
+from shardproof.suites.params import parametrize
 from shardproof.suites.training import train
+
+pytestmark = pytest.mark.worlds(SEVERAL)
 
 REDUCTIONS = Select(ops=(Op.ALL_REDUCE,), phases=(Phase.BACKWARD,), dtypes=("float32",))
 GATHERS = Select(ops=(Op.ALL_GATHER, Op.REDUCE_SCATTER))
@@ -37,8 +23,7 @@ SETTLED = (2,)
 
 
 @pytest.mark.kills("ForgetsToSynchroniseOneParameter", "NeverSynchronises")
-@pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=attrgetter("name"))
+@parametrize("problem", *PROBLEMS)
 def test_reduces_each_gradient_once(trial: Trial, problem: Problem) -> None:
     trial.holds(
         train(problem, layout=Layout.REPLICATE),
@@ -53,8 +38,7 @@ def test_reduces_each_gradient_once(trial: Trial, problem: Problem) -> None:
 
 
 @pytest.mark.kills("IgnoresTheSizeOfBuckets", "LeavesOutWhatFillsABucket")
-@pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.ZERO1], ids=lambda layout: layout.name.lower())
+@parametrize("layout", Layout.REPLICATE, Layout.ZERO1)
 def test_reduces_each_gradient_alone_in_the_smallest_buckets(trial: Trial, layout: Layout) -> None:
     trial.holds(
         train(MLP_EVEN, layout=layout, bucket_bytes=1),
@@ -65,8 +49,7 @@ def test_reduces_each_gradient_alone_in_the_smallest_buckets(trial: Trial, layou
 
 
 @pytest.mark.kills("TakesAllUnitsForOne")
-@pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=attrgetter("name"))
+@parametrize("problem", *PROBLEMS)
 def test_reduces_each_group_in_one_collective(trial: Trial, problem: Problem) -> None:
     trial.holds(
         train(problem, layout=Layout.REPLICATE, grouping=Grouping.REQUIRED),

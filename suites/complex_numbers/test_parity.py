@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import SEVERAL, Accumulation, Capability, Layout, MatchesOracle, RanksAgree, Trial
+from shardproof import SEVERAL, Accumulation, Capability, Layout, Trial
 from shardproof.fixtures.complex_numbers import ROTARY, SPECTRAL
 from shardproof.fixtures.optimizers import ADAMW, SGD, AdamW, Sgd
+from shardproof.suites.params import parametrize
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import PARITY
 
-LAWS = (MatchesOracle(), RanksAgree())
 COMPLEX = frozenset({Capability.COMPLEX})
 
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("ForgetsUnsavedBuffers")
 def test_turns_by_a_complex_buffer(trial: Trial) -> None:
-    trial.holds(train(ROTARY), *LAWS)
+    trial.holds(train(ROTARY), *PARITY)
 
 
 @pytest.mark.kills("DropsImaginaryParts")
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=lambda value: value.name)
+@parametrize("optimizer", SGD, ADAMW)
 def test_trains_complex_parameters(trial: Trial, optimizer: Sgd | AdamW) -> None:
-    trial.holds(train(SPECTRAL, optimizer, demands=COMPLEX), *LAWS)
+    trial.holds(train(SPECTRAL, optimizer, demands=COMPLEX), *PARITY)
 
 
 @pytest.mark.kills("DropsImaginaryParts")
-@pytest.mark.parametrize("accumulation", Accumulation, ids=lambda value: value.name.lower())
+@parametrize("accumulation", *Accumulation)
 def test_accumulates_complex_gradients(trial: Trial, accumulation: Accumulation) -> None:
-    trial.holds(train(SPECTRAL, accumulation=accumulation, demands=COMPLEX, microbatches=3), *LAWS)
+    trial.holds(train(SPECTRAL, accumulation=accumulation, demands=COMPLEX, microbatches=3), *PARITY)
 
 
 @pytest.mark.kills("DropsImaginaryParts")
 def test_replicates_complex_parameters(trial: Trial) -> None:
-    trial.holds(train(SPECTRAL, ADAMW, layout=Layout.REPLICATE, demands=COMPLEX), *LAWS)
+    trial.holds(train(SPECTRAL, ADAMW, layout=Layout.REPLICATE, demands=COMPLEX), *PARITY)

@@ -1,1 +1,1 @@
-"""Composable: every function and method of fully_shard does what it says, and is refused what it must."""
+"""Composable: every function and method of fully_shard does what is documented, and refuses what it must."""

@@ -9,12 +9,11 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardproof import Capability, InterfaceBench
 from shardproof.suites.expect import Claims, expects_of
-from shardproof.suites.wrapper.model import LR, UNITS, gradients, tower
+from shardproof.suites.wrapper.model import LR, UNITS, gathered, gradients, shown_gradients, tower
 
 STEP = "parameters after one step"
 
@@ -49,8 +48,12 @@ class Bench(Claims):
 
 def whole(root: nn.Module) -> dict[str, torch.Tensor]:
     """Gather copies of whole parameters, by name."""
-    parameters = {name: p.detach() for name, p in root.named_parameters()}
-    return {n: p.full_tensor() if isinstance(p, DTensor) else p.clone() for n, p in parameters.items()}
+    return gathered(dict(root.named_parameters()))
+
+
+def whole_gradients(root: nn.Module) -> dict[str, torch.Tensor]:
+    """Gather copies of whole gradients, by name."""
+    return gathered(shown_gradients(root))
 
 
 def layers() -> nn.Sequential:

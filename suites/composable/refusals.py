@@ -186,10 +186,7 @@ SCENARIOS: Mapping[str, tuple[Scenario, str]] = {
         lambda d: d.fully_shard(_on_meta())(_inputs()),
         r"materializ.*meta.*weight",
     ),
-    "meta parameters at unshard": (
-        lambda d: d.fully_shard(_on_meta()).unshard(),
-        r"materializ.*meta",
-    ),
+    "meta parameters at unshard": (lambda d: d.fully_shard(_on_meta()).unshard(), r"materializ.*meta"),
     "two dtypes in a group": (_mixed_dtypes, r"uniform.*dtype"),
     "a compute dtype of no floats": (
         lambda d: d.fully_shard(_linear(), mp_policy=d.mixed_precision(param_dtype=torch.int64))(_inputs()),

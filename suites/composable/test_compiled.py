@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from shardproof import APART, FOURS
 from shardproof.fixtures.problems import TRANSFORMER
 from shardproof.suites.composable.bench import STEP, Bench, cut, expects, layers, steps_on_shared_rows
+from shardproof.suites.composable.bench import whole_gradients
+from shardproof.suites.params import parametrize
 from shardproof.suites.wrapper.model import Tower, fill, shown_gradients, tower
+
+pytestmark = pytest.mark.worlds(APART)
 
 GRADIENTS = "gradients"
 
@@ -33,10 +36,9 @@ class _Nested(nn.Module):
         return self.tower(rows) / 64
 
 
-@pytest.mark.worlds(APART)
 @pytest.mark.kills("SumsWhatACallerPrepares")
-@pytest.mark.parametrize("unit", ["", "middle"], ids=["root", "unit"])
-@pytest.mark.parametrize("door", ["fully_shard", "replicate"])
+@parametrize("unit", "", "middle", ids=["root", "unit"])
+@parametrize("door", "fully_shard", "replicate")
 @expects(STEP)
 def test_one_group_trains_as_it_does_uncompiled(bench: Bench, door: str, unit: str) -> None:
     model = tower()
@@ -46,10 +48,9 @@ def test_one_group_trains_as_it_does_uncompiled(bench: Bench, door: str, unit: s
     bench.steps(model)
 
 
-@pytest.mark.worlds(APART)
 @pytest.mark.worlds(FOURS)
 @pytest.mark.kills("SumsWhatACallerPrepares", world="processes:4")
-@pytest.mark.parametrize("door", ["fully_shard", "replicate"])
+@parametrize("door", "fully_shard", "replicate")
 @expects(STEP)
 def test_tensors_that_are_cut_train_as_they_do_uncompiled(bench: Bench, door: str) -> None:
     model, mesh = cut(bench)
@@ -57,7 +58,6 @@ def test_tensors_that_are_cut_train_as_they_do_uncompiled(bench: Bench, door: st
     steps_on_shared_rows(bench, model, layers(), 2)
 
 
-@pytest.mark.worlds(APART)
 @pytest.mark.kills("SumsWhatACallerPrepares")
 @expects(GRADIENTS)
 def test_a_transformer_trains_as_it_does_uncompiled(bench: Bench) -> None:
@@ -69,11 +69,9 @@ def test_a_transformer_trains_as_it_does_uncompiled(bench: Bench) -> None:
         for rank in ranks:
             tokens = (torch.arange(10).view(2, 5) * (rank + 3)) % 7
             (trained(tokens).logsumexp(-1).sum() / len(ranks)).backward()
-    got = {n: p.grad.full_tensor() for n, p in model.named_parameters() if isinstance(p.grad, DTensor)}
-    bench.near(GRADIENTS, got, shown_gradients(alone), tolerance=1e-4)
+    bench.near(GRADIENTS, whole_gradients(model), shown_gradients(alone), tolerance=1e-4)
 
 
-@pytest.mark.worlds(APART)
 @pytest.mark.kills("SumsWhatACallerPrepares")
 @expects(STEP)
 def test_nested_units_that_run_twice_train_as_they_do_uncompiled(bench: Bench) -> None:

@@ -1,4 +1,4 @@
-"""Shards that pack themselves for a gather: what they are told, what crosses between ranks, what is made of it."""
+"""Shards that pack themselves for a gather: the arguments of pack, the bytes sent, and the unpacked parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from torch.distributed.tensor import DTensor
 from shardproof import EVEN, FOUR_OR_MORE_EVEN, Capability, Op
 from shardproof.suites.composable import bench as benches
 from shardproof.suites.composable.bench import STEP, Bench
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.model import LR, batch, copies, gradients, tower
+
+pytestmark = pytest.mark.worlds(EVEN)
 
 expects = partial(benches.expects, beside=frozenset({Capability.PACKED_GATHERS}))
 TOLD, CALLS, BYTES = "what pack is told", "calls", "bytes"
@@ -114,13 +117,9 @@ class _Boxed(torch.Tensor):
         return self.wire.unpack(gathered, num_rows, dtype, out=out)
 
 
-@pytest.mark.worlds(EVEN)
 @pytest.mark.kills("GathersWithoutPacking", "PacksOnceForAll")
-@pytest.mark.parametrize("frees", [True, False], ids=["freed", "kept"])
-@pytest.mark.parametrize(
-    "layout",
-    ["shards", pytest.param("hybrid", marks=pytest.mark.kills("TellsPackTheWholeMesh")), "alone"],
-)
+@parametrize("frees", True, False, ids=["freed", "kept"])
+@parametrize("layout", "shards", param("hybrid", kills="TellsPackTheWholeMesh"), "alone")
 @expects(STEP, TOLD, CALLS, BYTES)
 def test_shards_pack_themselves(bench: Bench, layout: str, frees: bool) -> None:
     num_replicas = {"shards": 1, "hybrid": 2, "alone": bench.size}[layout]
@@ -133,10 +132,9 @@ def test_shards_pack_themselves(bench: Bench, layout: str, frees: bool) -> None:
     _train_packed(bench, model, wires)
 
 
-@pytest.mark.worlds(EVEN)
 @pytest.mark.kills("GathersWithoutPacking", "PacksOnceForAll")
-@pytest.mark.parametrize("frees", [True, False], ids=["freed", "kept"])
-@pytest.mark.parametrize("start", ["stored", "empty_in_bfloat16"])
+@parametrize("frees", True, False, ids=["freed", "kept"])
+@parametrize("start", "stored", "empty_in_bfloat16")
 @expects(STEP, TOLD, CALLS, BYTES)
 def test_classes_of_shards_pack_them(bench: Bench, start: str, frees: bool) -> None:
     is_empty = start != "stored"
@@ -160,9 +158,8 @@ _frees = partial(benches.expects, beside=frozenset({Capability.PACKED_GATHERS, C
 
 
 @pytest.mark.rows("E04", "C34")
-@pytest.mark.worlds(EVEN)
 @pytest.mark.kills("KeepsWhatWasUnpacked")
-@pytest.mark.parametrize("frees", [True, False], ids=["freed", "kept"])
+@parametrize("frees", True, False, ids=["freed", "kept"])
 @_frees(STEP, TOLD, CALLS, BYTES, "bytes once unpacked", "values once sharded")
 def test_gathered_bytes_are_freed_once_they_are_unpacked(bench: Bench, frees: bool) -> None:
     model, wires = bench.shard(tower(), reshard_after_forward=frees), _wires(bench.size)
@@ -179,12 +176,8 @@ def test_gathered_bytes_are_freed_once_they_are_unpacked(bench: Bench, frees: bo
 
 
 @pytest.mark.rows("C34")
-@pytest.mark.worlds(EVEN)
 @pytest.mark.kills("KeepsWhatWasUnpacked")
-@pytest.mark.parametrize(
-    "reason",
-    ["no_bool", "no_pair", pytest.param("a_part_is_kept", marks=pytest.mark.worlds(FOUR_OR_MORE_EVEN))],
-)
+@parametrize("reason", "no_bool", "no_pair", param("a_part_is_kept", worlds=FOUR_OR_MORE_EVEN))
 @_frees("the refusal")
 def test_refuses_to_free(bench: Bench, reason: str) -> None:
     def prepare_and_run() -> None:

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from shardproof import EVEN, SEVERAL, Capability, Op
 from shardproof.suites.composable import bench as benches
-from shardproof.suites.composable.bench import Bench, whole
+from shardproof.suites.composable.bench import Bench, whole, whole_gradients
+from shardproof.suites.params import parametrize
 from shardproof.suites.wrapper.model import LR, UNITS, batch, fill, gradients, shown_gradients, tower
 
 expects = partial(benches.expects, beside=frozenset({Capability.FINALIZE}))
@@ -37,13 +38,12 @@ def _reductions(bench: Bench) -> int:
 
 
 def _claim_gradients(bench: Bench, model: nn.Module, steps: range) -> None:
-    got = {n: g.full_tensor() for n, g in shown_gradients(model).items() if isinstance(g, DTensor)}
-    bench.same(GRADIENTS, got, gradients(tower(), bench.ranks, steps))
+    bench.same(GRADIENTS, whole_gradients(model), gradients(tower(), bench.ranks, steps))
 
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("FinalizesEachBackward", "FinalizesTwice")
-@pytest.mark.parametrize("layout", ["fully_shard", "replicate"])
+@parametrize("layout", "fully_shard", "replicate")
 @expects(GRADIENTS, REDUCTIONS, "parameters")
 def test_reduces_once_when_asked_to(bench: Bench, layout: str) -> None:
     model, alone = _prepared(bench, layout), tower()
@@ -98,7 +98,7 @@ def test_keeps_what_is_held_back(bench: Bench) -> None:
 
 
 @pytest.mark.kills("FreesWhenFinalized")
-@pytest.mark.parametrize("frees", [True, False], ids=["freed", "kept"])
+@parametrize("frees", True, False, ids=["freed", "kept"])
 @expects("whole afterwards")
 def test_leaves_gathered_what_is_to_be_kept(bench: Bench, frees: bool) -> None:
     model = _prepared(bench)
@@ -184,7 +184,7 @@ class _Chunked(nn.Module):
 @pytest.mark.rows("T46")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("FinalizesTwice", "FinalizesEachBackward")
-@pytest.mark.parametrize("units", [("norm,head",), ("norm", "head")], ids=["grouped", "apart"])
+@parametrize("units", ("norm,head",), ("norm", "head"), ids=["grouped", "apart"])
 @expects(GRADIENTS, REDUCTIONS)
 def test_chunks_of_a_loss_add_up(bench: Bench, units: tuple[str, ...]) -> None:
     model: Any = _Chunked()
@@ -208,8 +208,7 @@ def test_chunks_of_a_loss_add_up(bench: Bench, units: tuple[str, ...]) -> None:
     for rank in bench.ranks:
         for step in range(2):
             alone.head(alone(batch(rank, step))).sum().backward()
-    got = {n: g.full_tensor() for n, g in shown_gradients(model).items() if isinstance(g, DTensor)}
-    bench.same(GRADIENTS, got, shown_gradients(alone))
+    bench.same(GRADIENTS, whole_gradients(model), shown_gradients(alone))
 
 
 @pytest.mark.rows("T54")
@@ -284,7 +283,7 @@ _REFUSALS: dict[str, tuple[Callable[[Bench], object], str]] = {
 
 @pytest.mark.worlds(EVEN)
 @pytest.mark.kills("FinalizesWhateverComes")
-@pytest.mark.parametrize("name", _REFUSALS)
+@parametrize("name", *_REFUSALS)
 @expects(REFUSAL)
 def test_refuses(bench: Bench, name: str) -> None:
     provoke, words = _REFUSALS[name]

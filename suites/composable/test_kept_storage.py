@@ -11,19 +11,18 @@ from torch.distributed.tensor import DTensor
 from shardproof import EVEN, Capability
 from shardproof.suites.composable import bench as benches
 from shardproof.suites.composable.bench import Bench
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.model import LR, UNITS, copies, gradients, tower
 
 expects = partial(benches.expects, beside=frozenset({Capability.KEEP_STORAGE}))
 
 
 @pytest.mark.worlds(EVEN)
-@pytest.mark.parametrize(
+@parametrize(
     "kept",
-    [
-        pytest.param("all", marks=[pytest.mark.rows("T55"), pytest.mark.kills("FreesWhatIsToBeKept")]),
-        pytest.param("root", marks=[pytest.mark.rows("T55"), pytest.mark.kills("FreesWhatIsToBeKept")]),
-        pytest.param("replicas", marks=[pytest.mark.rows("R22"), pytest.mark.kills("ShowsTheFirstValues")]),
-    ],
+    param("all", kills="FreesWhatIsToBeKept", rows="T55"),
+    param("root", kills="FreesWhatIsToBeKept", rows="T55"),
+    param("replicas", kills="ShowsTheFirstValues", rows="R22"),
 )
 @expects("values", "addresses", "with memory between", "shown between")
 def test_stays_where_it_is_and_shows_the_newest_values(bench: Bench, kept: str) -> None:

@@ -18,17 +18,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, pa
 from torch.nn.functional import cross_entropy
 
 from shardproof import APART, FOURS, Capability
-from shardproof.suites.composable.bench import (
-    STEP,
-    Bench,
-    cut,
-    expects,
-    layers,
-    shared_rows,
-    steps_on_shared_rows,
-    whole,
-)
+from shardproof.suites.composable.bench import STEP, Bench, cut, expects, layers, shared_rows
+from shardproof.suites.composable.bench import steps_on_shared_rows, whole
 from shardproof.suites.expect import expects_of
+from shardproof.suites.params import parametrize
 from shardproof.suites.wrapper.model import shown_gradients
 
 pytestmark = pytest.mark.worlds(FOURS)
@@ -69,7 +62,7 @@ class _Sparing(nn.Sequential):
 
 
 @pytest.mark.kills("LeavesOutWhatNoRankUsed")
-@pytest.mark.parametrize("is_expert", [False, True], ids=["all_ranks", "experts"])
+@parametrize("is_expert", False, True, ids=["all_ranks", "experts"])
 @_with("gradients of what is unused", STEP, beside=frozenset({Capability.RANK_DEPENDENT, Capability.EXPERTS}))
 def test_what_no_rank_used_gets_zeros_where_asked_for(bench: Bench, is_expert: bool) -> None:
     mesh = init_device_mesh(bench.device.type, (bench.size // 2, 2), mesh_dim_names=("data", "expert"))
@@ -159,8 +152,8 @@ _LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 
 @pytest.mark.kills("SumsWhatACallerPrepares")
-@pytest.mark.parametrize("frees", [True, False], ids=["freed", "kept"])
-@pytest.mark.parametrize("name", _LAYOUTS)
+@parametrize("frees", True, False, ids=["freed", "kept"])
+@parametrize("name", *_LAYOUTS)
 @_with(STEP, beside=frozenset({Capability.MESH_DIMS}))
 def test_tensors_on_one_mesh_train_like_replicas(bench: Bench, name: str, frees: bool) -> None:
     axes, named = _LAYOUTS[name]
@@ -207,7 +200,7 @@ _REFUSALS: dict[str, tuple[Callable[[Bench, DeviceMesh], object], str]] = {
 
 
 @pytest.mark.kills("LeavesModulesAsTheyAre")
-@pytest.mark.parametrize("name", _REFUSALS)
+@parametrize("name", *_REFUSALS)
 @_with(REFUSAL, beside=frozenset({Capability.MESH_DIMS}))
 def test_refuses(bench: Bench, name: str) -> None:
     scenario, words = _REFUSALS[name]

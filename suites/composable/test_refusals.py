@@ -7,13 +7,14 @@ import pytest
 from shardproof import EVEN
 from shardproof.suites.composable.bench import Bench, expects
 from shardproof.suites.composable.refusals import SCENARIOS
+from shardproof.suites.params import param, parametrize
 
 REFUSAL = "the refusal"
 
 
 @pytest.mark.worlds(EVEN)
 @pytest.mark.kills("LeavesModulesAsTheyAre")
-@pytest.mark.parametrize("name", [pytest.param(name, id=name.replace(" ", "_")) for name in SCENARIOS])
+@parametrize("name", *[param(name, id=name.replace(" ", "_")) for name in SCENARIOS])
 @expects(REFUSAL)
 def test_refuses(bench: Bench, name: str) -> None:
     scenario, words = SCENARIOS[name]

@@ -10,17 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Shard
 
 from shardproof import FOURS, SEVERAL
-from shardproof.suites.composable.bench import STEP, Bench, cut, expects, whole
+from shardproof.suites.composable.bench import STEP, Bench, cut, expects, whole, whole_gradients
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.model import LR, batch, copies, fill, gradients, shown_gradients, tower
 
 VALUES = "values"
@@ -84,7 +81,7 @@ def test_the_data_axis_cuts_the_dim_that_is_whole(bench: Bench) -> None:
 
 @pytest.mark.worlds(FOURS)
 @pytest.mark.kills("SavesTheFirstStateForEver")
-@pytest.mark.parametrize("is_cut", [False, True], ids=["shards", "shards_of_cut_tensors"])
+@parametrize("is_cut", False, True, ids=["shards", "shards_of_cut_tensors"])
 @expects("what other ranks have", "what the first rank has", VALUES, "moments")
 def test_the_first_rank_saves_and_loads_for_all(bench: Bench, is_cut: bool) -> None:
     model, mesh = cut(bench) if is_cut else (tower(), None)
@@ -124,7 +121,7 @@ def _moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("ManagesWhatItShouldIgnore")
-@pytest.mark.parametrize("door", ["fully_shard", "replicate"])
+@parametrize("door", "fully_shard", "replicate")
 @expects("gradients of what is ignored", "gradients of others")
 def test_gradients_of_what_is_ignored_are_each_ranks_own(bench: Bench, door: str) -> None:
     model = tower().to(bench.device)
@@ -132,9 +129,8 @@ def test_gradients_of_what_is_ignored_are_each_ranks_own(bench: Bench, door: str
     getattr(bench.door, door)(model, mesh=bench.mesh(), ignored_params=ignored)
     bench.train(model)
     own = {name: bench.size * g for name, g in gradients(tower(), [bench.rank]).items()}
-    mean, shown = gradients(tower(), bench.ranks), shown_gradients(model)
+    mean, shown, got = gradients(tower(), bench.ranks), shown_gradients(model), whole_gradients(model)
     stem = {name for name in own if name.startswith("stem")}
-    got = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in shown.items()}
     bench.same("gradients of what is ignored", {n: shown[n] for n in stem}, {n: own[n] for n in stem})
     bench.same("gradients of others", {n: got[n] for n in got if n not in stem}, _without(mean, stem))
 
@@ -180,7 +176,7 @@ class _Gained(nn.Module):
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("ManagesWhatItShouldIgnore")
-@pytest.mark.parametrize("door", ["fully_shard", "replicate"])
+@parametrize("door", "fully_shard", "replicate")
 @expects("dtypes in forward", "gradients")
 def test_what_is_ignored_keeps_its_bits(bench: Bench, door: str) -> None:
     model, alone = _Gained(), _Gained()
@@ -190,11 +186,7 @@ def test_what_is_ignored_keeps_its_bits(bench: Bench, door: str) -> None:
     bench.same("dtypes in forward", model.seen, [(torch.bfloat16, torch.float32)])
     own = bench.size * gradients(alone, [bench.rank])["gain"]
     mean = gradients(alone, bench.ranks)["layer.weight"]
-    shown = shown_gradients(model)
-    layer = shown["layer.weight"]
-    assert isinstance(layer, DTensor)
-    got = {"layer": layer.full_tensor(), "gain": shown["gain"]}
-    bench.near("gradients", got, {"layer": mean, "gain": own}, tolerance=2**-6)
+    bench.near("gradients", whole_gradients(model), {"gain": own, "layer.weight": mean}, tolerance=2**-6)
 
 
 # What is left of a gradient, by what a caller does to it.
@@ -207,7 +199,7 @@ _EDITS: dict[str, tuple[float, Callable[[torch.Tensor], torch.Tensor | None]]] =
 
 
 @pytest.mark.kills("HidesWhatWaits")
-@pytest.mark.parametrize("edit", _EDITS)
+@parametrize("edit", *_EDITS)
 @expects("gradients")
 def test_what_waits_is_reduced_as_the_caller_left_it(bench: Bench, edit: str) -> None:
     """Between forward and backward gathered parameters show what waits; the caller edits one module's."""
@@ -223,8 +215,7 @@ def test_what_waits_is_reduced_as_the_caller_left_it(bench: Bench, edit: str) ->
     (output.sum() * bench.size).backward()
     first, second = (gradients(tower(), bench.ranks, [step]) for step in (0, 1))
     left = {name: second[name] + first[name] * (share if "stem" in name else 1) for name in first}
-    shown = shown_gradients(model).items()
-    bench.same("gradients", {n: g.full_tensor() for n, g in shown if isinstance(g, DTensor)}, left)
+    bench.same("gradients", whole_gradients(model), left)
 
 
 class _FailedError(Exception):
@@ -232,7 +223,7 @@ class _FailedError(Exception):
 
 
 @pytest.mark.kills("DropsGradientsOfAFailedConversion")
-@pytest.mark.parametrize("num_converted", [0, 3], ids=["at_once", "half_way"])
+@parametrize("num_converted", 0, 3, ids=["at_once", "half_way"])
 @expects("whether it failed", "gradients", STEP)
 def test_a_conversion_that_fails_leaves_gradients_where_they_were(bench: Bench, num_converted: int) -> None:
     model, converted = bench.shard(tower()), list[torch.Tensor]()
@@ -265,15 +256,11 @@ class _Normed(nn.Sequential):
 
 
 @pytest.mark.kills("SumsWhatACallerPrepares")
-@pytest.mark.parametrize("door", ["fully_shard", "replicate"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@parametrize("door", "fully_shard", "replicate")
+@parametrize("dtype", torch.bfloat16, torch.float16)
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    "is_apart",
-    [
-        pytest.param(False, id="buffers_cast"),
-        pytest.param(True, id="policy_of_its_own", marks=pytest.mark.kills("IgnoresPolicies")),
-    ],
+@parametrize(
+    "is_apart", param(False, id="buffers_cast"), param(True, id="policy_of_its_own", kills="IgnoresPolicies")
 )
 @expects("the dtype of the output", "gradients", "statistics")
 def test_norms_run_in_units_of_few_bits(bench: Bench, is_apart: bool, dtype: torch.dtype, door: str) -> None:
@@ -294,8 +281,7 @@ def test_norms_run_in_units_of_few_bits(bench: Bench, is_apart: bool, dtype: tor
     for parameter in alone.parameters():
         _average(parameter)
     tolerance = 16 * torch.finfo(dtype).eps
-    got = {name: g.full_tensor() for name, g in shown_gradients(model).items() if isinstance(g, DTensor)}
-    bench.near("gradients", got, shown_gradients(alone), tolerance=tolerance)
+    bench.near("gradients", whole_gradients(model), shown_gradients(alone), tolerance=tolerance)
     statistics = [dict(m.named_buffers())["1.running_var"].float() for m in (model, alone)]
     bench.near("statistics", *statistics, tolerance=tolerance)
 

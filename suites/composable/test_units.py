@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardproof import EVEN, SEVERAL
 from shardproof.suites.composable.bench import STEP, Bench, expects, whole
+from shardproof.suites.params import parametrize
 from shardproof.suites.wrapper.model import UNITS, copies, shown_gradients, tower
 
 VALUES = "values"
@@ -146,7 +147,7 @@ def test_a_hook_may_reduce_across_replicas(bench: Bench) -> None:
 
 
 @pytest.mark.kills("SavesTheFirstStateForEver")
-@pytest.mark.parametrize("gathered", [False, True], ids=["sharded", "gathered"])
+@parametrize("gathered", False, True, ids=["sharded", "gathered"])
 @expects("the names", "whether it is the memory of the shards", "values afterwards")
 def test_a_state_is_the_shards_and_loads_in_place(bench: Bench, gathered: bool) -> None:
     model = bench.shard(tower())

@@ -1,1 +1,1 @@
-"""Data parallel: every option and method of DistributedDataParallel does what it says, and is refused what it must."""
+"""Data parallel: every option of DistributedDataParallel does what is documented, and refuses what it must."""

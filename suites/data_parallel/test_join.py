@@ -7,7 +7,10 @@ import torch
 
 from shardproof import SEVERAL
 from shardproof.suites.data_parallel.bench import Bench, expects
+from shardproof.suites.params import parametrize
 from shardproof.suites.wrapper.model import LR, batch, copies, gradients, tower
+
+pytestmark = pytest.mark.worlds(SEVERAL)
 
 PARAMETERS = "parameters at the end"
 _LAST = 3
@@ -18,9 +21,8 @@ def _num_batches(rank: int) -> int:
     return 2 + min(rank, 2)
 
 
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("SwapsTheDivisorsOfJoin", "EndsEachRankWithItsOwn")
-@pytest.mark.parametrize("divides_by_all", [True, False], ids=["by_all", "by_those_left"])
+@parametrize("divides_by_all", True, False, ids=["by_all", "by_those_left"])
 @expects(PARAMETERS)
 def test_ranks_with_fewer_batches_follow(bench: Bench, divides_by_all: bool) -> None:
     root = bench.wrap(tower())
@@ -42,7 +44,6 @@ def test_ranks_with_fewer_batches_follow(bench: Bench, divides_by_all: bool) -> 
     )
 
 
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("NeverStopsEarly")
 @expects("what every rank is told", "the step in which")
 def test_all_ranks_stop_where_one_runs_out(bench: Bench) -> None:

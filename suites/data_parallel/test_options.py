@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from shardproof import APART, FOURS, SEVERAL, Op
 from shardproof.suites.data_parallel.bench import Bench, expects
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.model import LR, batch, copies, fill, gradients, shown_gradients, tower
 
 GRADIENTS = "gradients"
@@ -35,7 +36,7 @@ def _own(root: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("SendsBuffersUnasked")
-@pytest.mark.parametrize("is_asked", [True, False], ids=["sent", "left_alone"])
+@parametrize("is_asked", True, False, ids=["sent", "left_alone"])
 @expects("buffers in forward")
 def test_buffers_are_those_of_the_first_rank_where_asked_for(bench: Bench, is_asked: bool) -> None:
     options: dict[str, Any] = {} if is_asked else {"forward_sync_buffers": False}
@@ -48,15 +49,11 @@ def test_buffers_are_those_of_the_first_rank_where_asked_for(bench: Bench, is_as
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    ("cap", "compiles"),
-    [
-        pytest.param(1e-6, False, id="small", marks=pytest.mark.kills("PacksAsItLikes")),
-        pytest.param(25.0, False, id="large", marks=pytest.mark.kills("PacksAsItLikes")),
-        pytest.param(
-            25.0, True, id="compiled", marks=[pytest.mark.worlds(APART), pytest.mark.kills("SumsWhatItWraps")]
-        ),
-    ],
+@parametrize(
+    "cap, compiles",
+    param(1e-6, False, id="small", kills="PacksAsItLikes"),
+    param(25.0, False, id="large", kills="PacksAsItLikes"),
+    param(25.0, True, id="compiled", kills="SumsWhatItWraps", worlds=APART),
 )
 @expects("the number of reductions", GRADIENTS)
 def test_buckets_are_as_large_as_asked_for(bench: Bench, cap: float, compiles: bool) -> None:
@@ -74,7 +71,7 @@ def test_buckets_are_as_large_as_asked_for(bench: Bench, cap: float, compiles: b
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("IgnoresCommHooks")
-@pytest.mark.parametrize("name", ["allreduce_hook", "fp16_compress_hook", "of_the_caller"])
+@parametrize("name", "allreduce_hook", "fp16_compress_hook", "of_the_caller")
 @expects("what crossed", GRADIENTS, REFUSAL)
 def test_a_hook_reduces_within_its_rounding(bench: Bench, name: str) -> None:
     root, seen = bench.wrap(tower()), list[int]()
@@ -147,7 +144,7 @@ _REFUSALS: dict[str, tuple[Callable[[Bench], object], str]] = {
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("WrapsWithoutALook")
-@pytest.mark.parametrize("name", _REFUSALS)
+@parametrize("name", *_REFUSALS)
 @expects(REFUSAL)
 def test_refuses(bench: Bench, name: str) -> None:
     provoke, words = _REFUSALS[name]
@@ -244,10 +241,7 @@ def test_reduces_sparse_gradients_as_they_are(bench: Bench) -> None:
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("ReducesInItsNoSync")
-@pytest.mark.parametrize(
-    "levels",
-    [pytest.param(1, id="all"), pytest.param(2, id="by_halves", marks=pytest.mark.worlds(FOURS))],
-)
+@parametrize("levels", param(1, id="all"), param(2, id="by_halves", worlds=FOURS))
 @expects("parameters of each rank", "parameters of all")
 def test_models_that_part_are_averaged_now_and_then(bench: Bench, levels: int) -> None:
     root = bench.wrap(tower())
@@ -278,7 +272,7 @@ def _stepped(rank: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("SumsWhatItWraps")
-@pytest.mark.parametrize("fails", [False, True], ids=["by_wish", "after_a_failure"])
+@parametrize("fails", False, True, ids=["by_wish", "after_a_failure"])
 @expects("gradients of the first group", GRADIENTS)
 def test_goes_on_in_another_group(bench: Bench, fails: bool) -> None:
     model = tower()
@@ -310,7 +304,7 @@ def test_layers_may_have_no_outputs(bench: Bench) -> None:
 
 @pytest.mark.worlds(APART)
 @pytest.mark.kills("SumsWhatItWraps")
-@pytest.mark.parametrize("accumulates", [False, True], ids=["each", "no_sync"])
+@parametrize("accumulates", False, True, ids=["each", "no_sync"])
 @expects(GRADIENTS)
 def test_compiled_replicas_train_as_they_do_uncompiled(bench: Bench, accumulates: bool) -> None:
     root = bench.wrap(tower())

@@ -1,1 +1,1 @@
-"""Determinism: a training repeated from the same start comes out the same, bit by bit."""
+"""Determinism: a training repeated from the same start ends in the same bits."""

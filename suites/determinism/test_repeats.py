@@ -7,6 +7,7 @@ import pytest
 from shardproof import EVEN, Accumulation, Deterministic, Layout, MatchesOracle, Schedule, Trial
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_UNEVEN
+from shardproof.suites.params import parametrize
 from shardproof.suites.training import train
 
 LAWS = (Deterministic(), MatchesOracle())
@@ -14,7 +15,7 @@ UNSTABLE = pytest.mark.kills("SumsInAnotherOrderEachTime")
 
 
 @UNSTABLE
-@pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
+@parametrize("microbatches", 1, 3, ids="m{}".format)
 def test_repeats_itself(trial: Trial, microbatches: int) -> None:
     training = train(
         MLP_UNEVEN,

@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from shardproof import (
-    FOUR_OR_MORE_EVEN,
-    Accumulation,
-    AllWaited,
-    Count,
-    Exactly,
-    Grouping,
-    Layout,
-    MatchesOracle,
-    Microbatches,
-    NamedOptimizer,
-    Nothing,
-    Op,
-    Per,
-    Phase,
-    Plan,
-    RanksAgree,
-    Reshard,
-    Schedule,
-    Select,
-    Training,
-    Trial,
-)
+from shardproof import FOUR_OR_MORE_EVEN, Accumulation, AllWaited, Count, Exactly, MatchesOracle, Microbatches
+from shardproof import NamedOptimizer, Nothing, Op, Per, Phase, RanksAgree, Reshard, Select, Training, Trial
 from shardproof.fixtures.experts import MIXTURE
 from shardproof.fixtures.optimizers import ADAMW, SGD
+from shardproof.suites.params import param, parametrize
+from shardproof.suites.training import train_sharded
 
 EXPERTS = tuple(f"{unit}.experts.{weight}" for unit in MIXTURE.units for weight in ("inward", "outward"))
 OF_EXPERTS = Select(ops=(Op.REDUCE_SCATTER,), axis="data", phases=(Phase.BACKWARD,))
@@ -39,19 +22,17 @@ pytestmark = [pytest.mark.rows("T33"), pytest.mark.worlds(FOUR_OR_MORE_EVEN)]
 
 
 @pytest.mark.kills("ScalesExpertsByTheirRanks", "MixesExpertsUp")
-@pytest.mark.parametrize(
-    ("reshard", "optimizer"),
-    [
-        pytest.param(Reshard.AFTER_FORWARD, SGD, id="freed-sgd"),
-        pytest.param(Reshard.KEEP, ADAMW, id="kept-adamw"),
-    ],
+@parametrize(
+    "reshard, optimizer",
+    param(Reshard.AFTER_FORWARD, SGD, id="freed-sgd"),
+    param(Reshard.KEEP, ADAMW, id="kept-adamw"),
 )
 def test_experts_train_beside_weights_of_all_ranks(
     trial: Trial, reshard: Reshard, optimizer: NamedOptimizer
 ) -> None:
     gathers = Count(select=GATHERS_AGAIN, expected=ONCE_PER_BLOCK)
     trial.holds(
-        Training(problem=MIXTURE, optimizer=optimizer, plan=_plan(reshard)),
+        _training(optimizer, reshard=reshard),
         MatchesOracle(),
         Nothing(select=GATHERS_AGAIN) if reshard is Reshard.KEEP else gathers,
         Count(select=OF_EXPERTS, expected=ONCE_PER_BLOCK),
@@ -63,9 +44,9 @@ def test_experts_train_beside_weights_of_all_ranks(
 @pytest.mark.kills("ScalesExpertsByTheirRanks", "MixesExpertsUp")
 def test_experts_accumulate_until_the_last_microbatch(trial: Trial) -> None:
     before = Select(ops=OF_EXPERTS.ops, axis="data", microbatches=Microbatches.ALL_BUT_LAST)
-    plan = _plan(Reshard.AFTER_FORWARD, Accumulation.LAST_MICROBATCH)
+    late = Accumulation.LAST_MICROBATCH
     trial.holds(
-        Training(problem=MIXTURE, optimizer=SGD, plan=plan, schedule=Schedule(microbatches=3)),
+        _training(reshard=Reshard.AFTER_FORWARD, accumulation=late, microbatches=3),
         MatchesOracle(),
         Count(select=OF_EXPERTS, expected=ONCE_PER_BLOCK, per=Per.STEP),
         Nothing(select=before),
@@ -73,13 +54,6 @@ def test_experts_accumulate_until_the_last_microbatch(trial: Trial) -> None:
     )
 
 
-def _plan(reshard: Reshard, accumulation: Accumulation = Accumulation.EVERY_MICROBATCH) -> Plan:
-    return Plan(
-        layout=Layout.SHARD,
-        expert_parallel=2,
-        experts=EXPERTS,
-        units=MIXTURE.units,
-        grouping=Grouping.REQUIRED,
-        reshard=reshard,
-        accumulation=accumulation,
-    )
+# Any: as for `train`.
+def _training(*optimizer: NamedOptimizer, **asked: Any) -> Training:
+    return train_sharded(MIXTURE, *optimizer, expert_parallel=2, experts=EXPERTS, **asked)

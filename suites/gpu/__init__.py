@@ -1,1 +1,1 @@
-"""What only an accelerator can show, most of it CUDA alone; worlds on a CPU have none of these cases."""
+"""GPU: cases that need an accelerator, most of them CUDA; worlds on a CPU have none of them."""

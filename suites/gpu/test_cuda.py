@@ -5,41 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof import (
-    COPIES,
-    EQUAL,
-    FEW,
-    HOMES,
-    OWN_POOL,
-    PINNED,
-    POOL,
-    REPLAY,
-    SEVERAL,
-    Buffers,
-    Capability,
-    CountsCopies,
-    Layout,
-    MatchesOracle,
-    Notes,
-    NotesForms,
-    Offload,
-    RanksAgree,
-    ReplaysAGraph,
-    Trial,
-    WatchesPools,
-    Wire,
-)
+from shardproof import COPIES, EQUAL, FEW, HOMES, OWN_POOL, PINNED, POOL, REPLAY, SEVERAL, Buffers, Capability
+from shardproof import CountsCopies, Layout, MatchesOracle, Notes, NotesForms, Offload, RanksAgree
+from shardproof import ReplaysAGraph, Trial, WatchesPools, Wire
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.placements import MANY_PARAMETERS
 from shardproof.fixtures.problems import MLP_EVEN, TRANSFORMER
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import PARITY
 
 on_cuda = pytest.mark.device("cuda")
 WORLD = "processes:2:cuda"
-WIRES = [
-    pytest.param(Wire.SUM, id="sum", marks=pytest.mark.rows("C25")),
-    pytest.param(Wire.NATIVE, id="native", marks=pytest.mark.rows("C26")),
-]
+WIRES = [param(Wire.SUM, rows="C25"), param(Wire.NATIVE, rows="C26")]
 
 
 @on_cuda
@@ -81,13 +59,9 @@ def test_communicates_from_memory_of_the_group(trial: Trial) -> None:
 @on_cuda
 @pytest.mark.kills("SumsInsteadOfAveraging", world=WORLD)
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize("wire", WIRES)
+@parametrize("wire", *WIRES)
 def test_trains_the_same_model_over_symmetric_memory(trial: Trial, wire: Wire) -> None:
-    trial.holds(
-        train(MLP_EVEN, layout=Layout.SHARD, buffers=Buffers.SYMMETRIC, wire=wire),
-        MatchesOracle(),
-        RanksAgree(),
-    )
+    trial.holds(train(MLP_EVEN, layout=Layout.SHARD, buffers=Buffers.SYMMETRIC, wire=wire), *PARITY)
 
 
 @pytest.mark.device("!cpu")

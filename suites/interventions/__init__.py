@@ -1,1 +1,1 @@
-"""What a caller does to parameters and gradients amid training has its plain meaning."""
+"""Interventions: freezing, converting and editing gradients amid training mean what they mean in plain PyTorch."""

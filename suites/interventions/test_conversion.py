@@ -5,52 +5,36 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof import (
-    EVEN,
-    SEVERAL,
-    Accumulation,
-    ConvertsAndBack,
-    Dtype,
-    Grouping,
-    Interlude,
-    Layout,
-    MatchesOracle,
-    Op,
-    Phase,
-    RanksAgree,
-    Select,
-    Trial,
-)
+from shardproof import EVEN, SEVERAL, Accumulation, ConvertsAndBack, Dtype, Grouping, Interlude, Layout
+from shardproof import MatchesOracle, Trial
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof.fixtures.tied import TIED
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import PARITY, REDUCTIONS
 
-LAWS = (MatchesOracle(), RanksAgree())
-REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,))
 WIDER = (torch.float64,)
 drops = pytest.mark.kills("ConvertsWithoutGradients")
 
 
 @pytest.mark.kills("OptimizesWhatItConverted")
-@pytest.mark.parametrize(
+@parametrize(
     "moment",
-    [
-        pytest.param(Interlude.BEFORE, id="before_forward"),
-        pytest.param(Interlude.BETWEEN, id="between", marks=drops),
-        pytest.param(Interlude.END, id="before_step", marks=drops),
-    ],
+    param(Interlude.BEFORE, id="before_forward"),
+    param(Interlude.BETWEEN, marks=drops),
+    param(Interlude.END, id="before_step", marks=drops),
 )
-@pytest.mark.parametrize("dtypes", [(), WIDER], ids=["same", "wider"])
+@parametrize("dtypes", (), WIDER, ids=["same", "wider"])
 def test_a_conversion_and_back_changes_nothing(
     trial: Trial, moment: Interlude, dtypes: tuple[torch.dtype, ...]
 ) -> None:
     script = ConvertsAndBack(moment=moment, dtypes=dtypes)
-    trial.holds(train(MLP_UNEVEN, ADAMW, microbatches=2, script=script), *LAWS)
+    trial.holds(train(MLP_UNEVEN, ADAMW, microbatches=2, script=script), *PARITY)
 
 
 @drops
-@pytest.mark.parametrize("units", [("layers.0,layers.1", "layers.2"), ("layers.0",)], ids=["joint", "nested"])
+@parametrize("units", ("layers.0,layers.1", "layers.2"), ("layers.0",), ids=["joint", "nested"])
 def test_a_conversion_changes_no_unit(trial: Trial, units: tuple[str, ...]) -> None:
     script = ConvertsAndBack(moment=Interlude.END, dtypes=WIDER)
     training = train(
@@ -61,30 +45,24 @@ def test_a_conversion_changes_no_unit(trial: Trial, units: tuple[str, ...]) -> N
         microbatches=2,
         script=script,
     )
-    trial.holds(training, *LAWS)
+    trial.holds(training, *PARITY)
 
 
 @drops
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(Layout.SHARD, id="shard"),
-        pytest.param(Layout.HYBRID, id="hybrid", marks=pytest.mark.worlds(EVEN)),
-    ],
-)
+@parametrize("layout", Layout.SHARD, param(Layout.HYBRID, worlds=EVEN))
 def test_tied_parameters_stay_tied(trial: Trial, layout: Layout) -> None:
     script = ConvertsAndBack(moment=Interlude.END, dtypes=WIDER)
-    trial.holds(train(TIED, layout=layout, script=script), *LAWS)
+    trial.holds(train(TIED, layout=layout, script=script), *PARITY)
 
 
 @drops
-@pytest.mark.parametrize("dtypes", [(), WIDER], ids=["same", "wider"])
+@parametrize("dtypes", (), WIDER, ids=["same", "wider"])
 def test_gradients_that_wait_for_their_reduction_outlive_a_conversion(
     trial: Trial, dtypes: tuple[torch.dtype, ...]
 ) -> None:
     script = ConvertsAndBack(moment=Interlude.BETWEEN, dtypes=dtypes)
     accumulation = Accumulation.LAST_MICROBATCH
-    trial.holds(train(MLP_UNEVEN, microbatches=3, accumulation=accumulation, script=script), *LAWS)
+    trial.holds(train(MLP_UNEVEN, microbatches=3, accumulation=accumulation, script=script), *PARITY)
 
 
 @pytest.mark.kills("ForgetsTheReduceDtypeOnceConverted")

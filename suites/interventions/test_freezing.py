@@ -7,55 +7,36 @@ from math import prod
 import pytest
 import torch
 
-from shardproof import (
-    SEVERAL,
-    Accumulation,
-    Bytes,
-    Dtype,
-    Exactly,
-    Freezes,
-    Layout,
-    MatchesOracle,
-    Nothing,
-    Op,
-    Overlaps,
-    Phase,
-    Problem,
-    RanksAgree,
-    Reshard,
-    Select,
-    Training,
-    Trial,
-    Watch,
-)
+from shardproof import SEVERAL, Accumulation, Bytes, Dtype, Exactly, Freezes, Layout, Nothing, Op, Overlaps
+from shardproof import Phase, Problem, Reshard, Select, Training, Trial, Watch
 from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_UNEVEN, TRANSFORMER
 from shardproof.suites.communication.closed_forms import ClosedForm
+from shardproof.suites.params import parametrize
 from shardproof.suites.training import train, train_sharded
+from shardproof.suites.vocabulary import PARITY, REDUCE_SCATTERS, REDUCTIONS
 
-LAWS = (MatchesOracle(), RanksAgree())
-REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,))
 FIRST, BLOCK = CHAIN.units[:2]
 
 
 @pytest.mark.kills("SettlesForEverWhatIsFrozen")
-@pytest.mark.parametrize("steps", [(0,), (1, 2), (0, 2, 3)], ids=["first", "later", "by_turns"])
-@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
+@parametrize("steps", (0,), (1, 2), (0, 2, 3), ids=["first", "later", "by_turns"])
+@parametrize("layout", Layout.SHARD, Layout.REPLICATE)
 def test_freezes_and_unfreezes_units(trial: Trial, layout: Layout, steps: tuple[int, ...]) -> None:
     script = Freezes(parts=("layers.0", "layers.2"), steps=steps, evaluates=True)
-    trial.holds(train(MLP_UNEVEN, ADAMW, layout=layout, steps=5, script=script), *LAWS)
+    trial.holds(train(MLP_UNEVEN, ADAMW, layout=layout, steps=5, script=script), *PARITY)
 
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("SettlesForEverWhatIsFrozen", "ReducesWhatIsFrozen")
-@pytest.mark.parametrize("problem", [CHAIN, CHECKPOINTED_CHAIN], ids=lambda problem: problem.name)
-@pytest.mark.parametrize("reshard", [Reshard.AFTER_FORWARD, Reshard.KEEP], ids=lambda x: x.name.lower())
+@parametrize("problem", CHAIN, CHECKPOINTED_CHAIN)
+@parametrize("reshard", Reshard.AFTER_FORWARD, Reshard.KEEP)
 def test_reduces_nothing_of_a_frozen_unit(trial: Trial, problem: Problem, reshard: Reshard) -> None:
     script = Freezes(parts=(BLOCK,), steps=(1, 3))
     reductions = Select(ops=(Op.REDUCE_SCATTER,), units=(BLOCK,), steps=(1, 3))
     trial.holds(
-        train_sharded(problem, reshard=reshard, steps=5, script=script), *LAWS, Nothing(select=reductions)
+        train_sharded(problem, reshard=reshard, steps=5, script=script), *PARITY, Nothing(select=reductions)
     )
 
 
@@ -78,36 +59,32 @@ def test_sends_what_trains_of_a_unit_alone(trial: Trial) -> None:
     script = Freezes(parts=(FROZEN_PART,), steps=(1,))
     crossing = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,), steps=(1,))
     training = train_sharded(TRANSFORMER, steps=2, script=script)
-    trial.holds(training, *LAWS, Bytes(select=crossing, expected=Exactly(TRAINED), minimum=TRAINED))
+    trial.holds(training, *PARITY, Bytes(select=crossing, expected=Exactly(TRAINED), minimum=TRAINED))
 
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("WaitsForEachReduction", "WaitsWhereItReduces")
-@pytest.mark.parametrize("problem", [CHAIN, CHECKPOINTED_CHAIN], ids=lambda problem: problem.name)
+@parametrize("problem", CHAIN, CHECKPOINTED_CHAIN)
 def test_reduces_while_backward_goes_on_around_what_is_frozen(trial: Trial, problem: Problem) -> None:
     script = Freezes(parts=(BLOCK,), steps=(1, 3), evaluates=True)
-    during = Overlaps(select=Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,)), but_for=(FIRST, ""))
+    during = Overlaps(select=REDUCE_SCATTERS, but_for=(FIRST, ""))
     training = train_sharded(problem, steps=4, script=script, watch=frozenset({Watch.RACES}))
-    trial.holds(training, *LAWS, during)
+    trial.holds(training, *PARITY, during)
 
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("SettlesForEverWhatIsFrozen", "ForgetsTheDtypesOfWhatWasFrozen")
-@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
+@parametrize("layout", Layout.SHARD, Layout.REPLICATE)
 def test_unfrozen_units_have_the_dtypes_of_the_plan(trial: Trial, layout: Layout) -> None:
     script = Freezes(parts=("layers.0", "layers.2"), steps=(0,), evaluates=True)
     training = train(
-        MLP_UNEVEN,
-        layout=layout,
-        compute_dtype=torch.bfloat16,
-        reduce_dtype=torch.float32,
-        script=script,
+        MLP_UNEVEN, layout=layout, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32, script=script
     )
-    trial.holds(training, *LAWS, Dtype(select=REDUCTIONS, dtype="float32"))
+    trial.holds(training, *PARITY, Dtype(select=REDUCTIONS, dtype="float32"))
 
 
 @pytest.mark.kills("SettlesForEverWhatIsFrozen")
-@pytest.mark.parametrize("part", ["blocks.0.attention", "blocks.1", "token"])
+@parametrize("part", "blocks.0.attention", "blocks.1", "token")
 def test_freezes_some_parameters_of_a_unit(trial: Trial, part: str) -> None:
     script = Freezes(parts=(part,), steps=(0, 2))
     training = train(
@@ -118,4 +95,4 @@ def test_freezes_some_parameters_of_a_unit(trial: Trial, part: str) -> None:
         accumulation=Accumulation.LAST_MICROBATCH,
         script=script,
     )
-    trial.holds(training, *LAWS)
+    trial.holds(training, *PARITY)

@@ -2,96 +2,70 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any
 
 import pytest
 
-from shardproof import (
-    EVEN,
-    FOUR_OR_MORE_EVEN,
-    HOOKED,
-    REDUCED,
-    SEVERAL,
-    Accumulation,
-    Capability,
-    ClearsWhileHeldBack,
-    EditsGradients,
-    GradientEdit,
-    Grouping,
-    HoldsBackByTurns,
-    HooksGradients,
-    Layout,
-    MatchesOracle,
-    NamedOptimizer,
-    Notes,
-    Offload,
-    Placement,
-    RanksAgree,
-    Reshard,
-    Schedule,
-    Trial,
-)
+from shardproof import EVEN, FOUR_OR_MORE_EVEN, HOOKED, REDUCED, SEVERAL, Accumulation, Capability
+from shardproof import ClearsWhileHeldBack, EditsGradients, GradientEdit, Grouping, HoldsBackByTurns
+from shardproof import HooksGradients, Layout, NamedOptimizer, Notes, Offload, Placement, Reshard, Schedule
+from shardproof import Trial
 from shardproof.fixtures.optimizers import ADAMW, DECAYING, SGD
 from shardproof.fixtures.placements import DIVISIBLE_MLP
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import PARITY
 
-LAWS = (MatchesOracle(), RanksAgree())
 SEES = Notes(subject=HOOKED, value=REDUCED, is_explained=True)
 HOOKS = frozenset({Capability.GRADIENT_HOOKS})
 IN_BACKWARD = Schedule(steps_in_backward=True)
 
 
 @pytest.mark.kills("NeverCallsGradientHooks", "CallsGradientHooksBeforeReducing")
-@pytest.mark.parametrize(
-    ("accumulation", "times"),
-    [(Accumulation.EVERY_MICROBATCH, 2), (Accumulation.LAST_MICROBATCH, 1)],
+@parametrize(
+    "accumulation, times",
+    (Accumulation.EVERY_MICROBATCH, 2),
+    (Accumulation.LAST_MICROBATCH, 1),
     ids=["every", "last"],
 )
 def test_hooks_see_each_reduced_gradient_once(trial: Trial, accumulation: Accumulation, times: int) -> None:
     script = HooksGradients(times=times)
-    trial.holds(train(MLP_UNEVEN, microbatches=2, accumulation=accumulation, script=script), *LAWS, SEES)
+    trial.holds(train(MLP_UNEVEN, microbatches=2, accumulation=accumulation, script=script), *PARITY, SEES)
 
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("NeverCallsGradientHooks", "CallsGradientHooksBeforeReducing")
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW, DECAYING], ids=attrgetter("name"))
+@parametrize("optimizer", SGD, ADAMW, DECAYING)
 def test_an_optimizer_in_backward_is_one_after_it(trial: Trial, optimizer: NamedOptimizer) -> None:
-    trial.holds(train(MLP_UNEVEN, optimizer, schedule=IN_BACKWARD, demands=HOOKS), *LAWS)
+    trial.holds(train(MLP_UNEVEN, optimizer, schedule=IN_BACKWARD, demands=HOOKS), *PARITY)
 
 
 @pytest.mark.kills("NeverCallsGradientHooks")
-@pytest.mark.parametrize(
+@parametrize(
     "plan",
-    [
-        pytest.param({"layout": Layout.HYBRID}, id="hybrid", marks=pytest.mark.worlds(EVEN)),
-        pytest.param({"offload": Offload.CPU}, id="host"),
-        pytest.param({"reshard": Reshard.KEEP, "layout": Layout.SHARD}, id="kept"),
-    ],
+    param({"layout": Layout.HYBRID}, id="hybrid", worlds=EVEN),
+    param({"offload": Offload.CPU}, id="host"),
+    param({"reshard": Reshard.KEEP, "layout": Layout.SHARD}, id="kept"),
 )
 # Any: as for `train`.
 def test_an_optimizer_in_backward_knows_every_layout(trial: Trial, plan: dict[str, Any]) -> None:
-    trial.holds(train(MLP_EVEN, schedule=IN_BACKWARD, demands=HOOKS, **plan), *LAWS)
+    trial.holds(train(MLP_EVEN, schedule=IN_BACKWARD, demands=HOOKS, **plan), *PARITY)
 
 
 @pytest.mark.kills("AddsToItsOwnGradients")
-@pytest.mark.parametrize("edit", GradientEdit, ids=lambda edit: edit.name.lower())
+@parametrize("edit", *GradientEdit)
 def test_goes_on_with_gradients_as_the_caller_left_them(trial: Trial, edit: GradientEdit) -> None:
-    trial.holds(train(MLP_UNEVEN, microbatches=3, script=EditsGradients(edit=edit)), *LAWS)
+    trial.holds(train(MLP_UNEVEN, microbatches=3, script=EditsGradients(edit=edit)), *PARITY)
 
 
 @pytest.mark.kills("ClearsWhatWaits")
-@pytest.mark.parametrize(
-    ("layout", "others"),
-    [
-        pytest.param(Layout.SHARD, {}, id="shard"),
-        pytest.param(
-            Layout.SHARD, {"placement": Placement.LARGEST}, id="largest_dim", marks=pytest.mark.worlds(EVEN)
-        ),
-        pytest.param(Layout.REPLICATE, {}, id="replicate"),
-        pytest.param(Layout.HYBRID, {}, id="hybrid", marks=pytest.mark.worlds(EVEN)),
-    ],
+@parametrize(
+    "layout, others",
+    param(Layout.SHARD, {}, id="shard"),
+    param(Layout.SHARD, {"placement": Placement.LARGEST}, id="largest_dim", worlds=EVEN),
+    param(Layout.REPLICATE, {}, id="replicate"),
+    param(Layout.HYBRID, {}, id="hybrid", worlds=EVEN),
 )
 def test_clearing_leaves_what_waits_for_its_reduction(
     trial: Trial,
@@ -103,15 +77,13 @@ def test_clearing_leaves_what_waits_for_its_reduction(
     training = train(
         DIVISIBLE_MLP, layout=layout, microbatches=3, accumulation=accumulation, script=script, **others
     )
-    trial.holds(training, *LAWS)
+    trial.holds(training, *PARITY)
 
 
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @pytest.mark.kills("NeverSynchronisesReplicas")
-@pytest.mark.parametrize("placement", [Placement.FIRST, Placement.LARGEST], ids=["rows", "largest_dim"])
-@pytest.mark.parametrize(
-    "clears", [False, pytest.param(True, marks=pytest.mark.kills("ClearsWhatWaits"))], ids=["kept", "cleared"]
-)
+@parametrize("placement", Placement.FIRST, Placement.LARGEST, ids=["rows", "largest_dim"])
+@parametrize("clears", False, param(True, kills="ClearsWhatWaits"), ids=["kept", "cleared"])
 def test_what_waits_in_part_counts_once(trial: Trial, clears: bool, placement: Placement) -> None:
     script = HoldsBackByTurns(units=(*DIVISIBLE_MLP.units, ""), clears=clears)
     training = train(
@@ -122,4 +94,4 @@ def test_what_waits_in_part_counts_once(trial: Trial, clears: bool, placement: P
         microbatches=4,
         script=script,
     )
-    trial.holds(training, *LAWS)
+    trial.holds(training, *PARITY)

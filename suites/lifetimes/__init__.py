@@ -1,1 +1,1 @@
-"""Memory is held for as long as it must be, and no longer: parameters, gradients, buffers, and what is the user's."""
+"""Lifetimes: parameters, gradients, buffers and the user's tensors are held as long as needed, and no longer."""

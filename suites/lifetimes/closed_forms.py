@@ -4,7 +4,7 @@
 them, each by name: rows up to a multiple of the ranks, each parameter up to a multiple of ``ALIGNMENT_BYTES``, and
 where all lie in one tensor, elements up to a multiple of the ranks. Nothing else is added anywhere.
 
-[Note: who is gathered] The root computes before the first unit and after the last, so it is gathered throughout a
+[Note: gathered units] The root computes before the first unit and after the last, so it is gathered throughout a
 forward and throughout a backward. Where units are freed after forward, beside it there is the one that computes and in
 backward, where its gather shall overlap with compute, the one ahead: an engine may gather that one into
 parameters or into a buffer. Where units are kept, all are there when forward ends. Where a rank keeps a part, there are

@@ -1,4 +1,4 @@
-"""Who is gathered when, how much memory that takes at the most, and what is left of it afterwards."""
+"""Which units are gathered when, the peak memory that this takes, and the memory that is left afterwards."""
 
 from __future__ import annotations
 
@@ -6,60 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import (
-    FOUR_OR_MORE_EVEN,
-    SEVERAL,
-    TOGETHER,
-    Accumulation,
-    AfterPhase,
-    Between,
-    Capability,
-    EachMicrobatch,
-    Exactly,
-    Grouping,
-    HoldsOn,
-    Law,
-    Layout,
-    LiveBytes,
-    MatchesOracle,
-    MemoryKind,
-    NamedOptimizer,
-    NoLeaks,
-    Offload,
-    PeakBytes,
-    Phase,
-    Plan,
-    Prefetch,
-    Problem,
-    RanksAgree,
-    Reshard,
-    Schedule,
-    Script,
-    Training,
-    Trial,
-    UnshardedOnlyInTurn,
-    UserTensorsLive,
-    Watch,
-    ZeroGrad,
-)
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, TOGETHER, Accumulation, AfterPhase, Between, Capability
+from shardproof import EachMicrobatch, Exactly, Grouping, HoldsOn, Law, Layout, LiveBytes, MemoryKind
+from shardproof import NamedOptimizer, NoLeaks, Offload, PeakBytes, Phase, Plan, Prefetch, Problem, Reshard
+from shardproof import Schedule, Script, Training, Trial, UnshardedOnlyInTurn, UserTensorsLive, Watch
+from shardproof import ZeroGrad
 from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
 from shardproof.fixtures.experts import MIXTURE
 from shardproof.fixtures.hoarding import HOARD
 from shardproof.fixtures.optimizers import ADAMW, SGD
-from shardproof.suites.lifetimes.closed_forms import (
-    ACCUMULATED_MOST,
-    ALL_LEAST,
-    ALL_MOST,
-    ALL_TWICE,
-    BUFFERS_OF_THREE,
-    BUFFERS_OF_TWO,
-    ONE_LEAST,
-    PARTS_AND_LAST_LEAST,
-    PARTS_AND_ONE_MOST,
-    ROOT_AND_ONE_LEAST,
-    ROOT_AND_ONE_MOST,
-    ROOT_AND_TWO_MOST,
-)
+from shardproof.suites.lifetimes.closed_forms import ACCUMULATED_MOST, ALL_LEAST, ALL_MOST, ALL_TWICE
+from shardproof.suites.lifetimes.closed_forms import BUFFERS_OF_THREE, BUFFERS_OF_TWO, ONE_LEAST
+from shardproof.suites.lifetimes.closed_forms import PARTS_AND_LAST_LEAST, PARTS_AND_ONE_MOST
+from shardproof.suites.lifetimes.closed_forms import ROOT_AND_ONE_LEAST, ROOT_AND_ONE_MOST, ROOT_AND_TWO_MOST
+from shardproof.suites.params import param, parametrize
+from shardproof.suites.vocabulary import PARITY
 
 GATHERED, STAGING, GRADIENT = (MemoryKind.GATHERED,), (MemoryKind.STAGING,), (MemoryKind.GRADIENT,)
 UNREDUCED = (MemoryKind.GRADIENT, MemoryKind.STAGING)  # a flat gradient is packed as it is made
@@ -92,20 +53,18 @@ of_reductions = pytest.mark.kills("PilesUpReduceInputs")
 
 @of_a_pass
 @pytest.mark.worlds(TOGETHER)
-@pytest.mark.parametrize(
-    ("plan", "problem", "schedule"),
-    [
-        pytest.param(FREED, CHAIN, ONE, id="freed", marks=[of_buffers, of_prefetches]),
-        pytest.param(KEPT, CHAIN, ONE, id="kept"),
-        pytest.param(PAIRS, CHAIN, ONE, id="pairs", marks=of_four),
-        pytest.param(HYBRID, CHAIN, ONE, id="hybrid", marks=of_four),
-        pytest.param(FREED, CHECKPOINTED_CHAIN, ONE, id="checkpointed", marks=of_buffers),
-        pytest.param(FREED, CHAIN, THREE, id="microbatches", marks=of_buffers),
-        pytest.param(HELD_BACK, CHAIN, THREE, id="held-back"),
-        pytest.param(AHEAD, CHAIN, ONE, id="prefetched"),
-        pytest.param(ON_HOST, CHAIN, ONE, id="host", marks=of_buffers),
-        pytest.param(HOOKED_PLAN, CHAIN, IN_BACKWARD, id="optimizer-in-backward", marks=of_buffers),
-    ],
+@parametrize(
+    "plan, problem, schedule",
+    param(FREED, CHAIN, ONE, id="freed", marks=[of_buffers, of_prefetches]),
+    param(KEPT, CHAIN, ONE, id="kept"),
+    param(PAIRS, CHAIN, ONE, id="pairs", marks=of_four),
+    param(HYBRID, CHAIN, ONE, id="hybrid", marks=of_four),
+    param(FREED, CHECKPOINTED_CHAIN, ONE, id="checkpointed", marks=of_buffers),
+    param(FREED, CHAIN, THREE, id="microbatches", marks=of_buffers),
+    param(HELD_BACK, CHAIN, THREE, id="held-back"),
+    param(AHEAD, CHAIN, ONE, id="prefetched"),
+    param(ON_HOST, CHAIN, ONE, id="host", marks=of_buffers),
+    param(HOOKED_PLAN, CHAIN, IN_BACKWARD, id="optimizer-in-backward", marks=of_buffers),
 )
 def test_units_are_gathered_in_turn(trial: Trial, plan: Plan, problem: Problem, schedule: Schedule) -> None:
     ahead = 1 if plan.prefetch is None else 2
@@ -121,27 +80,16 @@ def test_units_are_gathered_in_turn(trial: Trial, plan: Plan, problem: Problem, 
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    ("plan", "left"),
-    [
-        pytest.param(
-            FREED,
-            Exactly(0),
-            id="freed",
-            marks=pytest.mark.kills(
-                "KeepsWhatItWasAskedToFree", "KeepsRootsWhateverAsked", "FreesInTheFirstStepAlone"
-            ),
-        ),
-        pytest.param(
-            KEPT,
-            Between(ALL_LEAST, ALL_MOST),
-            id="kept",
-            marks=pytest.mark.kills("FreesWhatItWasAskedToKeep"),
-        ),
-        pytest.param(
-            HYBRID, Exactly(0), id="hybrid", marks=[of_four, pytest.mark.kills("KeepsWhatItWasAskedToFree")]
-        ),
-    ],
+@parametrize(
+    "plan, left",
+    param(
+        FREED,
+        Exactly(0),
+        id="freed",
+        kills=("KeepsWhatItWasAskedToFree", "KeepsRootsWhateverAsked", "FreesInTheFirstStepAlone"),
+    ),
+    param(KEPT, Between(ALL_LEAST, ALL_MOST), id="kept", kills="FreesWhatItWasAskedToKeep"),
+    param(HYBRID, Exactly(0), id="hybrid", kills="KeepsWhatItWasAskedToFree", marks=of_four),
 )
 def test_the_policy_says_what_forward_leaves_gathered(
     trial: Trial, plan: Plan, left: Exactly | Between
@@ -156,15 +104,13 @@ def test_the_policy_says_what_forward_leaves_gathered(
 
 @pytest.mark.kills("RemembersAUnit", "LeaksAfterBackward")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
+@parametrize(
     "plan",
-    [
-        pytest.param(FREED, id="freed"),
-        pytest.param(KEPT, id="kept"),
-        pytest.param(PAIRS, id="pairs", marks=of_four),
-        pytest.param(HYBRID, id="hybrid", marks=of_four),
-        pytest.param(HELD_BACK, id="held-back"),
-    ],
+    param(FREED, id="freed"),
+    param(KEPT, id="kept"),
+    param(PAIRS, id="pairs", marks=of_four),
+    param(HYBRID, id="hybrid", marks=of_four),
+    param(HELD_BACK, id="held-back"),
 )
 def test_backward_leaves_nothing_gathered(trial: Trial, plan: Plan) -> None:
     _holds(
@@ -177,38 +123,37 @@ def test_backward_leaves_nothing_gathered(trial: Trial, plan: Plan) -> None:
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    ("plan", "forward", "backward"),
-    [
-        pytest.param(
-            FREED,
-            Between(ROOT_AND_ONE_LEAST, ROOT_AND_ONE_MOST),
-            Between(ROOT_AND_ONE_LEAST, ROOT_AND_TWO_MOST),
-            id="freed",
-            marks=of_a_pass,
-        ),
-        pytest.param(
-            KEPT,
-            Between(ALL_LEAST, ALL_MOST),
-            Between(ALL_LEAST, ALL_MOST),
-            id="kept",
-            marks=pytest.mark.kills("FreesWhatItWasAskedToKeep"),
-        ),
-        pytest.param(
-            PAIRS,
-            Between(PARTS_AND_LAST_LEAST, PARTS_AND_ONE_MOST),
-            Between(PARTS_AND_LAST_LEAST, PARTS_AND_ONE_MOST),
-            id="pairs",
-            marks=[of_four, pytest.mark.kills("FreesWholeWhereAPartWasAsked")],
-        ),
-        pytest.param(
-            HYBRID,
-            Between(ROOT_AND_ONE_LEAST, ROOT_AND_ONE_MOST),
-            Between(ROOT_AND_ONE_LEAST, ROOT_AND_TWO_MOST),
-            id="hybrid",
-            marks=[of_four, of_a_pass],
-        ),
-    ],
+@parametrize(
+    "plan, forward, backward",
+    param(
+        FREED,
+        Between(ROOT_AND_ONE_LEAST, ROOT_AND_ONE_MOST),
+        Between(ROOT_AND_ONE_LEAST, ROOT_AND_TWO_MOST),
+        id="freed",
+        marks=of_a_pass,
+    ),
+    param(
+        KEPT,
+        Between(ALL_LEAST, ALL_MOST),
+        Between(ALL_LEAST, ALL_MOST),
+        id="kept",
+        kills="FreesWhatItWasAskedToKeep",
+    ),
+    param(
+        PAIRS,
+        Between(PARTS_AND_LAST_LEAST, PARTS_AND_ONE_MOST),
+        Between(PARTS_AND_LAST_LEAST, PARTS_AND_ONE_MOST),
+        id="pairs",
+        kills="FreesWholeWhereAPartWasAsked",
+        marks=of_four,
+    ),
+    param(
+        HYBRID,
+        Between(ROOT_AND_ONE_LEAST, ROOT_AND_ONE_MOST),
+        Between(ROOT_AND_ONE_LEAST, ROOT_AND_TWO_MOST),
+        id="hybrid",
+        marks=[of_four, of_a_pass],
+    ),
 )
 def test_parameters_take_the_memory_of_those_in_turn(
     trial: Trial, plan: Plan, forward: Between, backward: Between
@@ -223,7 +168,7 @@ def test_parameters_take_the_memory_of_those_in_turn(
 
 @pytest.mark.kills("KeepsGatherOutputs")
 @pytest.mark.worlds(TOGETHER)
-@pytest.mark.parametrize("plan", [FREED, KEPT], ids=["freed", "kept"])
+@parametrize("plan", FREED, KEPT, ids=["freed", "kept"])
 def test_buffers_are_those_of_neighbours(trial: Trial, plan: Plan) -> None:
     _holds(
         trial,
@@ -235,7 +180,7 @@ def test_buffers_are_those_of_neighbours(trial: Trial, plan: Plan) -> None:
 
 @pytest.mark.kills("KeepsWholeGradients")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize("plan", [FREED, pytest.param(HYBRID, marks=of_four)], ids=["shard", "hybrid"])
+@parametrize("plan", FREED, param(HYBRID, marks=of_four), ids=["shard", "hybrid"])
 def test_gradients_go_once_they_are_packed(trial: Trial, plan: Plan) -> None:
     _holds(
         trial,
@@ -272,43 +217,28 @@ def test_gradients_of_replicas_exist_twice_at_most(trial: Trial) -> None:
 
 @pytest.mark.kills("PilesUpGradients")
 @pytest.mark.worlds(TOGETHER)
-@pytest.mark.parametrize(
-    ("plan", "problem", "optimizer", "schedule"),
-    [
-        pytest.param(FREED, CHAIN, SGD, ONE, id="shard", marks=of_reductions),
-        pytest.param(KEPT, CHAIN, ADAMW, ONE, id="kept-adamw"),
-        pytest.param(PAIRS, CHAIN, SGD, ONE, id="pairs", marks=of_four),
-        pytest.param(HYBRID, CHAIN, SGD, ONE, id="hybrid", marks=of_four),
-        pytest.param(REPLICATED, CHAIN, SGD, ONE, id="replicate"),
-        pytest.param(FREED, CHECKPOINTED_CHAIN, SGD, ONE, id="checkpointed"),
-        pytest.param(HELD_BACK, CHAIN, SGD, THREE, id="held-back", marks=of_reductions),
-        pytest.param(ON_HOST, CHAIN, ADAMW, ONE, id="host", marks=of_reductions),
-        pytest.param(HOOKED_PLAN, CHAIN, SGD, IN_BACKWARD, id="optimizer-in-backward", marks=of_reductions),
-        pytest.param(EXPERTS, MIXTURE, SGD, ONE, id="experts", marks=of_four),
-    ],
+@parametrize(
+    "plan, problem, optimizer, schedule",
+    param(FREED, CHAIN, SGD, ONE, id="shard", marks=of_reductions),
+    param(KEPT, CHAIN, ADAMW, ONE, id="kept-adamw"),
+    param(PAIRS, CHAIN, SGD, ONE, id="pairs", marks=of_four),
+    param(HYBRID, CHAIN, SGD, ONE, id="hybrid", marks=of_four),
+    param(REPLICATED, CHAIN, SGD, ONE, id="replicate"),
+    param(FREED, CHECKPOINTED_CHAIN, SGD, ONE, id="checkpointed"),
+    param(HELD_BACK, CHAIN, SGD, THREE, id="held-back", marks=of_reductions),
+    param(ON_HOST, CHAIN, ADAMW, ONE, id="host", marks=of_reductions),
+    param(HOOKED_PLAN, CHAIN, SGD, IN_BACKWARD, id="optimizer-in-backward", marks=of_reductions),
+    param(EXPERTS, MIXTURE, SGD, ONE, id="experts", marks=of_four),
 )
 def test_no_step_leaves_more_than_the_one_before(
     trial: Trial, plan: Plan, problem: Problem, optimizer: NamedOptimizer, schedule: Schedule
 ) -> None:
-    _holds(
-        trial,
-        plan,
-        NoLeaks(),
-        problem=problem,
-        optimizer=optimizer,
-        schedule=replace(schedule, steps=5),
-    )
+    _holds(trial, plan, NoLeaks(), problem=problem, optimizer=optimizer, schedule=replace(schedule, steps=5))
 
 
 @pytest.mark.kills("FreesTheUsersOutputs")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(Layout.NATIVE, id="native", marks=pytest.mark.kills("FreesTheUsersInputs")),
-        pytest.param(Layout.REPLICATE, id="replicate"),
-    ],
-)
+@parametrize("layout", param(Layout.NATIVE, kills="FreesTheUsersInputs"), Layout.REPLICATE)
 def test_what_the_user_holds_is_let_alone(trial: Trial, layout: Layout) -> None:
     units = ("blocks.0", "blocks.2")
     names = ("an input", "an output", "an activation", "a slice of an input")
@@ -349,4 +279,4 @@ def _holds(
         script=script or EachMicrobatch(),
         watch=frozenset({Watch.LIFETIMES}),
     )
-    trial.holds(training, *laws, MatchesOracle(), RanksAgree())
+    trial.holds(training, *laws, *PARITY)

@@ -1,1 +1,1 @@
-"""Offload: parameters, gradients and optimizer state live on the host, and train alike."""
+"""Offload: parameters, gradients and optimizer state live on the host, and the trained model is the same."""

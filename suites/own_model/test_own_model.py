@@ -7,50 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardproof import (
-    EVEN,
-    SEVERAL,
-    Accumulation,
-    AllWaited,
-    Between,
-    Bytes,
-    Capability,
-    Clip,
-    ComputesInTheDtypeAsked,
-    Count,
-    Dtype,
-    Exactly,
-    Grouping,
-    HoldsItsShare,
-    Layout,
-    LossScaling,
-    MatchesOracle,
-    NamedOptimizer,
-    Nothing,
-    OnlyThese,
-    Op,
-    Phase,
-    Plan,
-    RanksAgree,
-    Reshard,
-    Resume,
-    Schedule,
-    Select,
-    Training,
-    Trial,
-    UserModel,
-)
+from shardproof import EVEN, SEVERAL, Accumulation, AllWaited, Between, Bytes, Capability, Clip
+from shardproof import ComputesInTheDtypeAsked, Count, Dtype, Exactly, Grouping, HoldsItsShare, Layout
+from shardproof import LossScaling, MatchesOracle, NamedOptimizer, Nothing, OnlyThese, Op, Phase, Plan
+from shardproof import RanksAgree, Reshard, Resume, Schedule, Select, Training, Trial, UserModel
 from shardproof.fixtures.optimizers import SGD
-from shardproof.suites.own_model.closed_forms import (
-    GATHERED,
-    GATHERED_PADDED,
-    NUM_GATHERED,
-    NUM_REDUCED,
-    NUM_REDUCED_LEAST,
-    REDUCED_ALIGNED,
-    REDUCED_LEAST,
-    REDUCED_PADDED,
-)
+from shardproof.suites.own_model.closed_forms import GATHERED, GATHERED_PADDED, NUM_GATHERED, NUM_REDUCED
+from shardproof.suites.own_model.closed_forms import NUM_REDUCED_LEAST, REDUCED_ALIGNED, REDUCED_LEAST
+from shardproof.suites.own_model.closed_forms import REDUCED_PADDED
 
 LAWS = (MatchesOracle(), RanksAgree(), AllWaited(select=Select()))
 GATHERS_IN_FORWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import Accumulation, MatchesOracle, NamedOptimizer, Problem, RanksAgree, Trial
+from shardproof import Accumulation, NamedOptimizer, Problem, Trial
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
+from shardproof.suites.params import parametrize
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import PARITY
 
 # Each problem, each optimizer, and each number of microbatches with each of the others.
 CASES: list[tuple[Problem, NamedOptimizer, int]] = [
@@ -21,13 +23,13 @@ CASES: list[tuple[Problem, NamedOptimizer, int]] = [
 @pytest.mark.rows("T30")
 @pytest.mark.kills("KeepsOnlyTheLastMicrobatch", "DoublesGradientsEveryMicrobatch")
 @pytest.mark.kills("StepsAfterEveryMicrobatch", "AssignsWholeGradientsToShards")
-@pytest.mark.parametrize(
-    ("problem", "optimizer", "microbatches"),
-    CASES,
+@parametrize(
+    "problem, optimizer, microbatches",
+    *CASES,
     ids=[f"{problem.name}-{optimizer.name}-m{microbatches}" for problem, optimizer, microbatches in CASES],
 )
 def test_accumulates_every_microbatch(
     trial: Trial, problem: Problem, optimizer: NamedOptimizer, microbatches: int
 ) -> None:
     training = train(problem, optimizer, accumulation=Accumulation.LAST_MICROBATCH, microbatches=microbatches)
-    trial.holds(training, MatchesOracle(), RanksAgree())
+    trial.holds(training, *PARITY)

@@ -2,129 +2,101 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from shardproof import (
-    ALONE,
-    FOUR_OR_MORE_EVEN,
-    SEVERAL,
-    HoldsItsShare,
-    Layout,
-    MatchesOracle,
-    Plan,
-    RanksAgree,
-    Replicas,
-    Training,
-    Trial,
-    Wire,
-)
-from shardproof.fixtures.optimizers import SGD
+from shardproof import ALONE, FOUR_OR_MORE_EVEN, SEVERAL, HoldsItsShare, Layout, MatchesOracle, RanksAgree
+from shardproof import Replicas, Training, Trial, Wire
 from shardproof.fixtures.problems import MLP_UNEVEN
+from shardproof.suites.params import param, parametrize
+from shardproof.suites.training import train
+from shardproof.suites.vocabulary import PARITY
 
 LAWS = (MatchesOracle(), HoldsItsShare(), RanksAgree())
 WORLD = None  # the number of ranks: what an engine divides by by default
 # float64 beside float32: it is one of the dtypes in which engines divide partly before and partly after the sum.
 FACTORS = [
-    pytest.param(1, None, id="one-float32", marks=pytest.mark.kills("AveragesWhateverTheFactor")),
-    pytest.param(2, None, id="two-float32", marks=pytest.mark.kills("DividesByTheSquareOfTheFactor")),
-    pytest.param(
-        2, torch.float64, id="two-float64", marks=pytest.mark.kills("DividesByTheSquareOfTheFactor")
-    ),
-    pytest.param(
-        WORLD,
-        torch.float64,
-        id="world-float64",
-        marks=[pytest.mark.worlds(SEVERAL), pytest.mark.kills("DividesByTheSquareOfTheFactor")],
-    ),
+    param(1, None, id="one-float32", kills="AveragesWhateverTheFactor"),
+    param(2, None, id="two-float32", kills="DividesByTheSquareOfTheFactor"),
+    param(2, torch.float64, id="two-float64", kills="DividesByTheSquareOfTheFactor"),
+    param(WORLD, torch.float64, id="world-float64", kills="DividesByTheSquareOfTheFactor", worlds=SEVERAL),
 ]
 FACTORS_OF_REPLICAS = [
-    pytest.param(1, None, id="one-float32", marks=pytest.mark.kills("IgnoresTheDivideFactor")),
-    pytest.param(2, None, id="two-float32", marks=pytest.mark.kills("DividesByTheFactorTwice")),
-    pytest.param(2, torch.float64, id="two-float64", marks=pytest.mark.kills("DividesByTheFactorTwice")),
-    pytest.param(
-        WORLD, torch.float64, id="world-float64", marks=pytest.mark.kills("DividesByTheFactorTwice")
-    ),
+    param(1, None, id="one-float32", kills="IgnoresTheDivideFactor"),
+    param(2, None, id="two-float32", kills="DividesByTheFactorTwice"),
+    param(2, torch.float64, id="two-float64", kills="DividesByTheFactorTwice"),
+    param(WORLD, torch.float64, id="world-float64", kills="DividesByTheFactorTwice"),
 ]
 
 
 @pytest.mark.rows("C08")
-@pytest.mark.parametrize(("factor", "reduce_dtype"), FACTORS)
-@pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.SHARD], ids=lambda x: x.name.lower())
+@parametrize("factor, reduce_dtype", *FACTORS)
+@parametrize("layout", Layout.REPLICATE, Layout.SHARD)
 def test_divides_as_asked(
     trial: Trial, layout: Layout, factor: int | None, reduce_dtype: torch.dtype | None
 ) -> None:
-    trial.holds(_training(Plan(layout=layout, reduce_dtype=reduce_dtype), factor or trial.world_size), *LAWS)
+    trial.holds(_training(factor or trial.world_size, layout=layout, reduce_dtype=reduce_dtype), *LAWS)
 
 
 @pytest.mark.rows("C08", "C27")
 @pytest.mark.kills("DividesByTheSquareOfTheFactor")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    ("reduce_dtype", "wire"),
-    [
-        pytest.param(torch.float64, Wire.NATIVE, id="before-and-after"),
-        pytest.param(None, Wire.SUM, id="after"),
-    ],
+@parametrize(
+    "reduce_dtype, wire",
+    param(torch.float64, Wire.NATIVE, id="before-and-after"),
+    param(None, Wire.SUM, id="after"),
 )
 def test_divides_sums_of_shards_by_more_than_the_ranks(
     trial: Trial, reduce_dtype: torch.dtype | None, wire: Wire
 ) -> None:
     """By 8: it has a factor for either side of the sum, and is the size of none of the usual worlds."""
-    plan = Plan(layout=Layout.SHARD, reduce_dtype=reduce_dtype, wire=wire)
-    trial.holds(_training(plan, 8), *LAWS)
+    trial.holds(_training(8, layout=Layout.SHARD, reduce_dtype=reduce_dtype, wire=wire), *LAWS)
 
 
 @pytest.mark.rows("C08")
-@pytest.mark.parametrize(("factor", "reduce_dtype"), FACTORS_OF_REPLICAS)
-@pytest.mark.parametrize(
-    "replicas",
-    [
-        pytest.param(Replicas.TWO, id="two", marks=pytest.mark.worlds(FOUR_OR_MORE_EVEN)),
-        pytest.param(Replicas.SINGLES, id="singles", marks=pytest.mark.worlds(SEVERAL)),
-    ],
+@parametrize("factor, reduce_dtype", *FACTORS_OF_REPLICAS)
+@parametrize(
+    "replicas", param(Replicas.TWO, worlds=FOUR_OR_MORE_EVEN), param(Replicas.SINGLES, worlds=SEVERAL)
 )
 def test_divides_as_asked_on_replicas(
     trial: Trial, replicas: Replicas, factor: int | None, reduce_dtype: torch.dtype | None
 ) -> None:
-    plan = Plan(layout=Layout.HYBRID, replicas=replicas, reduce_dtype=reduce_dtype)
-    trial.holds(_training(plan, factor or trial.world_size), *LAWS)
+    divisor = factor or trial.world_size
+    training = _training(divisor, layout=Layout.HYBRID, replicas=replicas, reduce_dtype=reduce_dtype)
+    trial.holds(training, *LAWS)
 
 
 @pytest.mark.rows("C08")
 @pytest.mark.kills("IgnoresTheDivideFactorOfSingles")
 @pytest.mark.worlds(SEVERAL)
 def test_divides_by_one_on_single_ranks(trial: Trial) -> None:
-    plan = Plan(layout=Layout.HYBRID, replicas=Replicas.SINGLES, reduce_dtype=torch.float32)
-    trial.holds(_training(plan, 1), *LAWS)
+    training = _training(1, layout=Layout.HYBRID, replicas=Replicas.SINGLES, reduce_dtype=torch.float32)
+    trial.holds(training, *LAWS)
 
 
 @pytest.mark.rows("C08")
 @pytest.mark.kills("AveragesWhateverTheFactor")
 @pytest.mark.worlds(SEVERAL)
 def test_divides_as_asked_what_bfloat16_computed(trial: Trial) -> None:
-    plan = Plan(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    trial.holds(_training(plan, 1), MatchesOracle(), RanksAgree())
+    trial.holds(_training(1, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32), *PARITY)
 
 
 @pytest.mark.rows("C29")
 @pytest.mark.kills("HalvesOneUnit")
 @pytest.mark.worlds(ALONE)
-@pytest.mark.parametrize(
+@parametrize(
     "factor",
-    [
-        pytest.param(None, id="none"),
-        pytest.param(1, id="one"),
-        pytest.param(2, id="two", marks=pytest.mark.kills("IgnoresTheDivideFactorOfOneRank")),
-    ],
+    param(None, id="none"),
+    param(1, id="one"),
+    param(2, id="two", kills="IgnoresTheDivideFactorOfOneRank"),
 )
 def test_one_rank_divides_by_the_factor_alone(trial: Trial, factor: int | None) -> None:
-    trial.holds(_training(Plan(layout=Layout.SHARD), factor), *LAWS)
+    trial.holds(_training(factor, layout=Layout.SHARD), *LAWS)
 
 
-def _training(plan: Plan, factor: int | None) -> Training:
-    # Several units: a factor that reaches the root alone does not reach them.
-    plan = replace(plan, divide_factor=factor, units=MLP_UNEVEN.units)
-    return Training(problem=MLP_UNEVEN, optimizer=SGD, plan=plan)
+# Any: as for `train`.
+def _training(factor: int | None, **asked: Any) -> Training:
+    # Of several units: a factor that reaches the root alone does not reach them.
+    return train(MLP_UNEVEN, divide_factor=factor, **asked)

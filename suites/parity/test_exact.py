@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import POWERS_OF_TWO, MatchesOracle, RanksAgree, Trial
+from shardproof import POWERS_OF_TWO, Trial
 from shardproof.fixtures.optimizers import EXACT_SGD
 from shardproof.fixtures.problems import EXACT_LINEAR
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import PARITY
 
 
 @pytest.mark.worlds(POWERS_OF_TWO)
-@pytest.mark.parametrize(
+@parametrize(
     "microbatches",
-    [
-        pytest.param(1, id="m1", marks=pytest.mark.kills("DriftsByOneBit", "SumsInsteadOfAveraging")),
-        pytest.param(4, id="m4", marks=pytest.mark.kills("DriftsByOneBit", "KeepsOnlyTheLastMicrobatch")),
-    ],
+    param(1, id="m1", kills=("DriftsByOneBit", "SumsInsteadOfAveraging")),
+    param(4, id="m4", kills=("DriftsByOneBit", "KeepsOnlyTheLastMicrobatch")),
 )
 def test_is_exact_to_the_bit(trial: Trial, microbatches: int) -> None:
     training = train(EXACT_LINEAR, EXACT_SGD, units=(), steps=2, microbatches=microbatches)
-    trial.holds(training, MatchesOracle(), RanksAgree())
+    trial.holds(training, *PARITY)

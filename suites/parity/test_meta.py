@@ -2,55 +2,36 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 import pytest
 
-from shardproof import (
-    EVEN,
-    FOUR_OR_MORE_EVEN,
-    SEVERAL,
-    Capability,
-    HoldsItsShare,
-    Layout,
-    MatchesOracle,
-    Placement,
-    Problem,
-    RanksAgree,
-    Trial,
-)
+from shardproof import EVEN, FOUR_OR_MORE_EVEN, SEVERAL, Capability, HoldsItsShare, Layout, Placement, Problem
+from shardproof import Trial
 from shardproof.fixtures.placements import DIVISIBLE_MLP
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_UNEVEN, TRANSFORMER
 from shardproof.fixtures.tensor_parallel import STACK_16
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import PARITY
 
-LAWS = (MatchesOracle(), RanksAgree())
 META = frozenset({Capability.META})
 
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("FillsTheFirstRankAlone")
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(Layout.SHARD, id="shard"),
-        pytest.param(Layout.REPLICATE, id="replicate"),
-        pytest.param(Layout.HYBRID, id="hybrid", marks=pytest.mark.worlds(EVEN)),
-    ],
-)
-@pytest.mark.parametrize("problem", [MLP_UNEVEN, TRANSFORMER, MLP_BUFFERS], ids=attrgetter("name"))
+@parametrize("layout", Layout.SHARD, Layout.REPLICATE, param(Layout.HYBRID, worlds=EVEN))
+@parametrize("problem", MLP_UNEVEN, TRANSFORMER, MLP_BUFFERS)
 def test_fills_what_was_prepared_without_memory(trial: Trial, problem: Problem, layout: Layout) -> None:
-    trial.holds(train(problem, layout=layout, demands=META), *LAWS, HoldsItsShare())
+    trial.holds(train(problem, layout=layout, demands=META), *PARITY, HoldsItsShare())
 
 
 @pytest.mark.kills("FillsTheFirstRankAlone")
 @pytest.mark.worlds(EVEN)
 def test_fills_shards_of_another_dim(trial: Trial) -> None:
     training = train(DIVISIBLE_MLP, layout=Layout.SHARD, placement=Placement.LARGEST, demands=META)
-    trial.holds(training, *LAWS, HoldsItsShare())
+    trial.holds(training, *PARITY, HoldsItsShare())
 
 
 @pytest.mark.kills("FillsTheFirstRankAlone")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 def test_fills_tensors_that_are_cut(trial: Trial) -> None:
-    trial.holds(train(STACK_16, layout=Layout.SHARD, tensor_parallel=2, demands=META, steps=2), *LAWS)
+    trial.holds(train(STACK_16, layout=Layout.SHARD, tensor_parallel=2, demands=META, steps=2), *PARITY)

@@ -6,61 +6,44 @@ from typing import Any
 
 import pytest
 
-from shardproof import (
-    SEVERAL,
-    Accumulation,
-    Capability,
-    Count,
-    Exactly,
-    Grouping,
-    HoldsItsShare,
-    Layout,
-    MatchesOracle,
-    Op,
-    Phase,
-    Problem,
-    RanksAgree,
-    Resume,
-    Select,
-    Training,
-    Trial,
-)
+from shardproof import SEVERAL, Accumulation, Capability, Count, Exactly, Grouping, HoldsItsShare, Layout
+from shardproof import MatchesOracle, Problem, RanksAgree, Resume, Training, Trial
 from shardproof.fixtures.chain import NESTED_CHAIN
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import TRANSFORMER
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import ALL_REDUCES, REDUCE_SCATTERS
+
+pytestmark = pytest.mark.worlds(SEVERAL)
 
 INNER, OUTER = NESTED_CHAIN.units[::2], NESTED_CHAIN.units[1::2]
-SUMS = Select(ops=(Op.ALL_REDUCE,), phases=(Phase.BACKWARD,))
-SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
 NESTINGS = [
-    pytest.param(OUTER[1:2], id="a_block"),
-    pytest.param(INNER, id="inner"),
-    pytest.param(OUTER, id="outer"),
-    pytest.param(("",), id="root"),
-    pytest.param((*INNER, ""), id="inner_and_root"),
-    pytest.param((*OUTER, ""), id="outer_and_root"),
+    param(OUTER[1:2], id="a_block"),
+    param(INNER, id="inner"),
+    param(OUTER, id="outer"),
+    param(("",), id="root"),
+    param((*INNER, ""), id="inner_and_root"),
+    param((*OUTER, ""), id="outer_and_root"),
 ]
 
 
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("ShardsWhatItShouldReplicate")
-@pytest.mark.parametrize("replicated", NESTINGS)
+@parametrize("replicated", *NESTINGS)
 def test_nested_units_lie_as_each_was_asked_to(trial: Trial, replicated: tuple[str, ...]) -> None:
     num_units = len(NESTED_CHAIN.units) + 1
     trial.holds(
         _training(NESTED_CHAIN, replicated),
         MatchesOracle(),
         HoldsItsShare(),
-        Count(select=SUMS, expected=Exactly(len(replicated))),
-        Count(select=SCATTERS, expected=Exactly(num_units - len(replicated))),
+        Count(select=ALL_REDUCES, expected=Exactly(len(replicated))),
+        Count(select=REDUCE_SCATTERS, expected=Exactly(num_units - len(replicated))),
         RanksAgree(),
     )
 
 
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("ShardsWhatItShouldReplicate")
-@pytest.mark.parametrize("replicated", [("blocks.0",), ("",)], ids=["block", "root"])
+@parametrize("replicated", ("blocks.0",), ("",), ids=["block", "root"])
 def test_a_transformer_of_both_accumulates(trial: Trial, replicated: tuple[str, ...]) -> None:
     training = _training(
         TRANSFORMER, replicated, microbatches=3, accumulation=Accumulation.LAST_MICROBATCH, steps=2
@@ -68,9 +51,8 @@ def test_a_transformer_of_both_accumulates(trial: Trial, replicated: tuple[str, 
     trial.holds(training, MatchesOracle(), HoldsItsShare(), RanksAgree())
 
 
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("LosesOptimizerState")
-@pytest.mark.parametrize("replicated", [("blocks.0",), ("",)], ids=["block", "root"])
+@parametrize("replicated", ("blocks.0",), ("",), ids=["block", "root"])
 def test_a_state_has_units_of_both(trial: Trial, replicated: tuple[str, ...]) -> None:
     after = _training(TRANSFORMER, replicated, demands=frozenset({Capability.STATE})).plan
     training = _training(TRANSFORMER, replicated, resume=Resume(after_steps=1, plan=after))

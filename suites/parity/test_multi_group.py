@@ -6,10 +6,12 @@ from operator import attrgetter
 
 import pytest
 
-from shardproof import MatchesOracle, NamedOptimizer, Problem, RanksAgree, Trial
+from shardproof import NamedOptimizer, Problem, Trial
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import PARITY
 
 OF_ONE_MICROBATCH = (
     "ForgetsToSynchroniseOneParameter",
@@ -32,13 +34,13 @@ CASES: list[tuple[Problem, NamedOptimizer, int]] = [
 
 
 @pytest.mark.rows("T08", "R06")
-@pytest.mark.parametrize(
-    ("problem", "optimizer", "microbatches"),
-    [
-        pytest.param(
+@parametrize(
+    "problem, optimizer, microbatches",
+    *[
+        param(
             *case,
             id=f"{case[0].name}-{case[1].name}-m{case[2]}",
-            marks=pytest.mark.kills(*(OF_ONE_MICROBATCH if case[2] == 1 else OF_SEVERAL)),
+            kills=OF_ONE_MICROBATCH if case[2] == 1 else OF_SEVERAL,
         )
         for case in CASES
     ],
@@ -47,11 +49,11 @@ def test_trains_the_same_model(
     trial: Trial, problem: Problem, optimizer: NamedOptimizer, microbatches: int
 ) -> None:
     training = train(problem, optimizer, microbatches=microbatches)
-    trial.holds(training, MatchesOracle(), RanksAgree())
+    trial.holds(training, *PARITY)
 
 
 @pytest.mark.kills("ForgetsToSynchroniseOneParameter", "DropsAUnitOnTheLastRank", "DriftsByOneBit")
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=name)
+@parametrize("optimizer", SGD, ADAMW)
 def test_trains_the_same_transformer(trial: Trial, optimizer: NamedOptimizer) -> None:
     training = train(TRANSFORMER, optimizer)
-    trial.holds(training, MatchesOracle(), RanksAgree())
+    trial.holds(training, *PARITY)

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import MatchesOracle, Problem, RanksAgree, Trial
+from shardproof import Problem, Trial
 from shardproof.fixtures.random_draws import DROPPED, DROPPED_AND_RECOMPUTED, NOISY
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import PARITY
 
 
 @pytest.mark.device("cpu")  # others draw other numbers than the oracle
 @pytest.mark.kills("SumsInsteadOfAveraging", "DrawsAlikeOnAllRanks")
-@pytest.mark.parametrize(
+@parametrize(
     "problem",
-    [
-        pytest.param(DROPPED, id="dropped", marks=pytest.mark.kills("RecomputesWithOtherDraws")),
-        pytest.param(
-            DROPPED_AND_RECOMPUTED, id="recomputed", marks=pytest.mark.kills("RecomputesWithOtherDraws")
-        ),
-        pytest.param(NOISY, id="noisy"),
-    ],
+    param(DROPPED, kills="RecomputesWithOtherDraws"),
+    param(DROPPED_AND_RECOMPUTED, id="recomputed", kills="RecomputesWithOtherDraws"),
+    NOISY,
 )
 def test_trains_on_what_each_rank_draws(trial: Trial, problem: Problem) -> None:
     training = train(problem, microbatches=2)
-    trial.holds(training, MatchesOracle(), RanksAgree())
+    trial.holds(training, *PARITY)

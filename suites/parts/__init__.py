@@ -1,1 +1,1 @@
-"""Parts of a model run by themselves, several times, or not at all; numbers are still those of the oracle."""
+"""Parts: parts of a model run alone, several times, or not at all; the numbers are the oracle's."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import SEVERAL, Grouping, Layout, MatchesOracle, OnePartOnOddSteps, RanksAgree, Trial
+from shardproof import SEVERAL, Grouping, Layout, OnePartOnOddSteps, Trial
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.patches import PATCHES
 from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.suites.params import parametrize
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import PARITY
 
-both_layouts = pytest.mark.parametrize(
-    "layout", [Layout.REPLICATE, Layout.SHARD], ids=lambda layout: layout.name.lower()
-)
+both_layouts = parametrize("layout", Layout.REPLICATE, Layout.SHARD)
 
 
 @pytest.mark.rows("T12", "R08")
@@ -21,7 +21,7 @@ both_layouts = pytest.mark.parametrize(
 def test_a_step_through_one_unit_updates_it_alone(trial: Trial, layout: Layout) -> None:
     script = OnePartOnOddSteps(part="layers.0")
     training = train(MLP_EVEN, layout=layout, grouping=Grouping.REQUIRED, script=script)
-    trial.holds(training, MatchesOracle(), RanksAgree())
+    trial.holds(training, *PARITY)
 
 
 @pytest.mark.worlds(SEVERAL)  # a lone rank has everything at hand, and nothing to reduce
@@ -32,4 +32,4 @@ def test_a_method_trains_like_forward(trial: Trial, layout: Layout) -> None:
     training = train(
         PATCHES, ADAMW, layout=layout, grouping=Grouping.REQUIRED, forward_methods=(("encoder", "encode"),)
     )
-    trial.holds(training, MatchesOracle(), RanksAgree())
+    trial.holds(training, *PARITY)

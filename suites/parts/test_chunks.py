@@ -5,26 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof import (
-    SEVERAL,
-    Accumulation,
-    ChunksOfTheHead,
-    FlaggedChunks,
-    MatchesOracle,
-    Microbatches,
-    Nothing,
-    Op,
-    Phase,
-    Problem,
-    RanksAgree,
-    Reshard,
-    Select,
-    Trial,
-    TrunkTwiceOnOddSteps,
-)
+from shardproof import SEVERAL, Accumulation, ChunksOfTheHead, FlaggedChunks, Microbatches, Nothing, Op, Phase
+from shardproof import Problem, Reshard, Select, Trial, TrunkTwiceOnOddSteps
 from shardproof.fixtures.trunk_and_head import TRUNK_AND_HEAD, TRUNK_AND_TIED_HEAD
 from shardproof.fixtures.widening import WIDENING
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train_sharded
+from shardproof.suites.vocabulary import PARITY
 
 UNGROUPED = ("embed", "body", "norm", "head")
 EARLY_REDUCTIONS = Select(
@@ -37,37 +24,28 @@ EARLY_REDUCTIONS = Select(
 
 @pytest.mark.rows("T17")
 @pytest.mark.kills("CountsTheFirstUseAlone", "NeverReducesParts")
-@pytest.mark.parametrize(
-    ("problem", "reshard"),
-    [
-        pytest.param(TRUNK_AND_HEAD, Reshard.AFTER_FORWARD, id="grouped-freed"),
-        pytest.param(TRUNK_AND_TIED_HEAD, Reshard.KEEP, id="tied-kept"),
-    ],
+@parametrize(
+    "problem, reshard",
+    param(TRUNK_AND_HEAD, Reshard.AFTER_FORWARD, id="grouped-freed"),
+    param(TRUNK_AND_TIED_HEAD, Reshard.KEEP, id="tied-kept"),
 )
 def test_every_chunk_adds_to_the_gradient(trial: Trial, problem: Problem, reshard: Reshard) -> None:
     script = ChunksOfTheHead(stop="norm", head="head", num_chunks=3)
     training = train_sharded(problem, reshard=reshard, script=script)
-    trial.holds(training, MatchesOracle(), RanksAgree())
+    trial.holds(training, *PARITY)
 
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.rows("T19")
-@pytest.mark.parametrize(
-    ("units", "reshard"),
-    [
-        pytest.param(
-            TRUNK_AND_HEAD.units,
-            Reshard.KEEP,
-            id="grouped-kept",
-            marks=pytest.mark.kills("IgnoresTheFlagsOfGroups", "CountsTheFirstUseAlone"),
-        ),
-        pytest.param(
-            UNGROUPED,
-            Reshard.AFTER_FORWARD,
-            id="ungrouped-freed",
-            marks=pytest.mark.kills("CountsTheFirstUseAlone"),
-        ),
-    ],
+@parametrize(
+    "units, reshard",
+    param(
+        TRUNK_AND_HEAD.units,
+        Reshard.KEEP,
+        id="grouped-kept",
+        kills=("IgnoresTheFlagsOfGroups", "CountsTheFirstUseAlone"),
+    ),
+    param(UNGROUPED, Reshard.AFTER_FORWARD, id="ungrouped-freed", kills="CountsTheFirstUseAlone"),
 )
 def test_chunks_accumulate_until_the_last_microbatch(
     trial: Trial, units: tuple[str, ...], reshard: Reshard
@@ -82,7 +60,7 @@ def test_chunks_accumulate_until_the_last_microbatch(
         microbatches=3,
         script=script,
     )
-    trial.holds(training, MatchesOracle(), RanksAgree(), Nothing(select=EARLY_REDUCTIONS))
+    trial.holds(training, *PARITY, Nothing(select=EARLY_REDUCTIONS))
 
 
 @pytest.mark.rows("T23")
@@ -90,14 +68,10 @@ def test_chunks_accumulate_until_the_last_microbatch(
 def test_a_group_run_in_part_is_reduced(trial: Trial) -> None:
     script = TrunkTwiceOnOddSteps(stop="norm")
     training = train_sharded(TRUNK_AND_HEAD, microbatches=2, script=script)
-    trial.holds(training, MatchesOracle(), RanksAgree())
+    trial.holds(training, *PARITY)
 
 
 @pytest.mark.rows("T18")
 @pytest.mark.kills("CastsTheFirstInputsAlone")
 def test_casts_the_inputs_of_every_module_of_a_group(trial: Trial) -> None:
-    trial.holds(
-        train_sharded(WIDENING, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        MatchesOracle(),
-        RanksAgree(),
-    )
+    trial.holds(train_sharded(WIDENING, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32), *PARITY)

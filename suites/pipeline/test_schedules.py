@@ -8,37 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof import (
-    FOUR_OR_MORE_EVEN,
-    FOURS,
-    Accumulation,
-    AllWaited,
-    Between,
-    Count,
-    Exactly,
-    Grouping,
-    Layout,
-    MatchesOracle,
-    Microbatches,
-    Nothing,
-    Op,
-    Per,
-    Phase,
-    Pipelined,
-    PipelineOrder,
-    Plan,
-    RanksAgree,
-    Resume,
-    Schedule,
-    Select,
-    StateForm,
-    Training,
-    Trial,
-    num_stages,
-)
+from shardproof import FOURS, FOUR_OR_MORE_EVEN, Accumulation, AllWaited, Between, Count, Exactly, Grouping
+from shardproof import Layout, MatchesOracle, Microbatches, Nothing, Op, Per, Phase, PipelineOrder, Pipelined
+from shardproof import Plan, RanksAgree, Resume, Schedule, Select, StateForm, Training, Trial, num_stages
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.pipeline import STAGED
 from shardproof.suites.communication.closed_forms import ClosedForm
+from shardproof.suites.params import parametrize
+from shardproof.suites.vocabulary import PARITY
 
 NUM_MICROBATCHES = 4
 SENDS = Select(ops=(Op.SEND,), axis="pipe")
@@ -66,7 +43,7 @@ THE_MESSAGES = (
     Count(select=RECEIVES, expected=Exactly(MESSAGES), per=Per.STEP),
     AllWaited(select=RECEIVES),
 )
-every_order = pytest.mark.parametrize("order", PipelineOrder, ids=lambda order: order.name.lower())
+every_order = parametrize("order", *PipelineOrder)
 
 
 @pytest.mark.rows("T31")
@@ -110,30 +87,30 @@ def test_replicated_stages_train_as_one_model(trial: Trial, order: PipelineOrder
 
 @pytest.mark.kills("IgnoresTheComputeDtype")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
+@parametrize("layout", Layout.SHARD, Layout.REPLICATE)
 @every_order
 def test_stages_compute_in_bfloat16(trial: Trial, order: PipelineOrder, layout: Layout) -> None:
     training = _training(layout, order)
     plan = replace(training.plan, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    trial.holds(replace(training, plan=plan), MatchesOracle(), RanksAgree())
+    trial.holds(replace(training, plan=plan), *PARITY)
 
 
 @pytest.mark.kills("ScalesByTheTensorRanks")
 @pytest.mark.worlds(FOURS)
-@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
+@parametrize("layout", Layout.SHARD, Layout.REPLICATE)
 @every_order
 def test_stages_of_cut_tensors_train_as_one_model(trial: Trial, order: PipelineOrder, layout: Layout) -> None:
-    trial.holds(_training(layout, order, tensor_parallel=2), MatchesOracle(), RanksAgree())
+    trial.holds(_training(layout, order, tensor_parallel=2), *PARITY)
 
 
 @pytest.mark.kills("LosesStateOfOtherRanks")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
+@parametrize("layout", Layout.SHARD, Layout.REPLICATE)
 @every_order
 def test_stages_resume_from_files(trial: Trial, order: PipelineOrder, layout: Layout) -> None:
     training = _training(layout, order, demands=Pipelined.demands | StateForm.FILES.demands)
     resume = Resume(after_steps=1, plan=training.plan, form=StateForm.FILES)
-    trial.holds(replace(training, resume=resume), MatchesOracle(), RanksAgree())
+    trial.holds(replace(training, resume=resume), *PARITY)
 
 
 # Any: fields of a plan.

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 import pytest
 
-from shardproof import (
-    FORWARD,
-    LAYOUTS,
-    POWERS_OF_TWO,
-    SEVERAL,
-    HoldsItsShare,
-    Layout,
-    LiesOnTheDimAskedFor,
-    MatchesOracle,
-    Notes,
-    NotesForms,
-    Placement,
-    Problem,
-    RanksAgree,
-    StateLiesWithItsParameter,
-    Trial,
-)
+from shardproof import FORWARD, LAYOUTS, POWERS_OF_TWO, SEVERAL, HoldsItsShare, Layout, LiesOnTheDimAskedFor
+from shardproof import MatchesOracle, Notes, NotesForms, Placement, Problem, RanksAgree
+from shardproof import StateLiesWithItsParameter, Trial
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.placements import DIVISIBLE_MLP, DIVISIBLE_TRANSFORMER
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
 
 
@@ -38,14 +23,7 @@ from shardproof.suites.training import train
 )
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.worlds(POWERS_OF_TWO)  # so that the ranks divide each largest dim
-@pytest.mark.parametrize(
-    "problem",
-    [
-        pytest.param(DIVISIBLE_MLP, marks=pytest.mark.rows("T08")),
-        pytest.param(DIVISIBLE_TRANSFORMER, marks=pytest.mark.rows("T24")),
-    ],
-    ids=attrgetter("name"),
-)
+@parametrize("problem", param(DIVISIBLE_MLP, rows="T08"), param(DIVISIBLE_TRANSFORMER, rows="T24"))
 def test_shards_the_largest_dim(trial: Trial, problem: Problem) -> None:
     trial.holds(
         train(problem, ADAMW, layout=Layout.SHARD, placement=Placement.LARGEST, script=NotesForms()),

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 import pytest
 
-from shardproof import (
-    HoldsItsShare,
-    Layout,
-    MatchesOracle,
-    NamedOptimizer,
-    RanksAgree,
-    StateLiesWithItsParameter,
-    Trial,
-)
+from shardproof import HoldsItsShare, Layout, MatchesOracle, NamedOptimizer, RanksAgree
+from shardproof import StateLiesWithItsParameter, Trial
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.placements import UNEVEN_GROUP
+from shardproof.suites.params import parametrize
 from shardproof.suites.training import train
 
 
 @pytest.mark.rows("T07")
 @pytest.mark.kills("ShowsPaddingRows", "InfersTheSizeFromItsShard", "NeverUpdatesTheLastRanksRows")
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=attrgetter("name"))
+@parametrize("optimizer", SGD, ADAMW)
 def test_shards_rows_that_ranks_do_not_divide(trial: Trial, optimizer: NamedOptimizer) -> None:
     training = train(UNEVEN_GROUP, optimizer, layout=Layout.SHARD)
     trial.holds(training, MatchesOracle(), HoldsItsShare(), StateLiesWithItsParameter(), RanksAgree())

@@ -1,1 +1,1 @@
-"""Precision: what is computed, accumulated, reduced and kept in the dtype asked for, and loses no more than that."""
+"""Precision: values are computed, accumulated, reduced and kept in the dtype asked for, and lose no more than that."""

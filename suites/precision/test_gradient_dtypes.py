@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardproof import EVEN, FOUR_OR_MORE_EVEN, Capability, Op
 from shardproof.suites.composable import bench as benches
-from shardproof.suites.composable.bench import Bench
+from shardproof.suites.composable.bench import Bench, whole_gradients
+from shardproof.suites.params import param, parametrize
 
 expects = partial(benches.expects, beside=frozenset({Capability.GRADIENT_DTYPES}))
 GRADIENTS, ON_THE_WIRE, DTYPES = "gradients", "dtypes on the wire", "dtypes of gradients"
@@ -73,11 +73,6 @@ def _train(bench: Bench, model: Any, value: float = FINE) -> None:
     model(row).sum().backward()
 
 
-def _shown(model: Any) -> dict[str, torch.Tensor]:
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
-
-
 def _filled(**values: tuple[float, torch.dtype]) -> dict[str, torch.Tensor]:
     return {name: torch.full((SIZE,), value, dtype=dtype) for name, (value, dtype) in values.items()}
 
@@ -90,10 +85,7 @@ def _wire(bench: Bench) -> list[str]:
 @pytest.mark.rows("T57", "T58", "CV09")
 @pytest.mark.kills("ForgetsDtypesOfGradients")
 @pytest.mark.worlds(EVEN)
-@pytest.mark.parametrize(
-    "layout",
-    ["fully_shard", "replicate", pytest.param("hybrid", marks=pytest.mark.worlds(FOUR_OR_MORE_EVEN))],
-)
+@parametrize("layout", "fully_shard", "replicate", param("hybrid", worlds=FOUR_OR_MORE_EVEN))
 @expects(GRADIENTS, DTYPES, ON_THE_WIRE)
 def test_come_wait_cross_and_stay_in_the_dtype_set_for_them(bench: Bench, layout: str) -> None:
     """What is more than its neighbours in a unit are in is not rounded, and still crosses with them, at once."""
@@ -101,7 +93,7 @@ def test_come_wait_cross_and_stay_in_the_dtype_set_for_them(bench: Bench, layout
     for syncs in (False, False, True):
         model.set_requires_gradient_sync(syncs)
         _train(bench, model)
-    shown = _shown(model)
+    shown = whole_gradients(model)
     bench.same(GRADIENTS, {"first": shown["first"]}, _filled(first=(3 * MEAN, HIGH)))
     bench.near(GRADIENTS, shown["second"], _filled(second=(3 * MEAN, LOW))["second"], tolerance=0.02)
     bench.same(DTYPES, [g.dtype for g in shown.values()], [HIGH, LOW])
@@ -111,7 +103,7 @@ def test_come_wait_cross_and_stay_in_the_dtype_set_for_them(bench: Bench, layout
 @pytest.mark.rows("CV10")
 @pytest.mark.kills("ForgetsDtypesOfGradients")
 @pytest.mark.worlds(EVEN)
-@pytest.mark.parametrize(("stored", "made"), [(LOW, HIGH), (HIGH, LOW)], ids=["wider", "narrower"])
+@parametrize("stored, made", (LOW, HIGH), (HIGH, LOW), ids=["wider", "narrower"])
 @expects(GRADIENTS, ON_THE_WIRE)
 def test_stay_as_they_come_where_any_dtype_will_do(
     bench: Bench, stored: torch.dtype, made: torch.dtype
@@ -119,7 +111,7 @@ def test_stay_as_they_come_where_any_dtype_will_do(
     model = _prepared(bench, dtype=stored, dtypes=ANY)
     model.made = made
     _train(bench, model, 256.0)
-    bench.same(GRADIENTS, _shown(model), _filled(first=(258.0, made), second=(258.0, made)))
+    bench.same(GRADIENTS, whole_gradients(model), _filled(first=(258.0, made), second=(258.0, made)))
     bench.same(ON_THE_WIRE, _wire(bench), [str(made).rpartition(".")[2]])
 
 
@@ -134,7 +126,9 @@ def test_sums_of_several_dtypes_across_replicas_are_of_the_widest(bench: Bench) 
     model.set_requires_all_reduce(True)
     model.made = LOW
     _train(bench, model, 256.0)
-    bench.same(GRADIENTS, _shown(model), _filled(first=(MEAN + 258, HIGH), second=(MEAN + 258, HIGH)))
+    bench.same(
+        GRADIENTS, whole_gradients(model), _filled(first=(MEAN + 258, HIGH), second=(MEAN + 258, HIGH))
+    )
     bench.same(ON_THE_WIRE, _wire(bench), ["float32"] * 3)
 
 
@@ -149,8 +143,8 @@ def test_are_added_to_zeros_of_their_dtypes_where_ranks_use_other_parameters(ben
     _train(bench, model)
     # The odd ranks alone have the first, in full; the even ones the second, rounded to 256.
     expected = _filled(first=((FINE + 4) / 2, HIGH), second=(128.0, LOW))
-    bench.near(GRADIENTS, _shown(model)["second"], expected.pop("second"), tolerance=0.02)
-    bench.same(GRADIENTS, {"first": _shown(model)["first"]}, expected)
+    bench.near(GRADIENTS, whole_gradients(model)["second"], expected.pop("second"), tolerance=0.02)
+    bench.same(GRADIENTS, {"first": whole_gradients(model)["first"]}, expected)
 
 
 @pytest.mark.rows("T60", "P02", "CV12")
@@ -164,7 +158,7 @@ def test_zeros_without_a_dtype_are_refused_on_every_rank(bench: Bench) -> None:
     model.first.requires_grad_(False)
     model.used = ("second",)
     _train(bench, model, 256.0)
-    bench.same("frozen", _shown(model), _filled(second=(258.0, LOW)))
+    bench.same("frozen", whole_gradients(model), _filled(second=(258.0, LOW)))
     model.first.requires_grad_(True)
     model.used = ("first", "second") if bench.rank == 0 else ("second",)
     bench.refuses("thawed", lambda: _train(bench, model), ValueError, naming="dtype")
@@ -174,7 +168,7 @@ def test_zeros_without_a_dtype_are_refused_on_every_rank(bench: Bench) -> None:
     model.used = ("first", "second") if bench.rank == 0 else ("second",)
     _train(bench, model)
     expected = _filled(first=(FINE / bench.size, HIGH))
-    bench.same("with a dtype to reduce in", {"first": _shown(model)["first"]}, expected)
+    bench.same("with a dtype to reduce in", {"first": whole_gradients(model)["first"]}, expected)
 
 
 @pytest.mark.rows("T57", "CV13")
@@ -186,8 +180,8 @@ def test_keep_their_dtypes_when_parameters_are_converted_and_loaded(bench: Bench
     model.to(torch.float16)
     model.load_state_dict({name: p.detach().clone() for name, p in model.named_parameters()}, assign=True)
     _train(bench, model)
-    bench.same("after training", _shown(model)["first"], _filled(first=(MEAN, HIGH))["first"])
-    bench.same("after training", _shown(model)["second"].dtype, torch.float16)
+    bench.same("after training", whole_gradients(model)["first"], _filled(first=(MEAN, HIGH))["first"])
+    bench.same("after training", whole_gradients(model)["second"].dtype, torch.float16)
     model.to(LOW)
     bench.same("after conversion", {p.dtype for p in model.parameters()}, {LOW})
-    bench.same("after conversion", _shown(model)["first"], _filled(first=(MEAN, HIGH))["first"])
+    bench.same("after conversion", whole_gradients(model)["first"], _filled(first=(MEAN, HIGH))["first"])

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardproof import SEVERAL, Capability, Op
 from shardproof.suites.composable import bench as benches
-from shardproof.suites.composable.bench import Bench
-from shardproof.suites.wrapper.model import shown_gradients
+from shardproof.suites.composable.bench import Bench, whole_gradients
+from shardproof.suites.params import parametrize
+
+pytestmark = pytest.mark.rows("T59")
 
 expects = partial(benches.expects, beside=frozenset({Capability.PARAMETER_DTYPES}))
 LOW = torch.bfloat16
@@ -36,7 +37,6 @@ class _Mixed(nn.Module):
         return (row * self.weight).float() * self.scale
 
 
-@pytest.mark.rows("T59")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("ComputesAlikeWithAllParameters")
 @expects("asked of", "computed in", "outputs", "gradients", "gathers")
@@ -60,17 +60,13 @@ def test_parameters_keep_the_dtype_that_a_function_chooses(bench: Bench) -> None
     bench.same("outputs", outputs.detach(), row * 2 * FINE)
     bench.same("gathers", sum(e.op is Op.ALL_GATHER for e in bench.ledger()), 1)
     rows = sum(range(1, bench.size + 1))
-    shown = shown_gradients(model)
-    learnt = {
-        name: gradient.full_tensor() for name, gradient in shown.items() if isinstance(gradient, DTensor)
-    }
+    learnt = whole_gradients(model)
     bench.same("gradients", learnt["scale"], torch.full((SIZE,), 2.0 * rows))
     bench.near("gradients", learnt["weight"], torch.full((SIZE,), FINE * rows), tolerance=0.01)
 
 
-@pytest.mark.rows("T59")
 @pytest.mark.kills("ComputesAlikeWithAllParameters")
-@pytest.mark.parametrize("chosen", [torch.float16, "bfloat16"], ids=["another_dtype", "no_dtype"])
+@parametrize("chosen", torch.float16, "bfloat16", ids=["another_dtype", "no_dtype"])
 @expects("the refusal")
 def test_refuses(bench: Bench, chosen: Any) -> None:
     policy = bench.door.mixed_precision(LOW, param_dtype_override_fn=lambda _: chosen)

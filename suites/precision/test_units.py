@@ -1,30 +1,15 @@
-"""One unit computes in a dtype of its own, and its inputs and outputs are cast as it says, and no others."""
+"""One unit computes in a dtype of its own, and its inputs and outputs are cast as the plan says, and no others."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from shardproof import (
-    POWERS_OF_TWO,
-    SEVERAL,
-    Dtype,
-    Grouping,
-    Layout,
-    MatchesOracle,
-    Notes,
-    NotesUnitDtypes,
-    Op,
-    Phase,
-    RanksAgree,
-    Select,
-    Trial,
-    UnitDtypes,
-    Window,
-    dtypes_of,
-)
+from shardproof import POWERS_OF_TWO, SEVERAL, Dtype, Grouping, Layout, MatchesOracle, Notes, NotesUnitDtypes
+from shardproof import Op, Phase, RanksAgree, Select, Trial, UnitDtypes, Window, dtypes_of
 from shardproof.fixtures.optimizers import EXACT_SGD
 from shardproof.fixtures.precision import EXACT_NARROW
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -37,21 +22,14 @@ def _gathers(unit: str) -> Select:
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.worlds(POWERS_OF_TWO)
 @pytest.mark.kills("IgnoresTheDtypeOfAUnit")
-@pytest.mark.parametrize(
-    ("own", "noted"),
-    [
-        pytest.param((BF16, None, True), "bfloat16, bfloat16, bfloat16", id="casts"),
-        pytest.param((F16, None, True), "float16, float16, float16", id="float16"),
-        pytest.param(
-            (BF16, None, False),
-            "float32, bfloat16, bfloat16",
-            id="leaves",
-            marks=pytest.mark.kills("CastsInputsUnasked"),
-        ),
-        pytest.param((BF16, F32, True), "bfloat16, bfloat16, float32", id="casts_back"),
-    ],
+@parametrize(
+    "own, noted",
+    param((BF16, None, True), "bfloat16, bfloat16, bfloat16", id="casts"),
+    param((F16, None, True), "float16, float16, float16", id="float16"),
+    param((BF16, None, False), "float32, bfloat16, bfloat16", id="leaves", kills="CastsInputsUnasked"),
+    param((BF16, F32, True), "bfloat16, bfloat16, float32", id="casts_back"),
 )
-@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
+@parametrize("layout", Layout.SHARD, Layout.REPLICATE)
 def test_a_unit_has_dtypes_of_its_own(
     trial: Trial, layout: Layout, own: tuple[torch.dtype, torch.dtype | None, bool], noted: str
 ) -> None:

@@ -1,1 +1,1 @@
-"""Prefetch: which unit is gathered and reduced when, by itself and as asked; a wrong hint costs time alone."""
+"""Prefetch: which unit is gathered and reduced when, by default and as asked; a wrong hint costs only time."""

@@ -11,63 +11,38 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    SEVERAL,
-    Between,
-    Bound,
-    BranchByBranch,
-    Count,
-    Exactly,
-    Gathers,
-    MatchesOracle,
-    Op,
-    Order,
-    Phase,
-    Prefetch,
-    RanksAgree,
-    Reduces,
-    Reshard,
-    Reshards,
-    Select,
-    Together,
-    Training,
-    Trial,
-    Watch,
-)
+from shardproof import SEVERAL, Between, Bound, BranchByBranch, Count, Exactly, Gathers, Order, Prefetch
+from shardproof import Reduces, Reshard, Reshards, Together, Training, Trial, Watch
 from shardproof.fixtures.heads import FORK
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train_sharded
+from shardproof.suites.vocabulary import GATHERS_IN_BACKWARD, IN_BACKWARD, IN_FORWARD, PARITY
 
-FORWARD = Select(phases=(Phase.FORWARD,))
-BACKWARD = Select(phases=(Phase.BACKWARD,))
-GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
+pytestmark = [pytest.mark.worlds(SEVERAL), pytest.mark.rows("C13")]
+
 TRUNK, LEFT, RIGHT = FORK.units
 LEFT_FIRST, RIGHT_FIRST = BranchByBranch(branches=(0, 1)), BranchByBranch(branches=(1, 0))
-GATHERED_ANEW = Order(select=FORWARD, events=tuple(map(Gathers, FORK.units)))
+GATHERED_ANEW = Order(select=IN_FORWARD, events=tuple(map(Gathers, FORK.units)))
 # The trunk's inputs need no gradient: it may be reduced when its gradients are there, and freed when all is over.
 TRUNK_ENDS = Together(frozenset({Reshards(TRUNK), Reduces(TRUNK)}))
-LEARNT = (MatchesOracle(), RanksAgree())
 
 
-@pytest.mark.rows("C13")
-@pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    ("script", "reduced", "gathers"),
-    [
-        pytest.param(
-            RIGHT_FIRST,
-            (RIGHT, TRUNK, LEFT, TRUNK),
-            Exactly(4),
-            id="used-later",
-            marks=pytest.mark.kills("GathersMistakenPrefetchesAgain"),
-        ),
-        pytest.param(
-            LEFT_FIRST,
-            (LEFT, TRUNK, RIGHT, TRUNK),
-            Between(4, 5),  # from the right head back to the left one, whose own backward is over
-            id="never-used",
-            marks=pytest.mark.kills("TakesUnusedPrefetchesAsCurrent"),
-        ),
-    ],
+@parametrize(
+    "script, reduced, gathers",
+    param(
+        RIGHT_FIRST,
+        (RIGHT, TRUNK, LEFT, TRUNK),
+        Exactly(4),
+        id="used-later",
+        kills="GathersMistakenPrefetchesAgain",
+    ),
+    param(
+        LEFT_FIRST,
+        (LEFT, TRUNK, RIGHT, TRUNK),
+        Between(4, 5),
+        id="never-used",
+        kills="TakesUnusedPrefetchesAsCurrent",
+    ),
 )
 def test_a_wrong_guess_costs_one_gather_at_most(
     trial: Trial, script: BranchByBranch, reduced: tuple[str, ...], gathers: Bound
@@ -75,15 +50,13 @@ def test_a_wrong_guess_costs_one_gather_at_most(
     trial.holds(
         _training(script),
         GATHERED_ANEW,
-        Order(select=BACKWARD, events=tuple(map(Reduces, reduced))),
+        Order(select=IN_BACKWARD, events=tuple(map(Reduces, reduced))),
         Count(select=GATHERS_IN_BACKWARD, expected=gathers),
-        *LEARNT,
+        *PARITY,
     )
 
 
-@pytest.mark.rows("C13")
 @pytest.mark.kills("GathersMistakenPrefetchesAgain", "NeverPrefetches")
-@pytest.mark.worlds(SEVERAL)
 def test_a_unit_pointed_at_by_mistake_waits_for_its_turn(trial: Trial) -> None:
     backward = (
         *(Gathers(RIGHT), Gathers(LEFT, RIGHT), Reshards(RIGHT), Reduces(RIGHT), Gathers(TRUNK), TRUNK_ENDS),
@@ -92,8 +65,8 @@ def test_a_unit_pointed_at_by_mistake_waits_for_its_turn(trial: Trial) -> None:
     trial.holds(
         _training(RIGHT_FIRST, Prefetch(backward=((RIGHT, (LEFT,)), (LEFT, (TRUNK,))))),
         GATHERED_ANEW,
-        Order(select=BACKWARD, events=backward),
-        *LEARNT,
+        Order(select=IN_BACKWARD, events=backward),
+        *PARITY,
     )
 
 

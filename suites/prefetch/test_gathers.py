@@ -1,43 +1,23 @@
-"""When a gather may start and who it blocks: after the optimizer step, at once if asked, for unused modules too."""
+"""When a gather starts and whether it blocks: after the step, asynchronously if asked, unused modules included."""
 
 from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    SEVERAL,
-    AllWaited,
-    Asynchronous,
-    Capability,
-    Count,
-    Exactly,
-    Gathers,
-    Layout,
-    MatchesOracle,
-    Op,
-    Order,
-    Phase,
-    RanksAgree,
-    Reshard,
-    Reshards,
-    Select,
-    Trial,
-    Watch,
-)
+from shardproof import SEVERAL, AllWaited, Asynchronous, Capability, Count, Exactly, Gathers, Layout, Order
+from shardproof import Reshard, Reshards, Trial, Watch
 from shardproof.fixtures.chain import CHAIN, SPARE_CHAIN
 from shardproof.suites.communication.closed_forms import NUM_GROUPS
+from shardproof.suites.params import parametrize
 from shardproof.suites.training import train, train_sharded
-
-GATHERS = Select(ops=(Op.ALL_GATHER,))
-REDUCTIONS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
-RIGHT = (MatchesOracle(), RanksAgree())
+from shardproof.suites.vocabulary import GATHERS, IN_BACKWARD, IN_FORWARD, PARITY, REDUCE_SCATTERS
 
 
 @pytest.mark.rows("T15", "R11")
 @pytest.mark.kills("IgnoresTheStepEvent")
-@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
+@parametrize("layout", Layout.SHARD, Layout.REPLICATE)
 def test_forward_sees_the_update_that_an_event_announces(trial: Trial, layout: Layout) -> None:
-    trial.holds(train(CHAIN, layout=layout, demands=frozenset({Capability.STEP_EVENT})), *RIGHT)
+    trial.holds(train(CHAIN, layout=layout, demands=frozenset({Capability.STEP_EVENT})), *PARITY)
 
 
 @pytest.mark.rows("T11")
@@ -50,14 +30,14 @@ def test_gathers_block_nobody_when_asked(trial: Trial) -> None:
         reshard=Reshard.AFTER_FORWARD,
         demands=frozenset({Capability.ASYNC_GATHER}),
     )
-    trial.holds(training, Asynchronous(select=GATHERS), AllWaited(select=GATHERS), *RIGHT)
+    trial.holds(training, Asynchronous(select=GATHERS), AllWaited(select=GATHERS), *PARITY)
 
 
 @pytest.mark.rows("C18")
 @pytest.mark.kills("GathersTheLastUnitFirst", "NeverReducesGroupsRunInPart")
 @pytest.mark.worlds(SEVERAL)
 def test_a_group_with_an_unused_module_is_treated_like_any_other(trial: Trial) -> None:
-    """Reductions are counted: an engine may leave out what has no gradient, and then no size tells whose it is."""
+    """Reductions are counted: an engine may leave out what has no gradient, and then sizes identify no unit."""
     first, last = SPARE_CHAIN.units
     training = train_sharded(
         SPARE_CHAIN,
@@ -68,11 +48,8 @@ def test_a_group_with_an_unused_module_is_treated_like_any_other(trial: Trial) -
     )
     trial.holds(
         training,
-        Order(select=Select(phases=(Phase.FORWARD,)), events=(Gathers(first), Gathers(last))),
-        Order(
-            select=Select(phases=(Phase.BACKWARD,)),
-            events=(Gathers(last), Gathers(first), Reshards(last), Reshards(first)),
-        ),
-        Count(select=REDUCTIONS, expected=Exactly(NUM_GROUPS)),
-        *RIGHT,
+        Order(select=IN_FORWARD, events=(Gathers(first), Gathers(last))),
+        Order(select=IN_BACKWARD, events=(Gathers(last), Gathers(first), Reshards(last), Reshards(first))),
+        Count(select=REDUCE_SCATTERS, expected=Exactly(NUM_GROUPS)),
+        *PARITY,
     )

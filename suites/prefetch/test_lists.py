@@ -5,7 +5,7 @@ reductions that it is to overlap. Orders are whole, in the words of torch's own 
 freed (reshard), and its gradients reduced (post-backward). What does nothing is not to be seen from outside; of torch's
 tests it is counted by those that note a post-backward with nothing to reduce. Frees are seen as modules show their
 parameters. In forward without a list an engine is free to look ahead, so that frees have an order of their own there.
-The root's inputs need no gradient, so that nothing says when its backward is through: an engine may reduce as soon as
+The root's inputs need no gradient, so that nothing shows when its backward ends: an engine may reduce as soon as
 all its gradients are there, and free it later.
 """
 
@@ -13,32 +13,13 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    SEVERAL,
-    Event,
-    Gathers,
-    Layout,
-    MatchesOracle,
-    Order,
-    Phase,
-    Prefetch,
-    Problem,
-    RanksAgree,
-    Reduces,
-    Reshard,
-    Reshards,
-    Select,
-    Together,
-    Training,
-    Trial,
-    Watch,
-)
+from shardproof import SEVERAL, Event, Gathers, Layout, Order, Prefetch, Problem, Reduces, Reshard, Reshards
+from shardproof import Together, Training, Trial, Watch
 from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, NESTED_CHAIN
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train, train_sharded
+from shardproof.suites.vocabulary import IN_BACKWARD, IN_FORWARD, PARITY
 
-FORWARD = Select(phases=(Phase.FORWARD,))
-BACKWARD = Select(phases=(Phase.BACKWARD,))
-RIGHT = (MatchesOracle(), RanksAgree())
 ROOT = ""
 B0, B1, B2, B3 = UNITS = CHAIN.units
 I0, N0, I1, N1, I2, N2 = NESTED_CHAIN.units
@@ -65,13 +46,7 @@ TWO_BEHIND = (
 )
 # The inner unit of the last block is on no list: the recomputation that needs it gathers it.
 INSIDE_CHECKPOINTS = (
-    *(
-        Gathers(ROOT),
-        Gathers(N2),
-        Gathers(N1, N2),
-        Gathers(I1, N2),
-        Gathers(I2, I2),
-    ),
+    *(Gathers(ROOT), Gathers(N2), Gathers(N1, N2), Gathers(I1, N2), Gathers(I2, I2)),
     *(Reshards(I2), Reduces(I2), Reshards(N2), Reduces(N2), Gathers(N0, N1), Gathers(I0, N1)),
     *(Reshards(I1), Reduces(I1), Reshards(N1), Reduces(N1)),
     *(Reshards(I0), Reduces(I0), Reshards(N0), Reduces(N0), END),
@@ -86,67 +61,60 @@ JOINTLY = (
 
 @pytest.mark.rows("C14")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    ("distance", "ahead"),
-    [
-        pytest.param(
-            1,
-            ONE_AHEAD,
-            id="one",
-            marks=pytest.mark.kills(
-                "NeverPrefetches",
-                "PrefetchesOneTooFar",
-                "PrefetchesAgainInRecomputation",
-                "FreesUnitsTogether",
-            ),
+@parametrize(
+    "distance, ahead",
+    param(
+        1,
+        ONE_AHEAD,
+        id="one",
+        kills=(
+            "NeverPrefetches",
+            "PrefetchesOneTooFar",
+            "PrefetchesAgainInRecomputation",
+            "FreesUnitsTogether",
         ),
-        pytest.param(
-            2,
-            TWO_AHEAD,
-            id="two",
-            marks=pytest.mark.kills("NeverPrefetches", "PrefetchesOneTooFar", "SwapsPrefetchesOnTheLastRank"),
-        ),
-    ],
+    ),
+    param(
+        2,
+        TWO_AHEAD,
+        id="two",
+        kills=("NeverPrefetches", "PrefetchesOneTooFar", "SwapsPrefetchesOnTheLastRank"),
+    ),
 )
 def test_forward_gathers_ahead_as_listed(
     trial: Trial, distance: int, ahead: tuple[Event | Together, ...]
 ) -> None:
     trial.holds(
         _training(CHECKPOINTED_CHAIN, Prefetch.by_distance(UNITS, forward=distance)),
-        Order(select=FORWARD, events=ahead),
-        Order(select=BACKWARD, events=ONE_BEHIND),  # without a list, as with one of each unit before
-        *RIGHT,
+        Order(select=IN_FORWARD, events=ahead),
+        Order(select=IN_BACKWARD, events=ONE_BEHIND),  # without a list, as with one of each unit before
+        *PARITY,
     )
 
 
 @pytest.mark.rows("C15")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    ("distance", "behind"),
-    [
-        pytest.param(
-            1,
-            ONE_BEHIND,
-            id="one",
-            marks=pytest.mark.kills("NeverPrefetches", "PrefetchesOneTooFar", "KeepsMistakenPrefetches"),
-        ),
-        pytest.param(
-            2,
-            TWO_BEHIND,
-            id="two",
-            marks=pytest.mark.kills("NeverPrefetches", "PrefetchesOneTooFar", "SwapsPrefetchesOnTheLastRank"),
-        ),
-    ],
+@parametrize(
+    "distance, behind",
+    param(
+        1, ONE_BEHIND, id="one", kills=("NeverPrefetches", "PrefetchesOneTooFar", "KeepsMistakenPrefetches")
+    ),
+    param(
+        2,
+        TWO_BEHIND,
+        id="two",
+        kills=("NeverPrefetches", "PrefetchesOneTooFar", "SwapsPrefetchesOnTheLastRank"),
+    ),
 )
 def test_backward_gathers_ahead_as_listed(
     trial: Trial, distance: int, behind: tuple[Event | Together, ...]
 ) -> None:
     trial.holds(
         _training(CHECKPOINTED_CHAIN, Prefetch.by_distance(UNITS, backward=distance)),
-        Order(select=FORWARD, events=tuple(Gathers(unit) for unit in (ROOT, *UNITS))),
-        Order(select=FORWARD, events=tuple(Reshards(unit) for unit in (*UNITS, ROOT))),
-        Order(select=BACKWARD, events=behind),
-        *RIGHT,
+        Order(select=IN_FORWARD, events=tuple(Gathers(unit) for unit in (ROOT, *UNITS))),
+        Order(select=IN_FORWARD, events=tuple(Reshards(unit) for unit in (*UNITS, ROOT))),
+        Order(select=IN_BACKWARD, events=behind),
+        *PARITY,
     )
 
 
@@ -156,7 +124,7 @@ def test_backward_gathers_ahead_as_listed(
 def test_lists_hold_inside_checkpoints(trial: Trial) -> None:
     prefetch = Prefetch(backward=((N2, (N1, I1)), (N1, (N0, I0))))
     training = _training(NESTED_CHAIN, prefetch, NESTED_CHAIN.units)
-    trial.holds(training, Order(select=BACKWARD, events=INSIDE_CHECKPOINTS), *RIGHT)
+    trial.holds(training, Order(select=IN_BACKWARD, events=INSIDE_CHECKPOINTS), *PARITY)
 
 
 @pytest.mark.rows("C17")
@@ -166,9 +134,9 @@ def test_groups_of_several_modules_prefetch_like_one(trial: Trial) -> None:
     training = _training(CHAIN, Prefetch.by_distance(JOINT, backward=1), JOINT)
     trial.holds(
         training,
-        Order(select=FORWARD, events=tuple(Gathers(unit) for unit in (ROOT, *JOINT))),
-        Order(select=BACKWARD, events=JOINTLY),
-        *RIGHT,
+        Order(select=IN_FORWARD, events=tuple(Gathers(unit) for unit in (ROOT, *JOINT))),
+        Order(select=IN_BACKWARD, events=JOINTLY),
+        *PARITY,
     )
 
 
@@ -177,15 +145,15 @@ def test_groups_of_several_modules_prefetch_like_one(trial: Trial) -> None:
 @pytest.mark.worlds(SEVERAL)
 def test_a_wrong_hint_costs_no_correctness(trial: Trial) -> None:
     # When the first block's backward asks for the last one, that one's backward is over.
-    trial.holds(_training(CHAIN, Prefetch(backward=((B0, (B3,)), (B3, (B0,))))), *RIGHT)
+    trial.holds(_training(CHAIN, Prefetch(backward=((B0, (B3,)), (B3, (B0,))))), *PARITY)
 
 
 @pytest.mark.rows("T14", "R10")
 @pytest.mark.kills("PrefetchesStaleParameters")
-@pytest.mark.parametrize("layout", [Layout.SHARD, Layout.REPLICATE], ids=lambda x: x.name.lower())
+@parametrize("layout", Layout.SHARD, Layout.REPLICATE)
 def test_lists_change_nothing_that_is_learnt(trial: Trial, layout: Layout) -> None:
     prefetch = Prefetch.by_distance(UNITS, forward=2, backward=2)
-    trial.holds(train(CHAIN, layout=layout, units=UNITS, prefetch=prefetch), *RIGHT)
+    trial.holds(train(CHAIN, layout=layout, units=UNITS, prefetch=prefetch), *PARITY)
 
 
 def _training(problem: Problem, prefetch: Prefetch, units: tuple[str, ...] = UNITS) -> Training:

@@ -7,51 +7,28 @@ their orders apart from each other.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from shardproof import (
-    FOUR_OR_MORE_EVEN,
-    SEVERAL,
-    Capability,
-    Event,
-    Gathers,
-    Grouping,
-    Layout,
-    MatchesOracle,
-    Microbatches,
-    Nothing,
-    Op,
-    Order,
-    Phase,
-    Plan,
-    Problem,
-    RanksAgree,
-    Reduces,
-    Reshard,
-    Reshards,
-    Schedule,
-    Select,
-    SumOfForwards,
-    Together,
-    Training,
-    Trial,
-    Watch,
-)
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, Capability, Event, Gathers, Layout, Microbatches, Nothing
+from shardproof import Order, Phase, Problem, Reduces, Reshard, Reshards, Select, SumOfForwards, Together
+from shardproof import Training, Trial, Watch
 from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, LOOPED_CHAIN
-from shardproof.fixtures.optimizers import SGD
+from shardproof.suites.params import param, parametrize
+from shardproof.suites.training import train_sharded
+from shardproof.suites.vocabulary import GATHERS, GATHERS_IN_BACKWARD, IN_BACKWARD, IN_FORWARD, PARITY
 
-FORWARD = Select(phases=(Phase.FORWARD,))
-BACKWARD = Select(phases=(Phase.BACKWARD,))
-GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
+pytestmark = pytest.mark.worlds(SEVERAL)
+
 INWARDS = ("", "blocks.0", "blocks.1", "blocks.2", "blocks.3")
 OUTWARDS = ("blocks.3", "blocks.2", "blocks.1", "blocks.0", "")
-GATHERED = Order(select=FORWARD, events=tuple(map(Gathers, INWARDS)))
+GATHERED = Order(select=IN_FORWARD, events=tuple(map(Gathers, INWARDS)))
 # Backward comes to the root first of all: its output is the root's.
-GATHERED_AGAIN = Order(select=BACKWARD, events=tuple(map(Gathers, ("", *OUTWARDS[:-1]))))
-REDUCED = Order(select=BACKWARD, events=tuple(map(Reduces, OUTWARDS)))
-FREED = Order(select=FORWARD, events=tuple(map(Reshards, (*INWARDS[1:], ""))))
-FREED_BUT_ROOT = Order(select=FORWARD, events=tuple(map(Reshards, INWARDS[1:])))
+GATHERED_AGAIN = Order(select=IN_BACKWARD, events=tuple(map(Gathers, ("", *OUTWARDS[:-1]))))
+REDUCED = Order(select=IN_BACKWARD, events=tuple(map(Reduces, OUTWARDS)))
+FREED = Order(select=IN_FORWARD, events=tuple(map(Reshards, (*INWARDS[1:], ""))))
+FREED_BUT_ROOT = Order(select=IN_FORWARD, events=tuple(map(Reshards, INWARDS[1:])))
 # The root's inputs need no gradient: it may be reduced when its gradients are there, and freed when all is over.
 ENDS = (
     *(event for unit in OUTWARDS[:-1] for event in (Reshards(unit), Reduces(unit))),
@@ -62,61 +39,41 @@ OVERLAPPED: tuple[Event | Together, ...] = (
     *(Gathers("blocks.3"), Gathers("blocks.2"), *ENDS[:2], Gathers("blocks.1"), *ENDS[2:4]),
     *(Gathers("blocks.0"), *ENDS[4:]),
 )
-ALL_AGAIN = Order(select=BACKWARD, events=(Gathers(""), *OVERLAPPED))
-BLOCKS_AGAIN = Order(select=BACKWARD, events=OVERLAPPED)
+ALL_AGAIN = Order(select=IN_BACKWARD, events=(Gathers(""), *OVERLAPPED))
+BLOCKS_AGAIN = Order(select=IN_BACKWARD, events=OVERLAPPED)
 NONE_AGAIN = Order(
     select=Select(phases=(Phase.FORWARD, Phase.BACKWARD)), events=(*map(Gathers, INWARDS), *ENDS)
 )
-RIGHT = (MatchesOracle(), RanksAgree())
 
 
 @pytest.mark.rows("C13", "T09")
 @pytest.mark.kills("GathersTheLastUnitFirst", "ReducesInTheOrderOfForward", "ReadsTheGatherTooEarly")
-@pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    ("problem", "reshard"),
-    [
-        pytest.param(CHAIN, Reshard.AFTER_FORWARD, id="freed"),
-        pytest.param(CHECKPOINTED_CHAIN, Reshard.AFTER_FORWARD, id="checkpointed"),
-        pytest.param(CHAIN, Reshard.TO_PAIRS, id="pairs", marks=pytest.mark.worlds(FOUR_OR_MORE_EVEN)),
-    ],
+@parametrize(
+    "problem, reshard",
+    param(CHAIN, Reshard.AFTER_FORWARD, id="freed"),
+    param(CHECKPOINTED_CHAIN, Reshard.AFTER_FORWARD, id="checkpointed"),
+    param(CHAIN, Reshard.TO_PAIRS, id="pairs", worlds=FOUR_OR_MORE_EVEN),
 )
 def test_gathers_as_used_and_again_in_reverse(trial: Trial, problem: Problem, reshard: Reshard) -> None:
-    trial.holds(_training(problem, _plan(reshard=reshard)), GATHERED, GATHERED_AGAIN, REDUCED, *RIGHT)
+    trial.holds(_training(problem, reshard=reshard), GATHERED, GATHERED_AGAIN, REDUCED, *PARITY)
 
 
 @pytest.mark.rows("C13", "T09")
 @pytest.mark.kills("GathersTheLastUnitFirst", "ReducesInTheOrderOfForward", "ReadsTheGatherTooEarly")
-@pytest.mark.worlds(SEVERAL)
 def test_gathers_kept_units_in_forward_alone(trial: Trial) -> None:
-    training = _training(CHAIN, _plan(reshard=Reshard.KEEP))
-    trial.holds(training, GATHERED, Nothing(select=GATHERS_IN_BACKWARD), REDUCED, *RIGHT)
+    training = _training(reshard=Reshard.KEEP)
+    trial.holds(training, GATHERED, Nothing(select=GATHERS_IN_BACKWARD), REDUCED, *PARITY)
 
 
 @pytest.mark.rows("C13")
 @pytest.mark.kills("GathersTheLastUnitFirst", "ReducesInTheOrderOfForward")
-@pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    ("problem", "reshard", "orders"),
-    [
-        pytest.param(
-            CHAIN,
-            Reshard.AFTER_FORWARD,
-            (FREED, ALL_AGAIN),
-            id="freed",
-            marks=pytest.mark.kills("PrefetchesAfterItsTurn"),
-        ),
-        pytest.param(CHECKPOINTED_CHAIN, Reshard.AFTER_FORWARD, (FREED, ALL_AGAIN), id="checkpointed"),
-        pytest.param(CHAIN, Reshard.NATIVE, (FREED_BUT_ROOT, BLOCKS_AGAIN), id="root-kept"),
-        pytest.param(CHAIN, Reshard.KEEP, (NONE_AGAIN,), id="kept"),
-        pytest.param(
-            CHAIN,
-            Reshard.TO_PAIRS,
-            (FREED, ALL_AGAIN),
-            id="pairs",
-            marks=pytest.mark.worlds(FOUR_OR_MORE_EVEN),
-        ),
-    ],
+@parametrize(
+    "problem, reshard, orders",
+    param(CHAIN, Reshard.AFTER_FORWARD, (FREED, ALL_AGAIN), id="freed", kills="PrefetchesAfterItsTurn"),
+    param(CHECKPOINTED_CHAIN, Reshard.AFTER_FORWARD, (FREED, ALL_AGAIN), id="checkpointed"),
+    param(CHAIN, Reshard.NATIVE, (FREED_BUT_ROOT, BLOCKS_AGAIN), id="root-kept"),
+    param(CHAIN, Reshard.KEEP, (NONE_AGAIN,), id="kept"),
+    param(CHAIN, Reshard.TO_PAIRS, (FREED, ALL_AGAIN), id="pairs", worlds=FOUR_OR_MORE_EVEN),
 )
 def test_a_step_goes_in_the_order_of_torch(
     trial: Trial, problem: Problem, reshard: Reshard, orders: tuple[Order, ...]
@@ -127,50 +84,32 @@ def test_a_step_goes_in_the_order_of_torch(
     post-backward that does nothing is none of them. In forward an engine may look ahead, so that gathers and frees
     have their orders apart from each other there.
     """
-    plan = _plan(reshard=reshard, demands=frozenset({Capability.PREFETCH, Capability.UNIT_STATE}))
-    training = replace(_training(problem, plan), watch=frozenset({Watch.UNITS}))
-    trial.holds(training, GATHERED, *orders, *RIGHT)
+    prefetches, watch = frozenset({Capability.PREFETCH}), frozenset({Watch.UNITS})
+    training = _training(problem, reshard=reshard, demands=prefetches, watch=watch)
+    trial.holds(training, GATHERED, *orders, *PARITY)
 
 
 @pytest.mark.rows("R06")
 @pytest.mark.kills("ReducesInTheOrderOfForward")
-@pytest.mark.worlds(SEVERAL)
 def test_replicas_reduce_in_reverse(trial: Trial) -> None:
-    plan = Plan(layout=Layout.REPLICATE, units=CHAIN.units, grouping=Grouping.REQUIRED)
-    trial.holds(_training(CHAIN, plan), REDUCED, Nothing(select=Select(ops=(Op.ALL_GATHER,))), *RIGHT)
+    training = _training(layout=Layout.REPLICATE, reshard=Reshard.NATIVE)
+    trial.holds(training, REDUCED, Nothing(select=GATHERS), *PARITY)
 
 
 @pytest.mark.rows("C13")
 @pytest.mark.kills("ReducesInTheOrderOfForward", "ReadsTheGatherTooEarly")
-@pytest.mark.worlds(SEVERAL)
 def test_reduces_a_unit_used_twice_once(trial: Trial) -> None:
-    trial.holds(_training(LOOPED_CHAIN, _plan()), REDUCED, *RIGHT)
+    trial.holds(_training(LOOPED_CHAIN), REDUCED, *PARITY)
 
 
 @pytest.mark.rows("C13")
 @pytest.mark.kills("ForgetsEarlierForwards", "GathersTheLastUnitFirst", "ReducesInTheOrderOfForward")
-@pytest.mark.worlds(SEVERAL)
 def test_two_forwards_and_one_backward_reduce_once(trial: Trial) -> None:
-    training = Training(
-        problem=CHAIN,
-        optimizer=SGD,
-        plan=_plan(demands=frozenset({Capability.INTERLEAVE})),
-        schedule=Schedule(microbatches=2),
-        script=SumOfForwards(),
-    )
-    of_last = replace(BACKWARD, microbatches=Microbatches.LAST)
-    trial.holds(training, GATHERED, replace(REDUCED, select=of_last), *RIGHT)
+    training = _training(microbatches=2, script=SumOfForwards())
+    of_last = replace(IN_BACKWARD, microbatches=Microbatches.LAST)
+    trial.holds(training, GATHERED, replace(REDUCED, select=of_last), *PARITY)
 
 
-def _plan(reshard: Reshard = Reshard.AFTER_FORWARD, demands: frozenset[Capability] = frozenset()) -> Plan:
-    return Plan(
-        layout=Layout.SHARD,
-        units=CHAIN.units,
-        grouping=Grouping.REQUIRED,
-        reshard=reshard,
-        demands=demands,
-    )
-
-
-def _training(problem: Problem, plan: Plan) -> Training:
-    return Training(problem=problem, optimizer=SGD, plan=plan)
+# Any: as for `train`.
+def _training(problem: Problem = CHAIN, **asked: Any) -> Training:
+    return train_sharded(problem, **{"reshard": Reshard.AFTER_FORWARD, **asked})

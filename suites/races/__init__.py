@@ -1,1 +1,1 @@
-"""Whatever one stream writes, reads or lets go of, other streams touch only once they have waited for it."""
+"""Races: streams wait before they touch memory that another stream writes, reads or frees."""

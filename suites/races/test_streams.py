@@ -2,48 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from shardproof import (
-    FOUR_OR_MORE_EVEN,
-    SEVERAL,
-    Accumulation,
-    AllForwardsFirst,
-    Backwards,
-    Capability,
-    EachMicrobatch,
-    Gather,
-    Grouping,
-    Layout,
-    MatchesOracle,
-    NoRaces,
-    Plan,
-    Prefetch,
-    Problem,
-    RanksAgree,
-    Reshard,
-    Schedule,
-    Script,
-    Training,
-    Trial,
-    UnshardByHand,
-    Watch,
-)
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, Accumulation, AllForwardsFirst, Backwards, Capability
+from shardproof import Gather, Grouping, Layout, NoRaces, Prefetch, Problem, Reshard, Trial, UnshardByHand
+from shardproof import Watch
 from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, LOOPED_CHAIN
 from shardproof.fixtures.idle import FROZEN
-from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_UNEVEN
-from shardproof.suites.training import train
+from shardproof.suites.params import param, parametrize
+from shardproof.suites.training import train_sharded
+from shardproof.suites.vocabulary import PARITY
 
-LAWS = (NoRaces(), MatchesOracle(), RanksAgree())
-SHARDED = Plan(
-    layout=Layout.SHARD, units=CHAIN.units, grouping=Grouping.REQUIRED, reshard=Reshard.AFTER_FORWARD
-)
-NATIVE = replace(SHARDED, reshard=Reshard.NATIVE)  # for engines that have one way alone
-HYBRID = replace(SHARDED, layout=Layout.HYBRID)
+# On CUDA the watch has yet to be seen at work; `--thorough` asks for it.
+pytestmark = [pytest.mark.worlds(SEVERAL), pytest.mark.device("!cuda")]
+
+LAWS = (NoRaces(), *PARITY)
+NATIVE = Reshard.NATIVE  # for engines that have one way alone
 of_one_unit = pytest.mark.kills(
     "GathersBeforeTheCopyIn",
     "CopiesOutDuringTheGather",
@@ -68,83 +46,64 @@ of_several_units = pytest.mark.kills(
     "FreesTheCopiedBuffer",
     "RefillsTheReduceInput",
 )
-# There the watch has yet to be seen at work; `--thorough` asks for it.
-not_on_cuda = pytest.mark.device("!cuda")
 of_four = pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 
 
-@not_on_cuda
 @pytest.mark.kills("ReducesBeforeGradientsAreThere")
-@pytest.mark.worlds(SEVERAL)
 def test_streams_wait_whatever_the_layout(trial: Trial) -> None:
-    _holds(trial, Plan())
+    _holds(trial, layout=Layout.NATIVE, grouping=Grouping.HINT, reshard=NATIVE, units=())
 
 
-@not_on_cuda
 @of_one_unit
 @of_one_flat_unit
-@pytest.mark.worlds(SEVERAL)
 def test_streams_of_one_unit_wait(trial: Trial) -> None:
-    _holds(trial, replace(SHARDED, units=()))
+    _holds(trial, units=())
 
 
-@not_on_cuda
 @of_one_unit
 @of_several_units
-@pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
+@parametrize(
     "reshard",
-    [
-        pytest.param(Reshard.NATIVE, id="native", marks=of_one_flat_unit),
-        pytest.param(
-            Reshard.AFTER_FORWARD,
-            id="freed",
-            marks=[
-                of_one_flat_unit,
-                pytest.mark.kills(
-                    "FreesTheGatherOutputInBackward",
-                    "FreesTheLastGatherOutput",
-                    "RunsTheHookDuringTheReduction",
-                    "ComputesBackwardDuringTheGather",
-                ),
-            ],
+    param(Reshard.NATIVE, marks=of_one_flat_unit),
+    param(
+        Reshard.AFTER_FORWARD,
+        id="freed",
+        kills=(
+            "FreesTheGatherOutputInBackward",
+            "FreesTheLastGatherOutput",
+            "RunsTheHookDuringTheReduction",
+            "ComputesBackwardDuringTheGather",
         ),
-        pytest.param(Reshard.KEEP, id="kept", marks=of_one_flat_unit),
-        pytest.param(
-            Reshard.TO_PAIRS,
-            id="pairs",
-            marks=[
-                of_four,
-                pytest.mark.kills(
-                    "GathersPartsBeforeTheyAreCut",
-                    "SendsPartsBeforeTheyAreCut",
-                    "FreesTheGatherOutputInBackward",
-                ),
-            ],
+        marks=of_one_flat_unit,
+    ),
+    param(Reshard.KEEP, id="kept", marks=of_one_flat_unit),
+    param(
+        Reshard.TO_PAIRS,
+        id="pairs",
+        kills=(
+            "GathersPartsBeforeTheyAreCut",
+            "SendsPartsBeforeTheyAreCut",
+            "FreesTheGatherOutputInBackward",
         ),
-    ],
+        marks=of_four,
+    ),
 )
 def test_streams_of_several_units_wait(trial: Trial, reshard: Reshard) -> None:
-    _holds(trial, replace(SHARDED, reshard=reshard))
+    _holds(trial, reshard=reshard)
 
 
-@not_on_cuda
 @of_one_unit
 @of_one_flat_unit
-@pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize("problem", [CHECKPOINTED_CHAIN, LOOPED_CHAIN], ids=["checkpointed", "looped"])
+@parametrize("problem", CHECKPOINTED_CHAIN, LOOPED_CHAIN, ids=["checkpointed", "looped"])
 def test_streams_wait_where_units_run_twice(trial: Trial, problem: Problem) -> None:
-    _holds(trial, NATIVE, problem=problem)
+    _holds(trial, problem, reshard=NATIVE)
 
 
-@not_on_cuda
 @pytest.mark.kills("ReducesBeforeTheCut", "DividesBeforeTheReduction")
-@pytest.mark.worlds(SEVERAL)
 def test_streams_of_replicas_wait(trial: Trial) -> None:
-    _holds(trial, Plan(layout=Layout.REPLICATE, units=CHAIN.units))
+    _holds(trial, layout=Layout.REPLICATE, grouping=Grouping.HINT, reshard=NATIVE)
 
 
-@not_on_cuda
 @pytest.mark.kills(
     "ReducesReplicasBeforeTheScatter",
     "EndsBackwardWithoutAWait",
@@ -152,115 +111,69 @@ def test_streams_of_replicas_wait(trial: Trial) -> None:
     "TakesTheSumOverReplicasAsDone",
 )
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-@pytest.mark.parametrize(
+@parametrize(
     "reduce_dtype",
-    [
-        pytest.param(None, id="own"),
-        pytest.param(
-            torch.bfloat16,
-            id="bfloat16",
-            marks=pytest.mark.kills("FreesTheReplicasBuffer", "FreesReducedOutputs"),
-        ),
-    ],
+    param(None, id="own"),
+    param(torch.bfloat16, kills=("FreesTheReplicasBuffer", "FreesReducedOutputs")),
 )
 def test_streams_of_a_hybrid_wait(trial: Trial, reduce_dtype: torch.dtype | None) -> None:
-    _holds(trial, replace(HYBRID, reduce_dtype=reduce_dtype))
+    _holds(trial, layout=Layout.HYBRID, reduce_dtype=reduce_dtype)
 
 
-@not_on_cuda
 @pytest.mark.kills("GathersBeforeTheCopyIn", "ReducesBeforeGradientsAreThere", "ReducesBeforeTheCut")
-@pytest.mark.worlds(SEVERAL)
 def test_streams_wait_around_frozen_parameters(trial: Trial) -> None:
-    _holds(trial, replace(NATIVE, units=FROZEN.units), problem=FROZEN)
+    _holds(trial, FROZEN, reshard=NATIVE)
 
 
-@not_on_cuda
 @pytest.mark.kills("GathersBeforeTheCopyIn", "ReducesBeforeGradientsAreThere", "ReducesBeforeTheCut")
-@pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    ("layout", "accumulation"),
-    [
-        pytest.param(
-            Layout.SHARD,
-            Accumulation.EVERY_MICROBATCH,
-            id="shard-every",
-            marks=pytest.mark.kills("EndsBackwardWithoutAWait"),
-        ),
-        pytest.param(Layout.SHARD, Accumulation.LAST_MICROBATCH, id="shard-last"),
-        pytest.param(Layout.HYBRID, Accumulation.EVERY_MICROBATCH, id="hybrid-every", marks=of_four),
-        pytest.param(Layout.HYBRID, Accumulation.LAST_MICROBATCH, id="hybrid-last", marks=of_four),
-    ],
+@parametrize(
+    "layout, accumulation",
+    param(Layout.SHARD, Accumulation.EVERY_MICROBATCH, id="shard-every", kills="EndsBackwardWithoutAWait"),
+    param(Layout.SHARD, Accumulation.LAST_MICROBATCH, id="shard-last"),
+    param(Layout.HYBRID, Accumulation.EVERY_MICROBATCH, id="hybrid-every", marks=of_four),
+    param(Layout.HYBRID, Accumulation.LAST_MICROBATCH, id="hybrid-last", marks=of_four),
 )
 def test_streams_wait_over_microbatches(trial: Trial, layout: Layout, accumulation: Accumulation) -> None:
-    plan = replace(NATIVE, layout=layout, accumulation=accumulation)
-    _holds(trial, plan, schedule=Schedule(microbatches=3))
+    _holds(trial, layout=layout, reshard=NATIVE, accumulation=accumulation, microbatches=3)
 
 
-@not_on_cuda
 @pytest.mark.kills("CopiesOutDuringTheGather", "FreesTheGatherOutput", "FreesTheCopiedBuffer")
-@pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize("distance", [1, 2])
+@parametrize("distance", 1, 2)
 def test_streams_of_prefetched_units_wait(trial: Trial, distance: int) -> None:
     ahead = Prefetch.by_distance(CHAIN.units, forward=distance, backward=distance)
-    _holds(trial, replace(SHARDED, prefetch=ahead))
+    _holds(trial, prefetch=ahead)
 
 
-@not_on_cuda
 @pytest.mark.kills("GathersWhileTheStepWrites", "GathersBeforeTheEventOfTheStep")
-@pytest.mark.worlds(SEVERAL)
 def test_gathers_wait_for_the_event_of_the_step(trial: Trial) -> None:
-    _holds(trial, replace(SHARDED, demands=frozenset({Capability.STEP_EVENT})))
+    _holds(trial, demands=frozenset({Capability.STEP_EVENT}))
 
 
-@not_on_cuda
 @pytest.mark.kills("FreesTheReduceInput")
-@pytest.mark.worlds(SEVERAL)
 def test_streams_wait_with_several_reductions_in_flight(trial: Trial) -> None:
-    _holds(trial, replace(SHARDED, max_reduce_buffers=3))
+    _holds(trial, max_reduce_buffers=3)
 
 
-@not_on_cuda
 @pytest.mark.kills("ReadsAnAsyncGatherUnderWay", "GathersByHandBeforeTheWrite")
-@pytest.mark.worlds(SEVERAL)
 def test_streams_wait_for_gathers_by_hand(trial: Trial) -> None:
     script = UnshardByHand(units=CHAIN.units, gather=Gather.UNAWAITED)
-    plan = replace(SHARDED, demands=script.demands | {Capability.ASYNC_GATHER})
-    _holds(trial, plan, script=script)
+    _holds(trial, script=script, demands=frozenset({Capability.ASYNC_GATHER}))
 
 
-@not_on_cuda
 @pytest.mark.kills("ReducesBeforeGradientsAreThere", "ReducesBeforeTheCut")
-@pytest.mark.worlds(SEVERAL)
 def test_streams_wait_around_a_dtype_for_reductions(trial: Trial) -> None:
     """What was reduced is cast, and let go, on the stream that comes last."""
-    _holds(trial, replace(SHARDED, reduce_dtype=torch.bfloat16))
+    _holds(trial, reduce_dtype=torch.bfloat16)
 
 
-@not_on_cuda
 @pytest.mark.kills("CopiesOutDuringTheGather", "FreesTheCopiedBuffer")
-@pytest.mark.worlds(SEVERAL)
 def test_streams_wait_where_forwards_wait_for_their_backwards(trial: Trial) -> None:
     """What a backward gathered ahead and did not use is memory again for the gathers of the next one."""
     script = AllForwardsFirst(backwards=Backwards.ONE_BY_ONE)
-    training = train(
-        MLP_UNEVEN, layout=Layout.SHARD, microbatches=2, script=script, watch=frozenset({Watch.RACES})
-    )
-    trial.holds(training, *LAWS)
+    _holds(trial, MLP_UNEVEN, grouping=Grouping.HINT, reshard=NATIVE, microbatches=2, script=script)
 
 
-def _holds(
-    trial: Trial,
-    plan: Plan,
-    problem: Problem = CHAIN,
-    schedule: Schedule | None = None,
-    script: Script | None = None,
-) -> None:
-    training = Training(
-        problem=problem,
-        optimizer=SGD,
-        plan=plan,
-        schedule=schedule or Schedule(),
-        script=script or EachMicrobatch(),
-        watch=frozenset({Watch.RACES}),
-    )
-    trial.holds(training, *LAWS)
+# Any: as for `train`.
+def _holds(trial: Trial, problem: Problem = CHAIN, **asked: Any) -> None:
+    watch = frozenset({Watch.RACES})
+    trial.holds(train_sharded(problem, **{"reshard": Reshard.AFTER_FORWARD, "watch": watch, **asked}), *LAWS)

@@ -1,1 +1,1 @@
-"""Training goes on after an exception, and around evaluations, as if there had been none."""
+"""Recovery: after an exception, and around evaluations, training goes on as if there had been none."""

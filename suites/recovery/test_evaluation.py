@@ -7,36 +7,24 @@ from typing import ClassVar
 
 import pytest
 
-from shardproof import (
-    POWERS_OF_TWO,
-    Actor,
-    Capability,
-    Evaluates,
-    Evaluation,
-    EvaluationPoint,
-    Layout,
-    MatchesOracle,
-    Placement,
-    RanksAgree,
-    Trial,
-)
+from shardproof import POWERS_OF_TWO, Actor, Capability, Evaluates, Evaluation, EvaluationPoint, Layout
+from shardproof import Placement, Trial
 from shardproof.fixtures.placements import DIVISIBLE_MLP
 from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import PARITY
 
 # The root owns the last layer: engines keep its parameters longest.
 UNITS = MLP_EVEN.units[:-1]
-LAWS = (MatchesOracle(), RanksAgree())
-both_layouts = pytest.mark.parametrize(
-    "layout", [Layout.REPLICATE, Layout.SHARD], ids=lambda layout: layout.name.lower()
-)
+both_layouts = parametrize("layout", Layout.REPLICATE, Layout.SHARD)
 
 
 @pytest.mark.kills("ComputesWithWhatAnEvaluationSaw")
 @both_layouts
 def test_an_evaluation_before_the_step_leaves_nothing_stale(trial: Trial, layout: Layout) -> None:
     script = Evaluates(moment=EvaluationPoint.BEFORE_STEP)
-    trial.holds(train(MLP_EVEN, layout=layout, units=UNITS, script=script), *LAWS)
+    trial.holds(train(MLP_EVEN, layout=layout, units=UNITS, script=script), *PARITY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,28 +41,26 @@ class EvaluatesBetween:
             actor.backward(microbatch, loss)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "layout",
-    [
-        pytest.param(
-            Layout.REPLICATE, id="replicate", marks=pytest.mark.kills("ComputesWithWhatAnEvaluationSaw")
-        ),
-        pytest.param(Layout.SHARD, id="shard", marks=pytest.mark.kills("EvaluatesWithStaleParameters")),
-    ],
+    param(Layout.REPLICATE, kills="ComputesWithWhatAnEvaluationSaw"),
+    param(Layout.SHARD, kills="EvaluatesWithStaleParameters"),
 )
 def test_an_evaluation_between_forward_and_backward_changes_nothing(trial: Trial, layout: Layout) -> None:
-    trial.holds(train(MLP_EVEN, layout=layout, units=UNITS, script=EvaluatesBetween()), *LAWS)
+    trial.holds(train(MLP_EVEN, layout=layout, units=UNITS, script=EvaluatesBetween()), *PARITY)
 
 
 @pytest.mark.kills("KeepsAnInferenceTensor")
 @both_layouts
 def test_trains_after_an_evaluation_in_inference_mode(trial: Trial, layout: Layout) -> None:
     script = Evaluates(moment=EvaluationPoint.BEFORE_TRAINING, how=Evaluation.INFERENCE)
-    trial.holds(train(MLP_EVEN, layout=layout, units=UNITS, script=script), *LAWS)
+    trial.holds(train(MLP_EVEN, layout=layout, units=UNITS, script=script), *PARITY)
 
 
 @pytest.mark.kills("KeepsAnInferenceTensor")
 @pytest.mark.worlds(POWERS_OF_TWO)
 def test_evaluates_shards_of_another_dim_in_inference_mode(trial: Trial) -> None:
     script = Evaluates(moment=EvaluationPoint.BEFORE_TRAINING, how=Evaluation.INFERENCE)
-    trial.holds(train(DIVISIBLE_MLP, layout=Layout.SHARD, placement=Placement.LARGEST, script=script), *LAWS)
+    trial.holds(
+        train(DIVISIBLE_MLP, layout=Layout.SHARD, placement=Placement.LARGEST, script=script), *PARITY
+    )

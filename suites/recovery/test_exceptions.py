@@ -4,43 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    RAISED,
-    Accumulation,
-    FailsFirst,
-    Layout,
-    MatchesOracle,
-    Notes,
-    RanksAgree,
-    Reshard,
-    SkipsAFailure,
-    Trial,
-)
+from shardproof import RAISED, Accumulation, FailsFirst, Layout, Notes, Reshard, SkipsAFailure, Trial
 from shardproof.fixtures.guarded import GUARDED
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train, train_sharded
+from shardproof.suites.vocabulary import PARITY
 
-LAWS = (MatchesOracle(), RanksAgree(), Notes(subject=RAISED, value="FloatingPointError"))
+LAWS = (*PARITY, Notes(subject=RAISED, value="FloatingPointError"))
 
 
 @pytest.mark.rows("T21")
 @pytest.mark.kills("DropsEarlierBackwards", "NeverRecovers")
-@pytest.mark.parametrize(
-    "reshard",
-    [pytest.param(Reshard.AFTER_FORWARD, id="freed"), pytest.param(Reshard.KEEP, id="kept")],
-)
+@parametrize("reshard", param(Reshard.AFTER_FORWARD, id="freed"), param(Reshard.KEEP, id="kept"))
 def test_a_forward_that_raised_leaves_nothing_behind(trial: Trial, reshard: Reshard) -> None:
     script = SkipsAFailure()
     trial.holds(train_sharded(GUARDED, reshard=reshard, script=script), *LAWS)
 
 
 @pytest.mark.kills("LeaksTheFailedIteration")
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(Layout.REPLICATE, id="replicate"),
-        pytest.param(Layout.SHARD, id="shard", marks=pytest.mark.kills("NeverRecovers")),
-    ],
-)
+@parametrize("layout", Layout.REPLICATE, param(Layout.SHARD, kills="NeverRecovers"))
 def test_nothing_of_the_iteration_that_failed_is_learnt(trial: Trial, layout: Layout) -> None:
     script = FailsFirst()
     training = train(

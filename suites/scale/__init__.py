@@ -1,1 +1,1 @@
-"""Scale: what a rank of thousands says and holds does not grow with their number; in simulated worlds."""
+"""Scale: bytes sent and held by a rank do not grow with the number of ranks, up to thousands; in simulated worlds."""

@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 import pytest
 
-from shardproof import (
-    SIMULATED,
-    Between,
-    Bytes,
-    Count,
-    Exactly,
-    FewCalls,
-    Layout,
-    Nothing,
-    OnlyThese,
-    Op,
-    Phase,
-    Problem,
-    Reshard,
-    Select,
-    Training,
-    Trial,
-    groups_of,
-)
+from shardproof import SIMULATED, Between, Bytes, Count, Exactly, FewCalls, Layout, Nothing, OnlyThese, Op
+from shardproof import Phase, Problem, Reshard, Select, Training, Trial, groups_of
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_EVEN, TRANSFORMER
 from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS, PADDED_BYTES, ClosedForm
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train, train_sharded
+from shardproof.suites.vocabulary import GATHERS_IN_BACKWARD, GATHERS_IN_FORWARD, REDUCE_SCATTERS
+
+pytestmark = pytest.mark.worlds(SIMULATED)
 
 PROBLEMS = [MLP_EVEN, TRANSFORMER]
-GATHERS_IN_FORWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,))
-GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
-SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
 REDUCTIONS = Select(ops=(Op.ALL_REDUCE,), phases=(Phase.BACKWARD,), dtypes=("float32",))
 
 
@@ -53,26 +35,21 @@ KEEPS = pytest.mark.kills("KeepsANumberForEachRank", world="simulated:1024")
 
 
 @pytest.mark.kills("BroadcastsFromEachRank", world="simulated:1024")
-@pytest.mark.worlds(SIMULATED)
-@pytest.mark.parametrize(
-    "problem",
-    [pytest.param(MLP_EVEN, id="mlp_even"), pytest.param(TRANSFORMER, marks=KEEPS, id="transformer")],
-)
+@parametrize("problem", MLP_EVEN, param(TRANSFORMER, marks=KEEPS))
 def test_sharding_costs_no_more_for_more_ranks(trial: Trial, problem: Problem) -> None:
     trial.holds(
         train_sharded(problem, ADAMW, reshard=Reshard.AFTER_FORWARD),
         Count(select=GATHERS_IN_FORWARD, expected=Exactly(NUM_GROUPS)),
         Count(select=GATHERS_IN_BACKWARD, expected=Exactly(NUM_GROUPS)),
-        Count(select=SCATTERS, expected=Exactly(NUM_GROUPS)),
-        Bytes(select=SCATTERS, expected=Between(GRADIENT_BYTES, PADDED_BYTES), minimum=GRADIENT_BYTES),
-        OnlyThese(selects=(GATHERS_IN_FORWARD, GATHERS_IN_BACKWARD, SCATTERS)),
+        Count(select=REDUCE_SCATTERS, expected=Exactly(NUM_GROUPS)),
+        Bytes(select=REDUCE_SCATTERS, expected=Between(GRADIENT_BYTES, PADDED_BYTES), minimum=GRADIENT_BYTES),
+        OnlyThese(selects=(GATHERS_IN_FORWARD, GATHERS_IN_BACKWARD, REDUCE_SCATTERS)),
         MOST_CALLS,
     )
 
 
 @pytest.mark.kills("BroadcastsFromEachReplica", world="simulated:1024")
-@pytest.mark.worlds(SIMULATED)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=attrgetter("name"))
+@parametrize("problem", *PROBLEMS)
 def test_replication_costs_no_more_for_more_ranks(trial: Trial, problem: Problem) -> None:
     trial.holds(
         train(problem, ADAMW, layout=Layout.REPLICATE),

@@ -1,1 +1,1 @@
-"""Shapes too small to cut: had as asked or refused loudly, never wrong."""
+"""Shapes: parameters too small to shard are trained right or refused, never wrong."""

@@ -4,45 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    EVEN,
-    SEVERAL,
-    HoldsItsShare,
-    Layout,
-    MatchesOracle,
-    Problem,
-    RanksAgree,
-    Refusal,
-    Trial,
-)
+from shardproof import EVEN, SEVERAL, HoldsItsShare, Layout, Problem, Refusal, Trial
 from shardproof.fixtures.thin import EMPTY_ROWS, SCALARS, SINGLE_ROWS
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
-
-LAWS = (MatchesOracle(), RanksAgree())
+from shardproof.suites.vocabulary import PARITY
 
 
 @pytest.mark.kills("GivesSmallParametersNoGradient")
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(Layout.SHARD, id="shard"),
-        pytest.param(Layout.HYBRID, id="hybrid", marks=pytest.mark.worlds(EVEN)),
-    ],
-)
+@parametrize("layout", Layout.SHARD, param(Layout.HYBRID, worlds=EVEN))
 def test_trains_single_rows_of_which_most_ranks_own_nothing(trial: Trial, layout: Layout) -> None:
-    trial.holds(train(SINGLE_ROWS, layout=layout), *LAWS, HoldsItsShare())
+    trial.holds(train(SINGLE_ROWS, layout=layout), *PARITY, HoldsItsShare())
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
+@parametrize(
     "problem",
-    [
-        pytest.param(SCALARS, id="scalars", marks=pytest.mark.kills("ForgetsScalars", "RefusesOnOneRank")),
-        pytest.param(
-            EMPTY_ROWS, id="empty_rows", marks=pytest.mark.kills("MistakesTheNeighbourOfAnEmptyParameter")
-        ),
-    ],
+    param(SCALARS, kills=("ForgetsScalars", "RefusesOnOneRank")),
+    param(EMPTY_ROWS, kills="MistakesTheNeighbourOfAnEmptyParameter"),
 )
 def test_trains_or_refuses_parameters_that_cannot_be_cut(trial: Trial, problem: Problem) -> None:
     training = train(problem)
-    trial.holds(training, *LAWS, refusal=Refusal.ALLOWED)
+    trial.holds(training, *PARITY, refusal=Refusal.ALLOWED)

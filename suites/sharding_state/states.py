@@ -1,4 +1,4 @@
-"""Spelling what units are at a moment."""
+"""Expected states of units at a moment."""
 
 from __future__ import annotations
 

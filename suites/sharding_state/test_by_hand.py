@@ -4,39 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    AFTER_BACKWARD,
-    BEFORE_BACKWARD,
-    BEFORE_FORWARD,
-    FOUR_OR_MORE_EVEN,
-    SEVERAL,
-    AllWaited,
-    Count,
-    Exactly,
-    Gather,
-    Grouping,
-    Layout,
-    MatchesOracle,
-    OnlyThese,
-    Op,
-    Per,
-    Phase,
-    Problem,
-    RanksAgree,
-    Reshard,
-    Select,
-    ShowsTheModel,
-    Training,
-    Trial,
-    UnitsAre,
-    UnshardByHand,
-    Window,
-)
+from shardproof import AFTER_BACKWARD, BEFORE_BACKWARD, BEFORE_FORWARD, FOUR_OR_MORE_EVEN, SEVERAL, AllWaited
+from shardproof import Count, Exactly, Gather, Layout, OnlyThese, Op, Per, Phase, Problem, Reshard, Select
+from shardproof import ShowsTheModel, Training, Trial, UnitsAre, UnshardByHand, Window
 from shardproof.fixtures.heads import TALKATIVE
 from shardproof.fixtures.odd_shapes import ODD_SHAPES
 from shardproof.fixtures.problems import MLP_UNEVEN
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.sharding_state.states import states
-from shardproof.suites.training import train
+from shardproof.suites.training import train_sharded
+from shardproof.suites.vocabulary import PARITY
+
+pytestmark = pytest.mark.worlds(SEVERAL)
 
 GATHERS = Select(ops=(Op.ALL_GATHER,), window=Window.TRAINING)
 BY_HAND = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BETWEEN,), window=Window.TRAINING)
@@ -48,9 +27,7 @@ def _training(
     problem: Problem, layout: Layout, reshard: Reshard, units: tuple[str, ...], gather: Gather
 ) -> Training:
     script = UnshardByHand(units=(*units, ""), gather=gather)
-    return train(
-        problem, layout=layout, units=units, grouping=Grouping.REQUIRED, reshard=reshard, script=script
-    )
+    return train_sharded(problem, layout=layout, units=units, reshard=reshard, script=script)
 
 
 def _gathers_by_hand(number: int) -> tuple[Count, OnlyThese, AllWaited]:
@@ -62,32 +39,16 @@ def _gathers_by_hand(number: int) -> tuple[Count, OnlyThese, AllWaited]:
 
 
 @pytest.mark.rows("C01", "C22")
-@pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    ("gather", "reshard"),
-    [
-        pytest.param(
-            Gather.BLOCKING,
-            Reshard.AFTER_FORWARD,
-            id="blocking-after_forward",
-            marks=pytest.mark.kills("ShowsPaddedRows", "GathersInForwardAlone"),
-        ),
-        pytest.param(
-            Gather.AWAITED,
-            Reshard.AFTER_FORWARD,
-            id="awaited-after_forward",
-            marks=pytest.mark.kills("ShowsPaddedRows", "LeavesOthersRowsStale"),
-        ),
-        pytest.param(
-            Gather.BLOCKING,
-            Reshard.TO_PAIRS,
-            id="blocking-to_pairs",
-            marks=[
-                pytest.mark.worlds(FOUR_OR_MORE_EVEN),
-                pytest.mark.kills("ShowsPaddedRows", "GathersInForwardAlone"),
-            ],
-        ),
-    ],
+@parametrize(
+    "gather, reshard",
+    param(Gather.BLOCKING, Reshard.AFTER_FORWARD, kills=("ShowsPaddedRows", "GathersInForwardAlone")),
+    param(Gather.AWAITED, Reshard.AFTER_FORWARD, kills=("ShowsPaddedRows", "LeavesOthersRowsStale")),
+    param(
+        Gather.BLOCKING,
+        Reshard.TO_PAIRS,
+        kills=("ShowsPaddedRows", "GathersInForwardAlone"),
+        worlds=FOUR_OR_MORE_EVEN,
+    ),
 )
 def test_shows_odd_shapes_whole(trial: Trial, gather: Gather, reshard: Reshard) -> None:
     trial.holds(
@@ -101,32 +62,24 @@ def test_shows_odd_shapes_whole(trial: Trial, gather: Gather, reshard: Reshard) 
         ),
         ShowsTheModel(moments=(BEFORE_FORWARD, BEFORE_BACKWARD, AFTER_BACKWARD)),
         *_gathers_by_hand(2),
-        MatchesOracle(),
-        RanksAgree(),
+        *PARITY,
     )
 
 
 @pytest.mark.rows("C20", "C22")
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("GathersInForwardAlone", "GathersWhenWaitedFor")
-@pytest.mark.parametrize(
-    ("reshard", "times"),
-    [
-        pytest.param(Reshard.KEEP, 1, id="keep"),
-        pytest.param(Reshard.AFTER_FORWARD, 2, id="after_forward"),
-    ],
+@parametrize(
+    "reshard, times", param(Reshard.KEEP, 1, id="keep"), param(Reshard.AFTER_FORWARD, 2, id="after_forward")
 )
 def test_gathers_ahead_between_other_collectives(trial: Trial, reshard: Reshard, times: int) -> None:
     trial.holds(
         _training(TALKATIVE, Layout.SHARD, reshard, TALKATIVE.units, Gather.UNAWAITED),
         *_gathers_by_hand(times * len(TALKATIVE.units)),
-        MatchesOracle(),
-        RanksAgree(),
+        *PARITY,
     )
 
 
 @pytest.mark.rows("C21", "C22")
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("WaitsForNoGather")
 def test_gathers_a_root_that_owns_nothing(trial: Trial) -> None:
     trial.holds(
@@ -139,13 +92,11 @@ def test_gathers_a_root_that_owns_nothing(trial: Trial) -> None:
         ),
         ShowsTheModel(moments=(BEFORE_FORWARD, AFTER_BACKWARD)),
         *_gathers_by_hand(len(EVERY_LAYER)),
-        MatchesOracle(),
-        RanksAgree(),
+        *PARITY,
     )
 
 
 @pytest.mark.rows("C22", "R02")
-@pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("GathersInForwardAlone")
 def test_shows_replicas_whole(trial: Trial) -> None:
     groups = (*INNER, "")
@@ -153,6 +104,5 @@ def test_shows_replicas_whole(trial: Trial) -> None:
         _training(MLP_UNEVEN, Layout.REPLICATE, Reshard.NATIVE, INNER, Gather.AWAITED),
         UnitsAre(states=(*states(BEFORE_FORWARD, unsharded=groups), *states(AFTER_BACKWARD, sharded=groups))),
         ShowsTheModel(moments=(BEFORE_FORWARD, BEFORE_BACKWARD, AFTER_BACKWARD)),
-        MatchesOracle(),
-        RanksAgree(),
+        *PARITY,
     )

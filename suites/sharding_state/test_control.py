@@ -1,4 +1,4 @@
-"""What the caller tells single units later on has effect, and on those units alone."""
+"""Policies that the caller sets on single units later have effect, and on those units alone."""
 
 from __future__ import annotations
 
@@ -6,32 +6,17 @@ from dataclasses import dataclass
 
 import pytest
 
-from shardproof import (
-    AFTER_BACKWARD,
-    AFTER_FORWARD_FREED,
-    AFTER_FORWARD_KEPT,
-    NUM_CHUNKS,
-    SEVERAL,
-    Count,
-    Exactly,
-    HoldHeadOpen,
-    MatchesOracle,
-    Op,
-    Phase,
-    Problem,
-    RanksAgree,
-    Reshard,
-    Select,
-    ShowsTheModel,
-    ToggleReshard,
-    Trial,
-    UnitsAre,
-    after_chunk,
-)
+from shardproof import AFTER_BACKWARD, AFTER_FORWARD_FREED, AFTER_FORWARD_KEPT, NUM_CHUNKS, SEVERAL, Count
+from shardproof import Exactly, HoldHeadOpen, Op, Phase, Problem, Reshard, Select, ShowsTheModel
+from shardproof import ToggleReshard, Trial, UnitsAre, after_chunk
 from shardproof.fixtures.heads import TIED_HEAD, TRUNK_AND_HEAD
 from shardproof.fixtures.problems import MLP_UNEVEN
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.sharding_state.states import states
 from shardproof.suites.training import train_sharded
+from shardproof.suites.vocabulary import PARITY
+
+pytestmark = pytest.mark.worlds(SEVERAL)
 
 INNER = ("layers.0", "layers.1")
 ALL = (*INNER, "")
@@ -40,7 +25,7 @@ TOLD_TO_FREE, TOLD_TO_KEEP = (0,), (1,)  # the microbatches of ToggleReshard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """Which units are told, under which policy of the plan, and which the plan alone keeps after forward."""
+    """Units whose policy is set later, the plan's policy, and the units that the plan alone keeps after forward."""
 
     units: tuple[str, ...]
     reshard: Reshard
@@ -48,26 +33,23 @@ class Told:
 
 
 @pytest.mark.rows("C12")
-@pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
+@parametrize(
     "told",
-    [
-        pytest.param(
-            Told(units=ALL, reshard=Reshard.NATIVE, kept=frozenset({""})),
-            id="all-native",
-            marks=pytest.mark.kills("IgnoresALaterPolicy"),
-        ),
-        pytest.param(
-            Told(units=("",), reshard=Reshard.KEEP, kept=frozenset(ALL)),
-            id="root-keep",
-            marks=pytest.mark.kills("IgnoresALaterPolicy", "TellsAllWhatOneWasTold"),
-        ),
-        pytest.param(
-            Told(units=("",), reshard=Reshard.AFTER_FORWARD, kept=frozenset()),
-            id="root-after_forward",
-            marks=pytest.mark.kills("IgnoresALaterPolicy", "TellsAllWhatOneWasTold"),
-        ),
-    ],
+    param(
+        Told(units=ALL, reshard=Reshard.NATIVE, kept=frozenset({""})),
+        id="all-native",
+        kills="IgnoresALaterPolicy",
+    ),
+    param(
+        Told(units=("",), reshard=Reshard.KEEP, kept=frozenset(ALL)),
+        id="root-keep",
+        kills=("IgnoresALaterPolicy", "TellsAllWhatOneWasTold"),
+    ),
+    param(
+        Told(units=("",), reshard=Reshard.AFTER_FORWARD, kept=frozenset()),
+        id="root-after_forward",
+        kills=("IgnoresALaterPolicy", "TellsAllWhatOneWasTold"),
+    ),
 )
 def test_frees_as_told_last(trial: Trial, told: Told) -> None:
     script = ToggleReshard(units=told.units)
@@ -85,19 +67,15 @@ def test_frees_as_told_last(trial: Trial, told: Told) -> None:
         _gathers_again(len(ALL) - len(kept_first), TOLD_TO_FREE),
         _gathers_again(len(ALL) - len(kept_then), TOLD_TO_KEEP),
         ShowsTheModel(moments=(AFTER_FORWARD_FREED, AFTER_FORWARD_KEPT)),
-        MatchesOracle(),
-        RanksAgree(),
+        *PARITY,
     )
 
 
 @pytest.mark.rows("T20")
-@pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    ("problem", "reshard"),
-    [
-        pytest.param(TRUNK_AND_HEAD, Reshard.KEEP, id="untied-keep"),
-        pytest.param(TIED_HEAD, Reshard.AFTER_FORWARD, id="tied-after_forward"),
-    ],
+@parametrize(
+    "problem, reshard",
+    param(TRUNK_AND_HEAD, Reshard.KEEP, id="untied-keep"),
+    param(TIED_HEAD, Reshard.AFTER_FORWARD, id="tied-after_forward"),
 )
 @pytest.mark.kills("FreesHeldUnitsAfterBackward", "ReshardsTheRootAlone")
 def test_holds_the_head_through_all_chunks(trial: Trial, problem: Problem, reshard: Reshard) -> None:
@@ -112,8 +90,7 @@ def test_holds_the_head_through_all_chunks(trial: Trial, problem: Problem, resha
             )
         ),
         ShowsTheModel(moments=(*chunks, HoldHeadOpen.freed)),
-        MatchesOracle(),
-        RanksAgree(),
+        *PARITY,
     )
 
 

@@ -1,1 +1,1 @@
-"""One parameter in several places, and several models in one place."""
+"""Shared parameters: one parameter in several places, and several models in one place."""

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    SEVERAL,
-    EveryRowMoves,
-    HoldsItsShare,
-    Layout,
-    MatchesOracle,
-    RanksAgree,
-    Refusal,
-    Reshard,
-    Schedule,
-    Trial,
-)
+from shardproof import SEVERAL, EveryRowMoves, HoldsItsShare, Layout, MatchesOracle, RanksAgree, Refusal
+from shardproof import Reshard, Schedule, Trial
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.tied import TIED
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train, train_sharded
 
 LAWS = (MatchesOracle(), EveryRowMoves(parameter="token.weight"), HoldsItsShare(), RanksAgree())
@@ -28,17 +19,14 @@ TWO_GROUPS = ("token", "head")
 @pytest.mark.worlds(SEVERAL)  # of one rank, no row is the last rank's
 @pytest.mark.rows("T27")
 @pytest.mark.kills("UntiesSharedParameters", "LosesTheLastRowsOfSharedParameters", "SplitsTiedModules")
-@pytest.mark.parametrize(
-    "reshard",
-    [pytest.param(Reshard.AFTER_FORWARD, id="freed"), pytest.param(Reshard.KEEP, id="kept")],
-)
+@parametrize("reshard", param(Reshard.AFTER_FORWARD, id="freed"), param(Reshard.KEEP, id="kept"))
 def test_every_row_of_a_tied_parameter_learns(trial: Trial, reshard: Reshard) -> None:
     trial.holds(train_sharded(TIED, ADAMW, units=ONE_GROUP, reshard=reshard), *LAWS)
 
 
 @pytest.mark.rows("T26", "R13")
 @pytest.mark.kills("UntiesSharedParameters", "CountsTheFirstUseAlone")
-@pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.SHARD], ids=lambda layout: layout.name.lower())
+@parametrize("layout", Layout.REPLICATE, Layout.SHARD)
 def test_a_parameter_tied_within_the_root_learns_from_both_uses(trial: Trial, layout: Layout) -> None:
     trial.holds(train(TIED, layout=layout), *LAWS)
 

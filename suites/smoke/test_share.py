@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    APART,
-    SEVERAL,
-    HoldsItsShare,
-    Layout,
-    MatchesOracle,
-    MemoryIsExplained,
-    RanksAgree,
-    Trial,
-    Watch,
-)
+from shardproof import APART, SEVERAL, HoldsItsShare, Layout, MatchesOracle, MemoryIsExplained, RanksAgree
+from shardproof import Trial, Watch
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_EVEN, MLP_WIDE
+from shardproof.suites.params import parametrize
 from shardproof.suites.training import train
 
 
 @pytest.mark.kills("KeepsTheStateOfAllRanks", "KeepsWholeGradientsBesideItsShares", "SharesNothing")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize("layout", [Layout.ZERO1, Layout.ZERO2], ids=lambda layout: layout.name.lower())
+@parametrize("layout", Layout.ZERO1, Layout.ZERO2)
 def test_holds_parameters_and_its_share_of_the_rest(trial: Trial, layout: Layout) -> None:
     training = train(MLP_EVEN, ADAMW, layout=layout)
     trial.holds(training, MatchesOracle(), HoldsItsShare(), MemoryIsExplained(), RanksAgree())

@@ -1,1 +1,1 @@
-"""State: what one prepared model hands out, another takes, and training goes on as if nothing had been."""
+"""State: the state of one prepared model loads into another, and training goes on as if uninterrupted."""

@@ -1,1 +1,1 @@
-"""Data parallelism over tensors that are cut already."""
+"""Tensor parallel: data parallelism over tensors that are cut already."""

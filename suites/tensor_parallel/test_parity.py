@@ -4,53 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from operator import attrgetter
 
 import pytest
 
-from shardproof import (
-    FOUR_OR_MORE_EVEN,
-    FOURS,
-    Accumulation,
-    AllWaited,
-    Clip,
-    Count,
-    Exactly,
-    Grouping,
-    Layout,
-    MatchesOracle,
-    Microbatches,
-    Nothing,
-    Offload,
-    Op,
-    Per,
-    Phase,
-    Problem,
-    RanksAgree,
-    Reshard,
-    Select,
-    Sizes,
-    Training,
-    Trial,
-    Window,
-)
+from shardproof import FOURS, FOUR_OR_MORE_EVEN, Accumulation, AllWaited, Clip, Count, Exactly, Grouping
+from shardproof import Layout, MatchesOracle, Microbatches, Nothing, Offload, Op, Per, Phase, Problem
+from shardproof import RanksAgree, Reshard, Select, Sizes, Training, Trial, Window
 from shardproof.fixtures.optimizers import ADAMW
-from shardproof.fixtures.tensor_parallel import (
-    CUT_TRANSFORMER,
-    STACK_3,
-    STACK_5,
-    STACK_5_CHECKPOINTED,
-    STACK_16,
-    STACK_17,
-)
+from shardproof.fixtures.tensor_parallel import CUT_TRANSFORMER, STACK_16, STACK_17, STACK_3, STACK_5
+from shardproof.fixtures.tensor_parallel import STACK_5_CHECKPOINTED
 from shardproof.suites.communication.closed_forms import NUM_GROUPS
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train, train_sharded
+from shardproof.suites.vocabulary import ACROSS_REPLICAS, PARITY
 
 GATHERS = Select(ops=(Op.ALL_GATHER,), axis="data", phases=(Phase.FORWARD,))
 GATHERS_AGAIN = Select(ops=(Op.ALL_GATHER,), axis="data", phases=(Phase.BACKWARD,))
 SCATTERS = Select(ops=(Op.REDUCE_SCATTER,), axis="data", phases=(Phase.BACKWARD,))
 SUMS = Select(ops=(Op.ALL_REDUCE,), axis="data", phases=(Phase.BACKWARD,))
-ACROSS = Select(ops=(Op.ALL_REDUCE,), axis="replicate", phases=(Phase.BACKWARD,))
 NORMS, AXES = Select(phases=(Phase.STEP,)), ("data", "tensor")
 ONE_PAIR = Sizes(name="one rank of data", allows=lambda size: size == 2)
 ONCE_PER_GROUP = Exactly(NUM_GROUPS)
@@ -62,15 +33,12 @@ even = pytest.mark.kills(*SEEN_IN_EVERY_WIDTH)
 
 @pytest.mark.rows("T32")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-@pytest.mark.parametrize(
+@parametrize(
     "problem",
-    [
-        pytest.param(STACK_3, marks=uneven),
-        pytest.param(STACK_16, marks=even),
-        pytest.param(STACK_17, marks=uneven),
-        pytest.param(STACK_5_CHECKPOINTED, marks=uneven),
-    ],
-    ids=attrgetter("name"),
+    param(STACK_3, marks=uneven),
+    param(STACK_16, marks=even),
+    param(STACK_17, marks=uneven),
+    param(STACK_5_CHECKPOINTED, marks=uneven),
 )
 def test_shards_of_cut_tensors_train_as_one_model(trial: Trial, problem: Problem) -> None:
     trial.holds(
@@ -87,9 +55,7 @@ def test_shards_of_cut_tensors_train_as_one_model(trial: Trial, problem: Problem
 @pytest.mark.kills("ScalesByTheTensorRanks", "KeepsNormsOnTheirTensorRank")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 def test_a_transformer_trains_whose_ranks_share_out_positions(trial: Trial) -> None:
-    trial.holds(
-        train(CUT_TRANSFORMER, layout=Layout.SHARD, tensor_parallel=2, steps=2), MatchesOracle(), RanksAgree()
-    )
+    trial.holds(train(CUT_TRANSFORMER, layout=Layout.SHARD, tensor_parallel=2, steps=2), *PARITY)
 
 
 @pytest.mark.rows("T32")
@@ -119,7 +85,7 @@ def test_shards_of_cut_tensors_accumulate(trial: Trial) -> None:
 @pytest.mark.rows("T32")
 @pytest.mark.kills("ClipsOnOneTensorRank")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf], ids=["1", "2", "3", "inf"])
+@parametrize("norm_type", 1.0, 2.0, 3.0, math.inf, ids=["1", "2", "3", "inf"])
 def test_clips_by_the_norm_over_all_axes(trial: Trial, norm_type: float) -> None:
     clip = Clip(max_norm=0.5, norm_type=norm_type)
     training = train(STACK_5, layout=Layout.SHARD, tensor_parallel=2, steps=2, clip=clip)
@@ -132,7 +98,7 @@ def test_clips_by_the_norm_over_all_axes(trial: Trial, norm_type: float) -> None
 
 @pytest.mark.kills("CommunicatesAlone")
 @pytest.mark.worlds(ONE_PAIR)
-@pytest.mark.parametrize("offload", [Offload.NONE, Offload.CPU], ids=["device", "host"])
+@parametrize("offload", Offload.NONE, Offload.CPU, ids=["device", "host"])
 def test_one_rank_of_data_communicates_nothing_of_it(trial: Trial, offload: Offload) -> None:
     training = train(STACK_5, layout=Layout.SHARD, tensor_parallel=2, steps=2, offload=offload)
     trial.holds(training, MatchesOracle(), Nothing(select=Select(axis="data", window=Window.TRAINING)))
@@ -141,13 +107,13 @@ def test_one_rank_of_data_communicates_nothing_of_it(trial: Trial, offload: Offl
 @pytest.mark.rows("T34")
 @pytest.mark.worlds(FOURS)
 @pytest.mark.kills("ScalesByTheTensorRanks", "KeepsNormsOnTheirTensorRank", "NeverSynchronisesReplicas")
-@pytest.mark.parametrize("problem", [STACK_5], ids=attrgetter("name"))
+@parametrize("problem", STACK_5)
 def test_replicas_of_shards_of_cut_tensors_train_as_one_model(trial: Trial, problem: Problem) -> None:
     trial.holds(
         _training(problem, Layout.HYBRID, reshard=Reshard.AFTER_FORWARD),
         MatchesOracle(),
-        Count(select=ACROSS, expected=ONCE_PER_GROUP),
-        AllWaited(select=ACROSS),
+        Count(select=ACROSS_REPLICAS, expected=ONCE_PER_GROUP),
+        AllWaited(select=ACROSS_REPLICAS),
         RanksAgree(),
     )
 
@@ -155,7 +121,7 @@ def test_replicas_of_shards_of_cut_tensors_train_as_one_model(trial: Trial, prob
 @pytest.mark.rows("R17")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @pytest.mark.kills("ScalesByTheTensorRanks", "KeepsNormsOnTheirTensorRank")
-@pytest.mark.parametrize("problem", [STACK_5, STACK_16, STACK_5_CHECKPOINTED], ids=attrgetter("name"))
+@parametrize("problem", STACK_5, STACK_16, STACK_5_CHECKPOINTED)
 def test_replicas_of_cut_tensors_train_as_one_model(trial: Trial, problem: Problem) -> None:
     trial.holds(
         _training(problem, Layout.REPLICATE),

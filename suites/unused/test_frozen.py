@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import (
-    SEVERAL,
-    Count,
-    Exactly,
-    HoldsItsShare,
-    MatchesOracle,
-    Op,
-    Phase,
-    RanksAgree,
-    Reshard,
-    Select,
-    Trial,
-)
+from shardproof import SEVERAL, Count, Exactly, HoldsItsShare, Reshard, Trial
 from shardproof.fixtures.idle import FROZEN
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.suites.communication.closed_forms import NUM_GROUPS
 from shardproof.suites.training import train, train_sharded
+from shardproof.suites.vocabulary import GATHERS_IN_FORWARD, PARITY, REDUCE_SCATTERS
 
-LAWS = (MatchesOracle(), RanksAgree())
-GATHERS = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,))
-REDUCTIONS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
 # Those of the units with a parameter that is not frozen: the adapter's and the head's.
 NUM_TRAINED = 2
 
@@ -32,7 +18,7 @@ NUM_TRAINED = 2
 @pytest.mark.kills("TrainsFrozenParameters")
 def test_trains_around_frozen_parameters(trial: Trial) -> None:
     """With AdamW: its weight decay would move a frozen parameter that had a gradient of zeros."""
-    trial.holds(train(FROZEN, ADAMW), *LAWS)
+    trial.holds(train(FROZEN, ADAMW), *PARITY)
 
 
 @pytest.mark.worlds(SEVERAL)
@@ -40,8 +26,8 @@ def test_trains_around_frozen_parameters(trial: Trial) -> None:
 def test_frees_frozen_units_and_reduces_none_of_them(trial: Trial) -> None:
     trial.holds(
         train_sharded(FROZEN, reshard=Reshard.AFTER_FORWARD),
-        *LAWS,
+        *PARITY,
         HoldsItsShare(),
-        Count(select=GATHERS, expected=Exactly(NUM_GROUPS)),
-        Count(select=REDUCTIONS, expected=Exactly(NUM_TRAINED)),
+        Count(select=GATHERS_IN_FORWARD, expected=Exactly(NUM_GROUPS)),
+        Count(select=REDUCE_SCATTERS, expected=Exactly(NUM_TRAINED)),
     )

@@ -1,7 +1,7 @@
 """Ignored parameters stay whole on every rank and cross between none.
 
 Those here are frozen: what becomes of the gradients of a trained one is the caller's affair, so ranks may part
-over it, and no oracle says what is right.
+over it, and no oracle knows the right value.
 """
 
 from __future__ import annotations
@@ -11,26 +11,13 @@ from math import prod
 import pytest
 import torch
 
-from shardproof import (
-    SEVERAL,
-    Between,
-    Bytes,
-    HoldsItsShare,
-    Layout,
-    MatchesOracle,
-    Op,
-    Phase,
-    RanksAgree,
-    Reshard,
-    Select,
-    Training,
-    Trial,
-)
+from shardproof import SEVERAL, Between, Bytes, HoldsItsShare, Layout, MatchesOracle, RanksAgree, Reshard
+from shardproof import Training, Trial
 from shardproof.fixtures.idle import FROZEN
 from shardproof.suites.communication.closed_forms import ClosedForm
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import GATHERS_IN_FORWARD
 
-GATHERS = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,))
 # A whole unit, and one parameter of a unit that has others.
 IGNORED = ("base.weight", "base.bias", "head.bias")
 
@@ -62,5 +49,5 @@ def test_leaves_ignored_parameters_whole(trial: Trial) -> None:
         MatchesOracle(),
         HoldsItsShare(),
         RanksAgree(),
-        Bytes(select=GATHERS, expected=Between(OTHERS, PADDED), minimum=OTHERS),
+        Bytes(select=GATHERS_IN_FORWARD, expected=Between(OTHERS, PADDED), minimum=OTHERS),
     )

@@ -1,1 +1,1 @@
-"""Wrapper: every option, name and helper of FullyShardedDataParallel does what it says, and is refused what it must."""
+"""Wrapper: every option and method of FullyShardedDataParallel does what is documented, and refuses what it must."""

@@ -27,7 +27,7 @@ class Bench(Claims):
 
     # Any: engines share no base class, and options are what is put to the test.
     def wrap(self, module: nn.Module, **options: Any) -> Any:
-        """Wrap a module where the rank computes, parameters under their own names unless told otherwise."""
+        """Wrap a module where the rank computes, by default with parameters under their own names."""
         return self.api(module, **{"device_id": self.device, "use_orig_params": True, **options})
 
     def wrapped(self, model: nn.Module, units: tuple[str, ...] = UNITS, **options: Any) -> Any:

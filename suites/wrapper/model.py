@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import DTensor
+
+from shardproof.suites.params import parametrize
 
 # One unit inside another; what is left is the root's.
 UNITS = ("middle", "middle.1")
@@ -32,12 +35,12 @@ class Form(Enum):
         return self is Form.ORIGINAL
 
 
-EACH_FORM = pytest.mark.parametrize("form", Form, ids=lambda form: form.name.lower())
+EACH_FORM = parametrize("form", *Form)
 
 
 def strategies(*chosen: Any) -> pytest.MarkDecorator:  # Any: strategies, or what pytest.param makes of them
     """Parametrize a test by strategies, with their names as ids."""
-    return pytest.mark.parametrize("strategy", chosen, ids=lambda strategy: strategy.name.lower())
+    return parametrize("strategy", *chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +57,9 @@ class Wrapping:
         """Whether several ranks have a share each."""
         return self.strategy is not ShardingStrategy.NO_SHARD
 
-    def __str__(self) -> str:
-        """Name it in the id of a case."""
+    @property
+    def name(self) -> str:
+        """Return its name in the id of a case."""
         units = "-".join(self.units) or "root"
         return f"{self.strategy.name.lower()}-{self.form.name.lower()}-{units}" + "-mesh" * self.by_mesh
 
@@ -93,7 +97,7 @@ def tower(dtype: torch.dtype = torch.float32) -> Tower:
 
 
 def fill(module: nn.Module, seed: int = 0) -> None:
-    """Set every parameter to small integers that tell it from its neighbours."""
+    """Set every parameter to small integers that differ from its neighbours'."""
     with torch.no_grad():
         for index, parameter in enumerate(module.parameters(), start=seed):
             values = (torch.arange(parameter.numel()) * 7 + index * 3) % 5 - 2
@@ -131,11 +135,7 @@ def gradients(model: nn.Module, ranks: Iterable[int], steps: Iterable[int] = (0,
 
 
 def trained_alone(
-    ranks: Iterable[int],
-    dtype: torch.dtype = torch.float32,
-    *,
-    lr: float = LR,
-    steps: Iterable[int] = (0,),
+    ranks: Iterable[int], dtype: torch.dtype = torch.float32, *, lr: float = LR, steps: Iterable[int] = (0,)
 ) -> dict[str, torch.Tensor]:
     """Compute in one process the parameters after one step of SGD from the gradients of these ranks and steps."""
     model = tower(dtype)
@@ -146,6 +146,12 @@ def trained_alone(
 def copies(named: Any) -> dict[str, torch.Tensor]:
     """Copy named tensors as they are now."""
     return {name: tensor.detach().clone().cpu() for name, tensor in named}
+
+
+def gathered(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy named tensors as they are now, whole where they are sharded."""
+    held = {name: tensor.detach() for name, tensor in named.items()}
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t.clone() for name, t in held.items()}
 
 
 def parameters(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -9,12 +9,8 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    OptimStateDictConfig,
-    StateDictType,
-)
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, OptimStateDictConfig
+from torch.distributed.fsdp import StateDictType
 
 from shardproof.suites.wrapper.expect import Bench
 from shardproof.suites.wrapper.model import Wrapping, blank, parameters, tower, train_alone

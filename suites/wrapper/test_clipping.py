@@ -12,16 +12,10 @@ from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from shardproof import FOUR_OR_MORE_EVEN, SEVERAL
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.expect import Bench, expects
-from shardproof.suites.wrapper.model import (
-    EACH_FORM,
-    Form,
-    Wrapping,
-    batch,
-    gradients,
-    shown_gradients,
-    tower,
-)
+from shardproof.suites.wrapper.model import EACH_FORM, Form, Wrapping, batch, gradients, shown_gradients
+from shardproof.suites.wrapper.model import tower
 
 pytestmark = pytest.mark.api("clip_grad_norm_")
 CLIPPED = ("the norm", "clipped gradients")
@@ -33,8 +27,8 @@ kills = pytest.mark.kills
 def _norms(*, first: tuple[str, ...], second: tuple[str, ...]) -> pytest.MarkDecorator:
     """Parametrize a test by orders of norms, the first two with the mutants that it must kill there."""
     orders = ((1.0, first), (2.0, second), (math.inf, ("SumsTheLargest",)))
-    params = [pytest.param(order, id=f"norm_{order:g}", marks=kills(*mutants)) for order, mutants in orders]
-    return pytest.mark.parametrize("norm_type", params)
+    params = [param(order, id=f"norm_{order:g}", kills=mutants) for order, mutants in orders]
+    return parametrize("norm_type", *params)
 
 
 each_norm = _norms(first=("SumsNormsOfReplicas",), second=("SumsNormsOfReplicas",))
@@ -137,13 +131,10 @@ def test_returns_the_norm_to_ranks_that_have_nothing(bench: Bench) -> None:
     bench.near("the number afterwards", after, expected, tolerance=_TOLERANCE)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "dtype",
-    [
-        pytest.param(torch.float64, marks=kills("ClipsShardsByTheirOwnNorm")),
-        pytest.param(torch.bfloat16, marks=kills("TellsNormsInSinglePrecision")),
-    ],
-    ids=lambda d: str(d).partition(".")[2],
+    param(torch.float64, kills="ClipsShardsByTheirOwnNorm"),
+    param(torch.bfloat16, kills="TellsNormsInSinglePrecision"),
 )
 @expects("the norm")
 def test_returns_the_norm_in_the_dtype_of_gradients(bench: Bench, dtype: torch.dtype) -> None:

@@ -10,22 +10,10 @@ from torch import distributed, nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from shardproof import SEVERAL
+from shardproof.suites.params import param
 from shardproof.suites.wrapper.expect import Bench, expects
-from shardproof.suites.wrapper.model import (
-    EACH_FORM,
-    LR,
-    Form,
-    Tower,
-    batch,
-    copies,
-    gradients,
-    parameters,
-    shapes,
-    shown_gradients,
-    strategies,
-    tower,
-    trained_alone,
-)
+from shardproof.suites.wrapper.model import EACH_FORM, LR, Form, Tower, batch, copies, gradients, parameters
+from shardproof.suites.wrapper.model import shapes, shown_gradients, strategies, tower, trained_alone
 
 pytestmark = pytest.mark.api("summon_full_params")
 FULL, KEEP, WHOLE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
@@ -172,9 +160,9 @@ def test_writes_back_from_the_host(bench: Bench) -> None:
 
 @pytest.mark.worlds(SEVERAL)
 @strategies(
-    pytest.param(FULL, marks=pytest.mark.kills("SummonsNoGradients")),
-    pytest.param(KEEP, marks=pytest.mark.kills("SummonsNoGradients")),
-    pytest.param(WHOLE, marks=pytest.mark.kills("MisalignsWhatItSummons")),
+    param(FULL, kills="SummonsNoGradients"),
+    param(KEEP, kills="SummonsNoGradients"),
+    param(WHOLE, kills="MisalignsWhatItSummons"),
 )
 @expects("gradients before there are any", "gradients inside", AFTERWARDS)
 def test_shows_whole_gradients(bench: Bench, strategy: ShardingStrategy) -> None:

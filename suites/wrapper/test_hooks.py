@@ -1,4 +1,4 @@
-"""Communication hooks: what they are called with, how often, what becomes of it, and who may register one."""
+"""Communication hooks: their arguments, how often they are called, the effect, and which modules accept one."""
 
 from __future__ import annotations
 
@@ -10,16 +10,10 @@ from torch import distributed
 from torch.distributed.fsdp import ShardingStrategy
 
 from shardproof import SEVERAL, Op
+from shardproof.suites.params import parametrize
 from shardproof.suites.wrapper.expect import Bench, expects
-from shardproof.suites.wrapper.model import (
-    LR,
-    UNITS,
-    gradients,
-    shown_gradients,
-    strategies,
-    tower,
-    trained_alone,
-)
+from shardproof.suites.wrapper.model import LR, UNITS, gradients, shown_gradients, strategies, tower
+from shardproof.suites.wrapper.model import trained_alone
 
 pytestmark = pytest.mark.api("register_comm_hook")
 FULL, KEEP, WHOLE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
@@ -135,7 +129,7 @@ def test_trains_alike_with_the_hook_that_is_the_default(bench: Bench, strategy: 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("CompressesNothing")
 @strategies(FULL, WHOLE)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d).partition(".")[2])
+@parametrize("dtype", torch.bfloat16, torch.float16)
 @expects("what crossed", "gradients that are kept", "gradients")
 def test_compresses_gradients_within_rounding(
     bench: Bench, dtype: torch.dtype, strategy: ShardingStrategy

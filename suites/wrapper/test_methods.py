@@ -10,18 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from shardproof.suites.params import parametrize
 from shardproof.suites.wrapper.expect import Bench, expects
-from shardproof.suites.wrapper.model import (
-    EACH_FORM,
-    LR,
-    Form,
-    Tower,
-    batch,
-    parameters,
-    shown_gradients,
-    tower,
-    trained_alone,
-)
+from shardproof.suites.wrapper.model import EACH_FORM, LR, Form, Tower, batch, parameters, shown_gradients
+from shardproof.suites.wrapper.model import tower, trained_alone
 
 CONVERTED = ("what it returns", "the output's dtype", "dtypes of gradients", "parameters afterwards")
 
@@ -152,7 +144,7 @@ class Conversion(Enum):
 @EACH_FORM
 @pytest.mark.api("to")
 @pytest.mark.kills("CastsInputsInsteadOfItself")
-@pytest.mark.parametrize("how", Conversion, ids=lambda how: how.name.lower())
+@parametrize("how", *Conversion)
 @expects(*CONVERTED)
 def test_trains_in_the_dtype_that_it_was_converted_to(bench: Bench, how: Conversion, form: Form) -> None:
     _convert(bench, bench.wrapped(tower(), use_orig_params=form.use_orig_params), how)

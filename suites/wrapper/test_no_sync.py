@@ -10,6 +10,7 @@ import torch
 from torch.distributed.fsdp import ShardingStrategy
 
 from shardproof import SEVERAL, Op
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.expect import Bench, expects
 from shardproof.suites.wrapper.model import LR, UNITS, Form, batch, strategies, tower, trained_alone
 
@@ -20,18 +21,17 @@ REPLACES, LOSES = pytest.mark.kills("ReplacesGradients"), pytest.mark.kills("Los
 _NUM_UNITS = 1 + len(UNITS)  # the root is one
 
 
-@pytest.mark.parametrize(
-    ("pattern", "strategy", "form"),
-    [
-        pytest.param("ns", FULL, Form.ORIGINAL, marks=REPLACES),
-        pytest.param("ns", FULL, Form.FLAT, marks=REPLACES),
-        pytest.param("sns", FULL, Form.ORIGINAL, marks=LOSES),
-        pytest.param("sns", FULL, Form.FLAT, marks=LOSES),
-        pytest.param("sns", KEEP, Form.ORIGINAL, marks=LOSES),
-        pytest.param("sns", WHOLE, Form.ORIGINAL, marks=LOSES),
-        pytest.param("snns", FULL, Form.ORIGINAL, marks=REPLACES),
-        pytest.param("nnsns", KEEP, Form.FLAT, marks=REPLACES),
-    ],
+@parametrize(
+    "pattern, strategy, form",
+    param("ns", FULL, Form.ORIGINAL, marks=REPLACES),
+    param("ns", FULL, Form.FLAT, marks=REPLACES),
+    param("sns", FULL, Form.ORIGINAL, marks=LOSES),
+    param("sns", FULL, Form.FLAT, marks=LOSES),
+    param("sns", KEEP, Form.ORIGINAL, marks=LOSES),
+    param("sns", WHOLE, Form.ORIGINAL, marks=LOSES),
+    param("snns", FULL, Form.ORIGINAL, marks=REPLACES),
+    param("nnsns", KEEP, Form.FLAT, marks=REPLACES),
+    ids=str,
 )
 @expects("parameters afterwards")
 def test_adds_up_what_was_accumulated(

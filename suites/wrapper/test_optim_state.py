@@ -10,33 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardingStrategy,
-    StateDictType,
-)
+from torch.distributed.fsdp import FullOptimStateDictConfig, OptimStateDictConfig, OptimStateKeyType
+from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardingStrategy, StateDictType
 
 from shardproof import APART, SEVERAL
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.expect import Bench, expects
 from shardproof.suites.wrapper.model import Form, Wrapping, parameters, tower
-from shardproof.suites.wrapper.optimizers import (
-    BEFORE,
-    FULL,
-    RESUMED,
-    SHARDED,
-    TOLERANCE,
-    Kind,
-    Route,
-    claim_resumed,
-    fresh,
-    hand_over,
-    plain,
-    resume,
-    trained,
-)
+from shardproof.suites.wrapper.optimizers import BEFORE, FULL, RESUMED, SHARDED, TOLERANCE, Kind, Route
+from shardproof.suites.wrapper.optimizers import claim_resumed, fresh, hand_over, plain, resume, trained
 
 SHARDS, FLAT = Wrapping(), Wrapping(form=Form.FLAT)
 FLAT_HEAD = Wrapping(form=Form.FLAT, units=("head",))
@@ -51,22 +33,18 @@ MUTANTS = {SGD: "LosesMomentum", ADAMW: "RestartsTheCountOfSteps"}
 BY_SETTINGS = pytest.mark.api("optim_state_dict", "optim_state_dict_to_load")
 
 
-def _name(value: Kind | Wrapping | Route) -> str:
-    return str(value) if isinstance(value, Wrapping) else value.name.lower()
-
-
 def _resumed(kind: Kind, *wrappings: Wrapping) -> Any:
-    return pytest.param(kind, *wrappings, marks=pytest.mark.kills(MUTANTS[kind]))
+    return param(kind, *wrappings, kills=MUTANTS[kind])
 
 
-EACH_KIND = pytest.mark.parametrize("kind", Kind, ids=_name)
+EACH_KIND = parametrize("kind", *Kind)
 
 
 @EACH_KIND
 @pytest.mark.api("optim_state_dict", "FullOptimStateDictConfig")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("NamesTheWrapperInOptimizerStates", "LosesMomentumWhenItSaves")
-@pytest.mark.parametrize("wrapping", [SHARDS, FLAT, WHOLE, HYBRID], ids=str)
+@parametrize("wrapping", SHARDS, FLAT, WHOLE, HYBRID)
 @expects("whose state it is", "the state", "the names of the group", "the options of the group")
 def test_saves_state_as_if_the_model_were_not_wrapped(bench: Bench, kind: Kind, wrapping: Wrapping) -> None:
     saved, alone = trained(bench, wrapping, kind).saved(), plain(bench, kind, BEFORE)
@@ -105,19 +83,17 @@ def test_saves_state_on_rank_0_alone(bench: Bench) -> None:
 
 
 def _form(id: str, kind: StateDictType, config: OptimStateDictConfig, mutant: str) -> Any:
-    return pytest.param(kind, config, id=id, marks=pytest.mark.kills(mutant))
+    return param(kind, config, id=id, kills=mutant)
 
 
 # Torch counts in one place for the whole process what it measures while it gathers optimizer state.
 @pytest.mark.api("StateDictType", "FullOptimStateDictConfig", "ShardedOptimStateDictConfig")
 @pytest.mark.worlds(APART)
-@pytest.mark.parametrize(
-    ("kind", "config"),
-    [
-        _form("full", FULL, FullOptimStateDictConfig(), "GivesShardsForWholes"),
-        _form("rank0", FULL, FullOptimStateDictConfig(rank0_only=True), "IgnoresStateConfigs"),
-        _form("sharded", SHARDED, ShardedOptimStateDictConfig(), "GivesWholesForShards"),
-    ],
+@parametrize(
+    "kind, config",
+    _form("full", FULL, FullOptimStateDictConfig(), "GivesShardsForWholes"),
+    _form("rank0", FULL, FullOptimStateDictConfig(rank0_only=True), "IgnoresStateConfigs"),
+    _form("sharded", SHARDED, ShardedOptimStateDictConfig(), "GivesWholesForShards"),
 )
 @expects("names", "sizes")
 def test_saves_state_in_the_form_set(bench: Bench, kind: StateDictType, config: OptimStateDictConfig) -> None:
@@ -130,22 +106,19 @@ def test_saves_state_in_the_form_set(bench: Bench, kind: StateDictType, config: 
 
 
 @BY_SETTINGS
-@pytest.mark.parametrize(
-    ("kind", "before", "after"),
-    [
-        _resumed(SGD, SHARDS, FLAT),
-        _resumed(SGD, FLAT, KEPT),
-        _resumed(SGD, KEPT, WHOLE),
-        _resumed(SGD, WHOLE, WHOLE_FLAT),
-        _resumed(SGD, WHOLE_FLAT, OTHER_UNITS),
-        _resumed(SGD, OTHER_UNITS, HYBRID),
-        _resumed(SGD, HYBRID, SHARDS),
-        _resumed(ADAMW, FLAT, FLAT_HEAD),
-        _resumed(ADAMW, FLAT, WHOLE_FLAT),
-        _resumed(ADAMW, WHOLE, WHOLE_FLAT),
-        _resumed(ADAMW, WHOLE, OTHER_UNITS),
-    ],
-    ids=_name,
+@parametrize(
+    "kind, before, after",
+    _resumed(SGD, SHARDS, FLAT),
+    _resumed(SGD, FLAT, KEPT),
+    _resumed(SGD, KEPT, WHOLE),
+    _resumed(SGD, WHOLE, WHOLE_FLAT),
+    _resumed(SGD, WHOLE_FLAT, OTHER_UNITS),
+    _resumed(SGD, OTHER_UNITS, HYBRID),
+    _resumed(SGD, HYBRID, SHARDS),
+    _resumed(ADAMW, FLAT, FLAT_HEAD),
+    _resumed(ADAMW, FLAT, WHOLE_FLAT),
+    _resumed(ADAMW, WHOLE, WHOLE_FLAT),
+    _resumed(ADAMW, WHOLE, OTHER_UNITS),
 )
 @expects(RESUMED)
 def test_resumes_in_another_wrapping(bench: Bench, kind: Kind, before: Wrapping, after: Wrapping) -> None:
@@ -155,7 +128,7 @@ def test_resumes_in_another_wrapping(bench: Bench, kind: Kind, before: Wrapping,
 @BY_SETTINGS
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("SavesTheLastMomentAsAll")
-@pytest.mark.parametrize("after", [SHARDS, FLAT_HEAD], ids=str)
+@parametrize("after", SHARDS, FLAT_HEAD)
 @expects(RESUMED)
 def test_resumes_two_moments_of_shards_by_name(bench: Bench, after: Wrapping) -> None:
     resume(bench, Route.FULL, ADAMW, SHARDS, after)
@@ -163,7 +136,7 @@ def test_resumes_two_moments_of_shards_by_name(bench: Bench, after: Wrapping) ->
 
 @BY_SETTINGS
 @pytest.mark.kills("SharesTheCountOfSteps")
-@pytest.mark.parametrize("after", [SHARDS, KEPT], ids=str)
+@parametrize("after", SHARDS, KEPT)
 @expects(RESUMED)
 def test_resumes_by_name_the_steps_that_flat_parameters_shared(bench: Bench, after: Wrapping) -> None:
     resume(bench, Route.FULL, ADAMW, FLAT, after)
@@ -172,15 +145,12 @@ def test_resumes_by_name_the_steps_that_flat_parameters_shared(bench: Bench, aft
 @BY_SETTINGS
 @pytest.mark.api("ShardedOptimStateDictConfig")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    ("kind", "before", "after"),
-    [
-        _resumed(SGD, SHARDS, FLAT_HEAD),
-        _resumed(ADAMW, SHARDS, FLAT_HEAD),
-        _resumed(SGD, MESH, MESH_ROOT),
-        _resumed(ADAMW, MESH, MESH_ROOT),
-    ],
-    ids=_name,
+@parametrize(
+    "kind, before, after",
+    _resumed(SGD, SHARDS, FLAT_HEAD),
+    _resumed(ADAMW, SHARDS, FLAT_HEAD),
+    _resumed(SGD, MESH, MESH_ROOT),
+    _resumed(ADAMW, MESH, MESH_ROOT),
 )
 @expects(RESUMED)
 def test_resumes_from_shards(bench: Bench, kind: Kind, before: Wrapping, after: Wrapping) -> None:
@@ -188,27 +158,24 @@ def test_resumes_from_shards(bench: Bench, kind: Kind, before: Wrapping, after: 
 
 
 def _route(route: Route, *names: str, marks: Iterable[pytest.MarkDecorator] = ()) -> Any:
-    return pytest.param(route, marks=[pytest.mark.api(*names), *marks])
+    return param(route, marks=[pytest.mark.api(*names), *marks])
 
 
 _SETTINGS = ("optim_state_dict", "optim_state_dict_to_load", "FullOptimStateDictConfig")
 
 
-@pytest.mark.parametrize(("kind", "before"), [_resumed(SGD, SHARDS), _resumed(ADAMW, FLAT)], ids=_name)
-@pytest.mark.parametrize(
+@parametrize("kind, before", _resumed(SGD, SHARDS), _resumed(ADAMW, FLAT))
+@parametrize(
     "route",
-    [
-        _route(Route.FULL_ON_RANK_0, *_SETTINGS),
-        _route(Route.LOADED_DIRECTLY, *_SETTINGS),
-        _route(Route.SHARD_FULL, "full_optim_state_dict", "shard_full_optim_state_dict"),
-        _route(Route.SCATTER_FULL, "full_optim_state_dict", "scatter_full_optim_state_dict"),
-        _route(
-            Route.FLATTEN_SHARDED,
-            *("sharded_optim_state_dict", "flatten_sharded_optim_state_dict"),
-            marks=[pytest.mark.worlds(SEVERAL)],
-        ),
-    ],
-    ids=_name,
+    _route(Route.FULL_ON_RANK_0, *_SETTINGS),
+    _route(Route.LOADED_DIRECTLY, *_SETTINGS),
+    _route(Route.SHARD_FULL, "full_optim_state_dict", "shard_full_optim_state_dict"),
+    _route(Route.SCATTER_FULL, "full_optim_state_dict", "scatter_full_optim_state_dict"),
+    _route(
+        Route.FLATTEN_SHARDED,
+        *("sharded_optim_state_dict", "flatten_sharded_optim_state_dict"),
+        marks=[pytest.mark.worlds(SEVERAL)],
+    ),
 )
 @expects(RESUMED)
 def test_resumes_by_every_route(bench: Bench, route: Route, kind: Kind, before: Wrapping) -> None:
@@ -217,7 +184,7 @@ def test_resumes_by_every_route(bench: Bench, route: Route, kind: Kind, before: 
 
 @pytest.mark.api("optim_state_dict")
 @pytest.mark.kills("IgnoresTheStateGiven")
-@pytest.mark.parametrize(("kind", "before"), [(SGD, SHARDS), (ADAMW, FLAT)], ids=_name)
+@parametrize("kind, before", (SGD, SHARDS), (ADAMW, FLAT))
 @expects(RESUMED)
 def test_resumes_from_the_state_in_an_argument(bench: Bench, kind: Kind, before: Wrapping) -> None:
     resume(bench, Route.GIVEN, kind, before, FLAT_HEAD)
@@ -244,7 +211,7 @@ def test_resumes_groups_that_take_turns(bench: Bench) -> None:
     claim_resumed(second, SGD, _taking_turns)
 
 
-@pytest.mark.parametrize(("kind", "before"), [_resumed(SGD, SHARDS), _resumed(ADAMW, WHOLE)], ids=_name)
+@parametrize("kind, before", _resumed(SGD, SHARDS), _resumed(ADAMW, WHOLE))
 @pytest.mark.kills("RekeysToEachOther")
 @pytest.mark.api("rekey_optim_state_dict", "OptimStateKeyType")
 @expects("the keys", "the members of the group", "the keys when nothing is to be done", RESUMED)

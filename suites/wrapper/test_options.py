@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 
 from shardproof import FOUR_OR_MORE_EVEN, SEVERAL
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.expect import STEP, Bench, expects
 from shardproof.suites.wrapper.model import Tower, batch, shown_gradients, tower
 
@@ -25,21 +26,19 @@ in_replicas = pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 def _shown(strategy: ShardingStrategy, between: str, outside: str, mutant: str) -> Any:
     marks = [kills(mutant), api(f"ShardingStrategy.{strategy.name}")]
     marks += [in_replicas] if strategy in {HYBRID, HYBRID_ZERO2} else []
-    return pytest.param(strategy, between, outside, id=strategy.name.strip("_").lower(), marks=marks)
+    return param(strategy, between, outside, id=strategy.name.strip("_").lower(), marks=marks)
 
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.api("sharding_strategy")
-@pytest.mark.parametrize(
-    ("strategy", "between", "outside"),
-    [
-        pytest.param(None, "sharded", "sharded", id="default", marks=kills(KEEPS)),
-        _shown(FULL, "sharded", "sharded", KEEPS),
-        _shown(ZERO2, "whole", "sharded", FREES),
-        _shown(NO, "whole", "whole", "ShardsWhatTheStrategyReplicates"),
-        _shown(HYBRID, "sharded", "sharded", KEEPS),
-        _shown(HYBRID_ZERO2, "whole", "sharded", FREES),
-    ],
+@parametrize(
+    "strategy, between, outside",
+    param(None, "sharded", "sharded", id="default", marks=kills(KEEPS)),
+    _shown(FULL, "sharded", "sharded", KEEPS),
+    _shown(ZERO2, "whole", "sharded", FREES),
+    _shown(NO, "whole", "whole", "ShardsWhatTheStrategyReplicates"),
+    _shown(HYBRID, "sharded", "sharded", KEEPS),
+    _shown(HYBRID_ZERO2, "whole", "sharded", FREES),
 )
 @expects("before forward", "after forward", "after backward")
 def test_shards_and_frees_as_the_strategy_says(
@@ -64,12 +63,10 @@ def test_shards_and_frees_as_the_strategy_says(
 
 
 @in_replicas
-@pytest.mark.parametrize(
+@parametrize(
     "kind",
-    [
-        pytest.param("group", marks=[kills("IgnoresTheGroupGiven"), api("process_group")]),
-        pytest.param("mesh", marks=[kills("IgnoresTheMeshGiven"), api("device_mesh")]),
-    ],
+    param("group", marks=[kills("IgnoresTheGroupGiven"), api("process_group")]),
+    param("mesh", marks=[kills("IgnoresTheMeshGiven"), api("device_mesh")]),
 )
 @expects(STEP)
 def test_shards_over_the_ranks_given(bench: Bench, kind: str) -> None:
@@ -85,14 +82,12 @@ def test_shards_over_the_ranks_given(bench: Bench, kind: str) -> None:
 
 @pytest.mark.kills("NeverMeetsReplicas")
 @in_replicas
-@pytest.mark.parametrize(
-    ("kind", "strategy"),
-    [
-        pytest.param("groups", HYBRID, id="groups-freed", marks=api("process_group")),
-        pytest.param("mesh", HYBRID, id="mesh-freed", marks=api("device_mesh")),
-        pytest.param("groups", HYBRID_ZERO2, id="groups-kept", marks=api("process_group")),
-        pytest.param("mesh", HYBRID_ZERO2, id="mesh-kept", marks=api("device_mesh")),
-    ],
+@parametrize(
+    "kind, strategy",
+    param("groups", HYBRID, id="groups-freed", marks=api("process_group")),
+    param("mesh", HYBRID, id="mesh-freed", marks=api("device_mesh")),
+    param("groups", HYBRID_ZERO2, id="groups-kept", marks=api("process_group")),
+    param("mesh", HYBRID_ZERO2, id="mesh-kept", marks=api("device_mesh")),
 )
 @expects(STEP, "whether each replica holds the model once")
 def test_trains_one_model_in_two_replicas(bench: Bench, kind: str, strategy: ShardingStrategy) -> None:
@@ -110,12 +105,10 @@ def test_trains_one_model_in_two_replicas(bench: Bench, kind: str, strategy: Sha
 
 @pytest.mark.kills("ForgetsWhatToIgnore")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
+@parametrize(
     "option",
-    [
-        pytest.param("ignored_modules", id="modules", marks=api("ignored_modules")),
-        pytest.param("ignored_states", id="states", marks=api("ignored_states")),
-    ],
+    param("ignored_modules", id="modules", marks=api("ignored_modules")),
+    param("ignored_states", id="states", marks=api("ignored_states")),
 )
 @expects("units", IGNORED, IGNORED_GRADIENTS)
 def test_leaves_ignored_modules_alone(bench: Bench, option: str) -> None:
@@ -193,24 +186,22 @@ _ATTEMPTS: dict[str, Callable[[Bench, Tower], dict[str, Any]]] = {
 
 
 def _attempt(name: str, *about: str, mutant: str = "AcceptsContradictions") -> Any:
-    return pytest.param(name, id=name.replace(" ", "-"), marks=[api(*about), kills(mutant)])
+    return param(name, id=name.replace(" ", "-"), marks=[api(*about), kills(mutant)])
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "attempt",
-    [
-        _attempt("groups and mesh", "process_group", "device_mesh"),
-        _attempt("ignored twice", "ignored_modules", "ignored_states"),
-        _attempt("ignored mixture", "ignored_states"),
-        _attempt("ignored parameters as modules", "ignored_modules"),
-        _attempt("hybrid on one axis", "device_mesh", "sharding_strategy"),
-        _attempt("hybrid in one group", "process_group", "sharding_strategy"),
-        _attempt("hybrid nowhere", "sharding_strategy"),
-        _attempt("initialiser", "param_init_fn"),
-        _attempt("policy of numbers", "auto_wrap_policy", "CustomPolicy", mutant="IgnoresOverridesOfAPolicy"),
-        _attempt("wrapped before", "auto_wrap_policy"),
-        _attempt("frozen in part", "use_orig_params", "auto_wrap_policy"),
-    ],
+    _attempt("groups and mesh", "process_group", "device_mesh"),
+    _attempt("ignored twice", "ignored_modules", "ignored_states"),
+    _attempt("ignored mixture", "ignored_states"),
+    _attempt("ignored parameters as modules", "ignored_modules"),
+    _attempt("hybrid on one axis", "device_mesh", "sharding_strategy"),
+    _attempt("hybrid in one group", "process_group", "sharding_strategy"),
+    _attempt("hybrid nowhere", "sharding_strategy"),
+    _attempt("initialiser", "param_init_fn"),
+    _attempt("policy of numbers", "auto_wrap_policy", "CustomPolicy", mutant="IgnoresOverridesOfAPolicy"),
+    _attempt("wrapped before", "auto_wrap_policy"),
+    _attempt("frozen in part", "use_orig_params", "auto_wrap_policy"),
 )
 @expects("the attempt")
 def test_refuses_what_has_no_meaning(bench: Bench, attempt: str) -> None:

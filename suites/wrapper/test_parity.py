@@ -9,27 +9,12 @@ from typing import Any
 
 import pytest
 
-from shardproof import (
-    FOUR_OR_MORE_EVEN,
-    SEVERAL,
-    Accumulation,
-    Layout,
-    MatchesOracle,
-    Microbatches,
-    Nothing,
-    Op,
-    Phase,
-    Plan,
-    RanksAgree,
-    Reshard,
-    Schedule,
-    Select,
-    Training,
-    Trial,
-    Wrapper,
-)
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, Accumulation, Layout, Microbatches, Nothing, Op, Phase
+from shardproof import Plan, Reshard, Schedule, Select, Training, Trial, Wrapper
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_UNEVEN
+from shardproof.suites.params import param, parametrize
+from shardproof.suites.vocabulary import PARITY
 
 REDUCING = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
 EARLY = Select(ops=REDUCING, phases=(Phase.BACKWARD,), microbatches=Microbatches.ALL_BUT_LAST)
@@ -40,32 +25,30 @@ HYBRID_FULL, HYBRID_ZERO2 = "ShardingStrategy.HYBRID_SHARD", "ShardingStrategy._
 in_replicas = pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 
 
-# Any: pytest gives no public name to what pytest.param makes.
+# Any: pytest has no public name for what pytest.param returns.
 def _case(strategy: str, layout: Layout, reshard: Reshard, wrapper: Wrapper) -> Any:
     marks = [pytest.mark.api(strategy), *([in_replicas] if layout is HYBRID else [])]
     form = "names" if wrapper.use_orig_params else "flat"
     ranks = "groups" if wrapper.by_groups else "mesh"
     name = strategy.partition(".")[2].strip("_").lower()
-    return pytest.param(layout, reshard, wrapper, id=f"{name}-{form}-{ranks}", marks=marks)
+    return param(layout, reshard, wrapper, id=f"{name}-{form}-{ranks}", marks=marks)
 
 
 NAMES, FLAT = Wrapper(use_orig_params=True), Wrapper(use_orig_params=False)
 NAMES_IN_GROUPS = Wrapper(use_orig_params=True, by_groups=True)
 FLAT_IN_GROUPS = Wrapper(use_orig_params=False, by_groups=True)
-every_strategy = pytest.mark.parametrize(
-    ("layout", "reshard", "wrapper"),
-    [
-        _case(FULL, SHARD, FREED, NAMES),
-        _case(FULL, SHARD, FREED, FLAT_IN_GROUPS),
-        _case(ZERO2, SHARD, KEPT, NAMES_IN_GROUPS),
-        _case(ZERO2, SHARD, KEPT, FLAT),
-        _case("ShardingStrategy.NO_SHARD", REPLICATE, NATIVE, NAMES_IN_GROUPS),
-        _case("ShardingStrategy.NO_SHARD", REPLICATE, NATIVE, FLAT),
-        _case(HYBRID_FULL, HYBRID, FREED, NAMES),
-        _case(HYBRID_FULL, HYBRID, FREED, FLAT_IN_GROUPS),
-        _case(HYBRID_ZERO2, HYBRID, KEPT, NAMES_IN_GROUPS),
-        _case(HYBRID_ZERO2, HYBRID, KEPT, FLAT),
-    ],
+every_strategy = parametrize(
+    "layout, reshard, wrapper",
+    _case(FULL, SHARD, FREED, NAMES),
+    _case(FULL, SHARD, FREED, FLAT_IN_GROUPS),
+    _case(ZERO2, SHARD, KEPT, NAMES_IN_GROUPS),
+    _case(ZERO2, SHARD, KEPT, FLAT),
+    _case("ShardingStrategy.NO_SHARD", REPLICATE, NATIVE, NAMES_IN_GROUPS),
+    _case("ShardingStrategy.NO_SHARD", REPLICATE, NATIVE, FLAT),
+    _case(HYBRID_FULL, HYBRID, FREED, NAMES),
+    _case(HYBRID_FULL, HYBRID, FREED, FLAT_IN_GROUPS),
+    _case(HYBRID_ZERO2, HYBRID, KEPT, NAMES_IN_GROUPS),
+    _case(HYBRID_ZERO2, HYBRID, KEPT, FLAT),
 )
 pytestmark = [
     pytest.mark.worlds(SEVERAL),
@@ -74,13 +57,13 @@ pytestmark = [
 
 
 @pytest.mark.kills("DividesWrappedGradientsTwice")
-@pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
+@parametrize("microbatches", 1, 3, ids="m{}".format)
 @every_strategy
 def test_trains_the_same_model(
     trial: Trial, layout: Layout, reshard: Reshard, wrapper: Wrapper, microbatches: int
 ) -> None:
     plan = Plan(layout=layout, reshard=reshard, units=MLP_UNEVEN.units, wrapper=wrapper)
-    trial.holds(_training(plan, microbatches), MatchesOracle(), RanksAgree())
+    trial.holds(_training(plan, microbatches), *PARITY)
 
 
 @pytest.mark.kills("DividesWrappedGradientsTwice", "ReducesDespiteNoSync")
@@ -95,7 +78,7 @@ def test_adds_up_microbatches_and_reduces_once(
         accumulation=Accumulation.LAST_MICROBATCH,
         wrapper=wrapper,
     )
-    trial.holds(_training(plan, 3), MatchesOracle(), RanksAgree(), Nothing(select=EARLY))
+    trial.holds(_training(plan, 3), *PARITY, Nothing(select=EARLY))
 
 
 def _training(plan: Plan, microbatches: int) -> Training:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
 from shardproof import SEVERAL
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.expect import Bench, expects
 from shardproof.suites.wrapper.model import batch, tower
 
@@ -42,7 +43,7 @@ class _Inner(_Witness):
 
 
 def _case(name: str, precision: MixedPrecision, *expected: object, kills: tuple[str, ...]) -> Any:
-    return pytest.param(precision, *expected, id=name, marks=pytest.mark.kills(*kills))
+    return param(precision, *expected, id=name, kills=kills)
 
 
 precise = pytest.mark.api("mixed_precision", "MixedPrecision")
@@ -52,51 +53,44 @@ FLAGS = ("IgnoresCastFlags", "IgnoresMixedPrecision")
 
 # Dtypes of input, weight and buffer.
 @precise
-@pytest.mark.parametrize(
-    ("precision", "root", "unit", "output"),
-    [
-        _case("nothing", MixedPrecision(), [HIGH, HIGH, HIGH], [HIGH, HIGH, HIGH], HIGH, kills=UNASKED),
-        _case(
-            "parameters",
-            MixedPrecision(param_dtype=LOW),
-            [LOW, LOW, HIGH],
-            [HIGH, LOW, HIGH],  # inputs of units are left as they are unless told otherwise
-            LOW,
-            kills=IGNORES,
-        ),
-        _case(
-            "no-inputs",
-            MixedPrecision(param_dtype=LOW, cast_root_forward_inputs=False),
-            [HIGH, LOW, HIGH],
-            [HIGH, LOW, HIGH],
-            LOW,
-            kills=FLAGS,
-        ),
-        _case(
-            "all-inputs",
-            MixedPrecision(param_dtype=LOW, cast_forward_inputs=True),
-            [LOW, LOW, HIGH],
-            [LOW, LOW, HIGH],
-            LOW,
-            kills=FLAGS,
-        ),
-        _case(
-            "buffers",
-            MixedPrecision(buffer_dtype=LOW),
-            [HIGH, HIGH, LOW],
-            [HIGH, HIGH, LOW],
-            HIGH,
-            kills=IGNORES,
-        ),
-        _case(
-            "reductions",
-            MixedPrecision(reduce_dtype=LOW),
-            [HIGH, HIGH, HIGH],
-            [HIGH, HIGH, HIGH],
-            HIGH,
-            kills=("ComputesInTheReduceDtype",),
-        ),
-    ],
+@parametrize(
+    "precision, root, unit, output",
+    _case("nothing", MixedPrecision(), [HIGH, HIGH, HIGH], [HIGH, HIGH, HIGH], HIGH, kills=UNASKED),
+    _case(
+        "parameters",
+        MixedPrecision(param_dtype=LOW),
+        [LOW, LOW, HIGH],
+        [HIGH, LOW, HIGH],  # inputs of units are left as they are by default
+        LOW,
+        kills=IGNORES,
+    ),
+    _case(
+        "no-inputs",
+        MixedPrecision(param_dtype=LOW, cast_root_forward_inputs=False),
+        [HIGH, LOW, HIGH],
+        [HIGH, LOW, HIGH],
+        LOW,
+        kills=FLAGS,
+    ),
+    _case(
+        "all-inputs",
+        MixedPrecision(param_dtype=LOW, cast_forward_inputs=True),
+        [LOW, LOW, HIGH],
+        [LOW, LOW, HIGH],
+        LOW,
+        kills=FLAGS,
+    ),
+    _case(
+        "buffers", MixedPrecision(buffer_dtype=LOW), [HIGH, HIGH, LOW], [HIGH, HIGH, LOW], HIGH, kills=IGNORES
+    ),
+    _case(
+        "reductions",
+        MixedPrecision(reduce_dtype=LOW),
+        [HIGH, HIGH, HIGH],
+        [HIGH, HIGH, HIGH],
+        HIGH,
+        kills=("ComputesInTheReduceDtype",),
+    ),
 )
 @expects("what the root saw", "what the unit saw", "the dtype of the output")
 def test_computes_in_the_dtypes_named(
@@ -117,18 +111,16 @@ def test_computes_in_the_dtypes_named(
 
 
 @precise
-@pytest.mark.parametrize(
-    ("precision", "dtype"),
-    [
-        _case("full", MixedPrecision(param_dtype=LOW), HIGH, kills=("KeepsLowGradients", "RoundsTheShards")),
-        _case(
-            "low",
-            MixedPrecision(param_dtype=LOW, keep_low_precision_grads=True),
-            LOW,
-            kills=("IgnoresMixedPrecision", "RoundsTheShards"),
-        ),
-        _case("reduced-low", MixedPrecision(reduce_dtype=LOW), HIGH, kills=("RoundsTheShards",)),
-    ],
+@parametrize(
+    "precision, dtype",
+    _case("full", MixedPrecision(param_dtype=LOW), HIGH, kills=("KeepsLowGradients", "RoundsTheShards")),
+    _case(
+        "low",
+        MixedPrecision(param_dtype=LOW, keep_low_precision_grads=True),
+        LOW,
+        kills=("IgnoresMixedPrecision", "RoundsTheShards"),
+    ),
+    _case("reduced-low", MixedPrecision(reduce_dtype=LOW), HIGH, kills=("RoundsTheShards",)),
 )
 @expects("the dtype of gradients", "the dtype of shards", "an update in full precision")
 def test_keeps_shards_in_full_precision(bench: Bench, precision: MixedPrecision, dtype: torch.dtype) -> None:
@@ -148,19 +140,14 @@ def test_keeps_shards_in_full_precision(bench: Bench, precision: MixedPrecision,
 
 @precise
 @pytest.mark.worlds(SEVERAL)  # a lone rank averages nothing
-@pytest.mark.parametrize(
-    ("precision", "is_precise"),
-    [
-        _case("nothing", MixedPrecision(), True, kills=UNASKED),
-        _case("low", MixedPrecision(reduce_dtype=LOW), False, kills=IGNORES),
-        _case("as-computed", MixedPrecision(param_dtype=LOW), False, kills=IGNORES),
-        _case(
-            "high",
-            MixedPrecision(param_dtype=LOW, reduce_dtype=HIGH),
-            True,
-            kills=("ReducesInTheComputeDtype",),
-        ),
-    ],
+@parametrize(
+    "precision, is_precise",
+    _case("nothing", MixedPrecision(), True, kills=UNASKED),
+    _case("low", MixedPrecision(reduce_dtype=LOW), False, kills=IGNORES),
+    _case("as-computed", MixedPrecision(param_dtype=LOW), False, kills=IGNORES),
+    _case(
+        "high", MixedPrecision(param_dtype=LOW, reduce_dtype=HIGH), True, kills=("ReducesInTheComputeDtype",)
+    ),
 )
 @expects("whether the mean is precise", "the number of gradients")
 def test_reduces_in_the_dtype_named(bench: Bench, precision: MixedPrecision, is_precise: bool) -> None:
@@ -215,7 +202,7 @@ def test_batch_norm_computes_in_full_precision(bench: Bench) -> None:
 @pytest.mark.kills("KeepsOverflowLocal")
 @pytest.mark.worlds(SEVERAL)  # a lone rank is all ranks
 @pytest.mark.api("ShardedGradScaler")
-@pytest.mark.parametrize("is_last", [False, True], ids=["first", "last"])
+@parametrize("is_last", False, True, ids=["first", "last"])
 @expects("a step with an infinite gradient", "a step with finite gradients")
 def test_an_infinite_gradient_on_one_rank_stops_all(bench: Bench, is_last: bool) -> None:
     """Make the gradients of one rank infinite, the first or the last, and then take an honest step."""

@@ -7,29 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import (
-    FullStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictType,
-)
+from torch.distributed.fsdp import FullStateDictConfig, ShardedStateDictConfig, ShardingStrategy
+from torch.distributed.fsdp import StateDictConfig, StateDictType
 from torch.distributed.tensor import DTensor
 
 from shardproof import SEVERAL
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.expect import Bench, expects
-from shardproof.suites.wrapper.model import (
-    EACH_FORM,
-    LR,
-    Form,
-    Tower,
-    Wrapping,
-    batch,
-    blank,
-    parameters,
-    tower,
-    trained_alone,
-)
+from shardproof.suites.wrapper.model import EACH_FORM, LR, Form, Tower, Wrapping, batch, blank, parameters
+from shardproof.suites.wrapper.model import tower, trained_alone
 
 SHARDS, FLAT = Wrapping(), Wrapping(form=Form.FLAT)
 KEPT = Wrapping(strategy=ShardingStrategy.SHARD_GRAD_OP)
@@ -48,7 +34,7 @@ LOADED = ("what loading says", "parameters afterwards", "buffers afterwards")
 
 @pytest.mark.api("state_dict", "StateDictType")
 @pytest.mark.kills("NamesTheWrapperInStates", "MixesUpBuffers")
-@pytest.mark.parametrize("wrapping", [SHARDS, FLAT, KEPT, WHOLE, WHOLE_FLAT, HYBRID], ids=str)
+@parametrize("wrapping", SHARDS, FLAT, KEPT, WHOLE, WHOLE_FLAT, HYBRID)
 @expects("the state at first", "the state after training")
 def test_saves_the_model_as_if_it_were_not_wrapped(bench: Bench, wrapping: Wrapping) -> None:
     root = bench.wrapped_by(wrapping, tower())
@@ -122,15 +108,12 @@ def test_saves_shards_to_the_host(bench: Bench) -> None:
 
 @pytest.mark.api("state_dict", "StateDictType", "ShardedStateDictConfig")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
+@parametrize(
     "wrapping",
-    [
-        pytest.param(SHARDS, marks=pytest.mark.kills("SavesWholesAsShards")),
-        pytest.param(FLAT, marks=pytest.mark.kills("SavesWholesAsShards")),
-        pytest.param(MESH, marks=pytest.mark.kills("SavesWholesAsShards")),
-        pytest.param(WHOLE, marks=pytest.mark.kills("NamesTheWrapperInStates")),
-    ],
-    ids=str,
+    param(SHARDS, kills="SavesWholesAsShards"),
+    param(FLAT, kills="SavesWholesAsShards"),
+    param(MESH, kills="SavesWholesAsShards"),
+    param(WHOLE, kills="NamesTheWrapperInStates"),
 )
 @expects("names", "sizes", "values", "elements of all ranks")
 def test_saves_each_element_on_one_rank(bench: Bench, wrapping: Wrapping) -> None:
@@ -153,26 +136,17 @@ RIGHT_FORM = pytest.mark.kills("GivesShardsForWholes")
 
 @pytest.mark.api("StateDictType", "FullStateDictConfig", "ShardedStateDictConfig")
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.parametrize(
-    ("kind", "config"),
-    [
-        pytest.param(FULL, FullStateDictConfig(), id="full", marks=RIGHT_FORM),
-        pytest.param(
-            FULL,
-            FullStateDictConfig(rank0_only=True),
-            id="rank0",
-            marks=pytest.mark.kills("IgnoresStateConfigs"),
-        ),
-        pytest.param(
-            SHARDED, ShardedStateDictConfig(), id="sharded", marks=pytest.mark.kills("GivesWholesForShards")
-        ),
-        pytest.param(
-            FULL,
-            FullStateDictConfig(offload_to_cpu=True),
-            id="host",
-            marks=[RIGHT_FORM, pytest.mark.api("StateDictConfig")],
-        ),
-    ],
+@parametrize(
+    "kind, config",
+    param(FULL, FullStateDictConfig(), id="full", marks=RIGHT_FORM),
+    param(FULL, FullStateDictConfig(rank0_only=True), id="rank0", kills="IgnoresStateConfigs"),
+    param(SHARDED, ShardedStateDictConfig(), id="sharded", kills="GivesWholesForShards"),
+    param(
+        FULL,
+        FullStateDictConfig(offload_to_cpu=True),
+        id="host",
+        marks=[RIGHT_FORM, pytest.mark.api("StateDictConfig")],
+    ),
 )
 @expects("names", "sizes")
 def test_saves_in_the_form_set(bench: Bench, kind: StateDictType, config: StateDictConfig) -> None:
@@ -186,18 +160,15 @@ def test_saves_in_the_form_set(bench: Bench, kind: StateDictType, config: StateD
 
 @pytest.mark.api("state_dict", "load_state_dict", "StateDictType")
 @pytest.mark.kills("LoadsParametersAlone")
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (SHARDS, FLAT),
-        (FLAT, KEPT),
-        (KEPT, WHOLE),
-        (WHOLE, WHOLE_FLAT),
-        (WHOLE_FLAT, OTHER_UNITS),
-        (OTHER_UNITS, HYBRID),
-        (HYBRID, SHARDS),
-    ],
-    ids=str,
+@parametrize(
+    "before, after",
+    (SHARDS, FLAT),
+    (FLAT, KEPT),
+    (KEPT, WHOLE),
+    (WHOLE, WHOLE_FLAT),
+    (WHOLE_FLAT, OTHER_UNITS),
+    (OTHER_UNITS, HYBRID),
+    (HYBRID, SHARDS),
 )
 @expects(*LOADED, "an output afterwards")
 def test_loads_what_another_wrapping_saved(bench: Bench, before: Wrapping, after: Wrapping) -> None:
@@ -207,10 +178,12 @@ def test_loads_what_another_wrapping_saved(bench: Bench, before: Wrapping, after
 @pytest.mark.api("state_dict", "load_state_dict", "StateDictType")
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("IgnoresShardedStates")
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [(SHARDS, Wrapping(form=Form.FLAT, units=("head",))), (FLAT, SHARDS), (KEPT, SHARDS), (MESH, MESH_ROOT)],
-    ids=str,
+@parametrize(
+    "before, after",
+    (SHARDS, Wrapping(form=Form.FLAT, units=("head",))),
+    (FLAT, SHARDS),
+    (KEPT, SHARDS),
+    (MESH, MESH_ROOT),
 )
 @expects(*LOADED, "an output afterwards")
 def test_loads_shards_that_another_wrapping_saved(bench: Bench, before: Wrapping, after: Wrapping) -> None:
@@ -244,7 +217,7 @@ def _hand_over(bench: Bench, kind: StateDictType, before: Wrapping, after: Wrapp
 
 @pytest.mark.api("state_dict", "load_state_dict", "StateDictType")
 @pytest.mark.kills("LoadsParametersAlone")
-@pytest.mark.parametrize("wrapping", [SHARDS, FLAT, WHOLE], ids=str)
+@parametrize("wrapping", SHARDS, FLAT, WHOLE)
 @expects("parameters of the wrapped", "parameters of the plain", "buffers of the plain")
 def test_exchanges_states_with_a_model_that_is_not_wrapped(bench: Bench, wrapping: Wrapping) -> None:
     root, plain = bench.wrapped_by(wrapping, blank()), blank()

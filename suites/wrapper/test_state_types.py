@@ -7,19 +7,11 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, LocalOptimStateDictConfig
+from torch.distributed.fsdp import LocalStateDictConfig, OptimStateDictConfig, ShardedOptimStateDictConfig
+from torch.distributed.fsdp import ShardedStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
 
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.expect import Bench, expects
 from shardproof.suites.wrapper.model import tower
 
@@ -69,10 +61,10 @@ def test_sets_the_type_and_returns_what_was_before(bench: Bench) -> None:
     bench.same("what a unit returns", _settings(bench, root.middle), [FULL, *configs])
 
 
-each_type = pytest.mark.parametrize(
+each_type = parametrize(
     "kind",
-    [
-        pytest.param(kind, id=name, marks=pytest.mark.api(*(config.__name__ for config in _CONFIGS[kind])))
+    *[
+        param(kind, id=name, marks=pytest.mark.api(*(config.__name__ for config in _CONFIGS[kind])))
         for name, kind in (("full", FULL), ("local", LOCAL), ("sharded", SHARDED))
     ],
 )

@@ -12,12 +12,11 @@ from torch import distributed
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import StateDictType
-from torch.distributed.tensor import DTensor
 
 from shardproof import FOURS
 from shardproof.suites.composable.bench import cut, layers, train_on_shared_rows
 from shardproof.suites.wrapper.expect import STEP, Bench, expects
-from shardproof.suites.wrapper.model import EACH_FORM, Form, copies, original
+from shardproof.suites.wrapper.model import EACH_FORM, Form, copies, gathered, original
 
 pytestmark = pytest.mark.worlds(FOURS)
 NAMES, VALUES = "names", "values"
@@ -29,8 +28,7 @@ def _wrapped(bench: Bench, form: Form = Form.ORIGINAL) -> Any:
 
 
 def _whole(values: dict[str, Any]) -> dict[str, torch.Tensor]:
-    held = {original(name): value.detach() for name, value in values.items()}
-    return {name: v.full_tensor() if isinstance(v, DTensor) else v.clone() for name, v in held.items()}
+    return gathered({original(name): value for name, value in values.items()})
 
 
 def _state(bench: Bench, root: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from shardproof import ALONE, SEVERAL, WrapperNames
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.expect import STEP, Bench, expects
 from shardproof.suites.wrapper.model import batch, tower
 
@@ -49,24 +50,20 @@ _POLICIES: dict[str, Callable[[WrapperNames], Any]] = {
 
 
 def _policy(name: str, units: list[str], *api: str, kills: str = "IgnoresThePolicy") -> Any:
-    return pytest.param(
-        name, units, id=name, marks=[pytest.mark.api("auto_wrap_policy", *api), pytest.mark.kills(kills)]
-    )
+    return param(name, units, id=name, kills=kills, marks=pytest.mark.api("auto_wrap_policy", *api))
 
 
-@pytest.mark.parametrize(
-    ("policy", "units"),
-    [
-        _policy("none", [""], kills="WrapsLayersUnasked"),
-        _policy("function", MIDDLE),
-        _policy("classes", MIDDLE, "ModuleWrapPolicy"),
-        _policy("nested", ALL, "ModuleWrapPolicy"),
-        _policy("custom", LAYERS, "CustomPolicy"),
-        _policy("lambda", LAYERS, "lambda_auto_wrap_policy"),
-        _policy("transformer", MIDDLE, "transformer_auto_wrap_policy"),
-        _policy("large", MIDDLE, "size_based_auto_wrap_policy"),
-        _policy("small", LAYERS, "size_based_auto_wrap_policy"),
-    ],
+@parametrize(
+    "policy, units",
+    _policy("none", [""], kills="WrapsLayersUnasked"),
+    _policy("function", MIDDLE),
+    _policy("classes", MIDDLE, "ModuleWrapPolicy"),
+    _policy("nested", ALL, "ModuleWrapPolicy"),
+    _policy("custom", LAYERS, "CustomPolicy"),
+    _policy("lambda", LAYERS, "lambda_auto_wrap_policy"),
+    _policy("transformer", MIDDLE, "transformer_auto_wrap_policy"),
+    _policy("large", MIDDLE, "size_based_auto_wrap_policy"),
+    _policy("small", LAYERS, "size_based_auto_wrap_policy"),
 )
 @expects("units", STEP)
 def test_makes_the_units_that_the_policy_names(bench: Bench, policy: str, units: list[str]) -> None:
@@ -97,11 +94,7 @@ def test_asks_a_policy_from_the_leaves_up(bench: Bench) -> None:
         return recurse or module is middle
 
     bench.wrap(model, auto_wrap_policy=policy)
-    bench.same(
-        ASKED,
-        asked,
-        ["0 20", "1.0.0 15", "1.0.1 20", "1.0 35", "1.1 12", "1 12"],
-    )
+    bench.same(ASKED, asked, ["0 20", "1.0.0 15", "1.0.1 20", "1.0 35", "1.1 12", "1 12"])
 
 
 @pytest.mark.kills("GivesUnitsNoOptions", "AlwaysShowsNames")
@@ -141,7 +134,7 @@ def test_a_policy_overrides_options_of_one_unit(bench: Bench) -> None:
     bench.same("units", bench.units_of(root), LAYERS)
 
 
-# Torch keeps what enable_wrap says in one place for all threads: ranks that are threads would share it.
+# Torch keeps the options of enable_wrap in one place for all threads: ranks that are threads would share them.
 @pytest.mark.worlds(ALONE)
 @pytest.mark.kills("AlwaysShowsNames")
 @pytest.mark.api("enable_wrap", "wrap")
@@ -158,11 +151,11 @@ def test_wraps_what_is_annotated(bench: Bench) -> None:
     bench.same("outside again", bench.names.wrap(layer) is layer, True)
 
 
-# Warnings are caught for all threads of a process: ranks that are threads would hear each other's.
+# Warnings are caught for all threads of a process: ranks that are threads would catch each other's.
 @pytest.mark.worlds(ALONE)
 @pytest.mark.kills("WrapsContainersSilently")
 @pytest.mark.api("init.module")
-@pytest.mark.parametrize("is_dict", [False, True], ids=["list", "dict"])
+@parametrize("is_dict", False, True, ids=["list", "dict"])
 @expects("warned of a container", "warned of a module")
 def test_warns_of_containers_without_a_forward(bench: Bench, is_dict: bool) -> None:
     bare = nn.ModuleDict({"layer": nn.Linear(2, 2)}) if is_dict else nn.ModuleList([nn.Linear(2, 2)])

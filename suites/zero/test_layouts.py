@@ -6,27 +6,9 @@ from typing import Any
 
 import pytest
 
-from shardproof import (
-    SEVERAL,
-    Accumulation,
-    AllWaited,
-    Between,
-    Bytes,
-    HoldsItsShare,
-    Layout,
-    MatchesOracle,
-    MemoryIsExplained,
-    Microbatches,
-    NamedOptimizer,
-    Nothing,
-    Op,
-    Per,
-    Phase,
-    RanksAgree,
-    Select,
-    Training,
-    Trial,
-)
+from shardproof import SEVERAL, Accumulation, AllWaited, Between, Bytes, HoldsItsShare, Layout, MatchesOracle
+from shardproof import MemoryIsExplained, Microbatches, NamedOptimizer, Nothing, Op, Per, Phase, RanksAgree
+from shardproof import Select, Training, Trial
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.suites.communication.closed_forms import ALIGNED_BYTES, GRADIENT_BYTES
