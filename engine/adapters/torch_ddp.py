@@ -14,6 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.engine.contract import Capability, Engine, Plan, PreparedModel
 
+# Since torch 2.15.
+_OF_NEWER_RELEASES = {Capability.FINALIZE} if hasattr(DistributedDataParallel, "finalize_backward") else set()
+
 
 class PreparedDdp(PreparedModel):
     """DDP leaves the original module and its names in place."""
@@ -58,6 +61,7 @@ class DistributedDataParallelEngine(Engine):
             Capability.COMPARES_RANKS,
             Capability.PARAMETER_SHAPES,
             Capability.DATA_PARALLEL,
+            *_OF_NEWER_RELEASES,
         }
     )
     prepared_type: ClassVar[type[PreparedDdp]] = PreparedDdp

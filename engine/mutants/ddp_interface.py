@@ -5,16 +5,19 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardproof.engine.adapters.ended_by_hand import EndedByHand, EndedByHandEngine
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.contract import Capability
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.plans import demanding
 
 _CALLS = Condition(plan=demanding(Capability.DATA_PARALLEL), because="training alone takes no such option")
+_FINALIZES = Condition(plan=demanding(Capability.DATA_PARALLEL, Capability.FINALIZE), because=_CALLS.because)
 
 # Any, throughout: options, of which a mutant overlooks some.
 
@@ -156,3 +159,79 @@ class ReducesInItsNoSync(DistributedDataParallelEngine):
 
     class Prepared(PreparedDdp):
         interface = _AlwaysInSync
+
+
+class _ClearingViews(DistributedDataParallel):
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        if self.require_backward_grad_sync and self.gradient_as_bucket_view:
+            for parameter in self.module.parameters():
+                parameter.grad = None
+        return super().forward(*inputs, **named)  # type: ignore[no-untyped-call]
+
+
+@mutant(after="hpcaitech/ColossalAI#2496", kills_on=_CALLS)
+class ClearsWhatIsHeldInBuckets(DistributedDataParallelEngine):
+    """Where gradients are views of buckets, what no_sync held back is cleared before it is reduced."""
+
+    class Prepared(PreparedDdp):
+        interface = _ClearingViews
+
+
+class _StaticForEver(DistributedDataParallel):
+    def __init__(self, module: nn.Module, *, static_graph: bool = False, **options: Any) -> None:
+        super().__init__(module, **options)
+        self._is_static, self._num_forwards = static_graph, 0
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        self._num_forwards += 1
+        if self._is_static and self._num_forwards > 1:
+            self.require_backward_grad_sync = False
+        return super().forward(*inputs, **named)  # type: ignore[no-untyped-call]
+
+
+@mutant(after="pytorch/pytorch#143580", kills_on=_CALLS)
+class CountsTheGraphOnceForAll(DistributedDataParallelEngine):
+    """A static graph is reduced in the first backward, and never again."""
+
+    class Prepared(PreparedDdp):
+        interface = _StaticForEver
+
+
+class _Unreduced(EndedByHand):
+    def reduce(self, gradients: list[torch.Tensor]) -> None:
+        pass
+
+
+@mutant(after="facebookresearch/fairscale#777", kills_on=_FINALIZES)
+class EndsBackwardsUnreduced(EndedByHandEngine):
+    """A backward that the caller ends is never reduced."""
+
+    class Prepared(PreparedDdp):
+        interface = _Unreduced
+
+
+class _OnceMore(EndedByHand):
+    def reduce(self, gradients: list[torch.Tensor]) -> None:
+        super().reduce(gradients)
+        super().reduce(gradients)
+
+
+@mutant(after="NVIDIA/cosmos-framework#161", kills_on=_FINALIZES, trace=Trace.COMMUNICATION)
+class ReducesOnceMoreAtTheEnd(EndedByHandEngine):
+    """What was reduced is reduced once more when the caller ends the backward."""
+
+    class Prepared(PreparedDdp):
+        interface = _OnceMore
+
+
+class _Unchecked(EndedByHand):
+    def check(self, holds: bool, otherwise: str) -> None:
+        pass
+
+
+@mutant(after="pytorch/pytorch#104504", kills_on=_FINALIZES, trace=Trace.SILENCE)
+class EndsBackwardsWhateverComes(EndedByHandEngine):
+    """Backwards are ended unasked, twice, too early, while they are held back, and not at all."""
+
+    class Prepared(PreparedDdp):
+        interface = _Unchecked

@@ -1,11 +1,11 @@
 """The future of a work on a CPU: complete when it is waited for, and not before, as its work is.
 
-[Note: futures in backward] C++ waits for a future where nothing can see it, and DDP's reducer does so at the end
-of backward. So a future that was taken in backward is completed there, after all that backward computes and before
-what the reducer has queued for then: as late as can be, in the thread whose result it is. One that is taken even
-later, as by DDP for a static graph in its first step, is complete at once: its taker waits without another word. So
-is one that C++ takes where no backward is, as DDP does in join. A future that Python takes elsewhere is complete when
-it is waited for, or its value is asked for.
+[Note: futures in backward] C++ waits for a future where nothing can see it, and DDP's reducer does so at the end of
+backward, or where a hook ends it. So a future that was taken in backward is completed there, after all that backward
+computes and before what the reducer has queued for then: as late as can be, in the thread whose result it is. One
+that is taken even later, as by DDP for a static graph in its first step, is complete at once: its taker waits without
+another word. So is one that C++ takes where no backward is, as DDP does in join. A future that Python takes elsewhere
+is complete when it is waited for, or its value is asked for.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.harness.torch_compat.dispatch import Backward, backward_of_thread, call_after_backward
+from shardproof.harness.torch_compat.patching import Replacement
 
 _Future = torch.futures.Future
 _collect_all = torch.futures.collect_all
@@ -104,9 +105,8 @@ def _come_all() -> None:
         _due.futures.pop(0).come()
 
 
-@contextmanager
-def late_futures() -> Iterator[None]:
-    """Let torch's functions over several futures wait for late ones, until exit; they would block in C++."""
+def _functions_that_wait() -> Iterator[tuple[Any, str, Any]]:
+    """Yield torch's functions that would block in C++ for late futures, and what lets these come before."""
 
     def come(futures: Iterable[_Future[Any]]) -> list[_Future[Any]]:
         given = list(futures)
@@ -115,10 +115,17 @@ def late_futures() -> Iterator[None]:
                 future.come()
         return given
 
-    module: Any = torch.futures
-    module.collect_all = lambda futures: _collect_all(come(futures))
-    module.wait_all = lambda futures: _wait_all(come(futures))
-    try:
-        yield
-    finally:
-        module.collect_all, module.wait_all = _collect_all, _wait_all
+    yield torch.futures, "collect_all", lambda futures: _collect_all(come(futures))
+    yield torch.futures, "wait_all", lambda futures: _wait_all(come(futures))
+    # Since torch 2.15 a hook amid backward may end it.
+    if (end := getattr(DistributedDataParallel, "finalize_backward", None)) is not None:
+
+        def finalize_backward(module: DistributedDataParallel) -> None:
+            _come_all()
+            end(module)
+
+        yield DistributedDataParallel, "finalize_backward", finalize_backward
+
+
+late_futures = Replacement(_functions_that_wait)
+"""The context in which no function of torch blocks in C++ for a late future of its own thread."""

@@ -88,7 +88,7 @@ def standing_in_c10d(door: Interceptor) -> Iterator[None]:
     """
     works = Works()
     kernels = {name: partial(_untraced, name, spelling, door, works) for name, spelling in SPELLINGS.items()}
-    with late_futures(), kernels_before_backends("c10d", kernels):
+    with late_futures, kernels_before_backends("c10d", kernels):
         yield
 
 
