@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from enum import Enum
+from importlib import metadata
 from typing import Any, ClassVar
 
 import torch
@@ -231,9 +232,14 @@ class PreparedModel:
         """Return a context around forward and backward of every microbatch but the last: no gradient sync.
 
         In a pipeline it is around each forward and each backward by itself, since those of several microbatches
-        take turns: what the last backward reduces is decided by that backward, not by any forward.
+        take turns: what the last backward reduces is decided by that backward, not by any forward. The default is
+        the module's own ``no_sync``.
         """
-        raise MissingMethodError("accumulating", Capability.ACCUMULATE)
+        no_sync = getattr(self.module, "no_sync", None)
+        if no_sync is None:
+            raise MissingMethodError("accumulating", Capability.ACCUMULATE)
+        context: AbstractContextManager[None] = no_sync()
+        return context
 
     def pipelined(self) -> nn.Module | None:
         """Return the module whose class torch's pipelining knows and synchronises by itself; None if it has none.
@@ -346,6 +352,8 @@ class Engine(ABC):
 
     name: str
     capabilities: frozenset[Capability]
+    package: ClassVar[str] = "torch"
+    """The distribution that the engine is part of, whose release is the engine's."""
     insists_on_cuda: ClassVar[bool] = False
     """Whether the engine calls torch.cuda wherever it is: in worlds of a CPU a stand-in is put there for it."""
     needs_processes: ClassVar[bool] = False
@@ -365,4 +373,5 @@ class Engine(ABC):
 
     def version(self) -> str:
         """Name the engine's release, for the record."""
-        return f"torch {torch.__version__}"
+        release = torch.__version__ if self.package == "torch" else metadata.version(self.package)
+        return f"{self.package} {release}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -128,11 +127,6 @@ class PreparedWrapper(PreparedModel, ABC):
 
     def wrapper(self) -> WrapperNames:
         return self._names
-
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Use the wrapper's own no_sync, which keeps whole gradients on every rank."""
-        context: AbstractContextManager[None] = self._root.no_sync()
-        return context
 
     def grad_scaler(self, *, init_scale: float, growth_interval: int) -> GradScaler:
         """Use the scaler that goes with the wrapper: torch's own asks no other rank what it found."""
