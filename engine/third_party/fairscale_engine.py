@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,14 +11,14 @@ from fairscale.nn.data_parallel import FullyShardedDataParallel
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.engine.contract import Capability, Engine, Plan, PreparedModel, Reshard, Shard, shard_of
+from shardproof.engine.contract import Capability, Engine, Plan, PreparedModel, Reshard
 from shardproof.engine.pieces import Piece, PreparedPieces
-
-_PREFIXES = ("_fsdp_wrapped_module.", "_fpw_module.")
 
 
 class PreparedFairscale(PreparedPieces):
     """Each unit is one flat parameter, cut evenly over ranks with padding at the end."""
+
+    wrapped_as = ("_fsdp_wrapped_module", "_fpw_module")
 
     def __init__(self, module: Any, model: nn.Module) -> None:
         super().__init__(module, named=model)
@@ -32,10 +32,6 @@ class PreparedFairscale(PreparedPieces):
         """Use the engine's own."""
         return float(self._root.clip_grad_norm_(max_norm, norm_type))
 
-    def local_buffers(self) -> Mapping[str, Shard]:
-        """Read buffers, which the engine leaves alone."""
-        return {_original(name): shard_of(b) for name, b in self._root.named_buffers()}
-
     def value_of(self, piece: Piece) -> torch.Tensor:
         """Read the shard also where the flat parameter is whole."""
         value: torch.Tensor = getattr(piece.owner, "_fp32_shard", piece.owner)
@@ -44,39 +40,30 @@ class PreparedFairscale(PreparedPieces):
     def pieces(self) -> Iterator[Piece]:
         for path, unit in self._root.named_modules():
             if isinstance(unit, FullyShardedDataParallel):
-                yield from _pieces_of(unit, _original(f"{path}."))
+                for flat in unit.params:
+                    yield from self._pieces_of(unit, flat, path)
 
-
-def _pieces_of(unit: Any, prefix: str) -> Iterator[Piece]:
-    for flat in unit.params:
-        names, shapes, numels = flat.metadata()
-        first = unit.rank * -(-sum(numels) // unit.world_size)
-        last = first + -(-sum(numels) // unit.world_size)
-        offset = 0
-        for name, shape, numel in zip(names, shapes, numels, strict=True):
-            begin = min(max(first, offset), offset + numel)
-            end = max(begin, min(last, offset + numel))
+    def _pieces_of(self, unit: Any, flat: Any, path: str) -> Iterator[Piece]:  # Any: of an untyped package
+        share = -(-sum(flat.metadata()[2]) // unit.world_size)
+        offset = -unit.rank * share  # of a parameter in this rank's shard
+        for name, shape, numel in zip(*flat.metadata(), strict=True):
+            begin, end = (min(max(bound, offset), offset + numel) for bound in (0, share))
             yield Piece(
-                name=prefix + _original(name),
+                name=self.original_name(f"{path}.{name}").lstrip("."),
                 shape=tuple(shape),
                 owner=flat,
                 start=begin - offset,
-                offset=max(begin - first, 0),
+                offset=max(begin, 0),
                 numel=end - begin,
             )
             offset += numel
-
-
-def _original(name: str) -> str:
-    for prefix in _PREFIXES:
-        name = name.replace(prefix, "")
-    return name.lstrip(".")
 
 
 class FairscaleEngine(Engine):
     """The adapter."""
 
     name = "fairscale.fsdp"
+    package = "fairscale"
     capabilities = frozenset(
         {
             Capability.SHARD,
