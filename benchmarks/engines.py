@@ -57,7 +57,9 @@ FAMILIES: Mapping[str, Family] = {
     "deepspeed": Family(packages=("deepspeed==0.19.8",), world=_PROCESSES),
     "fairscale": Family(packages=("--no-deps fairscale==0.4.13",)),
     "lightning": Family(packages=("lightning-fabric==2.6.6",), world=_PROCESSES),
+    "mcore": Family(packages=("megatron-core==0.16.1",)),
     "megatron": Family(packages=("--no-deps megatron-fsdp==0.6.1 einops",)),
+    "olmo": Family(packages=("ai2-olmo-core==3.0.0",)),
     "torchft": Family(packages=("torchft==0.2.0",), world=_PROCESSES),
     "torchtitan": Family(packages=_TORCHTITAN),
 }

@@ -121,7 +121,9 @@ LAYERS = (
                 "deepspeed": "deepspeed",
                 "fairscale": "fairscale",
                 "lightning": "lightning_fabric",
+                "mcore": "megatron.core",
                 "megatron": "megatron_fsdp",
+                "olmo": "olmo_core",
                 "torchft": "torchft",
                 "torchtitan": "torchtitan",
             }.items()
