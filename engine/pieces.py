@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardproof.engine.contract import PreparedModel
+from shardproof.engine.contract import OptimizerFactory, PreparedModel
 from shardproof.engine.shard import Shard, shard_of
 
 __all__ = ["Piece", "PreparedPieces"]
@@ -55,6 +55,10 @@ class PreparedPieces(PreparedModel, ABC):
     @abstractmethod
     def pieces(self) -> Iterable[Piece]:
         """Return this rank's piece of each parameter that the optimizer updates, an empty one included."""
+
+    def optimizer(self, factory: OptimizerFactory) -> None:
+        """Build it over the owners of the pieces."""
+        self._optimizer = factory(dict.fromkeys(piece.owner for piece in self.pieces()))
 
     def value_of(self, piece: Piece) -> torch.Tensor:
         """Return what the optimizer updates: a tensor that lies as the piece's owner does."""

@@ -149,7 +149,7 @@ LAYERS = (
             "harness/cli/": ("pytest", "reports", "fixtures", "tomlkit", "rich"),
         },
     ),
-    Layer(package="shardproof", allowed=("engine.contract", "harness")),
+    Layer(package="shardproof", allowed=("engine.contract", "engine.pieces", "harness")),
     Layer(
         package="suites", allowed=("shardproof", "harness", "fixtures", "engine.contract", "pytest", "torch")
     ),

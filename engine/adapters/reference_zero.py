@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.engine.contract import Capability, Engine, OptimizerFactory, Plan, PreparedModel
+from shardproof.engine.contract import Capability, Engine, Plan, PreparedModel
 from shardproof.engine.pieces import Piece, PreparedPieces
 from shardproof.engine.reference.zero import Zero2
 
@@ -23,10 +23,6 @@ class PreparedZero2(PreparedPieces):
     def __init__(self, engine: Zero2) -> None:
         super().__init__(engine.module)
         self.engine = engine
-
-    def optimizer(self, factory: OptimizerFactory) -> None:
-        """Build it over the pieces."""
-        self._optimizer = factory(piece.own for piece in self.engine.pieces.values())
 
     def backward(self, loss: torch.Tensor) -> None:
         """Let the engine run backward, since that is when it reduces."""

@@ -24,10 +24,6 @@ class PreparedFairscale(PreparedPieces):
         super().__init__(module, named=model)
         self._root = module
 
-    def optimizer(self, factory: Any) -> None:
-        """Build it over the flat parameters."""
-        self._optimizer = factory(self._root.parameters())
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
         """Use the engine's own."""
         return float(self._root.clip_grad_norm_(max_norm, norm_type))
