@@ -1,6 +1,6 @@
 """Megatron Core's DistributedDataParallel moves parameters that no loss reached. Needs torch and megatron-core.
 
-megatron/core/optimizer/optimizer.py, FP32Optimizer.prepare_grads: the gradient of a parameter is its main_grad, which is
+megatron/core/optimizer/optimizer.py, FP32Optimizer.prepare_grads: gradients are those of main_grad, which are
 zeros after zero_grad_buffer and never None, so the optimizer decays weights and applies momentum where torch's DDP
 leaves a parameter alone.
 """

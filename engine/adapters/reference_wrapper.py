@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardproof.engine import reference
-from shardproof.engine.adapters.wrapper_base import CAPABILITIES, WrapperPiece, PreparedWrapper, WrapperEngine
+from shardproof.engine.adapters.wrapper_base import CAPABILITIES, PreparedWrapper, WrapperEngine, WrapperPiece
 from shardproof.engine.contract import Capability, WrapperNames
 from shardproof.engine.reference.fsdp1 import comm_hooks, wrap_policy
 from shardproof.engine.reference.fsdp1.state_dict import named_pieces

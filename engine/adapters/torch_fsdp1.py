@@ -13,9 +13,9 @@ from shardproof.engine.adapters.torch_internals import default_comm_hooks
 from shardproof.engine.adapters.wrapper_base import (
     CAPABILITIES,
     PREFIX,
-    WrapperPiece,
     PreparedWrapper,
     WrapperEngine,
+    WrapperPiece,
 )
 from shardproof.engine.contract import Capability, Plan, PreparedModel, WrapperNames
 
