@@ -20,8 +20,8 @@ _SUMMARY = f"""# Engines
 {_WRITTEN}
 
 Each row is one engine that Shardproof judged, in a world that it can live in. `make engines` makes an environment for
-each family, runs it, and writes this page and one page for each engine from the records. Engines that it does not run keep
-what this page says of them. The page of an engine says which suites it was asked.
+each family, runs it, and writes this page and one page for each engine from the records. Engines that it does not run
+keep what this page says of them. The page of an engine says which suites it was asked.
 *Passed*: every law held. *Known*: a divergence, decided and named on the engine's page. *Not declared*: the adapter
 does not promise it, and refuses. *Not conforming*: everything else.
 
