@@ -58,7 +58,8 @@ class PreparedPieces(PreparedModel, ABC):
 
     def optimizer(self, factory: OptimizerFactory) -> None:
         """Build it over the owners of the pieces."""
-        self._optimizer = factory(dict.fromkeys(piece.owner for piece in self.pieces()))
+        owners = dict.fromkeys(piece.owner for piece in self.pieces())
+        super().optimizer(lambda _: factory(owners))
 
     def value_of(self, piece: Piece) -> torch.Tensor:
         """Return what the optimizer updates: a tensor that lies as the piece's owner does."""
@@ -69,9 +70,8 @@ class PreparedPieces(PreparedModel, ABC):
         """Return the gradient, which lies as the piece's owner does; None if there is none."""
         gradient: torch.Tensor | None = piece.owner.grad
         is_empty = piece.owner.requires_grad and not piece.of(piece.owner).tensor.numel()
-        return (
-            piece.owner if gradient is None and is_empty else gradient
-        )  # of nothing, nothing can be missing
+        # Of nothing, nothing can be missing.
+        return piece.owner if gradient is None and is_empty else gradient
 
     def state_of(self, piece: Piece) -> Mapping[str, Any]:  # Any: what is no tensor is left out
         """Return the optimizer's state of the piece's owner, by key."""

@@ -41,6 +41,7 @@ THIRD_PARTY = {
     "deepspeed.zero2": f"{_OUTSIDE}.deepspeed_engine:DeepSpeedZero2",
     "deepspeed.zero3": f"{_OUTSIDE}.deepspeed_engine:DeepSpeedZero3",
     "fairscale.fsdp": f"{_OUTSIDE}.fairscale_engine:FairscaleEngine",
+    "fairscale.sdp": f"{_OUTSIDE}.fairscale_engine:ShardedDdpEngine",
     "lightning.ddp": f"{_OUTSIDE}.lightning_engine:FabricDdpEngine",
     "lightning.fsdp2": f"{_OUTSIDE}.lightning_engine:FabricFsdp2Engine",
     "mcore.ddp": f"{_OUTSIDE}.mcore_engine:MegatronCoreDdpEngine",

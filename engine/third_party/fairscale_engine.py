@@ -1,17 +1,20 @@
-"""The adapter of fairscale's FullyShardedDataParallel, which insists on CUDA: a stand-in for it is used on a CPU."""
+"""fairscale: FullyShardedDataParallel, given a stand-in for CUDA on a CPU, and ShardedDataParallel with OSS."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from fairscale.nn.data_parallel import FullyShardedDataParallel
+import torch.distributed as dist
+from fairscale.nn.data_parallel import FullyShardedDataParallel, ShardedDataParallel
+from fairscale.optim.oss import OSS
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.engine.contract import Capability, Engine, Plan, PreparedModel, Reshard
+from shardproof.engine.contract import Capability, Cut, Engine, OptimizerFactory, Plan, PreparedModel, Reshard
 from shardproof.engine.pieces import Piece, PreparedPieces
 
 
@@ -97,3 +100,77 @@ class FairscaleEngine(Engine):
                 FullyShardedDataParallel(model.get_submodule(unit), **options),
             )
         return PreparedFairscale(FullyShardedDataParallel(model, **options), model)
+
+
+class PreparedShardedDdp(PreparedPieces):
+    """Each parameter has its reduced gradient and its state on one rank, which shares it after the update."""
+
+    cut = Cut.PARAMETERS
+    parameters_are_whole = True
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        super().__init__(model)
+        self._group = group
+
+    def optimizer(self, factory: OptimizerFactory) -> None:
+        """Give each rank's share to an optimizer like the one asked for, and wrap the model, which needs both."""
+        parameters = list(self.named.parameters())
+
+        def make(
+            share: Any, **_: Any
+        ) -> torch.optim.Optimizer:  # Any: groups of parameters, and their defaults
+            built = factory(parameters)  # it may choose among all of them
+            built.param_groups = []
+            for group in share:
+                built.add_param_group(group)
+            return built
+
+        maker: Any = make  # annotated as a class
+        self._oss = OSS(factory(parameters).param_groups, optim=maker, group=self._group)
+        self._wrapper: Any = ShardedDataParallel(
+            self.named,
+            self._oss,
+            process_group=self._group,
+            broadcast_buffers=False,
+            reduce_buffer_size=0,  # buckets would be there between steps too
+        )
+        self.module = self._wrapper
+        super().optimizer(lambda _: self._oss)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Reduce with the last microbatch: owners would average anew what they reduced before."""
+        with nullcontext() if self.is_last_microbatch else self._wrapper.no_sync():
+            super().backward(loss)
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Do nothing: `backward` asks which microbatch is the last."""
+        return nullcontext()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+        """Use OSS's own: no rank has all gradients."""
+        return float(self._oss.clip_grad_norm(max_norm, norm_type))
+
+    def pieces(self) -> Iterator[Piece]:
+        """Show nothing of what another rank owns."""
+        for name, p in self.owned_parameters().items():
+            if p in self._oss._param_to_rank and p.requires_grad:
+                numel = p.numel() if self._oss._param_to_rank[p] == self._group.rank() else 0
+                yield Piece(name=name, shape=tuple(p.shape), owner=p, numel=numel)
+
+    def state_of(self, piece: Piece) -> Mapping[str, Any]:  # Any: as in the base
+        state: Mapping[str, Any] = self._oss.optim.state.get(piece.owner, {})
+        return state
+
+
+class ShardedDdpEngine(Engine):
+    """ZeRO-2 in whole parameters: gradients are reduced to their owners."""
+
+    name = "fairscale.sdp"
+    package = "fairscale"
+    capabilities = frozenset(
+        {Capability.ZERO2, Capability.ACCUMULATE, Capability.CLIP, Capability.OWN_BUFFERS}
+    )
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        plan.refuse_beyond(self.capabilities)
+        return PreparedShardedDdp(model, mesh.get_group())
