@@ -20,8 +20,8 @@ _SUMMARY = f"""# Engines
 {_WRITTEN}
 
 Each row is one engine that Shardproof judged, in a world that it can live in. `make engines` makes an environment for
-each family, runs it, and writes this page and one page for each engine from the records. The page of an
-engine says which suites it was asked.
+each family, runs it, and writes this page and one page for each engine from the records. Engines that it does not run
+keep what this page says of them. The page of an engine says which suites it was asked.
 *Passed*: every law held. *Known*: a divergence, decided and named on the engine's page. *Not declared*: the adapter
 does not promise it, and refuses. *Not conforming*: everything else.
 
@@ -93,10 +93,40 @@ class Judged:
         return next((r.engine_version for r in self.records), "no record")
 
 
-def summary(judged: Sequence[Judged]) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """What the page of all engines says of one: its row among them, and a cell for each promise."""
+
+    row: tuple[str, ...]
+    cells: Mapping[str, str]
+
+
+def columns(judged: Sequence[Judged]) -> dict[str, Column]:
+    """Count the records of each engine, by name."""
+    return {one.engine: Column(row=tuple(_row(one)), cells=_cells(one)) for one in judged}
+
+
+def columns_of(text: str) -> dict[str, Column]:
+    """Read ``docs/engines.md`` again, as `summary` wrote it."""
+    lines = [tuple(line[2:-2].split(" | ")) for line in text.splitlines() if line.startswith("| ")]
+    rows = {cells[0][1:].partition("]")[0]: cells for cells in lines if cells[0].startswith("[")}
+    (*names,) = next((cells[1:] for cells in lines if cells[0] == "promise"), ())
+    promises = [
+        cells for cells in lines if len(cells) == len(names) + 1 and cells[0] not in ("promise", "---")
+    ]
+    return {
+        name: Column(row=rows[name], cells={cells[0]: cells[index] for cells in promises})
+        for index, name in enumerate(names, start=1)
+        if name in rows
+    }
+
+
+def summary(engines: Mapping[str, Column]) -> str:
     """Render ``docs/engines.md``."""
     heads = ["engine", "release", "judged", "world", "passed", "known", "not declared", "not conforming"]
-    return _SUMMARY.format(rows=table(heads, map(_row, judged)), promises=_promises(judged))
+    found = dict(sorted(engines.items()))
+    rows = table(heads, (list(column.row) for column in found.values()))
+    return _SUMMARY.format(rows=rows, promises=_promises({n: column.cells for n, column in found.items()}))
 
 
 def page(judged: Judged, root: Path) -> str:
@@ -123,7 +153,7 @@ def page(judged: Judged, root: Path) -> str:
         ),
         divergences="\n".join([*_divergences(judged.run), *_scripts(judged.engine, root)]) or "None.",
         undecided="\n".join(map(_undecided, causes(judged.records))) or "Nothing.",
-        promises=_promises([judged]),
+        promises=_promises({judged.engine: _cells(judged)}),
     )
 
 
@@ -148,14 +178,17 @@ def _row(judged: Judged) -> list[str]:
     ]
 
 
-def _promises(judged: Sequence[Judged]) -> str:
-    by_suite: dict[str, Mapping[str, list[Record]]] = {}
-    for one in judged:
-        for record in one.records:
-            suite = by_suite.setdefault(record.suite, {j.engine: [] for j in judged})
-            suite[one.engine].append(record)
-    rows = ([name, *(_cell(tally(found)) for found in by_suite[name].values())] for name in sorted(by_suite))
-    return table(["promise", *(one.engine for one in judged)], rows)
+def _cells(judged: Judged) -> dict[str, str]:
+    by_suite: dict[str, list[Record]] = {}
+    for record in judged.records:
+        by_suite.setdefault(record.suite, []).append(record)
+    return {suite: _cell(tally(records)) for suite, records in by_suite.items()}
+
+
+def _promises(engines: Mapping[str, Mapping[str, str]]) -> str:
+    promises = sorted({promise for cells in engines.values() for promise in cells})
+    rows = ([promise, *(cells.get(promise, "-") for cells in engines.values())] for promise in promises)
+    return table(["promise", *engines], rows)
 
 
 def _cell(counted: Tally) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.engine_pages import Judged, page, summary
+from benchmarks.engine_pages import Judged, columns, columns_of, page, summary
 from benchmarks.environments import ENVIRONMENTS, ROOT, environment
 from shardproof.engine.registry import BUILT_IN, THIRD_PARTY
 from shardproof.harness.records.record import Expectations
@@ -57,7 +57,9 @@ FAMILIES: Mapping[str, Family] = {
     "deepspeed": Family(packages=("deepspeed==0.19.8",), world=_PROCESSES),
     "fairscale": Family(packages=("--no-deps fairscale==0.4.13",)),
     "lightning": Family(packages=("lightning-fabric==2.6.6",), world=_PROCESSES),
+    "mcore": Family(packages=("megatron-core==0.16.1",)),
     "megatron": Family(packages=("--no-deps megatron-fsdp==0.6.1 einops",)),
+    "olmo": Family(packages=("ai2-olmo-core==3.0.0",)),
     "torchft": Family(packages=("torchft==0.2.0",), world=_PROCESSES),
     "torchtitan": Family(packages=_TORCHTITAN),
 }
@@ -88,14 +90,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     (DOCS / "engines").mkdir(exist_ok=True)
     for one in judged:
         (DOCS / "engines" / f"{one.engine}.md").write_text(page(one, ROOT), encoding="utf-8")
-    missing = sorted({*BUILT_IN, *THIRD_PARTY} - {one.engine for one in judged})
-    if missing:
-        print(
-            f"docs/engines.md is left as it is: it compares all engines, and {', '.join(missing)} have not run here"
-        )
-    else:
-        (DOCS / "engines.md").write_text(summary(judged), encoding="utf-8")
+    _compare(judged, DOCS / "engines.md")
     return 1 if any(tally(one.records).num_not_conforming for one in judged) else 0
+
+
+def _compare(judged: Sequence[Judged], path: Path) -> None:
+    """Write the page of all engines; what it says of those that have not run here stays."""
+    kept = columns_of(path.read_text(encoding="utf-8")) if path.exists() else {}
+    found = kept | columns(judged)
+    missing = sorted({*BUILT_IN, *THIRD_PARTY} - found.keys())
+    if missing:
+        print(f"{path} is left as it is: it compares all engines, and {', '.join(missing)} have never run")
+    else:
+        path.write_text(summary(found), encoding="utf-8")
 
 
 _DECLARED = """

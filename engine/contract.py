@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from enum import Enum
+from importlib import metadata
 from typing import Any, ClassVar
 
 import torch
@@ -174,6 +175,9 @@ class PreparedModel:
     no_gradient: ClassVar[NoGradient] = NoGradient.NONE
     """What `local_gradients` shows where there is no gradient; anything but that, or None, is wrong."""
 
+    wrapped_as: ClassVar[tuple[str, ...]] = ()
+    """What wrappers that stand inside the model are called in names, as ``("module",)``: left out of them."""
+
     is_last_microbatch: bool = True
     """Whether the microbatch at hand is the last before the optimizer step; set before each forward and backward."""
 
@@ -196,12 +200,12 @@ class PreparedModel:
     def optimizer(self, factory: OptimizerFactory) -> None:
         """Build the optimizer over the parameters that this rank owns; what cannot be honoured may be refused here."""
         # Afterwards modules may show others, as while gathered.
-        self._given = dict(self.named.named_parameters())
+        self._given = self._named_parameters()
         self._optimizer = factory(self._given.values())
 
     def optimizer_in_backward(self, factory: OptimizerFactory) -> None:
         """Build an optimizer for each parameter, which a hook steps in backward; `step` then has nothing to do."""
-        self._given = {n: p for n, p in self.named.named_parameters() if p.requires_grad}
+        self._given = {n: p for n, p in self._named_parameters().items() if p.requires_grad}
         self._optimizer = _InBackward(self._given.values(), factory)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -231,9 +235,14 @@ class PreparedModel:
         """Return a context around forward and backward of every microbatch but the last: no gradient sync.
 
         In a pipeline it is around each forward and each backward by itself, since those of several microbatches
-        take turns: what the last backward reduces is decided by that backward, not by any forward.
+        take turns: what the last backward reduces is decided by that backward, not by any forward. The default is
+        the module's own ``no_sync``.
         """
-        raise MissingMethodError("accumulating", Capability.ACCUMULATE)
+        no_sync = getattr(self.module, "no_sync", None)
+        if no_sync is None:
+            raise MissingMethodError("accumulating", Capability.ACCUMULATE)
+        context: AbstractContextManager[None] = no_sync()
+        return context
 
     def pipelined(self) -> nn.Module | None:
         """Return the module whose class torch's pipelining knows and synchronises by itself; None if it has none.
@@ -305,11 +314,11 @@ class PreparedModel:
 
     def shown_parameters(self) -> Mapping[str, Shard]:
         """Read every parameter as its module shows it now, whole or this rank's shard; never communicates."""
-        return {name: shard_of(p) for name, p in self.named.named_parameters()}
+        return {name: shard_of(p) for name, p in self._named_parameters().items()}
 
     def owned_parameters(self) -> Mapping[str, nn.Parameter]:
         """Return what the optimizer updates, under the original names: what the other reads look at."""
-        return self._given or dict(self.named.named_parameters())
+        return self._given or self._named_parameters()
 
     def local_parameters(self) -> Mapping[str, Shard]:
         """Read this rank's shard of every parameter, under the original names; never communicates."""
@@ -323,7 +332,7 @@ class PreparedModel:
 
     def local_buffers(self) -> Mapping[str, Shard]:
         """Read this rank's buffers under the original names; never communicates."""
-        return {name: shard_of(b) for name, b in self.named.named_buffers()}
+        return {self.original_name(name): shard_of(b) for name, b in self.named.named_buffers()}
 
     def local_optimizer_state(self) -> Mapping[str, Shard]:
         """Read this rank's optimizer state as ``parameter/key``; never communicates."""
@@ -334,6 +343,13 @@ class PreparedModel:
             for key, value in state.get(p, {}).items()
             if isinstance(value, torch.Tensor)
         }
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        return {self.original_name(name): p for name, p in self.named.named_parameters()}
+
+    def original_name(self, name: str) -> str:
+        """Leave out of a name what wrappers put there."""
+        return ".".join(part for part in name.split(".") if part not in self.wrapped_as)
 
     def _built_optimizer(self) -> torch.optim.Optimizer:
         if self._optimizer is None:
@@ -346,6 +362,8 @@ class Engine(ABC):
 
     name: str
     capabilities: frozenset[Capability]
+    package: ClassVar[str] = "torch"
+    """The distribution that the engine is part of, whose release is the engine's."""
     insists_on_cuda: ClassVar[bool] = False
     """Whether the engine calls torch.cuda wherever it is: in worlds of a CPU a stand-in is put there for it."""
     needs_processes: ClassVar[bool] = False
@@ -365,4 +383,5 @@ class Engine(ABC):
 
     def version(self) -> str:
         """Name the engine's release, for the record."""
-        return f"torch {torch.__version__}"
+        release = torch.__version__ if self.package == "torch" else metadata.version(self.package)
+        return f"{self.package} {release}"

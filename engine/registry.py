@@ -41,16 +41,24 @@ THIRD_PARTY = {
     "deepspeed.zero2": f"{_OUTSIDE}.deepspeed_engine:DeepSpeedZero2",
     "deepspeed.zero3": f"{_OUTSIDE}.deepspeed_engine:DeepSpeedZero3",
     "fairscale.fsdp": f"{_OUTSIDE}.fairscale_engine:FairscaleEngine",
+    "fairscale.sdp": f"{_OUTSIDE}.fairscale_engine:ShardedDdpEngine",
     "lightning.ddp": f"{_OUTSIDE}.lightning_engine:FabricDdpEngine",
     "lightning.fsdp2": f"{_OUTSIDE}.lightning_engine:FabricFsdp2Engine",
+    "mcore.ddp": f"{_OUTSIDE}.mcore_engine:MegatronCoreDdpEngine",
     "megatron.fsdp": f"{_OUTSIDE}.megatron_engine:MegatronFsdpEngine",
     "megatron.fsdp.experimental": f"{_OUTSIDE}.megatron_engine:ExperimentalMegatronFsdpEngine",
+    "olmo.ddp": f"{_OUTSIDE}.olmo_engine:MultiGroupDdpEngine",
     "torchft.ddp": f"{_OUTSIDE}.torchft_engine:TorchftDdpEngine",
     "torchft.pure_ddp": f"{_OUTSIDE}.torchft_engine:TorchftPureDdpEngine",
     "torchtitan.simple_fsdp": f"{_OUTSIDE}.torchtitan_engine:SimpleFsdpEngine",
 }
 # The package to import, where it is not the first part of an engine's name.
-_PACKAGES = {"lightning": "lightning_fabric", "megatron": "megatron_fsdp"}
+_PACKAGES = {
+    "lightning": "lightning_fabric",
+    "mcore": "megatron.core",
+    "megatron": "megatron_fsdp",
+    "olmo": "olmo_core",
+}
 # How to install it, where an extra of ours cannot: it asks for an older torch.
 _WITHOUT_EXTRA = {"colossalai": "--no-deps colossalai, and what docs/engines/colossalai.zero1.md lists"}
 
@@ -69,7 +77,10 @@ def what_is_missing(name: str) -> str:
         return ""
     family = name.partition(".")[0]
     package = _PACKAGES.get(family, family)
-    spec = importlib.util.find_spec(package)
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:  # of what the package is part of
+        spec = None
     if spec is not None and spec.origin is not None:  # a folder of that name has no origin
         return ""
     how = _WITHOUT_EXTRA.get(family, f"'shardproof[{family}]'")

@@ -34,6 +34,8 @@ from shardproof.engine.contract import Wire as Wire
 from shardproof.engine.contract import Wrapper as Wrapper
 from shardproof.engine.contract import WrapperNames as WrapperNames
 from shardproof.engine.contract import shard_of as shard_of
+from shardproof.engine.pieces import Piece as Piece
+from shardproof.engine.pieces import PreparedPieces as PreparedPieces
 from shardproof.harness.cases.batch import Batch as Batch
 from shardproof.harness.cases.batch import Rows as Rows
 from shardproof.harness.cases.batch import microbatch_seed as microbatch_seed

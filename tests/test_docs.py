@@ -78,7 +78,7 @@ def _write_adapters(folder: Path) -> list[str]:
 def _write_unsynchronised(folder: Path) -> str:
     """Break the first adapter of the page: what it prepares never communicates."""
     code = next(_ADAPTER.finditer(_text(ADAPTERS)))["code"]
-    broken, times = re.subn(r"return PreparedDdp\(.*\)", "return PreparedModel(model)", code)
+    broken, times = re.subn(r"return PreparedModel\(.*\)", "return PreparedModel(model)", code)
     assert times == 1
     (folder / "unsynchronised.py").write_text(broken)
     return f"{folder / 'unsynchronised.py'}:MyDdp"

@@ -95,7 +95,9 @@ LAYERS = (
                 "deepspeed": "deepspeed",
                 "fairscale": "fairscale",
                 "lightning": "lightning_fabric",
+                "mcore": "megatron.core",
                 "megatron": "megatron_fsdp",
+                "olmo": "olmo_core",
                 "torchft": "torchft",
                 "torchtitan": "torchtitan",
             }.items()
@@ -121,7 +123,7 @@ LAYERS = (
             "harness/cli/": ("pytest", "reports", "fixtures", "tomlkit", "rich"),
         },
     ),
-    Layer(package="shardproof", allowed=("engine.contract", "harness")),
+    Layer(package="shardproof", allowed=("engine.contract", "engine.pieces", "harness")),
     Layer(
         package="suites", allowed=("shardproof", "harness", "fixtures", "engine.contract", "pytest", "torch")
     ),

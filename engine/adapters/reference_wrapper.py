@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardproof.engine import reference
-from shardproof.engine.adapters.wrapper_base import CAPABILITIES, Piece, PreparedWrapper, WrapperEngine
+from shardproof.engine.adapters.wrapper_base import CAPABILITIES, PreparedWrapper, WrapperEngine, WrapperPiece
 from shardproof.engine.contract import Capability, WrapperNames
 from shardproof.engine.reference.fsdp1 import comm_hooks, wrap_policy
 from shardproof.engine.reference.fsdp1.state_dict import named_pieces
@@ -35,11 +35,11 @@ NAMES = WrapperNames(
 class PreparedReferenceWrapper(PreparedWrapper):
     """Reads each unit's arrangement."""
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[WrapperPiece]:
         """Leave out whole parameters under their own names."""
         for name, group, piece in named_pieces(self.module):
             if group.mesh.shard_size > 1 or not piece.is_visible:
-                yield Piece(
+                yield WrapperPiece(
                     name=name,
                     shape=tuple(piece.shape),
                     start=piece.first,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
@@ -10,28 +10,19 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.engine.contract import (
-    Capability,
-    Engine,
-    OptimizerFactory,
-    Plan,
-    PreparedModel,
-    Shard,
-    shard_of,
-)
-from shardproof.engine.reference.zero import OwnPiece, Zero2
+from shardproof.engine.contract import Capability, Engine, Plan, PreparedModel
+from shardproof.engine.pieces import Piece, PreparedPieces
+from shardproof.engine.reference.zero import Zero2
 
 
-class PreparedZero2(PreparedModel):
+class PreparedZero2(PreparedPieces):
     """Parameters are whole; the optimizer has this rank's piece of each."""
+
+    parameters_are_whole = True
 
     def __init__(self, engine: Zero2) -> None:
         super().__init__(engine.module)
         self.engine = engine
-
-    def optimizer(self, factory: OptimizerFactory) -> None:
-        """Build it over the pieces."""
-        self._optimizer = factory(piece.own for piece in self.engine.pieces.values())
 
     def backward(self, loss: torch.Tensor) -> None:
         """Let the engine run backward, since that is when it reduces."""
@@ -46,21 +37,9 @@ class PreparedZero2(PreparedModel):
         """Use the engine's own context."""
         return self.engine.no_sync()
 
-    def local_gradients(self) -> Mapping[str, Shard | None]:
-        return dict.fromkeys(self.owned_parameters()) | {
-            name: None if piece.own.grad is None else _shown(piece, piece.own.grad)
-            for name, piece in self.engine.pieces.items()
-        }
-
-    def local_optimizer_state(self) -> Mapping[str, Shard]:
-        """Read the state of the pieces; what is a single number is whole."""
-        state = self._built_optimizer().state
-        return {
-            f"{name}/{key}": _shown(piece, value) if value.dim() else shard_of(value)
-            for name, piece in self.engine.pieces.items()
-            for key, value in state.get(piece.own, {}).items()
-            if isinstance(value, torch.Tensor)
-        }
+    def pieces(self) -> Iterator[Piece]:
+        for name, piece in self.engine.pieces.items():
+            yield Piece(name=name, shape=tuple(piece.parameter.shape), owner=piece.own, start=piece.start)
 
 
 class Zero2Engine(Engine):
@@ -76,7 +55,3 @@ class Zero2Engine(Engine):
         """Take the whole model; units do not apply."""
         plan.refuse_beyond(self.capabilities)
         return self.prepared_type(Zero2(model, mesh.get_group()))
-
-
-def _shown(piece: OwnPiece, tensor: torch.Tensor) -> Shard:
-    return Shard.flat(tensor.detach(), piece.start, tuple(piece.parameter.shape))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -23,11 +22,6 @@ class PreparedDdp(PreparedModel):
 
     interface: ClassVar[type[DistributedDataParallel]] = DistributedDataParallel
     """The class that cases call."""
-
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Use DDP's own no_sync."""
-        assert isinstance(self.module, DistributedDataParallel)
-        return self.module.no_sync()
 
     def data_parallel(self) -> type[DistributedDataParallel]:
         """Return the class that cases call."""

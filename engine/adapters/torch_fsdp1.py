@@ -13,9 +13,9 @@ from shardproof.engine.adapters.torch_internals import default_comm_hooks
 from shardproof.engine.adapters.wrapper_base import (
     CAPABILITIES,
     PREFIX,
-    Piece,
     PreparedWrapper,
     WrapperEngine,
+    WrapperPiece,
 )
 from shardproof.engine.contract import Capability, Plan, PreparedModel, WrapperNames
 
@@ -45,7 +45,7 @@ NAMES = WrapperNames(
 class PreparedFsdp1(PreparedWrapper):
     """Reads what FSDP1 keeps in private attributes, and tells nowhere."""
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[WrapperPiece]:
         """Ask each unit's handle."""
         return _pieces(self.module)
 
@@ -67,7 +67,7 @@ class FullyShardedDataParallelEngine(WrapperEngine):
         return super().prepare(model, plan, mesh)
 
 
-def _pieces(root: nn.Module) -> Iterator[Piece]:
+def _pieces(root: nn.Module) -> Iterator[WrapperPiece]:
     prefixes = {id(module): name for name, module in root.named_modules()}
     for unit in FullyShardedDataParallel.fsdp_modules(root):
         handle = unit._handle
@@ -79,7 +79,7 @@ def _pieces(root: nn.Module) -> Iterator[Piece]:
             zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)
         ):
             owner = flat._params[index] if handle._use_orig_params and flat._params else flat
-            yield Piece(
+            yield WrapperPiece(
                 name=f"{prefix}{fqn}".replace(PREFIX, ""),
                 shape=tuple(shape),
                 start=info.intra_param_start_idx or 0,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -38,6 +37,7 @@ from shardproof.engine.contract import (
     WrapperNames,
     shard_of,
 )
+from shardproof.engine.pieces import Piece
 
 # What the wrapper puts into the names of everything inside a module that it wraps.
 PREFIX = "_fsdp_wrapped_module."
@@ -71,20 +71,11 @@ _PREFETCH = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Piece:
-    """What a rank has of one parameter of that name and shape: ``numel`` elements of the flattened one from ``start``.
+class WrapperPiece(Piece):
+    """A piece that is a parameter of its own, or lies in a flat one: ``is_flat`` tells which."""
 
-    ``owner`` is the parameter that the optimizer has: the piece itself, or the flat one in which the piece begins
-    at ``offset``; ``is_flat`` tells which.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
     numel: int
-    owner: nn.Parameter
     is_flat: bool
-    offset: int = 0
 
     def of(self, tensor: torch.Tensor) -> Shard:
         """Describe this piece's part of a tensor that belongs to its owner; whole where it has another form."""
@@ -115,7 +106,7 @@ class PreparedWrapper(PreparedModel, ABC):
         self._names = names
 
     @abstractmethod
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[WrapperPiece]:
         """Find the pieces of the units that are sharded or flat."""
 
     def optimizer(self, factory: OptimizerFactory) -> None:
@@ -128,11 +119,6 @@ class PreparedWrapper(PreparedModel, ABC):
 
     def wrapper(self) -> WrapperNames:
         return self._names
-
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Use the wrapper's own no_sync, which keeps whole gradients on every rank."""
-        context: AbstractContextManager[None] = self._root.no_sync()
-        return context
 
     def grad_scaler(self, *, init_scale: float, growth_interval: int) -> GradScaler:
         """Use the scaler that goes with the wrapper: torch's own asks no other rank what it found."""

@@ -60,6 +60,39 @@ class LeavesOutWhatFillsABucket(DistributedDataParallelEngine):
         return prepared
 
 
+@mutant(
+    after="facebookresearch/fairscale#517",
+    kills_on=Condition(
+        steps=2,
+        plan=Plan(layout=Layout.REPLICATE, bucket_bytes=2048),
+        because="one bucket holds them all, or each holds one",
+    ),
+)
+class LeavesOutTheLastOfABucket(DistributedDataParallelEngine):
+    """Of several gradients in a bucket that others follow, the last stays on the rank that computed it."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        assert isinstance(prepared.module, DistributedDataParallel)
+        group = mesh.get_group()
+
+        # Any: buckets have no public type.
+        def reduce(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+            gradients: torch.Tensor = bucket.buffer()
+            last = bucket.gradients()[-1]
+            own = last.clone()
+            dist.all_reduce(gradients, group=group)
+            gradients.div_(group.size())
+            if len(bucket.gradients()) > 1 and not bucket.is_last():
+                last.copy_(own)
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(gradients)
+            return done
+
+        prepared.module.register_comm_hook(None, lambda state, bucket: reduce(bucket))
+        return prepared
+
+
 @mutant(after="pytorch/pytorch#48880", kills_on=_IN_BUCKETS, trace=Trace.COMMUNICATION)
 class IgnoresTheSizeOfBuckets(DistributedDataParallelEngine):
     """Buckets have the size that the engine likes."""

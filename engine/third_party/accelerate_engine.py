@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from importlib.metadata import version
 
 import torch
 from accelerate import (
@@ -51,6 +50,7 @@ class AccelerateDdpEngine(Engine):
     """What accelerate makes of several processes on a CPU."""
 
     name = "accelerate.ddp"
+    package = "accelerate"
     known_as = "torch.ddp"
     needs_processes = True  # its state is that of the process
     capabilities = frozenset(
@@ -74,10 +74,6 @@ class AccelerateDdpEngine(Engine):
             find_unused_parameters=bool(plan.demands & {Capability.UNUSED, Capability.RANK_DEPENDENT}),
         )
         return PreparedAccelerate(Accelerator(cpu=True, kwargs_handlers=[options]), model)
-
-    def version(self) -> str:
-        """Name accelerate's release."""
-        return f"accelerate {version('accelerate')}"
 
 
 class AccelerateFsdp2Engine(AccelerateDdpEngine):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -14,16 +13,8 @@ from colossalai.zero import LowLevelZeroOptimizer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.engine.contract import (
-    Capability,
-    Engine,
-    Masters,
-    OptimizerFactory,
-    Plan,
-    PreparedModel,
-    Shard,
-    shard_of,
-)
+from shardproof.engine.contract import Capability, Engine, Masters, OptimizerFactory, Plan, PreparedModel
+from shardproof.engine.pieces import Piece, PreparedPieces
 
 # It refuses a CPU, whose accelerator has no streams.
 LowLevelZeroOptimizer._sanity_checks = lambda self: None
@@ -33,10 +24,11 @@ CpuAccelerator.synchronize = lambda self, *_: None
 CpuAccelerator.get_current_device = lambda self: torch.device("cpu")
 
 
-class PreparedLowLevelZero(PreparedModel):
+class PreparedLowLevelZero(PreparedPieces):
     """Each parameter is flattened, padded and cut evenly; a rank updates a copy of its piece."""
 
     masters = Masters.SHARE
+    parameters_are_whole = True
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, shares_gradients: bool) -> None:
         super().__init__(model)
@@ -62,37 +54,29 @@ class PreparedLowLevelZero(PreparedModel):
         context: AbstractContextManager[None] = self._zero.no_sync()
         return context
 
-    def local_gradients(self) -> Mapping[str, Shard | None]:
-        """Read this rank's pieces, which are there once gradients were reduced."""
-        return {name: self._gradient(p) for name, p in self.owned_parameters().items()}
+    def pieces(self) -> Iterator[Piece]:
+        for name, p in self.owned_parameters().items():
+            if id(p) in self._zero.working_to_master_param:  # else frozen, or not the optimizer's
+                master = self._zero.working_to_master_param[id(p)]
+                start = self._group.rank() * master.numel()
+                yield Piece(name=name, shape=tuple(p.shape), owner=master, start=start)
 
-    def local_optimizer_state(self) -> Mapping[str, Shard]:
-        """Read the state of this rank's pieces."""
-        masters = self._zero.working_to_master_param
-        return {
-            f"{name}/{key}": self._piece(p, value) if value.dim() else shard_of(value)
-            for name, p in self.owned_parameters().items()
-            if id(p) in masters
-            for key, value in self._zero.optim.state.get(masters[id(p)], {}).items()
-            if isinstance(value, torch.Tensor)
-        }
+    def gradient_of(self, piece: Piece) -> torch.Tensor | None:
+        """Return what is there once gradients were reduced."""
+        own = id(self.owned_parameters()[piece.name])
+        parts = self._zero.pid_to_grad_store[own].get_partitioned_gradients_by_param_id(0, own)
+        return parts[0 if self._shares_gradients else self._group.rank()] if parts else None
 
-    def _gradient(self, p: nn.Parameter) -> Shard | None:
-        if id(p) not in self._zero.pid_to_grad_store:  # frozen, or not the optimizer's
-            return None
-        pieces = self._zero.pid_to_grad_store[id(p)].get_partitioned_gradients_by_param_id(0, id(p))
-        mine = 0 if self._shares_gradients else self._group.rank()
-        return self._piece(p, pieces[mine]) if pieces else None
-
-    def _piece(self, p: nn.Parameter, padded: torch.Tensor) -> Shard:
-        start = min(self._group.rank() * padded.numel(), p.numel())
-        return Shard.flat(padded.detach().flatten()[: p.numel() - start].clone(), start, tuple(p.shape))
+    def state_of(self, piece: Piece) -> Mapping[str, Any]:  # Any: as in the base
+        state: Mapping[str, Any] = self._zero.optim.state.get(piece.owner, {})
+        return state
 
 
 class LowLevelZero1Engine(Engine):
     """Gradients are all-reduced, and each rank updates its piece of every parameter."""
 
     name = "colossalai.zero1"
+    package = "colossalai"
     preload = (__name__,)
     capabilities = frozenset(
         {Capability.ZERO1, Capability.ACCUMULATE, Capability.UNUSED, Capability.OWN_BUFFERS}
@@ -102,10 +86,6 @@ class LowLevelZero1Engine(Engine):
         plan.refuse_beyond(self.capabilities)
         shares_gradients = Capability.ZERO2 in self.capabilities
         return PreparedLowLevelZero(model, mesh.get_group(), shares_gradients=shares_gradients)
-
-    def version(self) -> str:
-        """Name ColossalAI's release."""
-        return f"colossalai {version('colossalai')}"
 
 
 class LowLevelZero2Engine(LowLevelZero1Engine):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from importlib.metadata import version
 from typing import Any, ClassVar
 
 import deepspeed
@@ -24,19 +23,19 @@ from shardproof.engine.contract import (
     OptimizerFactory,
     Plan,
     PreparedModel,
-    Shard,
-    shard_of,
 )
+from shardproof.engine.pieces import Piece, PreparedPieces
 
 _NOTHING = torch.empty(0)
 # On a CPU it would compile collectives of its own over shared memory at first use, which takes a minute.
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
-class PreparedDeepSpeed(PreparedModel):
+class PreparedDeepSpeed(PreparedPieces):
     """Whole parameters, and a piece of the flattened gradients and states that may begin in the middle of one."""
 
     masters = Masters.SHARE
+    parameters_are_whole = True
     options: ClassVar[Mapping[str, int]] = {}
 
     def __init__(self, model: nn.Module, stage: int) -> None:
@@ -74,76 +73,67 @@ class PreparedDeepSpeed(PreparedModel):
         """Clear gradients, always to None."""
         self._engine.zero_grad()
 
-    def local_gradients(self) -> Mapping[str, Shard | None]:
-        """Read what this rank has of the averaged gradients."""
-        found = {name: self.piece(p, self.gradient(p)) for name, p in self._trained()}
-        return dict.fromkeys(self.owned_parameters()) | found
-
-    def local_optimizer_state(self) -> Mapping[str, Shard]:
-        """Read the state of the pieces; single numbers are of a whole group of parameters."""
-        states = self._engine.optimizer.optimizer.state.values()
-        items = [(k, v) for state in states for k, v in state.items() if isinstance(v, torch.Tensor)]
-        numbers = {f"{n}/{k}": shard_of(v) for k, v in items if not v.dim() for n, _ in self._trained()}
-        return numbers | {
-            f"{name}/{key}": self.piece(p, self.state(p, key))
-            for key in {k for k, v in items if v.dim()}
-            for name, p in self._trained()
-        }
-
     # Any, here and below: a parameter to which DeepSpeed has given attributes, and what it returns.
-    def gradient(self, p: Any) -> Any:
-        """Return this rank's piece of a gradient."""
+    def is_trained(self, p: Any) -> bool:
+        """Return whether the optimizer was given a parameter: others have no place in the flat buffers."""
+        return p.requires_grad and id(p) in self._updated
+
+    def pieces(self) -> Iterator[Piece]:
+        parameters: Iterable[tuple[str, Any]] = self.named.named_parameters()
+        for name, p in parameters:
+            if self.is_trained(p):
+                start = p._hp_mapping.lp_fragment_address.start if p._hp_mapping else 0
+                yield Piece(name=name, shape=tuple(p.shape), owner=p, start=start)
+
+    def gradient_of(self, piece: Piece) -> Any:
+        p = piece.owner
         return p._hp_mapping.get_lp_grad_fragment(p._index_in_param_group) if p._hp_mapping else _NOTHING
 
-    def state(self, p: Any, key: str) -> Any:
+    def state_of(self, piece: Piece) -> Mapping[str, Any]:
+        """Return the state of a piece; single numbers are of a whole group of parameters."""
+        if not self.is_trained(piece.owner):
+            return {}
+        states = self._engine.optimizer.optimizer.state.values()
+        found = {k: v for state in states for k, v in state.items() if isinstance(v, torch.Tensor)}
+        return {k: self.fragment(piece.owner, k) if v.dim() else v for k, v in found.items()}
+
+    def fragment(self, p: Any, key: str) -> Any:
         """Return this rank's piece of a state."""
         return p._hp_mapping.get_hp_fragment(key) if p._hp_mapping else _NOTHING
-
-    def piece(self, p: Any, mine: torch.Tensor) -> Shard:
-        """Place a piece in the flattened whole."""
-        start = p._hp_mapping.lp_fragment_address.start if p._hp_mapping else 0
-        return Shard.flat(mine.detach().flatten(), start, tuple(p.shape))
-
-    def _trained(self) -> Iterator[tuple[str, Any]]:
-        parameters: Iterable[tuple[str, Any]] = self.named.named_parameters()
-        # What the optimizer was not given has no place in the flat buffers.
-        return ((n, p) for n, p in parameters if p.requires_grad and id(p) in self._updated)
 
 
 class PreparedDeepSpeedZero3(PreparedDeepSpeed):
     """Each parameter is flattened, padded and cut evenly; modules show empty ones while they do not run."""
 
     no_gradient = NoGradient.ZEROS
+    parameters_are_whole = False
     options: ClassVar[Mapping[str, int]] = {
         "reduce_bucket_size": 1,  # a buffer that is always there: by default of 2 GB
         "stage3_param_persistence_threshold": 0,  # by default parameters as small as these stay whole
     }
 
-    def shown_parameters(self) -> Mapping[str, Shard]:
-        return self.local_parameters()
-
-    def local_parameters(self) -> Mapping[str, Shard]:
-        """Read this rank's pieces."""
+    def pieces(self) -> Iterator[Piece]:
         parameters: Iterable[tuple[str, Any]] = self.named.named_parameters()
-        return {name: self.piece(p, p.ds_tensor) for name, p in parameters}
+        for name, p in parameters:
+            start = dist.get_rank() * p.ds_tensor.ds_numel
+            yield Piece(name=name, shape=tuple(p.ds_shape), owner=p, start=start)
 
-    def gradient(self, p: Any) -> Any:
-        return safe_get_local_grad(p)
+    def value_of(self, piece: Piece) -> torch.Tensor:
+        value: torch.Tensor = piece.owner.ds_tensor
+        return value
 
-    def state(self, p: Any, key: str) -> Any:
-        """Ask DeepSpeed."""
+    def gradient_of(self, piece: Piece) -> Any:
+        return safe_get_local_grad(piece.owner) if self.is_trained(piece.owner) else None
+
+    def fragment(self, p: Any, key: str) -> Any:
         return safe_get_local_optimizer_state(p, key)
-
-    def piece(self, p: Any, mine: torch.Tensor) -> Shard:
-        """Leave the padding out."""
-        start = min(dist.get_rank() * p.ds_tensor.ds_numel, p.ds_numel)
-        return Shard.flat(mine.detach().flatten()[: p.ds_numel - start].clone(), start, tuple(p.ds_shape))
 
 
 class DeepSpeedZero1(Engine):
     """Stage 1: optimizer state is shared out; gradients are reduced with the last microbatch."""
 
     name, stage = "deepspeed.zero1", 1
+    package = "deepspeed"
     prepared_type: ClassVar[type[PreparedDeepSpeed]] = PreparedDeepSpeed
     needs_processes = True
     preload = (__name__,)
@@ -153,10 +143,6 @@ class DeepSpeedZero1(Engine):
         """Refuse what is beyond it; DeepSpeed wants the optimizer with the model."""
         plan.refuse_beyond(self.capabilities)
         return self.prepared_type(model, self.stage)
-
-    def version(self) -> str:
-        """Name DeepSpeed's release."""
-        return f"deepspeed {version('deepspeed')}"
 
 
 class DeepSpeedZero2(DeepSpeedZero1):

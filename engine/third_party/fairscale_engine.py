@@ -1,128 +1,68 @@
-"""The adapter of fairscale's FullyShardedDataParallel, which insists on CUDA: a stand-in for it is used on a CPU."""
+"""fairscale: FullyShardedDataParallel, given a stand-in for CUDA on a CPU, and ShardedDataParallel with OSS."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from importlib.metadata import version
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from fairscale.nn.data_parallel import FullyShardedDataParallel
+import torch.distributed as dist
+from fairscale.nn.data_parallel import FullyShardedDataParallel, ShardedDataParallel
+from fairscale.optim.oss import OSS
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.engine.contract import Capability, Engine, Plan, PreparedModel, Reshard, Shard, shard_of
-
-_PREFIXES = ("_fsdp_wrapped_module.", "_fpw_module.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Piece:
-    """What this rank's shard of a unit's flat parameter has of one original parameter."""
-
-    name: str
-    shape: tuple[int, ...]
-    flat: nn.Parameter
-    begin: int  # in the shard
-    end: int
-    start: int  # in the flattened original
-
-    def of(self, shard: torch.Tensor) -> Shard:
-        return Shard.flat(shard.detach()[self.begin : self.end].clone(), self.start, self.shape)
+from shardproof.engine.contract import Capability, Cut, Engine, OptimizerFactory, Plan, PreparedModel, Reshard
+from shardproof.engine.pieces import Piece, PreparedPieces
 
 
-class PreparedFairscale(PreparedModel):
+class PreparedFairscale(PreparedPieces):
     """Each unit is one flat parameter, cut evenly over ranks with padding at the end."""
+
+    wrapped_as = ("_fsdp_wrapped_module", "_fpw_module")
 
     def __init__(self, module: Any, model: nn.Module) -> None:
         super().__init__(module, named=model)
         self._root = module
 
-    def optimizer(self, factory: Any) -> None:
-        """Build it over the flat parameters."""
-        self._optimizer = factory(self._root.parameters())
-
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Use the engine's own context."""
-        context: AbstractContextManager[None] = self._root.no_sync()
-        return context
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
         """Use the engine's own."""
         return float(self._root.clip_grad_norm_(max_norm, norm_type))
 
-    def owned_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Return the flat parameter for each of its pieces: the model itself shows none of the root's."""
-        return {piece.name: piece.flat for piece in self._pieces()}
+    def value_of(self, piece: Piece) -> torch.Tensor:
+        """Read the shard also where the flat parameter is whole."""
+        value: torch.Tensor = getattr(piece.owner, "_fp32_shard", piece.owner)
+        return value
 
-    def shown_parameters(self) -> Mapping[str, Shard]:
-        """Read the shards: what modules show are views that come and go."""
-        return self.local_parameters()
-
-    def local_parameters(self) -> Mapping[str, Shard]:
-        """Read this rank's shards."""
-        return {p.name: p.of(getattr(p.flat, "_fp32_shard", p.flat).reshape(-1)) for p in self._pieces()}
-
-    def local_gradients(self) -> Mapping[str, Shard | None]:
-        """Read this rank's shards of gradients."""
-        return {
-            p.name: None if p.flat.grad is None else p.of(p.flat.grad.reshape(-1)) for p in self._pieces()
-        }
-
-    def local_buffers(self) -> Mapping[str, Shard]:
-        """Read buffers, which the engine leaves alone."""
-        return {_original(name): shard_of(b) for name, b in self._root.named_buffers()}
-
-    def local_optimizer_state(self) -> Mapping[str, Shard]:
-        """Read this rank's state of each piece."""
-        state = self._built_optimizer().state
-        return {
-            f"{p.name}/{key}": p.of(value) if value.dim() else shard_of(value)
-            for p in self._pieces()
-            for key, value in state.get(p.flat, {}).items()
-            if isinstance(value, torch.Tensor)
-        }
-
-    def _pieces(self) -> Iterator[_Piece]:
+    def pieces(self) -> Iterator[Piece]:
         for path, unit in self._root.named_modules():
             if isinstance(unit, FullyShardedDataParallel):
-                yield from _pieces_of(unit, _original(f"{path}."))
+                for flat in unit.params:
+                    yield from self._pieces_of(unit, flat, path)
 
-
-def _pieces_of(unit: Any, prefix: str) -> Iterator[_Piece]:
-    for flat in unit.params:
-        names, shapes, numels = flat.metadata()
-        total = sum(numels)
-        chunk = -(-total // unit.world_size)
-        first, last = min(unit.rank * chunk, total), min((unit.rank + 1) * chunk, total)
-        offset = 0
-        for name, shape, numel in zip(names, shapes, numels, strict=True):
-            begin = min(max(first, offset), offset + numel)
-            end = max(begin, min(last, offset + numel))
-            yield _Piece(
-                name=prefix + _original(name),
+    def _pieces_of(self, unit: Any, flat: Any, path: str) -> Iterator[Piece]:  # Any: of an untyped package
+        share = -(-sum(flat.metadata()[2]) // unit.world_size)
+        offset = -unit.rank * share  # of a parameter in this rank's shard
+        for name, shape, numel in zip(*flat.metadata(), strict=True):
+            begin, end = (min(max(bound, offset), offset + numel) for bound in (0, share))
+            yield Piece(
+                name=self.original_name(f"{path}.{name}").lstrip("."),
                 shape=tuple(shape),
-                flat=flat,
-                begin=max(begin - first, 0),
-                end=max(end - first, 0),
+                owner=flat,
                 start=begin - offset,
+                offset=max(begin, 0),
+                numel=end - begin,
             )
             offset += numel
-
-
-def _original(name: str) -> str:
-    for prefix in _PREFIXES:
-        name = name.replace(prefix, "")
-    return name.lstrip(".")
 
 
 class FairscaleEngine(Engine):
     """The adapter."""
 
     name = "fairscale.fsdp"
+    package = "fairscale"
     capabilities = frozenset(
         {
             Capability.SHARD,
@@ -161,6 +101,76 @@ class FairscaleEngine(Engine):
             )
         return PreparedFairscale(FullyShardedDataParallel(model, **options), model)
 
-    def version(self) -> str:
-        """Name fairscale's release."""
-        return f"fairscale {version('fairscale')}"
+
+class PreparedShardedDdp(PreparedPieces):
+    """Each parameter has its reduced gradient and its state on one rank, which shares it after the update."""
+
+    cut = Cut.PARAMETERS
+    parameters_are_whole = True
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        super().__init__(model)
+        self._group = group
+
+    def optimizer(self, factory: OptimizerFactory) -> None:
+        """Give each rank's share to an optimizer like the one asked for, and wrap the model, which needs both."""
+        parameters = list(self.named.parameters())
+
+        def make(
+            share: Any, **_: Any
+        ) -> torch.optim.Optimizer:  # Any: groups of parameters, and their defaults
+            built = factory(parameters)  # it may choose among all of them
+            built.param_groups = []
+            for group in share:
+                built.add_param_group(group)
+            return built
+
+        maker: Any = make  # annotated as a class
+        self._oss = OSS(factory(parameters).param_groups, optim=maker, group=self._group)
+        self._wrapper: Any = ShardedDataParallel(
+            self.named,
+            self._oss,
+            process_group=self._group,
+            broadcast_buffers=False,
+            reduce_buffer_size=0,  # buckets would be there between steps too
+        )
+        self.module = self._wrapper
+        super().optimizer(lambda _: self._oss)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Reduce with the last microbatch: owners would average anew what they reduced before."""
+        with nullcontext() if self.is_last_microbatch else self._wrapper.no_sync():
+            super().backward(loss)
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Do nothing: `backward` asks which microbatch is the last."""
+        return nullcontext()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+        """Use OSS's own: no rank has all gradients."""
+        return float(self._oss.clip_grad_norm(max_norm, norm_type))
+
+    def pieces(self) -> Iterator[Piece]:
+        """Show nothing of what another rank owns."""
+        for name, p in self.owned_parameters().items():
+            if p in self._oss._param_to_rank and p.requires_grad:
+                numel = p.numel() if self._oss._param_to_rank[p] == self._group.rank() else 0
+                yield Piece(name=name, shape=tuple(p.shape), owner=p, numel=numel)
+
+    def state_of(self, piece: Piece) -> Mapping[str, Any]:  # Any: as in the base
+        state: Mapping[str, Any] = self._oss.optim.state.get(piece.owner, {})
+        return state
+
+
+class ShardedDdpEngine(Engine):
+    """ZeRO-2 in whole parameters: gradients are reduced to their owners."""
+
+    name = "fairscale.sdp"
+    package = "fairscale"
+    capabilities = frozenset(
+        {Capability.ZERO2, Capability.ACCUMULATE, Capability.CLIP, Capability.OWN_BUFFERS}
+    )
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        plan.refuse_beyond(self.capabilities)
+        return PreparedShardedDdp(model, mesh.get_group())

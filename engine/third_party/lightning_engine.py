@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from importlib.metadata import version
 
 import torch
 from lightning_fabric import Fabric
@@ -47,6 +46,7 @@ class FabricDdpEngine(Engine):
     """DDPStrategy."""
 
     name = "lightning.ddp"
+    package = "lightning-fabric"
     known_as = "torch.ddp"
     needs_processes = True  # it knows its rank from the environment
     capabilities = frozenset(
@@ -76,10 +76,6 @@ class FabricDdpEngine(Engine):
             bucket_cap_mb=None if plan.bucket_bytes is None else plan.bucket_bytes / 2**20,
             forward_sync_buffers=Capability.OWN_BUFFERS not in plan.demands,
         )
-
-    def version(self) -> str:
-        """Name Fabric's release."""
-        return f"lightning-fabric {version('lightning-fabric')}"
 
 
 class FabricFsdp2Engine(FabricDdpEngine):

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import logging
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from importlib.metadata import version
+from abc import ABC
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from shardproof.engine.contract import (
     Capability,
@@ -25,9 +21,8 @@ from shardproof.engine.contract import (
     OptimizerFactory,
     Plan,
     PreparedModel,
-    Shard,
-    shard_of,
 )
+from shardproof.engine.pieces import Piece, PreparedPieces
 
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex", category=UserWarning)
@@ -35,63 +30,10 @@ with warnings.catch_warnings():
     import megatron_fsdp.experimental
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Piece:
-    """A parameter that the optimizer has, and where this rank's part of it begins in the flattened whole."""
-
-    name: str
-    owner: nn.Parameter
-    shape: tuple[int, ...]
-    start: int
-
-    def of(self, tensor: torch.Tensor) -> Shard:
-        local: Any = tensor.detach()
-        if isinstance(local, DTensor):
-            local = local.to_local()
-        return Shard.flat(local.reshape(-1).clone(), self.start, self.shape)
-
-    def gradient(self) -> Shard | None:
-        if self.owner.grad is not None:
-            return self.of(self.owner.grad)
-        is_empty = self.owner.requires_grad and not self.of(self.owner).tensor.numel()
-        return self.of(self.owner) if is_empty else None  # where nothing is owned nothing can be missing
-
-
-class _PreparedBuffers(PreparedModel, ABC):
-    """Parameters lie in flat buffers that are cut over ranks, at multiples of a chunk in which whole rows fit."""
-
-    cut = Cut.CHUNKS
-
-    @abstractmethod
-    def pieces(self) -> Iterator[_Piece]:
-        """Find this rank's pieces."""
-
-    def shown_parameters(self) -> Mapping[str, Shard]:
-        """Read the shards: whole parameters are there in forward and backward alone."""
-        return self.local_parameters()
-
-    def local_parameters(self) -> Mapping[str, Shard]:
-        """Read this rank's pieces."""
-        return {p.name: p.of(p.owner) for p in self.pieces()}
-
-    def local_gradients(self) -> Mapping[str, Shard | None]:
-        """Read this rank's pieces of gradients."""
-        return {p.name: p.gradient() for p in self.pieces()}
-
-    def local_optimizer_state(self) -> Mapping[str, Shard]:
-        """Read this rank's state of each piece."""
-        state = self._built_optimizer().state
-        return {
-            f"{p.name}/{key}": p.of(value) if value.dim() else shard_of(value)
-            for p in self.pieces()
-            for key, value in state.get(p.owner, {}).items()
-            if isinstance(value, torch.Tensor)
-        }
-
-
-class PreparedMegatron(_PreparedBuffers):
+class PreparedMegatron(PreparedPieces):
     """Sums gradients: the mean that it can take needs a reduction that backends of a CPU do not have."""
 
+    cut = Cut.CHUNKS
     masters = Masters.SHARE
 
     def __init__(self, module: Any, model: nn.Module, num_ranks: int) -> None:
@@ -109,12 +51,7 @@ class PreparedMegatron(_PreparedBuffers):
         """Scale the loss so that the sum over ranks is the mean."""
         (loss / self._num_ranks).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Use the engine's own context."""
-        context: AbstractContextManager[None] = self._root.no_sync()
-        return context
-
-    def pieces(self) -> Iterator[_Piece]:
+    def pieces(self) -> Iterator[Piece]:
         """Look into the buffers."""
         buffers = self._root.param_and_grad_buffer
         owners = dict(buffers.optimizer_named_parameters)
@@ -124,11 +61,13 @@ class PreparedMegatron(_PreparedBuffers):
                 name = buffers.param_to_name[original]
                 start, _ = buffer._get_item_slice_in_shard(index)
                 owner = owners[name]
-                yield _Piece(name=name, owner=owner, shape=tuple(owner.shape), start=start)
+                yield Piece(name=name, owner=owner, shape=tuple(owner.shape), start=start)
 
 
-class PreparedExperimental(_PreparedBuffers):
+class PreparedExperimental(PreparedPieces):
     """Parameters of a unit are cut at their rows."""
+
+    cut = Cut.CHUNKS
 
     def optimizer(self, factory: OptimizerFactory) -> None:
         """Build it over the pieces, and have the engine refresh what it computes with after each step."""
@@ -136,7 +75,7 @@ class PreparedExperimental(_PreparedBuffers):
         megatron_fsdp.experimental.fully_shard_optimizer(optimizer)
         self._optimizer = optimizer
 
-    def pieces(self) -> Iterator[_Piece]:
+    def pieces(self) -> Iterator[Piece]:
         """Look into the units."""
         for path, module in self.module.named_modules():
             for group in getattr(module, "_parameter_groups", ()):
@@ -144,7 +83,7 @@ class PreparedExperimental(_PreparedBuffers):
                     zip(group.parameter_names, group.sharded_parameters, strict=True)
                 ):
                     owned = group.main_weight._get_owned_range(index)
-                    yield _Piece(
+                    yield Piece(
                         name=f"{path}.{name}".lstrip("."),
                         owner=owner,
                         shape=tuple(owner.shape),
@@ -155,10 +94,7 @@ class PreparedExperimental(_PreparedBuffers):
 class _MegatronEngine(Engine, ABC):
     capabilities = frozenset({Capability.SHARD, Capability.UNITS})
     insists_on_cuda = True
-
-    def version(self) -> str:
-        """Name Megatron-FSDP's release."""
-        return f"megatron-fsdp {version('megatron-fsdp')}"
+    package = "megatron-fsdp"
 
 
 class MegatronFsdpEngine(_MegatronEngine):

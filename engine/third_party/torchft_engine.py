@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from datetime import timedelta
-from importlib.metadata import version
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -61,17 +59,12 @@ class PreparedTorchft(PreparedModel):
         super().optimizer(lambda parameters: OptimizerWrapper(self._manager, factory(parameters)))
         self._manager.start_quorum()
 
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Use DDP's own no_sync."""
-        module: Any = self.module
-        context: AbstractContextManager[None] = module.no_sync()
-        return context
-
 
 class TorchftDdpEngine(Engine):
     """torch's DDP, whose buckets are reduced by the manager."""
 
     name = "torchft.ddp"
+    package = "torchft"
     needs_processes = True
     capabilities = frozenset(
         {
@@ -89,10 +82,6 @@ class TorchftDdpEngine(Engine):
         plan.refuse_beyond(self.capabilities)
         manager = _join(dist.get_rank(), dist.get_world_size())
         return PreparedTorchft(manager, self.wrap(manager, model), model)
-
-    def version(self) -> str:
-        """Name torchft's release."""
-        return f"torchft {version('torchft')}"
 
 
 class TorchftPureDdpEngine(TorchftDdpEngine):

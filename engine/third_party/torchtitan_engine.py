@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
-from importlib.metadata import version
 from typing import Any, ClassVar
 
 import torch
@@ -48,6 +47,7 @@ class SimpleFsdpEngine(Engine):
     """`data_parallel` in each of its modes."""
 
     name = "torchtitan.simple_fsdp"
+    package = "torchtitan"
     capabilities = frozenset(
         {
             Capability.SHARD,
@@ -72,7 +72,3 @@ class SimpleFsdpEngine(Engine):
         policy = MixedPrecisionPolicy(param_dtype=plan.compute_dtype, reduce_dtype=plan.reduction_dtype)
         mode = self.modes.get(plan.layout, "fully_shard")
         return PreparedSimpleFsdp(data_parallel(model, mesh, mode=mode, mp_policy=policy), plan, mesh.size())
-
-    def version(self) -> str:
-        """Name torchtitan's release."""
-        return f"torchtitan {version('torchtitan')}"

@@ -48,6 +48,16 @@ def test_reduces_each_gradient_alone_in_the_smallest_buckets(trial: Trial, layou
     )
 
 
+@pytest.mark.kills("LeavesOutTheLastOfABucket")
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
+@pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.ZERO1], ids=lambda layout: layout.name.lower())
+def test_trains_the_same_model_in_buckets_of_several(trial: Trial, layout: Layout, microbatches: int) -> None:
+    """Neither does each gradient fill a bucket, nor do all of them fit into one."""
+    training = train(MLP_EVEN, layout=layout, bucket_bytes=2048, microbatches=microbatches)
+    trial.holds(training, MatchesOracle(), RanksAgree())
+
+
 @pytest.mark.kills("TakesAllUnitsForOne")
 @parametrize("problem", *PROBLEMS)
 def test_reduces_each_group_in_one_collective(trial: Trial, problem: Problem) -> None:

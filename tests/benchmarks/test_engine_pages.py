@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import engines
-from benchmarks.engine_pages import Judged, page, summary
+from benchmarks.engine_pages import Judged, columns, columns_of, page, summary
 from shardproof.engine.registry import BUILT_IN, THIRD_PARTY
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import Run
@@ -33,7 +33,7 @@ def test_a_row_counts_each_verdict() -> None:
     judged = _judged(
         *map(_record, (Verdict.PASSED, Verdict.KNOWN_FAILURE, Verdict.UNSUPPORTED, Verdict.UNSUPPORTED))
     )
-    text = summary([judged])
+    text = summary(columns([judged]))
     assert "| [torch.ddp](engines/torch.ddp.md) | torch 2.13.0+cpu | 2030-01-01 | " in text
     assert " threads:4 processes:2 | 1 | 1 | 2 | 0 |" in text
     assert "| parity | 1 of 2 (1 known) |" in text
@@ -41,14 +41,14 @@ def test_a_row_counts_each_verdict() -> None:
 
 def test_what_does_not_conform_is_bold_and_named() -> None:
     judged = _judged(_record(Verdict.PASSED, "smoke"), _record(Verdict.HUNG, "parity", "rank 1 waits"))
-    assert "| **1** |" in summary([judged])
-    assert "| **0 of 1** |" in summary([judged])
-    assert "| 1 of 1 |" in summary([judged])
+    assert "| **1** |" in summary(columns([judged]))
+    assert "| **0 of 1** |" in summary(columns([judged]))
+    assert "| 1 of 1 |" in summary(columns([judged]))
     assert "- HUNG: rank 1 waits: `parity/test_x.py::test_y`" in page(judged, ROOT)
 
 
 def test_a_promise_that_is_not_declared_is_no_pass() -> None:
-    assert "| zero | - |" in summary([_judged(_record(Verdict.UNSUPPORTED, "zero"))])
+    assert "| zero | - |" in summary(columns([_judged(_record(Verdict.UNSUPPORTED, "zero"))]))
 
 
 def test_a_divergence_has_its_reason_and_link() -> None:
@@ -96,3 +96,13 @@ def test_the_page_of_all_engines_is_written_where_all_have_run(
     assert engines.main(["--pages-only"]) == 0
     assert (docs / "engines.md").exists() == (not missing)
     assert (docs / "engines" / "reference.md").exists()
+
+
+def test_what_was_said_of_an_engine_that_has_not_run_stays() -> None:
+    """Read again, the page is what it was; an engine that runs anew changes its own row and column."""
+    first = _judged(_record(Verdict.PASSED, "smoke"), _record(Verdict.KNOWN_FAILURE, "parity"))
+    other = replace(_judged(_record(Verdict.HUNG, "zero")), engine="torch.zero1")
+    text = summary(columns([first, other]))
+    assert summary(columns_of(text)) == text
+    anew = replace(_judged(_record(Verdict.PASSED, "zero")), engine="torch.zero1")
+    assert summary(columns_of(text) | columns([anew])) == summary(columns([first, anew]))

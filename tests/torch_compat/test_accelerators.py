@@ -91,6 +91,31 @@ def test_a_machine_without_a_compiler_is_said(
         hostmem.build()
 
 
+def test_a_build_that_takes_too_long_leaves_no_compiler_behind(
+    hostmem: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is called as the compiler starts another process, as g++ does."""
+    compiler, started = tmp_path / "compiler", tmp_path / "started"
+    compiler.write_text(f"#!/bin/sh\nsleep 300 &\necho $! >> {started}\nwait\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(hostmem, "BUILD_LIMIT_S", 2.0)
+    with pytest.raises(hostmem.CannotBuildError, match="expected a build within 2 s"):
+        hostmem.build()
+    children = [int(pid) for pid in started.read_text().split()]
+    assert children
+    assert not [pid for pid in children if _runs(pid)]
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process is there that has not ended; one that ended may wait for its parent to take notice."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 NO_BACKEND = """
 import torch.distributed as dist
 from shardproof.harness.torch_compat.accelerators import backends_for, num_devices, require_device

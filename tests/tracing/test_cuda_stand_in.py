@@ -31,6 +31,7 @@ def test_an_engine_sees_a_device_and_torch_does_not() -> None:
         assert torch.cuda.memory_allocated() == 0
         torch.manual_seed(0)  # asks torch.cuda as well
         assert torch.empty(2, device="cuda").device.type == "cpu"
+        assert torch.zeros(2, device=torch.cuda.current_device()).device.type == "cpu"
         assert torch.ones(2).to(torch.device("cuda", 0)).cuda().device.type == "cpu"
         assert torch.ones(2).to(dtype=torch.float64).dtype is torch.float64
     assert not torch.cuda.is_available()

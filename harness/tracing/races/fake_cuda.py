@@ -152,7 +152,10 @@ def _on_the_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def elsewhere(*args: Any, **named: Any) -> Any:
-        return function(*map(_placed, args), **{name: _placed(value) for name, value in named.items()})
+        named = {name: _placed(value) for name, value in named.items()}
+        if isinstance(named.get("device"), int):  # the number of a CUDA device, as `current_device` returns
+            named["device"] = _CPU
+        return function(*map(_placed, args), **named)
 
     return elsewhere
 
