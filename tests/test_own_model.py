@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,33 @@ def test_a_computation_in_bfloat16_is_proven_however_it_rounds(
 ) -> None:
     assert _check(file, "torch.fsdp2", "-k", "bfloat16") == 0
     assert "proven        computes in bfloat16" in capsys.readouterr().out
+
+
+def test_buffers_keep_their_dtype_where_parameters_compute_in_bfloat16(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tables of rotations are cast by no engine, and cast where they are used by the models that have them."""
+    buffered = GOOD.replace(
+        "        self.out =",
+        "        self.register_buffer('table', torch.linspace(0.9, 1.1, 6))\n        self.out =",
+    ).replace("hidden = self.normed(x)", "hidden = self.normed(x * self.table.to(x.dtype))")
+    file.write_text(buffered)
+    assert _check(file, "torch.fsdp2", "-k", "bfloat16") == 0
+    assert "proven        computes in bfloat16" in capsys.readouterr().out
+
+
+def test_a_model_that_computes_in_no_bfloat16_is_left_out(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A buffer of float32 promotes what it is multiplied with, and the next layer refuses that."""
+    buffered = GOOD.replace(
+        "        self.out =",
+        "        self.register_buffer('table', torch.linspace(0.9, 1.1, 6))\n        self.out =",
+    ).replace("hidden = self.normed(x)", "hidden = self.normed(x * self.table)")
+    file.write_text(buffered)
+    assert _check(file, "torch.fsdp2", "-k", "bfloat16 or trains") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "left out computes in bfloat16 and reduces in float32: it raises RuntimeError in bfloat16" in shown
 
 
 def test_a_wrong_engine_is_caught_with_its_cause(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,6 +258,23 @@ def test_a_loss_that_ignores_the_batch_is_refused(file: Path) -> None:
 def test_batches_may_have_rows_of_their_own_number(file: Path) -> None:
     file.write_text(GOOD.replace("randn(4, 6,", "randn(4 + generator.initial_seed() % 2, 6,"))
     read_model(f"{file}:Mine", limit_s=60)
+
+
+_BUILT_ALONE = """if not building.acquire(blocking=False):
+            raise RuntimeError("two threads build at a time")
+        threading.Event().wait(0.5)  # as an import may take
+        building.release()
+        return Net()"""
+
+
+def test_rank_threads_build_one_after_the_other(file: Path) -> None:
+    """Libraries import their parts on first use, and do not expect two threads there."""
+    shared = "import threading\nbuilding = threading.Lock()\n\nclass Mine"
+    file.write_text(GOOD.replace("class Mine", shared).replace("return Net()", _BUILT_ALONE))
+    problem = UserModel(spec=f"{file}:Mine", name="Mine", digest="", units=())
+    with ThreadPoolExecutor(2) as pool:
+        built = [pool.submit(problem.build) for _ in range(2)]
+    assert all(done.result().training for done in built)
 
 
 def test_a_deadline_grows_with_the_model() -> None:

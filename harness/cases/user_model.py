@@ -6,6 +6,9 @@ only argument. ``units`` names the submodules that are natural communication gro
 ``optimizer(params)`` and ``scheduler(optimizer)`` are optional. Both random generators, the one that is passed and
 torch's own, are seeded alike for each (step, microbatch, rank), and for ``build()``.
 
+[Note: one build at a time] Rank threads run by turns, but a turn that lasts is given up, and a build or an import may
+last. Libraries that import their parts on first use do not expect two threads there, so a lock admits one of them.
+
 [Note: means of means] Each microbatch of each rank counts the same: the loss of a step is the mean of their means, as
 most training loops have it.
 """
@@ -13,6 +16,7 @@ most training loops have it.
 from __future__ import annotations
 
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,6 +34,7 @@ from shardproof.harness.cases.training import NamedOptimizer
 from shardproof.harness.torch_compat.dispatch import drawing_apart
 
 _BUILD_SEED = 20_011
+_one_at_a_time = threading.RLock()  # see [Note: one build at a time]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +104,7 @@ class UserModel:
 
     def build(self) -> nn.Module:
         """Build the model under one seed, in training mode."""
-        with _seeded(_BUILD_SEED):
+        with _one_at_a_time, _seeded(_BUILD_SEED):
             model: object = definition(self.spec).build()
         if not isinstance(model, nn.Module):
             raise TypeError(f"build() returned a {type(model).__name__}, not an nn.Module")
@@ -201,9 +206,14 @@ class StepSchedules:
         return optimizer
 
 
-@cache
 def definition(spec: str) -> Any:
     """Return the object that ``spec`` names, made once per process where it is a class."""
+    with _one_at_a_time:
+        return _definition(spec)
+
+
+@cache
+def _definition(spec: str) -> Any:
     found = load(spec)
     return found() if isinstance(found, type) else found
 

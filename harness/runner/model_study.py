@@ -29,7 +29,7 @@ from shardproof.harness.cases.user_model import (
     UserOptimizer,
     definition,
 )
-from shardproof.harness.torch_compat.dtypes import cast, cast_module
+from shardproof.harness.torch_compat.dtypes import cast, cast_module, cast_parameters
 from shardproof.harness.training.absolute_error import deviation, largest
 from shardproof.harness.training.draws import Seeds
 from shardproof.harness.training.rounding import noticing_narrow, rounding_anew
@@ -286,9 +286,10 @@ def _unscaled(model: nn.Module) -> str:
 def _not_in_bfloat16(problem: UserModel, model: nn.Module, batch: Batch) -> str:
     if {parameter.dtype for parameter in model.parameters()} != {torch.float32}:
         return "its parameters are not of float32"
+    model.zero_grad()
     try:
         given = converted(batch, partial(cast, dtype=torch.bfloat16))
-        _train(problem, cast_module(model, torch.bfloat16), given)
+        _train(problem, cast_parameters(model, torch.bfloat16), given)
     except Exception as error:  # code of the user's may raise anything
         return f"it raises {type(error).__name__} in bfloat16: {one_line(error)[:120]}"
     return ""
