@@ -168,7 +168,7 @@ def test_resumes_from_its_state(trial: Trial, own: Own) -> None:
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.kills("IgnoresTheComputeDtype", "HalvesOneUnit", "ReducesInBfloat16")
+@pytest.mark.kills("IgnoresTheComputeDtype", "CastsBuffers", "HalvesOneUnit", "ReducesInBfloat16")
 def test_computes_in_bfloat16_and_reduces_in_float32(trial: Trial, own: Own) -> None:
     trial.applies(unless=own[0].facts.not_in_bfloat16)
     plan = Plan(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
