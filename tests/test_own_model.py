@@ -183,6 +183,25 @@ def test_warnings_of_the_model_are_the_users(file: Path) -> None:
     assert _check(file, "torch.fsdp2", "-k", "frees") == 0
 
 
+def test_a_string_is_one_pattern(file: Path) -> None:
+    file.write_text(GOOD.replace('("blocks.*",)', '"blocks.*"'))
+    assert read_model(f"{file}:Mine", limit_s=60)[0].units == ("blocks.0", "blocks.1")
+
+
+def test_parts_in_evaluation_mode_stay_there(file: Path) -> None:
+    file.write_text(
+        GOOD.replace("return Net()", "net = Net()\n        net.out.eval()\n        return net")
+        + "class Loaded(Mine):\n    def build(self):\n        return Net().eval()\n"
+    )
+    model, loaded = (
+        UserModel(spec=f"{file}:{name}", name=name, digest="", units=()).build()
+        for name in ("Mine", "Loaded")
+    )
+    assert model.training
+    assert not model.get_submodule("out").training
+    assert loaded.get_submodule("out").training
+
+
 def test_an_edited_file_is_another_problem(file: Path) -> None:
     before, _ = read_model(f"{file}:Mine", limit_s=60)
     file.write_text(GOOD.replace("0.5", "0.25"))
@@ -194,13 +213,35 @@ def test_an_edited_file_is_another_problem(file: Path) -> None:
     ("old", "new", "words"),
     [
         ('"blocks.*"', '"block.*"', "unit 'block.*' matches no submodule with parameters; there are blocks"),
+        ('("blocks.*",)', "(3,)", "units (3,), which are not patterns"),
         ("generator=generator", "generator=torch.Generator()", "equal data for two ranks"),
+        (
+            "torch.randn(4, 6, generator=generator)",
+            "torch.tensor([[__import__('random').random()] * 6] * 4)",
+            "batch() returned other data the second time",
+        ),
+        (
+            "hidden = self.normed(x)",
+            "hidden = self.normed(x) * __import__('random').random()",
+            "is another one the second time, for equal parameters",
+        ),
+        (
+            "        return Net()",
+            "        self.net = getattr(self, 'net', None) or Net()\n        return self.net",
+            "build() returned the same parameter 'blocks.0.weight' twice",
+        ),
+        ("return Net()", "return Net().to('meta')", "not on the CPU: 'blocks.0.weight' is on meta"),
         (".square().mean()", ".square()", "a tensor of shape [4, 2], not one number"),
         (".square().mean()", ".square().mean() * float('nan')", "loss() is nan in step 0"),
         (".square().mean()", ".detach().square().mean()", "without a gradient"),
         ("return Net()", "return None", "build() returned a NoneType, not an nn.Module"),
         ("return Net()", "return nn.ReLU()", "without parameters"),
         ("return Net()", "raise KeyError('weights')", "build() raised KeyError: 'weights'"),
+        (
+            "return Net()",
+            "raise ImportError('no Net') from OSError('no library')",
+            "build() raised ImportError: no Net (from OSError: no library)",
+        ),
         ("def loss(", "def lost(", "Mine without loss()"),
         ("class Mine", "class Nine", "which does not define it; did you mean 'Nine'?"),
         ("import torch\n", "import torchh\n", "torchh is not installed"),
@@ -299,6 +340,7 @@ def test_a_pattern_matches_one_part_of_a_name() -> None:
     model = OWN_MODEL.build()
     assert matching_units(model, ["layers.*"]) == OWN_MODEL.units
     assert matching_units(model, ["layers.*.mix", "head"]) == ("layers.0.mix", "layers.1.mix", "head")
+    assert matching_units(model, ["layers.*", "layers.*.mix"])[:2] == ("layers.0.mix", "layers.1.mix")
     with pytest.raises(ValueError, match="matches no submodule"):
         matching_units(model, ["*.*.*.*"])
 

@@ -103,12 +103,12 @@ class UserModel:
         return root
 
     def build(self) -> nn.Module:
-        """Build the model under one seed, in training mode."""
+        """Build the model under one seed, in training mode unless only parts of it are in evaluation mode."""
         with _one_at_a_time, _seeded(_BUILD_SEED):
             model: object = definition(self.spec).build()
         if not isinstance(model, nn.Module):
             raise TypeError(f"build() returned a {type(model).__name__}, not an nn.Module")
-        return model.train()
+        return model if model.training else model.train()
 
     def num_items(self, *, step: int, microbatch: int, rank: int) -> int:
         """Return 1: each microbatch counts the same, see [Note: means of means]."""

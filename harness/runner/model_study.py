@@ -37,6 +37,8 @@ from shardproof.harness.verdicts.vacuity import ZERO_BESIDE, ZERO_BESIDE_NOISE
 
 _PLACES = tuple(product(range(3), range(4)))  # steps and ranks whose gradients are looked at
 _NUM_DISTURBED = 4
+# Of a gradient, and of the largest one: threads may add in another order, and operators of few bits round.
+_SAME, _SAME_AS_ZERO = 1e-2, 1e-6
 
 Gradients = Mapping[str, torch.Tensor | None]
 
@@ -99,7 +101,15 @@ def called(what: str, function: Any) -> Any:
     except LoadError:
         raise
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{what} raised {type(error).__name__}: {one_line(error)}") from error
+        raise ValueError(f"{what} raised {type(error).__name__}: {one_line(error)}{_root(error)}") from error
+
+
+def _root(error: BaseException) -> str:
+    """Return what an error was raised from, which libraries that import lazily hide behind one of their own."""
+    root = error
+    while (cause := root.__cause__) is not None and cause is not error:
+        root = cause
+    return "" if root is error else f" (from {type(root).__name__}: {one_line(root)})"
 
 
 def _first_step(problem: UserModel, optimizer: UserOptimizer | None) -> tuple[bool, bool]:
@@ -108,12 +118,30 @@ def _first_step(problem: UserModel, optimizer: UserOptimizer | None) -> tuple[bo
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with noticing_narrow(lambda: narrow.append(True)):
         gradients = _gradients(problem, model, step=0, rank=0)
+        _check_repeats(gradients, _gradients(problem, problem.build(), step=0, rank=0))
         if optimizer is not None:
             _update(model, optimizer)
     if not any(gradient is not None and bool(gradient.any()) for gradient in gradients.values()):
         raise ValueError("no parameter has a gradient: the loss depends on none of them")
     after = dict(model.named_buffers())
     return bool(narrow), any(name in after and not torch.equal(b, after[name]) for name, b in before.items())
+
+
+def _check_repeats(gradients: Gradients, again: Gradients) -> None:
+    """Raise ValueError for a model that computes something else the second time: so would ranks and the reference."""
+    scale = max((largest(gradient) for gradient in gradients.values() if gradient is not None), default=0.0)
+    for name, gradient in gradients.items():
+        other = again[name]
+        if gradient is None or other is None:
+            differs = gradient is not other
+        else:
+            same = max(_SAME * largest(gradient), _SAME_AS_ZERO * scale)
+            differs = largest(deviation(gradient, other)) > same
+        if differs:
+            raise ValueError(
+                f"the gradient of {name!r} is another one the second time, for equal parameters, data and seed of "
+                "torch: do forward and loss() draw from Python's or NumPy's generator, or remember earlier calls?"
+            )
 
 
 def _update(model: nn.Module, make: UserOptimizer) -> None:
