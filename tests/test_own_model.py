@@ -116,6 +116,19 @@ def test_buffers_keep_their_dtype_where_parameters_compute_in_bfloat16(
     assert "proven        computes in bfloat16" in capsys.readouterr().out
 
 
+def test_a_computation_in_bfloat16_need_not_move_what_has_a_small_gradient(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The norms of a query's low rank, in models of experts: plain descent changes their ones by less than rounding."""
+    gain = "self.gain = nn.Parameter(torch.ones(6))\n        self.out ="
+    file.write_text(
+        GOOD.replace("self.out =", gain, 1).replace("tanh(block(x))", "tanh(block(x + 1e-5 * self.gain))")
+    )
+    assert "gain" in read_model(f"{file}:Mine", limit_s=60)[0].facts.slow
+    assert _check(file, "torch.fsdp2", "-k", "bfloat16") == 0
+    assert "proven        computes in bfloat16" in capsys.readouterr().out
+
+
 def test_a_model_that_computes_in_no_bfloat16_is_left_out(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,13 +52,14 @@ class TensorOutline:
 class ModelFacts:
     """What some passes of a model show.
 
-    ``frozen`` parameters require no gradient, ``seldom`` ones had none in some pass. ``uncounted``,
-    ``not_in_bfloat16`` and ``unscaled`` are why closed forms, bfloat16 or a gradient scaler do not apply to the model;
-    empty if they do.
+    ``frozen`` parameters require no gradient, ``seldom`` ones had none in some pass, and ``slow`` ones have gradients
+    so small beside their values that plain descent hardly moves them. ``uncounted``, ``not_in_bfloat16`` and
+    ``unscaled`` are why closed forms, bfloat16 or a gradient scaler do not apply to the model; empty if they do.
     """
 
     frozen: tuple[str, ...] = ()
     seldom: tuple[str, ...] = ()
+    slow: tuple[str, ...] = ()
     uncounted: str = ""
     not_in_bfloat16: str = ""
     unscaled: str = ""
@@ -68,7 +69,8 @@ class ModelFacts:
 class UserModel:
     """The model that ``spec`` names; ``digest`` is that of its file, so that an edited model is another problem.
 
-    ``units`` are the names that the user's patterns match, ``idle`` the parameters that the loss never reaches.
+    ``units`` are the names that the user's patterns match, ``idle`` the parameters that the loss never reaches, and
+    ``still`` those of which a case does not claim that its training moves them; they are compared like all others.
     ``demands`` is what the model asks of every engine, such as parameters that go without a gradient.
     ``is_widened``: the model runs in float64, and neither it nor its optimizer asks for fewer bits than float32.
     ``outline`` lists the model's tensors, for those who need no values: code of users never runs where it is judged.
@@ -80,6 +82,7 @@ class UserModel:
     digest: str
     units: tuple[str, ...]
     idle: tuple[str, ...] = ()
+    still: tuple[str, ...] = ()
     demands: frozenset[Capability] = frozenset()
     facts: ModelFacts = field(default=ModelFacts(), compare=False)
     is_exact: bool = False
@@ -128,6 +131,11 @@ class UserModel:
         given = batch.given if isinstance(batch, ModelBatch) else batch
         loss: torch.Tensor = definition(self.spec).loss(output, given)
         return loss
+
+
+def still_parameters(problem: object) -> frozenset[str]:
+    """Return the parameters of which a case does not claim that its training moves them: of users' models alone."""
+    return frozenset(problem.still) if isinstance(problem, UserModel) else frozenset()
 
 
 def outline_of(model: nn.Module) -> Iterator[TensorOutline]:

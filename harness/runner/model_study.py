@@ -37,6 +37,7 @@ from shardproof.harness.verdicts.vacuity import ZERO_BESIDE, ZERO_BESIDE_NOISE
 
 _PLACES = tuple(product(range(3), range(4)))  # steps and ranks whose gradients are looked at
 _NUM_DISTURBED = 4
+_SMALL = 1e-3  # beside a value: ten steps at a rate of 0.1 change it by less than bfloat16 tells apart
 # Of a gradient, and of the largest one: threads may add in another order, and operators of few bits round.
 _SAME, _SAME_AS_ZERO = 1e-2, 1e-6
 
@@ -81,6 +82,7 @@ def study(
     demands += [Capability.PARAMETER_SHAPES] if optimizer and _needs_shapes(problem, optimizer) else []
     seldom = sorted({name for sizes in found for name, size in sizes.items() if size is None})
     facts, pass_s = called("a training step", lambda: _facts(problem, units, seldom))
+    facts = replace(facts, slow=tuple(_slow(problem.build(), found)))
     model = replace(
         problem,
         units=units,
@@ -241,6 +243,15 @@ def _gradient(name: str, parameter: nn.Parameter) -> torch.Tensor | None:
 def _idle(found: list[dict[str, float | None]]) -> list[str]:
     """Name the parameters that no loss reaches, but for rounding."""
     return [name for name in found[0] if not any(sizes[name] for sizes in found)]
+
+
+def _slow(model: nn.Module, found: list[dict[str, float | None]]) -> list[str]:
+    """Name the parameters whose gradients are small beside their values."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if max(sizes[name] or 0.0 for sizes in found) < _SMALL * largest(parameter.detach())
+    ]
 
 
 def _demands(unused: list[frozenset[str]]) -> list[Capability]:
