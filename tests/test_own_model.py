@@ -188,6 +188,25 @@ def test_a_compiled_model_is_judged(file: Path, world: str, capsys: pytest.Captu
     assert "proven" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("asked", "refused"), [("", True), ("backend='eager'", False), ("disable=True", False)]
+)
+def test_threads_are_refused_for_what_inductor_compiles(
+    file: Path, asked: str, refused: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(
+        GOOD.replace("return Net()", f"net = Net()\n        net.compile({asked})\n        return net")
+    )
+    model, _ = read_model(f"{file}:Mine", limit_s=60)
+    assert model.facts.needs_processes == refused
+    if refused:
+        worlds = ("--world", "processes:2", "--world", "threads:3")
+        assert _check(file, "torch.ddp", *worlds) == 2
+        shown = capsys.readouterr().err
+        assert "expected worlds of processes, because inductor compiles it" in shown
+        assert "got threads:3; try --world processes:3" in shown
+
+
 def test_warnings_of_the_model_are_the_users(file: Path) -> None:
     """Laws of memory need the form of the model, and must not run its code where warnings may be errors."""
     file.write_text(

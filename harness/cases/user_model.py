@@ -55,6 +55,7 @@ class ModelFacts:
     ``frozen`` parameters require no gradient, ``seldom`` ones had none in some pass, and ``slow`` ones have gradients
     so small beside their values that plain descent hardly moves them. ``uncounted``, ``not_in_bfloat16`` and
     ``unscaled`` are why closed forms, bfloat16 or a gradient scaler do not apply to the model; empty if they do.
+    ``needs_processes``: inductor compiles the model, which rank threads of one process cannot do at the same time.
     """
 
     frozen: tuple[str, ...] = ()
@@ -63,6 +64,7 @@ class ModelFacts:
     uncounted: str = ""
     not_in_bfloat16: str = ""
     unscaled: str = ""
+    needs_processes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import inspect
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -30,6 +30,7 @@ from shardproof.harness.cases.user_model import (
     definition,
 )
 from shardproof.harness.torch_compat.dtypes import cast, cast_module, cast_parameters
+from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.training.absolute_error import deviation, largest
 from shardproof.harness.training.draws import Seeds
 from shardproof.harness.training.rounding import noticing_narrow, rounding_anew
@@ -82,7 +83,9 @@ def study(
     demands += [Capability.PARAMETER_SHAPES] if optimizer and _needs_shapes(problem, optimizer) else []
     seldom = sorted({name for sizes in found for name, size in sizes.items() if size is None})
     facts, pass_s = called("a training step", lambda: _facts(problem, units, seldom))
-    facts = replace(facts, slow=tuple(_slow(problem.build(), found)))
+    with _noticing_inductor() as compiled:
+        built = problem.build()
+    facts = replace(facts, slow=tuple(_slow(built, found)), needs_processes=bool(compiled))
     model = replace(
         problem,
         units=units,
@@ -243,6 +246,20 @@ def _gradient(name: str, parameter: nn.Parameter) -> torch.Tensor | None:
 def _idle(found: list[dict[str, float | None]]) -> list[str]:
     """Name the parameters that no loss reaches, but for rounding."""
     return [name for name in found[0] if not any(sizes[name] for sizes in found)]
+
+
+@contextmanager
+def _noticing_inductor() -> Iterator[list[str]]:
+    """Yield a list that is not empty once the block has asked torch to compile by inductor, its default backend."""
+    original, seen = torch.compile, list[str]()
+
+    def compile_noticed(*args: Any, **kwargs: Any) -> Any:  # Any: the arguments are those of torch.compile
+        if kwargs.get("backend", "inductor") == "inductor" and not kwargs.get("disable", False):
+            seen.append("inductor")
+        return original(*args, **kwargs)
+
+    with Replacement(lambda: [(torch, "compile", compile_noticed)]):
+        yield seen
 
 
 def _slow(model: nn.Module, found: list[dict[str, float | None]]) -> list[str]:
