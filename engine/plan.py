@@ -153,21 +153,21 @@ class Axis:
 class Plan:
     """One request to an engine.
 
-    ``units`` names the submodules that each form one communication group, several of them joined by commas
-    where they form one group together; the root takes the remaining parameters; ``grouping`` says whether the
-    engine is free to ignore them. ``replicas`` is for ``Layout.HYBRID`` alone. ``compute_dtype`` is what forward
-    and backward compute in, ``output_dtype`` what the root returns, ``reduce_dtype`` in what gradients cross
-    between ranks; None means the parameters' own, and for the reduction that of the computation.
-    ``divide_factor`` is what the sum of gradients over ranks is divided by; None means the number of ranks.
-    ``gathered_once`` names units whose parameters backward does not need. ``bucket_bytes`` closes a bucket of
-    gradients that are reduced together once it has so many bytes. ``max_reduce_buffers`` bounds how many reductions
-    may hold their input at once. ``ignored`` names parameters that the engine leaves alone. ``replicated`` names
-    units, ``""`` for the root, that are replicated where the others are sharded. ``experts`` names parameters that
-    the model has cut over ``expert_parallel`` ranks, each of which has data of its own: of the mesh ``(data,
-    expert)`` that the engine is then given, they are sharded and averaged over ``data`` alone, all other parameters
-    over both axes. ``forward_methods`` are ``(module, method)`` that start that module's forward. ``wrapper`` chooses
-    options that only ``FullyShardedDataParallel`` has; None leaves them to the adapter.
-    ``demands`` are what the training will do with the model beyond forward, backward and step.
+    ``units`` names the submodules that each form one communication group, several of them joined by commas where
+    they form one group together; the root takes the remaining parameters; ``grouping`` says whether the engine is
+    free to ignore them. ``replicas`` is for ``Layout.HYBRID`` alone. ``compute_dtype`` is what forward and backward
+    compute in, for which parameters are cast and buffers are not, ``output_dtype`` what the root returns,
+    ``reduce_dtype`` in what gradients cross between ranks; None means the parameters' own, and for the reduction
+    that of the computation. ``divide_factor`` is what the sum of gradients over ranks is divided by; None means the
+    number of ranks. ``gathered_once`` names units whose parameters backward does not need. ``bucket_bytes`` closes
+    a bucket of gradients that are reduced together once it has so many bytes. ``max_reduce_buffers`` bounds how
+    many reductions may hold their input at once. ``ignored`` names parameters that the engine leaves alone.
+    ``replicated`` names units, ``""`` for the root, that are replicated where the others are sharded. ``experts``
+    names parameters that the model has cut over ``expert_parallel`` ranks, each of which has data of its own: of
+    the mesh ``(data, expert)`` that the engine is then given, they are sharded and averaged over ``data`` alone,
+    all other parameters over both axes. ``forward_methods`` are ``(module, method)`` that start that module's
+    forward. ``wrapper`` chooses options that only ``FullyShardedDataParallel`` has; None leaves them to the
+    adapter. ``demands`` are what the training will do with the model beyond forward, backward and step.
     """
 
     layout: Layout = Layout.NATIVE

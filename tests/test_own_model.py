@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,46 @@ def test_a_computation_in_bfloat16_is_proven_however_it_rounds(
     assert "proven        computes in bfloat16" in capsys.readouterr().out
 
 
+def test_buffers_keep_their_dtype_where_parameters_compute_in_bfloat16(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tables of rotations are cast by no engine, and cast where they are used by the models that have them."""
+    buffered = GOOD.replace(
+        "        self.out =",
+        "        self.register_buffer('table', torch.linspace(0.9, 1.1, 6))\n        self.out =",
+    ).replace("hidden = self.normed(x)", "hidden = self.normed(x * self.table.to(x.dtype))")
+    file.write_text(buffered)
+    assert _check(file, "torch.fsdp2", "-k", "bfloat16") == 0
+    assert "proven        computes in bfloat16" in capsys.readouterr().out
+
+
+def test_a_computation_in_bfloat16_need_not_move_what_has_a_small_gradient(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The norms of a query's low rank, in models of experts: plain descent changes their ones by less than rounding."""
+    gain = "self.gain = nn.Parameter(torch.ones(6))\n        self.out ="
+    file.write_text(
+        GOOD.replace("self.out =", gain, 1).replace("tanh(block(x))", "tanh(block(x + 1e-5 * self.gain))")
+    )
+    assert "gain" in read_model(f"{file}:Mine", limit_s=60)[0].facts.slow
+    assert _check(file, "torch.fsdp2", "-k", "bfloat16") == 0
+    assert "proven        computes in bfloat16" in capsys.readouterr().out
+
+
+def test_a_model_that_computes_in_no_bfloat16_is_left_out(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A buffer of float32 promotes what it is multiplied with, and the next layer refuses that."""
+    buffered = GOOD.replace(
+        "        self.out =",
+        "        self.register_buffer('table', torch.linspace(0.9, 1.1, 6))\n        self.out =",
+    ).replace("hidden = self.normed(x)", "hidden = self.normed(x * self.table)")
+    file.write_text(buffered)
+    assert _check(file, "torch.fsdp2", "-k", "bfloat16 or trains") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "left out computes in bfloat16 and reduces in float32: it raises RuntimeError in bfloat16" in shown
+
+
 def test_a_wrong_engine_is_caught_with_its_cause(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engine = next(m.engine_spec for m in shipped_mutants() if m.name == "SumsInsteadOfAveraging")
     assert _check(file, engine, "-k", "trains") == 1
@@ -147,12 +188,50 @@ def test_a_compiled_model_is_judged(file: Path, world: str, capsys: pytest.Captu
     assert "proven" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("asked", "refused"), [("", True), ("backend='eager'", False), ("disable=True", False)]
+)
+def test_threads_are_refused_for_what_inductor_compiles(
+    file: Path, asked: str, refused: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(
+        GOOD.replace("return Net()", f"net = Net()\n        net.compile({asked})\n        return net")
+    )
+    model, _ = read_model(f"{file}:Mine", limit_s=60)
+    assert model.facts.needs_processes == refused
+    if refused:
+        worlds = ("--world", "processes:2", "--world", "threads:3")
+        assert _check(file, "torch.ddp", *worlds) == 2
+        shown = capsys.readouterr().err
+        assert "expected worlds of processes, because inductor compiles it" in shown
+        assert "got threads:3; try --world processes:3" in shown
+
+
 def test_warnings_of_the_model_are_the_users(file: Path) -> None:
     """Laws of memory need the form of the model, and must not run its code where warnings may be errors."""
     file.write_text(
         GOOD.replace("return Net()", "import warnings\n        warnings.warn('old')\n        return Net()")
     )
     assert _check(file, "torch.fsdp2", "-k", "frees") == 0
+
+
+def test_a_string_is_one_pattern(file: Path) -> None:
+    file.write_text(GOOD.replace('("blocks.*",)', '"blocks.*"'))
+    assert read_model(f"{file}:Mine", limit_s=60)[0].units == ("blocks.0", "blocks.1")
+
+
+def test_parts_in_evaluation_mode_stay_there(file: Path) -> None:
+    file.write_text(
+        GOOD.replace("return Net()", "net = Net()\n        net.out.eval()\n        return net")
+        + "class Loaded(Mine):\n    def build(self):\n        return Net().eval()\n"
+    )
+    model, loaded = (
+        UserModel(spec=f"{file}:{name}", name=name, digest="", units=()).build()
+        for name in ("Mine", "Loaded")
+    )
+    assert model.training
+    assert not model.get_submodule("out").training
+    assert loaded.get_submodule("out").training
 
 
 def test_an_edited_file_is_another_problem(file: Path) -> None:
@@ -166,13 +245,35 @@ def test_an_edited_file_is_another_problem(file: Path) -> None:
     ("old", "new", "words"),
     [
         ('"blocks.*"', '"block.*"', "unit 'block.*' matches no submodule with parameters; there are blocks"),
+        ('("blocks.*",)', "(3,)", "units (3,), which are not patterns"),
         ("generator=generator", "generator=torch.Generator()", "equal data for two ranks"),
+        (
+            "torch.randn(4, 6, generator=generator)",
+            "torch.tensor([[__import__('random').random()] * 6] * 4)",
+            "batch() returned other data the second time",
+        ),
+        (
+            "hidden = self.normed(x)",
+            "hidden = self.normed(x) * __import__('random').random()",
+            "is another one the second time, for equal parameters",
+        ),
+        (
+            "        return Net()",
+            "        self.net = getattr(self, 'net', None) or Net()\n        return self.net",
+            "build() returned the same parameter 'blocks.0.weight' twice",
+        ),
+        ("return Net()", "return Net().to('meta')", "not on the CPU: 'blocks.0.weight' is on meta"),
         (".square().mean()", ".square()", "a tensor of shape [4, 2], not one number"),
         (".square().mean()", ".square().mean() * float('nan')", "loss() is nan in step 0"),
         (".square().mean()", ".detach().square().mean()", "without a gradient"),
         ("return Net()", "return None", "build() returned a NoneType, not an nn.Module"),
         ("return Net()", "return nn.ReLU()", "without parameters"),
         ("return Net()", "raise KeyError('weights')", "build() raised KeyError: 'weights'"),
+        (
+            "return Net()",
+            "raise ImportError('no Net') from OSError('no library')",
+            "build() raised ImportError: no Net (from OSError: no library)",
+        ),
         ("def loss(", "def lost(", "Mine without loss()"),
         ("class Mine", "class Nine", "which does not define it; did you mean 'Nine'?"),
         ("import torch\n", "import torchh\n", "torchh is not installed"),
@@ -232,6 +333,23 @@ def test_batches_may_have_rows_of_their_own_number(file: Path) -> None:
     read_model(f"{file}:Mine", limit_s=60)
 
 
+_BUILT_ALONE = """if not building.acquire(blocking=False):
+            raise RuntimeError("two threads build at a time")
+        threading.Event().wait(0.5)  # as an import may take
+        building.release()
+        return Net()"""
+
+
+def test_rank_threads_build_one_after_the_other(file: Path) -> None:
+    """Libraries import their parts on first use, and do not expect two threads there."""
+    shared = "import threading\nbuilding = threading.Lock()\n\nclass Mine"
+    file.write_text(GOOD.replace("class Mine", shared).replace("return Net()", _BUILT_ALONE))
+    problem = UserModel(spec=f"{file}:Mine", name="Mine", digest="", units=())
+    with ThreadPoolExecutor(2) as pool:
+        built = [pool.submit(problem.build) for _ in range(2)]
+    assert all(done.result().training for done in built)
+
+
 def test_a_deadline_grows_with_the_model() -> None:
     assert deadline_for(0.001, 2) == 61
     assert deadline_for(2.0, 2) == 60 + 30 * 9 * 2 * 2
@@ -254,6 +372,7 @@ def test_a_pattern_matches_one_part_of_a_name() -> None:
     model = OWN_MODEL.build()
     assert matching_units(model, ["layers.*"]) == OWN_MODEL.units
     assert matching_units(model, ["layers.*.mix", "head"]) == ("layers.0.mix", "layers.1.mix", "head")
+    assert matching_units(model, ["layers.*", "layers.*.mix"])[:2] == ("layers.0.mix", "layers.1.mix")
     with pytest.raises(ValueError, match="matches no submodule"):
         matching_units(model, ["*.*.*.*"])
 

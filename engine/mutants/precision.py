@@ -99,6 +99,27 @@ class IgnoresTheComputeDtype(ReplicateEngine):
 
 
 @mutant(
+    after="deepspeedai/DeepSpeed#8066",
+    kills_on=Condition(
+        world_size=1,
+        plan=_LOW,
+        because="a buffer is cast only where the computation is in another dtype",
+    ),
+    trace=Trace.STATE,
+)
+class CastsBuffers(FullyShardEngine):
+    """Buffers are cast to the dtype of the computation with the parameters, and lose their precision."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Cast what is no integer, then shard honestly."""
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if plan.compute_dtype is not None and buffer.is_floating_point():
+                    setattr(module, name, buffer.to(plan.compute_dtype))
+        return super().prepare(model, plan, mesh)
+
+
+@mutant(
     after="pytorch/pytorch#153077",
     world_size=1,
     plan=Plan(compute_dtype=torch.bfloat16, output_dtype=torch.float32),

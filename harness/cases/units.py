@@ -137,8 +137,8 @@ def _groups(model: nn.Module, plan: Plan) -> Iterator[UnitParameters]:
 def matching_units(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
     """Return the submodules that the patterns match, in the model's order; each must match one that has parameters.
 
-    A ``*`` stands for one part of a name: ``layers.*`` matches ``layers.0`` and not ``layers.0.mlp``. Raises
-    ValueError for a pattern that matches none.
+    Inner ones come before those around them. A ``*`` stands for one part of a name: ``layers.*`` matches ``layers.0``
+    and not ``layers.0.mlp``. Raises ValueError for a pattern that matches none.
     """
     names = [
         name for name, module in model.named_modules() if name and any(True for _ in module.parameters())
@@ -148,7 +148,8 @@ def matching_units(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]
             raise ValueError(
                 f"unit {pattern!r} matches no submodule with parameters; there are {_some(names)}"
             )
-    return tuple(name for name in names if any(_matches(pattern, name) for pattern in patterns))
+    matching = [name for name in names if any(_matches(pattern, name) for pattern in patterns)]
+    return tuple(sorted(matching, key=lambda name: -name.count(".")))
 
 
 def _matches(pattern: str, name: str) -> bool:

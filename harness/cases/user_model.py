@@ -6,6 +6,9 @@ only argument. ``units`` names the submodules that are natural communication gro
 ``optimizer(params)`` and ``scheduler(optimizer)`` are optional. Both random generators, the one that is passed and
 torch's own, are seeded alike for each (step, microbatch, rank), and for ``build()``.
 
+[Note: one build at a time] Rank threads run by turns, but a turn that lasts is given up, and a build or an import may
+last. Libraries that import their parts on first use do not expect two threads there, so a lock admits one of them.
+
 [Note: means of means] Each microbatch of each rank counts the same: the loss of a step is the mean of their means, as
 most training loops have it.
 """
@@ -13,6 +16,7 @@ most training loops have it.
 from __future__ import annotations
 
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,6 +34,7 @@ from shardproof.harness.cases.training import NamedOptimizer
 from shardproof.harness.torch_compat.dispatch import drawing_apart
 
 _BUILD_SEED = 20_011
+_one_at_a_time = threading.RLock()  # see [Note: one build at a time]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,23 +52,27 @@ class TensorOutline:
 class ModelFacts:
     """What some passes of a model show.
 
-    ``frozen`` parameters require no gradient, ``seldom`` ones had none in some pass. ``uncounted``,
-    ``not_in_bfloat16`` and ``unscaled`` are why closed forms, bfloat16 or a gradient scaler do not apply to the model;
-    empty if they do.
+    ``frozen`` parameters require no gradient, ``seldom`` ones had none in some pass, and ``slow`` ones have gradients
+    so small beside their values that plain descent hardly moves them. ``uncounted``, ``not_in_bfloat16`` and
+    ``unscaled`` are why closed forms, bfloat16 or a gradient scaler do not apply to the model; empty if they do.
+    ``needs_processes``: inductor compiles the model, which rank threads of one process cannot do at the same time.
     """
 
     frozen: tuple[str, ...] = ()
     seldom: tuple[str, ...] = ()
+    slow: tuple[str, ...] = ()
     uncounted: str = ""
     not_in_bfloat16: str = ""
     unscaled: str = ""
+    needs_processes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserModel:
     """The model that ``spec`` names; ``digest`` is that of its file, so that an edited model is another problem.
 
-    ``units`` are the names that the user's patterns match, ``idle`` the parameters that the loss never reaches.
+    ``units`` are the names that the user's patterns match, ``idle`` the parameters that the loss never reaches, and
+    ``still`` those of which a case does not claim that its training moves them; they are compared like all others.
     ``demands`` is what the model asks of every engine, such as parameters that go without a gradient.
     ``is_widened``: the model runs in float64, and neither it nor its optimizer asks for fewer bits than float32.
     ``outline`` lists the model's tensors, for those who need no values: code of users never runs where it is judged.
@@ -75,6 +84,7 @@ class UserModel:
     digest: str
     units: tuple[str, ...]
     idle: tuple[str, ...] = ()
+    still: tuple[str, ...] = ()
     demands: frozenset[Capability] = frozenset()
     facts: ModelFacts = field(default=ModelFacts(), compare=False)
     is_exact: bool = False
@@ -98,12 +108,12 @@ class UserModel:
         return root
 
     def build(self) -> nn.Module:
-        """Build the model under one seed, in training mode."""
-        with _seeded(_BUILD_SEED):
+        """Build the model under one seed, in training mode unless only parts of it are in evaluation mode."""
+        with _one_at_a_time, _seeded(_BUILD_SEED):
             model: object = definition(self.spec).build()
         if not isinstance(model, nn.Module):
             raise TypeError(f"build() returned a {type(model).__name__}, not an nn.Module")
-        return model.train()
+        return model if model.training else model.train()
 
     def num_items(self, *, step: int, microbatch: int, rank: int) -> int:
         """Return 1: each microbatch counts the same, see [Note: means of means]."""
@@ -123,6 +133,11 @@ class UserModel:
         given = batch.given if isinstance(batch, ModelBatch) else batch
         loss: torch.Tensor = definition(self.spec).loss(output, given)
         return loss
+
+
+def still_parameters(problem: object) -> frozenset[str]:
+    """Return the parameters of which a case does not claim that its training moves them: of users' models alone."""
+    return frozenset(problem.still) if isinstance(problem, UserModel) else frozenset()
 
 
 def outline_of(model: nn.Module) -> Iterator[TensorOutline]:
@@ -201,9 +216,14 @@ class StepSchedules:
         return optimizer
 
 
-@cache
 def definition(spec: str) -> Any:
     """Return the object that ``spec`` names, made once per process where it is a class."""
+    with _one_at_a_time:
+        return _definition(spec)
+
+
+@cache
+def _definition(spec: str) -> Any:
     found = load(spec)
     return found() if isinstance(found, type) else found
 

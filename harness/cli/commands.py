@@ -26,6 +26,7 @@ from shardproof.harness.cli.exit_codes import (
     USAGE,
     conclude,
 )
+from shardproof.harness.errors import UsageError
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.runner.interruption import uninterrupted
 from shardproof.harness.runner.invoke import call_pytest, check_temporary_folder, suite_folders, suites
@@ -73,7 +74,9 @@ def check(arguments: argparse.Namespace) -> int:
     most_ranks = max(WorldSpec.parse(world).size for world in arguments.world or [DEFAULT_WORLD])
     draw_hash_seeds(arguments.schedule_seed)  # before the server starts: one with other seeds is ended
     forkserver_context()  # it starts while this process goes on
-    known_model(spec, arguments.deadline or _READING_S)
+    model, _ = known_model(spec, arguments.deadline or _READING_S)
+    if model.facts.needs_processes:
+        _refuse_threads(arguments)
     if arguments.deadline is None:
         arguments.deadline = deadline_for(pass_seconds(spec), most_ranks)
     _announce(
@@ -84,6 +87,18 @@ def check(arguments: argparse.Namespace) -> int:
     # A case is a world and an oracle; both have deadlines of their own, and pytest's is for what has none.
     limit_s = 3 * arguments.deadline
     return _run(arguments, f"--model={spec}", f"--timeout={limit_s}", render=render, lists_all=True)
+
+
+def _refuse_threads(arguments: argparse.Namespace) -> None:
+    """Raise UsageError where ranks of some world are threads."""
+    threads = [w for w in arguments.world or [DEFAULT_WORLD] if w.startswith("threads")]
+    if threads:
+        raise UsageError(
+            f"model {arguments.model}",
+            expected="worlds of processes, because inductor compiles it and threads do not compile at the same time",
+            got=", ".join(threads),
+            hint=f"--world {threads[0].replace('threads', 'processes')}, or backend='aot_eager'",
+        )
 
 
 def deadline_for(pass_s: float, num_ranks: int) -> float:

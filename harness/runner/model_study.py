@@ -8,8 +8,8 @@ from __future__ import annotations
 import inspect
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -29,7 +29,8 @@ from shardproof.harness.cases.user_model import (
     UserOptimizer,
     definition,
 )
-from shardproof.harness.torch_compat.dtypes import cast, cast_module
+from shardproof.harness.torch_compat.dtypes import cast, cast_module, cast_parameters
+from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.training.absolute_error import deviation, largest
 from shardproof.harness.training.draws import Seeds
 from shardproof.harness.training.rounding import noticing_narrow, rounding_anew
@@ -37,6 +38,9 @@ from shardproof.harness.verdicts.vacuity import ZERO_BESIDE, ZERO_BESIDE_NOISE
 
 _PLACES = tuple(product(range(3), range(4)))  # steps and ranks whose gradients are looked at
 _NUM_DISTURBED = 4
+_SMALL = 1e-3  # beside a value: ten steps at a rate of 0.1 change it by less than bfloat16 tells apart
+# Of a gradient, and of the largest one: threads may add in another order, and operators of few bits round.
+_SAME, _SAME_AS_ZERO = 1e-2, 1e-6
 
 Gradients = Mapping[str, torch.Tensor | None]
 
@@ -79,6 +83,9 @@ def study(
     demands += [Capability.PARAMETER_SHAPES] if optimizer and _needs_shapes(problem, optimizer) else []
     seldom = sorted({name for sizes in found for name, size in sizes.items() if size is None})
     facts, pass_s = called("a training step", lambda: _facts(problem, units, seldom))
+    with _noticing_inductor() as compiled:
+        built = problem.build()
+    facts = replace(facts, slow=tuple(_slow(built, found)), needs_processes=bool(compiled))
     model = replace(
         problem,
         units=units,
@@ -99,7 +106,15 @@ def called(what: str, function: Any) -> Any:
     except LoadError:
         raise
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{what} raised {type(error).__name__}: {one_line(error)}") from error
+        raise ValueError(f"{what} raised {type(error).__name__}: {one_line(error)}{_root(error)}") from error
+
+
+def _root(error: BaseException) -> str:
+    """Return what an error was raised from, which libraries that import lazily hide behind one of their own."""
+    root = error
+    while (cause := root.__cause__) is not None and cause is not error:
+        root = cause
+    return "" if root is error else f" (from {type(root).__name__}: {one_line(root)})"
 
 
 def _first_step(problem: UserModel, optimizer: UserOptimizer | None) -> tuple[bool, bool]:
@@ -108,12 +123,30 @@ def _first_step(problem: UserModel, optimizer: UserOptimizer | None) -> tuple[bo
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with noticing_narrow(lambda: narrow.append(True)):
         gradients = _gradients(problem, model, step=0, rank=0)
+        _check_repeats(gradients, _gradients(problem, problem.build(), step=0, rank=0))
         if optimizer is not None:
             _update(model, optimizer)
     if not any(gradient is not None and bool(gradient.any()) for gradient in gradients.values()):
         raise ValueError("no parameter has a gradient: the loss depends on none of them")
     after = dict(model.named_buffers())
     return bool(narrow), any(name in after and not torch.equal(b, after[name]) for name, b in before.items())
+
+
+def _check_repeats(gradients: Gradients, again: Gradients) -> None:
+    """Raise ValueError for a model that computes something else the second time: so would ranks and the reference."""
+    scale = max((largest(gradient) for gradient in gradients.values() if gradient is not None), default=0.0)
+    for name, gradient in gradients.items():
+        other = again[name]
+        if gradient is None or other is None:
+            differs = gradient is not other
+        else:
+            same = max(_SAME * largest(gradient), _SAME_AS_ZERO * scale)
+            differs = largest(deviation(gradient, other)) > same
+        if differs:
+            raise ValueError(
+                f"the gradient of {name!r} is another one the second time, for equal parameters, data and seed of "
+                "torch: do forward and loss() draw from Python's or NumPy's generator, or remember earlier calls?"
+            )
 
 
 def _update(model: nn.Module, make: UserOptimizer) -> None:
@@ -215,6 +248,29 @@ def _idle(found: list[dict[str, float | None]]) -> list[str]:
     return [name for name in found[0] if not any(sizes[name] for sizes in found)]
 
 
+@contextmanager
+def _noticing_inductor() -> Iterator[list[str]]:
+    """Yield a list that is not empty once the block has asked torch to compile by inductor, its default backend."""
+    original, seen = torch.compile, list[str]()
+
+    def compile_noticed(*args: Any, **kwargs: Any) -> Any:  # Any: the arguments are those of torch.compile
+        if kwargs.get("backend", "inductor") == "inductor" and not kwargs.get("disable", False):
+            seen.append("inductor")
+        return original(*args, **kwargs)
+
+    with Replacement(lambda: [(torch, "compile", compile_noticed)]):
+        yield seen
+
+
+def _slow(model: nn.Module, found: list[dict[str, float | None]]) -> list[str]:
+    """Name the parameters whose gradients are small beside their values."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if max(sizes[name] or 0.0 for sizes in found) < _SMALL * largest(parameter.detach())
+    ]
+
+
 def _demands(unused: list[frozenset[str]]) -> list[Capability]:
     """List what parameters that go without a gradient at some places ask of an engine."""
     demands = [Capability.UNUSED] if any(unused) else []
@@ -286,9 +342,10 @@ def _unscaled(model: nn.Module) -> str:
 def _not_in_bfloat16(problem: UserModel, model: nn.Module, batch: Batch) -> str:
     if {parameter.dtype for parameter in model.parameters()} != {torch.float32}:
         return "its parameters are not of float32"
+    model.zero_grad()
     try:
         given = converted(batch, partial(cast, dtype=torch.bfloat16))
-        _train(problem, cast_module(model, torch.bfloat16), given)
+        _train(problem, cast_parameters(model, torch.bfloat16), given)
     except Exception as error:  # code of the user's may raise anything
         return f"it raises {type(error).__name__} in bfloat16: {one_line(error)[:120]}"
     return ""

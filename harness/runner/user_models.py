@@ -73,7 +73,7 @@ def pass_seconds(spec: str) -> float:
 
 
 def _refusal(spec: str, got: str) -> UsageError:
-    return UsageError(f"model {spec}", expected="build(), batch() and loss() of a model", got=got, hint=_HINT)
+    return UsageError(f"model {spec}", expected="a model that can be judged", got=got, hint=_HINT)
 
 
 def _answer(spec: str) -> bytes:
@@ -98,7 +98,7 @@ def facts_of(spec: str) -> ModelStudy:
     if hasattr(defined, "scheduler") and not has_optimizer:
         raise ValueError("scheduler() without optimizer(), whose steps it follows")
     model = _built_alike(problem)
-    units = matching_units(model, getattr(defined, "units", ()))
+    units = matching_units(model, _patterns(defined))
     _check_batches(problem)
     _check_shapes(problem, model)
     optimizer = UserOptimizer(spec=spec, digest=digest) if has_optimizer else None
@@ -113,6 +113,19 @@ def _built_alike(problem: UserModel) -> nn.Module:
     parameters, others = dict(model.named_parameters()), dict(again.named_parameters())
     if not parameters:
         raise ValueError("build() returned a model without parameters")
+    elsewhere = next(
+        (f"{n!r} is on {p.device}" for n, p in parameters.items() if p.device.type != "cpu"), None
+    )
+    if elsewhere:
+        raise ValueError(
+            f"build() returned a model that is not on the CPU: {elsewhere}; each rank moves it itself"
+        )
+    shared = next((name for name, p in parameters.items() if others.get(name) is p), None)
+    if shared:
+        raise ValueError(
+            f"build() returned the same parameter {shared!r} twice: every rank and the reference need a model of "
+            "their own; make it inside build()"
+        )
     for name, parameter in parameters.items():
         if name not in others or not torch.equal(parameter, others[name]):
             raise ValueError(
@@ -122,11 +135,28 @@ def _built_alike(problem: UserModel) -> nn.Module:
     return model
 
 
+def _patterns(defined: object) -> tuple[str, ...]:
+    """Return the patterns of the user's ``units``; a string is one pattern."""
+    units = getattr(defined, "units", ())
+    patterns = (units,) if isinstance(units, str) else tuple(units)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f"units {patterns!r}, which are not patterns for names of submodules")
+    return patterns
+
+
 def _check_batches(problem: UserModel) -> None:
-    """Raise ValueError where ranks, steps or microbatches are given equal data: a missing reduction would not show."""
+    """Raise ValueError where ranks, steps or microbatches are given equal data: a missing reduction would not show.
+
+    Data of one place must be equal each time: the reference is given them anew.
+    """
     first = _batch(problem)
     if not list(tensors_of(first)):
         raise ValueError("batch() returned no tensor")
+    if not _are_equal(first, _batch(problem)):
+        raise ValueError(
+            "batch() returned other data the second time for the same step, microbatch and rank: the reference must "
+            "be given what ranks are given; draw from the generator that it is given"
+        )
     others: Mapping[str, Mapping[str, int]] = {
         "ranks": {"rank": 1},
         "steps": {"step": 1},
@@ -165,4 +195,6 @@ def _batch(problem: UserModel, step: int = 0, microbatch: int = 0, rank: int = 0
 
 def _are_equal(one: Batch, other: Batch) -> bool:
     pairs = list(zip(tensors_of(one), tensors_of(other), strict=False))
-    return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+    return len(list(tensors_of(one))) == len(list(tensors_of(other))) and all(
+        a.shape == b.shape and torch.equal(a, b) for a, b in pairs
+    )

@@ -30,6 +30,13 @@ def cast_module(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return apply(partial(cast, dtype=dtype))
 
 
+def cast_parameters(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """Cast the parameters in place, and leave buffers as they are: what computes in other bits is the weights."""
+    for parameter in module.parameters():
+        parameter.data = cast(parameter.data, dtype)
+    return module
+
+
 def is_rounded(dtype: torch.dtype) -> bool:
     """Whether numbers of a dtype round, as integers do not."""
     return dtype.is_floating_point or dtype.is_complex

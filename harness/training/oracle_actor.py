@@ -15,7 +15,7 @@ from shardproof.engine.contract import UnitHandle
 from shardproof.harness.cases.batch import Batch, ModelBatch, Rows, arguments_of, converted
 from shardproof.harness.cases.script import Actor, Evaluation, GradientEdit
 from shardproof.harness.cases.training import Training, loss_weight
-from shardproof.harness.torch_compat.dtypes import cast, cast_module
+from shardproof.harness.torch_compat.dtypes import cast, cast_parameters
 from shardproof.harness.training.draws import Seeds, has_drawn
 from shardproof.harness.training.reduction_orders import Summation
 
@@ -78,7 +78,7 @@ def _with_own_buffers(model: nn.Module) -> nn.Module:
 
 
 def _casting(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Let every module that owns parameters compute in ``dtype``, as units of a plan do."""
+    """Let every module that owns parameters compute in ``dtype``, as units of a plan do; buffers keep theirs."""
 
     # Any: a module takes what it likes.
     def cast_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -87,7 +87,7 @@ def _casting(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     for module in model.modules():
         if next(module.parameters(recurse=False), None) is not None:
             module.register_forward_pre_hook(cast_inputs)
-    return cast_module(model, dtype)
+    return cast_parameters(model, dtype)
 
 
 class OracleActor(Actor):

@@ -13,7 +13,7 @@ from collections import Counter
 import torch
 
 from shardproof.harness.cases.training import LoopOrder
-from shardproof.harness.cases.user_model import UserModel
+from shardproof.harness.cases.user_model import UserModel, still_parameters
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.tolerance import MULTIPLE
 from shardproof.harness.training.absolute_error import is_finite, largest
@@ -129,8 +129,10 @@ def _rounding(evidence: Evidence, name: str, step: int) -> float:
 
 
 def _still_parameters(evidence: Evidence) -> str | None:
+    problem = evidence.training.problem
+    unclaimed = {*problem.idle, *evidence.oracle.untrained, *still_parameters(problem)}
     for name, initial in evidence.oracle.initial.items():
-        if not initial.numel() or name in evidence.training.problem.idle or name in evidence.oracle.untrained:
+        if not initial.numel() or name in unclaimed:
             continue
         moved = (evidence.oracle.steps[-1].parameters[name] - initial).abs().max()
         if moved <= _TOO_SMALL * initial.abs().max():

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardproof.harness.cases.user_model import still_parameters
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.structure import pieces_of
 from shardproof.harness.laws.tolerance import allowed_error, error_of_noise
@@ -127,7 +128,8 @@ def _without(oracle: OracleObservation, rank: int) -> Iterator[_Effect]:
 
 def _hidden_updates(evidence: Evidence) -> str | None:
     oracle = evidence.oracle
-    worst = _worst(_unmoved(oracle, name) for name in _trained(evidence) if name not in oracle.untrained)
+    unclaimed = oracle.untrained | still_parameters(evidence.training.problem)
+    worst = _worst(_unmoved(oracle, name) for name in _trained(evidence) if name not in unclaimed)
     return None if worst is None else f"{worst} training changes: a frozen parameter would pass"
 
 
@@ -190,7 +192,8 @@ def _coarse_first_step_agrees(evidence: Evidence) -> bool:
         moved = largest(first.parameters[name] - oracle.initial[name])
         there = TensorKey(quantity=Quantity.PARAMETER, step=0, name=name)
         nearly = share * moved + error_of_noise(oracle, there, first.parameter_noise[name])
-        if share >= 0.5 or nearly >= moved:
+        is_hidden = nearly >= moved and name not in still_parameters(evidence.training.problem)
+        if share >= 0.5 or is_hidden:
             return False
         if not (
             _is_near(evidence, place, gradient, allowed)
