@@ -1,6 +1,7 @@
 """What a training step costs: our reference engine beside torch's, in one world, in turn, in one run.
 
-The ranks of each world build all engines and take turns step by step; a ratio is taken within one round.
+The ranks of each world build all engines and take turns step by step; a ratio is taken within one round, of the time
+that passed and of the processor's time, which other programs on the machine change less.
 Run: ``python -m benchmarks.engine_step [--quick] [--wrapper] [--world processes:2] [--rounds 6]``
 """
 
@@ -49,6 +50,7 @@ HEADERS = (
     "engine",
     "step ms",
     "first/this",
+    "of processor",
     "peak MiB",
     "sent/min",
 )
@@ -175,23 +177,37 @@ def _on_processes(spec: WorldSpec, work: Work, folder: Path) -> list[tuple[Taken
 
 
 def _cells(ranks: Sequence[dict[Name, Taken]]) -> Iterator[list[str]]:
-    """Yield the cells of each engine; a round took as long as its slowest rank, the rest is the worst rank's."""
+    """Yield the cells of each engine; a round took as long as its slowest rank, the rest is the worst rank's.
+
+    Of the processor's time it took what all ranks did.
+    """
     names = list(ranks[0])
     rounds = {
         name: [max(seconds) for seconds in zip(*(taken[name].seconds for taken in ranks), strict=True)]
         for name in names
     }
+    computed = {
+        name: [sum(seconds) for seconds in zip(*(taken[name].processor_s for taken in ranks), strict=True)]
+        for name in names
+    }
     for name in names:
-        ratios = list(map(truediv, rounds[names[0]], rounds[name]))
         peaks = [peak for taken in ranks if (peak := taken[name].peak_bytes) is not None]
-        first, _, third = quantiles(ratios, n=4, method="inclusive")
+        is_first = name is names[0]
         yield [
             name,
             f"{median(rounds[name]) * 1e3:.1f}",
-            "" if name is names[0] else f"{median(ratios):.2f} [{first:.2f}, {third:.2f}]",
+            "" if is_first else _ratios(rounds[names[0]], rounds[name]),
+            "" if is_first else _ratios(computed[names[0]], computed[name]),
             f"{max(peaks) / 2**20:.1f}" if peaks else "",
             f"{max(t[name].sent_bytes / t[name].least_bytes for t in ranks):.3f}",
         ]
+
+
+def _ratios(first: Sequence[float], other: Sequence[float]) -> str:
+    """Return the median of paired ratios, and the quartiles."""
+    ratios = list(map(truediv, first, other))
+    low, _, high = quantiles(ratios, n=4, method="inclusive")
+    return f"{median(ratios):.2f} [{low:.2f}, {high:.2f}]"
 
 
 if __name__ == "__main__":

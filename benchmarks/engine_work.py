@@ -82,10 +82,15 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """What one engine took on one rank: seconds of each round, bytes of one step, and its last loss."""
+    """What one engine took on one rank: seconds of each round, bytes of one step, and its last loss.
+
+    ``processor_s`` are seconds of the processor: of the rank's process, or of its thread where it is one. They hold on
+    a machine that others use, and leave out what a rank waits.
+    """
 
     name: Name
     seconds: tuple[float, ...]
+    processor_s: tuple[float, ...]
     peak_bytes: int | None  # None where the ranks share a process with what watches them
     sent_bytes: float
     least_bytes: float
@@ -157,7 +162,8 @@ def compare_as_process(rank: int, size: int, folder: Path, work: Work) -> None:
     torch.set_num_threads(1)
     peaks = {name: _peak_bytes(name, work, _microbatches(work, rank)) for name in work.names}
     gc.collect()  # the modules just measured hold each other in cycles
-    taken = [replace(t, peak_bytes=peaks[t.name]) for t in _compare(rank, size, work, counted)]
+    compared = _compare(rank, size, work, counted, time.process_time)
+    taken = [replace(t, peak_bytes=peaks[t.name]) for t in compared]
     rank_file(folder, rank).write_bytes(pickle.dumps(taken))
     dist.destroy_process_group()
 
@@ -174,7 +180,7 @@ def compare_as_thread(context: RankContext, work: Work) -> None:
             step()
         return context.recorder.ledger()[before:]
 
-    taken = _compare(context.rank, context.size, work, counted)
+    taken = _compare(context.rank, context.size, work, counted, time.thread_time)
     rank_file(context.folder, context.rank).write_bytes(pickle.dumps(taken))
 
 
@@ -183,24 +189,31 @@ def rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.pickle"
 
 
-def _compare(rank: int, size: int, work: Work, counted: Counted) -> tuple[Taken, ...]:
+def _compare(
+    rank: int, size: int, work: Work, counted: Counted, processor_time: Callable[[], float]
+) -> tuple[Taken, ...]:
     torch.set_num_threads(1)
     microbatches = _microbatches(work, rank)
     contenders = [_contender(name, work) for name in work.names]
     seconds: dict[Name, list[float]] = {name: [] for name in work.names}
+    processor_s: dict[Name, list[float]] = {name: [] for name in work.names}
     losses: dict[Name, float] = {}
     # Every order in turn, so that none is always first nor always after the same one.
     orders = list(permutations(contenders))
     for turn in range(NUM_WARM_UPS + work.num_rounds):
         for contender in orders[turn % len(orders)]:
-            taken_s, losses[contender.name] = _timed(contender, microbatches)
+            dist.barrier()  # so that a step is not charged for its peer's previous one
+            started, processor_started = time.perf_counter(), processor_time()
+            losses[contender.name] = contender.step(microbatches)
             if turn >= NUM_WARM_UPS:
-                seconds[contender.name].append(taken_s)
+                seconds[contender.name].append(time.perf_counter() - started)
+                processor_s[contender.name].append(processor_time() - processor_started)
     sent = {c.name: sum(map(_sent_bytes, counted(partial(c.step, microbatches)))) for c in contenders}
     return tuple(
         Taken(
             name=name,
             seconds=tuple(seconds[name]),
+            processor_s=tuple(processor_s[name]),
             peak_bytes=None,
             sent_bytes=sent[name],
             least_bytes=_least_bytes(name, work, size),
@@ -208,13 +221,6 @@ def _compare(rank: int, size: int, work: Work, counted: Counted) -> tuple[Taken,
         )
         for name in work.names
     )
-
-
-def _timed(contender: Contender, microbatches: Sequence[torch.Tensor]) -> tuple[float, float]:
-    dist.barrier()  # so that a step is not charged for its peer's previous one
-    started = time.perf_counter()
-    loss = contender.step(microbatches)
-    return time.perf_counter() - started, loss
 
 
 def _contender(name: Name, work: Work) -> Contender:

@@ -13,6 +13,7 @@ from shardproof.engine.reference.comm_context import PendingCollective, Reductio
 from shardproof.engine.reference.mesh import Ranks
 from shardproof.engine.reference.param_layout import ParamLayout, UnshardedMemory
 from shardproof.engine.reference.parameter import FSDPParam
+from shardproof.engine.reference.torch_private import without_autograd
 
 # torch 2.13 gave the flat collectives new names and deprecated these, which older releases have alone.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -295,7 +296,7 @@ def foreach_reduce(parameters: Sequence[FSDPParam], flat: torch.Tensor, plan: Re
             yield PendingCollective(work, reduced)
     del flat
     if plan.mesh.is_replicated:
-        with torch.no_grad():
+        with without_autograd():
             if not plan.all_reduces:
                 plan.partial.add(parameters, reduced)
                 return
@@ -306,7 +307,7 @@ def foreach_reduce(parameters: Sequence[FSDPParam], flat: torch.Tensor, plan: Re
         )
         if work is not None:
             yield PendingCollective(work, reduced)
-    with torch.no_grad():
+    with without_autograd():
         if plan.hook is not None:
             plan.hook(reduced)
         if plan.division.after != 1:

@@ -341,10 +341,10 @@ class FSDPState:
         if all(group.unshards_in_backward for group in self.param_groups):
             self.prefetch()
 
-    def _gradient_arrived(self, group: FSDPParamGroup, is_complete: bool) -> None:
+    def _gradient_arrived(self, group: FSDPParamGroup) -> None:
         assert self.root_state is not None
         self.root_state.enter_backward(of_state=False)
-        if is_complete and not self._calls.num_watched:
+        if not self._calls.num_watched and group.is_complete:
             # No input will show that backward is through. The parameters themselves may be needed further: a
             # frozen one's module may still compute.
             group.reduce_gradients()

@@ -7,6 +7,7 @@ the wire every shard is padded to that. Other dims must divide evenly.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from shardproof.engine.reference.mesh import DataMesh
 from shardproof.engine.reference.torch_private import local_tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, so that what follows is computed once
 class Geometry:
     """The cut of a tensor of ``shape`` along ``dim`` over ``ranks``, of which this is ``rank``."""
 
@@ -25,32 +26,32 @@ class Geometry:
     ranks: int
     rank: int
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """The rows of a full shard along ``dim``: those of the padded form."""
         return -(-self.shape[self.dim] // self.ranks)
 
-    @property
+    @cached_property
     def padded_shape(self) -> torch.Size:
         """The shape of every shard on the wire."""
         return self._with_rows(self.rows)
 
-    @property
+    @cached_property
     def whole_stride(self) -> tuple[int, ...]:
         return torch.empty(self.shape, device="meta").stride()
 
-    @property
+    @cached_property
     def padded_numel(self) -> int:
         """The elements of every shard on the wire."""
         return self.padded_shape.numel()
 
-    @property
+    @cached_property
     def shard_shape(self) -> torch.Size:
         """The shape of this rank's shard, which may be short or empty."""
         first = min(self.rank * self.rows, self.shape[self.dim])
         return self._with_rows(min(self.rows, self.shape[self.dim] - first))
 
-    @property
+    @cached_property
     def is_even(self) -> bool:
         """Whether no shard needs padding."""
         return self.rows * self.ranks == self.shape[self.dim]
@@ -62,7 +63,8 @@ class Geometry:
 
     def own_part(self, padded: torch.Tensor) -> torch.Tensor:
         """View this rank's padded shard (1-D, ``padded_numel``) as ``shard_shape``, padding left out."""
-        return padded[: self.shard_shape.numel()].view(self.shard_shape)
+        own = padded if self.is_even else padded[: self.shard_shape.numel()]
+        return own.view(self.shard_shape)
 
     def whole_part(self, gathered: torch.Tensor) -> torch.Tensor:
         """View a gathered tensor (1-D, ``ranks * padded_numel``, in natural order) as ``shape``."""
@@ -72,23 +74,14 @@ class Geometry:
         """View a 1-D tensor in natural order as (ranks, ...): entry r is where the shard of rank r belongs."""
         if self.dim == 0:
             return gathered.view(self.ranks, self.padded_numel)
-        split: torch.Tensor = gathered.view(self.shape).unflatten(self.dim, (self.ranks, self.rows))
-        return split.movedim(self.dim, 0)
+        return self.shards_first(gathered.view(self.shape))
 
-    def cut(self, whole: torch.Tensor, out: torch.Tensor) -> None:
-        """Write all shards of ``whole`` (shape ``shape``), padded with zeros, into ``out`` (ranks, padded_numel)."""
-        if self.is_even:
-            rows = whole.unflatten(self.dim, (self.ranks, self.rows)).movedim(self.dim, 0)
-            out.unflatten(1, self.padded_shape).copy_(rows)
-            return
-        full, rest = divmod(self.shape[0], self.rows)
-        out[:full].unflatten(1, self.padded_shape).copy_(
-            whole[: full * self.rows].unflatten(0, (full, self.rows))
-        )
-        out[full:].zero_()
-        if rest:
-            last = whole[full * self.rows :].reshape(-1)
-            out[full, : last.numel()].copy_(last)
+    def shards_first(self, whole: torch.Tensor) -> torch.Tensor:
+        """View ``whole`` (shape ``shape``) so that equal chunks of dim 0, the last ones maybe short, are its shards."""
+        if self.dim == 0:
+            return whole
+        split: torch.Tensor = whole.unflatten(self.dim, (self.ranks, self.rows))
+        return split.movedim(self.dim, 0)
 
     def _with_rows(self, rows: int) -> torch.Size:
         return torch.Size((*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :]))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardproof.engine.reference.parameter import sharded_param_of
@@ -138,63 +138,29 @@ def _over_ranks(norm: torch.Tensor, group: dist.ProcessGroup, order: float) -> t
     return power if order == 0 else power.pow(1.0 / order)
 
 
-class ShardedGradScaler(GradScaler):
-    """A ``torch.amp.GradScaler`` for gradients of which every rank holds a part.
+class ShardedGradScaler(TorchShardedGradScaler):
+    """torch's sharded scaler, but for who is asked whether gradients are finite: all ranks, on every way to a step.
 
-    Whether they are finite is asked of all ranks of ``process_group`` (None: of all there are), in one
-    collective for each optimizer and step: a rank without any gradient, or with gradients on other devices
-    than its peers', takes part like the rest.
+    It takes one collective over ``process_group`` (None: all ranks) for each optimizer and step: a rank without any
+    gradient, or with gradients on other devices than its peers', takes part like the rest.
     """
 
-    # The order of torch's own sharded scaler, in which the factors have changed places with its base's.
-    def __init__(
-        self,
-        device: str = "cuda",
-        init_scale: float = 2.0**16,
-        backoff_factor: float = 0.5,
-        growth_factor: float = 2.0,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        process_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        super().__init__(
-            device,
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
-        )
-        self.process_group = process_group
-
-    # Any: torch overloads this by what is given, and what is given comes back.
-    def scale(self, outputs: Any) -> Any:
-        """Multiply losses by the scale, each in its own dtype: one in half precision would come back wider."""
-        if not self.is_enabled():
-            return outputs
-        if isinstance(outputs, torch.Tensor):
-            return super().scale(outputs).to(outputs.dtype)
-        if not isinstance(outputs, Iterable):
-            raise ValueError(
-                f"ShardedGradScaler.scale: expected a tensor or an iterable of tensors, got {outputs!r}"
-            )
-        scaled = map(self.scale, outputs)
-        return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
+    # Not torch's sharded one, which asks other ranks here, where fused optimizers and others never come.
+    unscale_ = GradScaler.unscale_
 
     def _unscale_grads_(
         self,
         optimizer: torch.optim.Optimizer,
         inv_scale: torch.Tensor,
         found_inf: torch.Tensor,
-        allow_fp16: bool,
+        allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
         """Unscale as torch does, then agree. All of torch's ways to a step lead through here.
 
-        One of them is that of fused optimizers, which unscale by themselves and only ask what was found; torch
-        2.13's own sharded scaler asks no other rank for them, and lets ranks part.
-        Gradients in half precision are allowed, for shards may be kept so.
+        One of them is that of fused optimizers, which unscale by themselves and only ask what was found. Gradients in
+        half precision are allowed, for shards may be kept so.
         """
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        found = GradScaler._unscale_grads_(self, optimizer, inv_scale, found_inf, True)
         return self._agreed(found, found_inf.device)
 
     def _agreed(

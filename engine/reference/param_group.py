@@ -30,9 +30,10 @@ from shardproof.engine.reference.collectives import (
 )
 from shardproof.engine.reference.comm_context import CommContext
 from shardproof.engine.reference.mesh import Ranks
-from shardproof.engine.reference.param_layout import ParamLayout, UnshardedMemory, storage_signature
+from shardproof.engine.reference.param_layout import ParamLayout, UnshardedMemory
 from shardproof.engine.reference.parameter import FSDPParam, placeholder_grad
 from shardproof.engine.reference.policies import DTypes
+from shardproof.engine.reference.torch_private import without_autograd
 
 
 class ShardedState(Enum):
@@ -64,8 +65,7 @@ class FSDPParamGroup:
         self.state = ShardedState.SHARDED
         self.device = device
         self.comm_ctx = CommContext(device)
-        self.gradient_arrived: Callable[[FSDPParamGroup, bool], None] = _ignored
-        self.is_complete = False
+        self.gradient_arrived: Callable[[FSDPParamGroup], None] = _ignored
         # Options, set through the methods of the sharded module.
         self.reduces = True
         self.all_reduces = True
@@ -118,7 +118,7 @@ class FSDPParamGroup:
         """Issue the gather, unless parameters are whole or on their way already."""
         if self.state in {ShardedState.GATHERING, ShardedState.UNSHARDED}:
             return
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             if self.state is ShardedState.SHARDED:
                 self.reset_sharded_params(gathers=True)
                 if any(p.local.is_meta for p in self.parameters):
@@ -134,7 +134,7 @@ class FSDPParamGroup:
             return
         assert self._unsharded is not None
         gathered = self._wait_for_all_gather()
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             self._unsharded.copy_out(gathered)
         # The next gather may be given the memory that this one was copied out of.
         self.comm_ctx.wait_before_all_gather()
@@ -160,7 +160,7 @@ class FSDPParamGroup:
             self.reshard()
             return
         assert self._unsharded is not None
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             self._kept_shard = self._unsharded.part(self._subgroup.rank(), self._subgroup.size())
         self.comm_ctx.wait_before_all_gather()  # the next gather sends this part
         self._free()
@@ -205,11 +205,12 @@ class FSDPParamGroup:
     def reset_sharded_params(self, *, gathers: bool = False) -> None:
         """Adopt parameters that were replaced, moved or cast, as by loading; ``gathers`` says that a gather follows."""
         self.layout.reset_sharded_params()
-        if not gathers and self.layout.packs:
+        packs = self.layout.packs
+        if packs and not gathers:
             return  # one packing for each gather
-        storage_signature = self._signature_that_matters()
-        if self._unsharded is None or storage_signature != self._signature:
-            self._signature = storage_signature
+        signature = (packs, self.layout.signature)
+        if self._unsharded is None or signature != self._signature:
+            self._signature = signature
             self._unsharded = self.layout.init_unsharded(
                 dtype=self._dtypes.param_dtype, device=self.device, on_gradient=self._count
             )
@@ -219,19 +220,19 @@ class FSDPParamGroup:
     def reduce_gradients(self) -> None:
         """Start the reduction of what gradients there are, or hold them if the next backward shall add to them."""
         self._arrived.clear()
-        self.is_complete = False
-        if not any(p.has_unsharded_grad or self._adds_zeros(p) for p in self.parameters):
+        chosen = [p for p in self.parameters if p.has_unsharded_grad or self._adds_zeros(p)]
+        if not chosen:
             return
         if not self.reduces:
             self.hold_gradients()
             return
-        chosen = [p for p in self.parameters if p.has_unsharded_grad or self._adds_zeros(p)]
-        self._check_zeros()
+        if self.reduces_unused:
+            self._check_zeros()
         self._is_reduced = True
         self._was_reduced |= self.all_reduces or not self.mesh.is_replicated
         gradients = [p.pop_unsharded_grad(self._accumulation_dtype(p)) for p in chosen]
         plan = self._reduction_plan(chosen, self._dtype_of(chosen, gradients))
-        with torch.no_grad():
+        with without_autograd():
             if plan.is_alone:
                 reduce_alone(chosen, gradients, plan)
                 return
@@ -266,7 +267,6 @@ class FSDPParamGroup:
     def forget_backward(self) -> None:
         """Record that a backward is over: what arrives next belongs to another one."""
         self._arrived.clear()
-        self.is_complete = False
         self._is_reduced = False
 
     def drop_gradients(self) -> None:
@@ -294,7 +294,7 @@ class FSDPParamGroup:
         """Raise ValueError where zeros for unused parameters would have no dtype: on all ranks, or the others hang."""
         trained = [p for p in self.parameters if p.sharded_param.requires_grad]
         names = [p.name for p in trained if self._accumulation_dtype(p) is None]
-        if self.reduces_unused and names:
+        if names:
             raise ValueError(
                 f"set_reduce_scatter_unused_params: expected a dtype for zeros of {names}, got grad_dtype=None; "
                 "set a grad_dtype, or MixedPrecisionPolicy.reduce_dtype"
@@ -351,12 +351,6 @@ class FSDPParamGroup:
                 output = self._gather_buffer(numel, dtype)
             return foreach_all_gather(self.layout, output, group, self.all_gather, kept)
 
-    def _signature_that_matters(self) -> tuple[object, ...]:
-        """Where the shards are, if whole parameters are the same memory; else only what they are."""
-        if self.mesh.shard_size == 1:
-            return storage_signature(self.parameters)
-        return (self.layout.packs, *((p.local.dtype, p.local.is_meta) for p in self.parameters))
-
     def _wait_for_all_gather(self) -> torch.Tensor:
         """Wait for the gather under way and return its output."""
         assert self._pending_gather is not None
@@ -380,23 +374,27 @@ class FSDPParamGroup:
             self._unsharded.free()
 
     def _count(self, unsharded: torch.Tensor) -> None:
-        """Count gradients that are whole; when every trainable parameter has its own, they may be reduced.
+        """Record a gradient that is whole.
 
         Autograd sums all uses of a parameter before this is called, so a module that ran twice before
         backward is reduced once.
         """
         self._arrived.add(id(unsharded))
+        self.gradient_arrived(self)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every trainable parameter has its gradient of this backward, so that they may be reduced."""
         # Where ranks may use different parameters, only the end of the module's backward is common to all.
-        if not self.reduces_unused:
-            self.is_complete = self._arrived.issuperset(
-                id(p.unsharded_param)
-                for p in self.parameters
-                if p.unsharded_param is not None and p.unsharded_param.requires_grad
-            )
-        self.gradient_arrived(self, self.is_complete)
+        if self.reduces_unused or not self._arrived:
+            return False
+        trained = (p.unsharded_param for p in self.parameters)
+        return all(
+            id(whole) in self._arrived for whole in trained if whole is not None and whole.requires_grad
+        )
 
 
-def _ignored(_: FSDPParamGroup, __: bool) -> None:
+def _ignored(_: FSDPParamGroup) -> None:
     return None
 
 

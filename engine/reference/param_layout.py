@@ -11,7 +11,7 @@ from shardproof.engine.reference.extensions import Extension, has_extension
 from shardproof.engine.reference.mesh import DataMesh
 from shardproof.engine.reference.parameter import FSDPParam, ShardedParam
 from shardproof.engine.reference.policies import DTypes
-from shardproof.engine.reference.torch_private import post_accumulate_hooks
+from shardproof.engine.reference.torch_private import chunk_cat, post_accumulate_hooks
 
 _ALIGNMENT_BYTES = 64  # a cache line, and what vectorised kernels like
 
@@ -161,6 +161,11 @@ class ParamLayout(Protocol):
         """Whether some parameter packs itself, so that what is gathered is known from its first packing on."""
         return False
 
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What the memory of whole parameters is made for: changes where shards were moved or cast."""
+        ...
+
     def reset_sharded_params(self) -> None:
         """Adopt parameters that were replaced, moved or cast, as by loading."""
 
@@ -204,6 +209,7 @@ class PerParameterLayout:
         self._dtypes = dtypes
         self._extensions: dict[FSDPParam, Extension] = {}
         self._wire_dtypes: dict[FSDPParam, torch.dtype] = {}
+        self._adopt()
 
     @property
     def packs(self) -> bool:
@@ -215,8 +221,19 @@ class PerParameterLayout:
         return has_extension(parameter)
 
     def reset_sharded_params(self) -> None:
-        for parameter in self.parameters:
-            parameter.reset_sharded_param()
+        changed = [parameter for parameter in self.parameters if parameter.reset_sharded_param()]
+        if changed:
+            self._adopt()
+
+    def _adopt(self) -> None:
+        """Work out, once for all gathers until shards change again, what these copy."""
+        self.signature = storage_signature(self.parameters, is_shared=self._ranks == 1)
+        is_simple = all(
+            p.geometry.is_even and type(p.local) is torch.Tensor and p.local.is_contiguous()
+            for p in self.parameters
+        )
+        with torch.no_grad():
+            self._flat_shards = [p.local.view(-1) for p in self.parameters] if is_simple else []
 
     def init_unsharded(
         self, *, dtype: torch.dtype | None, device: torch.device, on_gradient: Callable[[torch.Tensor], None]
@@ -264,20 +281,13 @@ class PerParameterLayout:
 
         ``out`` is this rank's part of the gather's output, so that the gather needs no input of its own.
         """
-        locals_ = [p.local for p in self.parameters]
         as_bytes = out.dtype == torch.uint8
-        if (
-            not as_bytes
-            and not self._extensions
-            and all(
-                p.geometry.is_even and local.device == out.device
-                for p, local in zip(self.parameters, locals_, strict=True)
-            )
-        ):
-            torch.cat([local.reshape(-1) for local in locals_], out=out)
+        is_simple = bool(self._flat_shards) and not self._extensions and not as_bytes
+        if is_simple and self._flat_shards[0].device == out.device:
+            torch.cat(self._flat_shards, out=out)
             return
         start = 0
-        for sent, numel in self._sent(locals_, casts=as_bytes):
+        for sent, numel in self._sent(casts=as_bytes):
             flat = sent.reshape(-1).view(torch.uint8) if as_bytes else sent.reshape(-1)
             width = sent.element_size() if as_bytes else 1
             end = start + numel * width
@@ -285,9 +295,10 @@ class PerParameterLayout:
             out[start + flat.numel() : end].zero_()
             start = end
 
-    def _sent(self, locals_: Sequence[torch.Tensor], *, casts: bool) -> Iterator[tuple[torch.Tensor, int]]:
+    def _sent(self, *, casts: bool) -> Iterator[tuple[torch.Tensor, int]]:
         """Yield what this rank sends, with the elements that each takes on the wire."""
-        for parameter, local in zip(self.parameters, locals_, strict=True):
+        for parameter in self.parameters:
+            local = parameter.local
             if extension := self._extensions.get(parameter):
                 yield from ((payload, payload.numel()) for payload in extension.take())
             else:
@@ -301,13 +312,10 @@ class PerParameterLayout:
         chosen = _sharded(parameters)
         sizes = [p.geometry.padded_numel for p in chosen]
         flat = allocate(self._ranks * sum(sizes))
-        by_rank = flat.view(self._ranks, sum(sizes))
-        if self._ranks == 1 or all(p.geometry.is_even and p.geometry.dim == 0 for p in chosen):
-            rows = [g.reshape(self._ranks, n) for g, n in zip(gradients, sizes, strict=True)]
-            torch.cat(rows, dim=1, out=by_rank)
-        else:
-            for parameter, gradient, out in zip(chosen, gradients, by_rank.split(sizes, dim=1), strict=True):
-                parameter.geometry.cut(gradient, out)
+        pairs = zip(chosen, gradients, strict=True)
+        by_chunks = [p.geometry.shards_first(gradient) for p, gradient in pairs if gradient.numel()]
+        if by_chunks:
+            chunk_cat(by_chunks, flat.view(self._ranks, sum(sizes)))
         gradients.clear()
         return flat
 
@@ -320,20 +328,24 @@ class PerParameterLayout:
 
     def write_gradients(self, parameters: Sequence[FSDPParam], reduced: torch.Tensor) -> None:
         """Write to each parameter its part, without the padding."""
+        chosen = _sharded(parameters)
         # Where some gradients are there already, a view for one that is not would keep the memory of all.
-        are_views = all(p.sharded_param.grad is None for p in parameters)
-        for parameter, part in self.parts(parameters, reduced):
-            assert isinstance(parameter, ShardedParam)
+        is_copied = [p.sharded.grad is None for p in chosen]
+        is_copied = [False] * len(chosen) if all(is_copied) else is_copied
+        parts = reduced.split([p.geometry.padded_numel for p in chosen])
+        for parameter, part, is_copy in zip(chosen, parts, is_copied, strict=True):
             own = parameter.geometry.own_part(part)
-            is_added = parameter.sharded_param.grad is not None
-            parameter.accumulate_sharded_grad(own if are_views or is_added else own.clone())
-            for hook in post_accumulate_hooks(parameter.sharded_param):
-                hook(parameter.sharded_param)
+            parameter.accumulate_sharded_grad(own.clone() if is_copy else own)
+            for hook in post_accumulate_hooks(parameter.sharded):
+                hook(parameter.sharded)
 
 
-def storage_signature(parameters: Sequence[FSDPParam]) -> tuple[object, ...]:
-    """Describe where the shards are and in which dtype, so that a move or a cast shows."""
-    return tuple((p.local.dtype, p.local.device, p.local.data_ptr()) for p in parameters)
+def storage_signature(parameters: Sequence[FSDPParam], *, is_shared: bool) -> tuple[object, ...]:
+    """Describe the shards: where they are too, if whole parameters may be the same memory."""
+    locals_ = [p.local for p in parameters]
+    if is_shared:
+        return tuple((local.dtype, local.device, local.data_ptr()) for local in locals_)
+    return tuple((local.dtype, local.is_meta) for local in locals_)
 
 
 def _sharded(parameters: Sequence[FSDPParam]) -> list[ShardedParam]:

@@ -289,6 +289,8 @@ class ShardedParam(FSDPParam):
     ) -> None:
         super().__init__(origin=origin, locations=locations, shape=geometry.shape, data_axes=data_axes)
         self.sharded = sharded
+        self._local = local_tensor(self._template)
+        self._seen = _fingerprint(sharded)
         self.geometry = geometry
         self.keeps_dtype = False  # where the others of the unit compute in another one
 
@@ -300,20 +302,18 @@ class ShardedParam(FSDPParam):
     @property
     def local(self) -> torch.Tensor:
         """This rank's shard, of shape ``geometry.shard_shape``."""
-        return local_tensor(self._template)
+        return self._local
 
     def current(self) -> nn.Parameter:
         """Return the sharded parameter as the modules hold it, replaced or not."""
         found = self.locations[0].get()
         return self.sharded if found is None or found is self.unsharded_param else found
 
-    def reset_sharded_param(self) -> None:
-        """Adopt a parameter that was registered in place of the sharded one, as loading may do."""
+    def reset_sharded_param(self) -> bool:
+        """Adopt a parameter that was moved, cast, or replaced, as loading may do; return whether there is such."""
         found = self.current()
-        if found is self.sharded:
-            self._step_listener.attach(found)
-            self._adopt_grad_dtype(found)
-            return
+        if found is self.sharded and _fingerprint(found) == self._seen:
+            return False
         if not isinstance(found, DTensor) or found.placements != self._template.placements:
             raise RuntimeError(
                 f"parameter {self.name!r}: expected a DTensor with placements {self._template.placements}, "
@@ -321,9 +321,12 @@ class ShardedParam(FSDPParam):
                 "change parameters before sharding, or load DTensors"
             )
         self._adopt_grad_dtype(found)
-        self.sharded = found
         self._step_listener.attach(found)
-        self.to_sharded()
+        self._local, self._seen = local_tensor(found), _fingerprint(found)
+        if found is not self.sharded:
+            self.sharded = found
+            self.to_sharded()
+        return True
 
     def _adopt_grad_dtype(self, found: nn.Parameter) -> None:
         """Keep what parameters set for gradients: one that was converted or loaded lacks what was set before."""
@@ -373,6 +376,16 @@ class ShardedParam(FSDPParam):
         # .data: a version counter of its own, so that gathering again does not look to autograd like an
         # in-place change of what forward saved.
         return self.laid_out(self.geometry.whole_part(memory).data)
+
+
+def _fingerprint(sharded: nn.Parameter) -> tuple[object, ...]:
+    """Describe a sharded parameter so that a move, a cast or another dtype of gradients shows."""
+    if not isinstance(sharded, DTensor):
+        return ()
+    local = local_tensor(sharded)
+    # Subclasses that pack themselves may have no memory of their own.
+    address = local.data_ptr() if type(local) is torch.Tensor else 0
+    return id(local), address, local.dtype, sharded.grad_dtype
 
 
 def _described(origin: nn.Parameter) -> DTensor | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement
 __all__ = [
     "HYBRID_SHARD_ZERO2",
     "at_end_of_backward",
+    "chunk_cat",
     "concatenated",
     "eager",
     "inside_backward",
@@ -28,6 +29,7 @@ __all__ = [
     "sets_grad_dtype",
     "sharded_like",
     "strided_shard",
+    "without_autograd",
 ]
 
 
@@ -45,16 +47,26 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
+def chunk_cat(tensors: list[torch.Tensor], out: torch.Tensor) -> None:
+    """Fill ``out`` (rows, columns) with each tensor's equal chunks of dim 0, one in a row, padded with zeros.
+
+    The public ways need two operators for each tensor.
+    """
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        tensors = [tensor.to(out.dtype) for tensor in tensors]
+    torch._chunk_cat(tensors, dim=0, num_chunks=out.shape[0], out=out)
+
+
 def eager(method: Callable[P, T]) -> Callable[P, T]:
-    """Run a hook as it is where its module is compiled; decided late, for asking loads the compiler."""
+    """Run a hook as it is where its module is compiled; decided late, for a disabled function loads the compiler."""
     uncompiled: Callable[P, T] | None = None
 
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         nonlocal uncompiled
+        if not torch.compiler.is_compiling():  # which the compiler takes for True where it traces
+            return method(*args, **kwargs)
         if uncompiled is None:
-            if "torch._dynamo" not in sys.modules:
-                return method(*args, **kwargs)
             uncompiled = torch.compiler.disable(method)
         return uncompiled(*args, **kwargs)
 
@@ -64,6 +76,16 @@ def eager(method: Callable[P, T]) -> Callable[P, T]:
 def inside_backward() -> bool:
     """Whether this thread runs a backward: then a forward is the recomputation of a checkpoint."""
     return torch._C._current_graph_task_id() != -1
+
+
+def without_autograd() -> AbstractContextManager[object]:
+    """Compute without autograd, and outside of inference mode; nothing is switched that is off already."""
+    if torch.is_inference_mode_enabled():
+        outside = ExitStack()
+        outside.enter_context(torch.inference_mode(False))
+        outside.enter_context(torch.no_grad())
+        return outside
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 def local_tensor(sharded: DTensor) -> torch.Tensor:
@@ -114,13 +136,14 @@ def sets_grad_dtype(parameter: torch.Tensor) -> bool:
 def sharded_like(template: DTensor, local: torch.Tensor) -> DTensor:
     """Wrap ``local`` with the mesh, placements and global shape of ``template``.
 
-    ``DTensor.from_local`` does the same twenty times slower, and there is one gradient per parameter and step.
+    ``DTensor.from_local`` does the same twenty times slower, and there is one gradient per parameter and step;
+    ``DTensor.__init__``, which does nothing, costs twice what remains.
     """
     spec = template._spec
     meta = spec.tensor_meta
     if meta is not None and meta.dtype != local.dtype:
         spec = type(spec)(spec.mesh, spec.placements, tensor_meta=meta._replace(dtype=local.dtype))
-    return DTensor(local, spec, requires_grad=False)
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def post_accumulate_hooks(parameter: nn.Parameter) -> list[Callable[[torch.Tensor], None]]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardproof.engine.reference.geometry import local_part
 from shardproof.engine.reference.mesh import Ranks
-from shardproof.engine.reference.param_layout import Allocate, UnshardedMemory
+from shardproof.engine.reference.param_layout import Allocate, UnshardedMemory, storage_signature
 from shardproof.engine.reference.parameter import FSDPParam, ParamLocation, is_placeholder
 from shardproof.engine.reference.torch_private import post_accumulate_hooks
 
@@ -186,8 +186,7 @@ class FlatLayout:
             FlatPiece(self, origin, locations, start, is_visible=holder is None)
             for (origin, locations), start in zip(parameters, starts, strict=True)
         )
-        for piece in self.parameters:
-            piece.rebind()
+        self._rebind()
 
     def reset_sharded_params(self) -> None:
         """Take the rank's share to where its parameters were moved, or cast."""
@@ -203,8 +202,12 @@ class FlatLayout:
             return
         else:
             self.memory = self._collected()
+        self._rebind()
+
+    def _rebind(self) -> None:
         for piece in self.parameters:
             piece.rebind()
+        self.signature = storage_signature(self.parameters, is_shared=self.num_ranks == 1)
 
     def init_unsharded(
         self, *, dtype: torch.dtype | None, device: torch.device, on_gradient: Callable[[torch.Tensor], None]
