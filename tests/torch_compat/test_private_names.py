@@ -71,6 +71,7 @@ builtins.__import__ = hiding
 
 
 SMOKE = ("run", "--suite", "smoke")
+TRAIN = (*SMOKE, "-k", "trains")
 OF_DDP = (*SMOKE, "--engine", "torch.ddp")
 # Several commands in one process, because importing torch takes longer than most of them.
 CALLS = """
@@ -115,7 +116,7 @@ def _call(tmp_path: Path, hidden: str, *commands: tuple[str, ...]) -> list[Calle
 
 def test_one_engine_that_lacks_a_name_fails_no_other_and_is_named_with_the_cause(tmp_path: Path) -> None:
     run, *tables = _call(
-        tmp_path, "torch.distributed._composable.replicate_with_fsdp", SMOKE, ("list",), ("doctor",)
+        tmp_path, "torch.distributed._composable.replicate_with_fsdp", TRAIN, ("list",), ("doctor",)
     )
     assert run.code == 1, run.said  # not conforming: an engine that was selected is not judged
     assert {record.verdict for record in run.found.values()} == {Verdict.PASSED}, run.said
