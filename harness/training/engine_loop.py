@@ -196,7 +196,6 @@ def train(
 
     ``watches`` learn from the loop what they cannot see: the owner of a tensor, and the end of a step.
     """
-    recorder = context.recorder
     if training.convert is not None:
         prepared.convert(training.convert)
     loop = _Loop(prepared, training, context, watches)
