@@ -65,9 +65,8 @@ def test_an_entry_is_written_as_the_codec_writes_it(tmp_path: Path, group: tuple
         recorder.enter_unit("a")
         recorder.issued(replace(a_call(), group=group))
     recorder.close()
-    (written,) = (
-        line["entry"] for text in (tmp_path / "journal").open() if "entry" in (line := json.loads(text))
-    )
+    lines = map(json.loads, (tmp_path / "journal").read_text().splitlines())
+    (written,) = (line["entry"] for line in lines if "entry" in line)
     (entry,) = read_journal(tmp_path / "journal").ledger
     assert written == json.loads(json.dumps(encode(entry)))
     assert list(written) == list(encode(entry))
