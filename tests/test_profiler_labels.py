@@ -23,7 +23,7 @@ class _Counts(TorchDispatchMode):
 def _label() -> int:
     with _Counts() as counts, record_function("a step") as label:
         assert isinstance(label, record_function)
-    return counts.num_labels
+    return int(counts.num_labels)
 
 
 def test_a_label_that_no_profiler_reads_calls_no_operator() -> None:
