@@ -153,6 +153,16 @@ NAMES = (
         without=Feature.OPERATORS,
     ),
     PrivateName(
+        path="torch.utils._python_dispatch:_get_current_dispatch_mode",
+        use="tells whether the mode that sees operators can step aside while an engine is read",
+        without="it sees the operators of reads too, which makes them slower",
+    ),
+    PrivateName(
+        path="torch.autograd:_profiler_enabled",
+        use="tells whether a profiler reads the labels of an engine",
+        without="labels are made that no profiler reads, which makes steps slower",
+    ),
+    PrivateName(
         path="torch._C._dynamo.eval_frame:set_code_exec_strategy",
         use="keeps the compiler out of what sees operators",
         without="torch wraps what sees operators, which makes them slower",

@@ -164,7 +164,7 @@ def _writers(kind: type) -> Mapping[str, Callable[[Any, frozenset[type]], Any]]:
     return {
         f.name: _encode_any
         if hints[f.name] is Any
-        else _encode_row
+        else encode_row
         if "is_row" in f.metadata
         else encode_one_of
         if len(_dataclasses_of(hints[f.name])) > 1
@@ -173,7 +173,8 @@ def _writers(kind: type) -> Mapping[str, Callable[[Any, frozenset[type]], Any]]:
     }
 
 
-def _encode_row(value: tuple[int, ...], rows: frozenset[type]) -> Any:
+def encode_row(value: tuple[int, ...], rows: frozenset[type] = frozenset()) -> Any:
+    """Return a field of ranks in JSON's own types; see `ROW`."""
     return list(value) if len(value) <= _LONGEST_LIST else _row_of(value)
 
 

@@ -65,6 +65,7 @@ class OperatorObserver(Protocol):
 
 # Without it no mode is made: `private_names.require` refuses the watches first, and a census says that it is empty.
 _Mode: Any = optional("torch.utils._python_dispatch:TorchDispatchMode")
+_current_mode: Any = optional("torch.utils._python_dispatch:_get_current_dispatch_mode")
 _Made = Callable[[Any, str], None]  # Any: what an operator returns, with the name of the operator
 
 
@@ -75,6 +76,21 @@ class OperatorMode(_Mode or object):  # type: ignore[misc]  # a class of Any
         super().__init__()
         self._witnesses = witnesses
         self._made = made
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Report nothing until exit, and cost operators nothing, unless a mode of the engine lies above this one.
+
+        Only without observers: they have to see what an engine does while it is read.
+        """
+        if self._witnesses or _current_mode is None or _current_mode() is not self:
+            yield
+            return
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
 
     def ignore_compile_internals(self) -> bool:
         """Let compiled functions stay compiled where nothing but results is looked at: that changes no verdict."""
@@ -104,7 +120,7 @@ class OperatorMode(_Mode or object):  # type: ignore[misc]  # a class of Any
             with self:
                 return kernel(*args, **kwargs)
         result = func(*args, **kwargs)
-        if is_inside_backend():
+        if not (known.makes_memory or self._witnesses) or is_inside_backend():
             return result
         if known.makes_memory and self._made is not None:
             self._made(result, known.func.__name__)
@@ -247,20 +263,20 @@ def current_witnesses() -> _Witnesses | None:
 
 
 @contextmanager
-def observing_operators(*witnesses: Witness, made: _Made | None = None) -> Iterator[None]:
+def observing_operators(*witnesses: Witness, made: _Made | None = None) -> Iterator[OperatorMode | None]:
     """Report to the observers what the calling thread's rank does to memory, until exit; with none, change nothing.
 
-    ``made`` is called with what operators return, except views, and with their names.
+    ``made`` is called with what operators return, except views, and with their names. Yields the mode that reports.
     """
     if not witnesses:
-        with nullcontext() if made is None or _Mode is None else OperatorMode((), made):
-            yield
+        with nullcontext() if made is None or _Mode is None else OperatorMode((), made) as mode:
+            yield mode
         return
     with _heard_resizes:
         _of_rank[current_rank()] = _Witnesses(witnesses)
         try:
-            with OperatorMode(witnesses, made):
-                yield
+            with OperatorMode(witnesses, made) as mode:
+                yield mode
         finally:
             del _of_rank[current_rank()]
 

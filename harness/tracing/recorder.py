@@ -10,11 +10,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from shardproof.harness.tracing.codec import encode
+from shardproof.harness.tracing.codec import encode, encode_row
 from shardproof.harness.tracing.events import EventKind
 from shardproof.harness.tracing.ledger import (
     BufferViolation,
@@ -28,6 +28,7 @@ from shardproof.harness.tracing.ledger import (
 )
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))  # once: json.dumps would build one per line
+_FIELDS = tuple(field.name for field in fields(Entry))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +179,7 @@ class Recorder:
         with self._lock:
             entry = self._entry(call)
             self._entries.append(entry)
-            self._write({"entry": encode(entry), "at_ns": time.monotonic_ns()})
+            self._write({"entry": _plain(entry), "at_ns": time.monotonic_ns()})
         return entry.seq
 
     def waited(self, seq: int, *, is_over: bool | None = True) -> None:
@@ -287,3 +288,10 @@ class Recorder:
             self._lost = error
             raise
         self._written.update(text)
+
+
+def _plain(entry: Entry) -> dict[str, object]:
+    """Return what `encode` does of an entry that was not waited for yet; its values but the group are JSON's own."""
+    plain = {name: getattr(entry, name) for name in _FIELDS}
+    plain["group"] = encode_row(entry.group)
+    return plain

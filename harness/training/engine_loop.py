@@ -42,6 +42,7 @@ from shardproof.harness.records.observation import (
     save_observation,
 )
 from shardproof.harness.records.world_result import arcs_path, observation_path
+from shardproof.harness.torch_compat.profiler_labels import idle_labels
 from shardproof.harness.tracing.arcs import counting_arcs
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.census import Census
@@ -90,6 +91,7 @@ def _drive(context: RankContext, training: Training, adapter: Engine) -> str | N
     try:
         with (
             watching(training.watch, context.recorder, context.device.type, census=census) as watches,
+            idle_labels,
             cuda_stand_in() if adapter.insists_on_cuda and context.device.type == "cpu" else nullcontext(),
         ):
             # Numbers of a simulated rank mean nothing: what it holds in the end shows where its shards lie.
@@ -194,7 +196,6 @@ def train(
 
     ``watches`` learn from the loop what they cannot see: the owner of a tensor, and the end of a step.
     """
-    recorder = context.recorder
     if training.convert is not None:
         prepared.convert(training.convert)
     loop = _Loop(prepared, training, context, watches)
@@ -204,7 +205,7 @@ def train(
         else:
             prepared.optimizer(loop.schedules.factory)
     loop.scale_losses()
-    with recorder.during(Phase.OBSERVE):
+    with loop.reading():
         initial = loop.kept(read_shards(prepared, "local_parameters")) if is_read else {}
     steps = []
     for step in range(training.schedule.steps):
@@ -214,7 +215,7 @@ def train(
             loop.resume_in(successor, step)
             loop.scale_losses()
         steps.append(loop.step(step, is_read=is_read))
-    with recorder.during(Phase.OBSERVE):
+    with loop.reading():
         return Observation(
             rank=context.rank,
             input_digest=loop.input_digest,
@@ -263,6 +264,15 @@ class _Loop:
                 shard.tensor.nbytes for shard in shards.values() if shard is not None
             )
         return shards
+
+    @contextmanager
+    def reading(self, step: int = -1) -> Iterator[None]:
+        """Observe inside: label what is issued, and keep reads from the census."""
+        with (
+            self._context.recorder.during(Phase.OBSERVE, step=step),
+            nullcontext() if self._watches is None else self._watches.reading(),
+        ):
+            yield
 
     def scale_losses(self) -> None:
         """Make a gradient scaler for the model at hand, with the state of the one before, if the schedule has one."""
@@ -338,7 +348,7 @@ class _Loop:
         if schedule.clip is not None:
             with recorder.during(Phase.STEP, step=step):
                 norm = read_norm(prepared, schedule.clip.max_norm, schedule.clip.norm_type)
-        with recorder.during(Phase.OBSERVE, step=step):
+        with self.reading(step):
             gradients = self.kept(read_gradients(prepared)) if is_read and not is_skipped else {}
         with recorder.during(Phase.STEP, step=step):
             if schedule.order is LoopOrder.ZERO_THEN_STEP:
@@ -354,7 +364,7 @@ class _Loop:
             self._count(actor, CensusTime.CLEARED)
             if self._lifetimes is not None:
                 self._lifetimes.end_step()
-        with recorder.during(Phase.OBSERVE, step=step):
+        with self.reading(step):
             is_over = step == schedule.steps - 1
             parameters = self.kept(read_shards(prepared, "local_parameters")) if is_read or is_over else {}
             if scaled is not None:
@@ -371,7 +381,7 @@ class _Loop:
     def _count(self, actor: EngineActor, moment: CensusTime) -> None:
         form = None if self._watches is None else self._watches.form
         if self._census is not None and form is not None and actor.is_at_rest:
-            with self._context.recorder.during(Phase.OBSERVE, step=actor.step):
+            with self.reading(actor.step):
                 self._census.take(actor.step, moment, lambda: self._explained(form))
 
     def _explained(self, form: Form) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shardproof.harness.cases.training import Watch
 from shardproof.harness.tracing.memory.census import Census
 from shardproof.harness.tracing.memory.tracker import MemoryTracker
-from shardproof.harness.tracing.operators import observing_operators
+from shardproof.harness.tracing.operators import OperatorMode, observing_operators
 from shardproof.harness.tracing.races.cuda_streams import watched_cuda_streams
 from shardproof.harness.tracing.races.detector import RaceDetector, set_watch
 from shardproof.harness.tracing.races.streams import tracked_streams
@@ -25,6 +25,11 @@ class Watches:
     lifetimes: MemoryTracker | None = None
     census: Census | None = None
     form: Form | None = None
+    mode: OperatorMode | None = None
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Return the context of a read of the engine, in which the census, which counts no read, sees no operators."""
+        return nullcontext() if self.mode is None else self.mode.paused()
 
 
 @contextmanager
@@ -36,8 +41,8 @@ def watching(
     lifetimes = MemoryTracker(recorder) if Watch.LIFETIMES in asked else None
     with streams as races:
         witnesses = [watch for watch in (races, lifetimes) if watch is not None]
-        with observing_operators(*witnesses, made=None if census is None else census.made):
-            yield Watches(races=races, lifetimes=lifetimes, census=census)
+        with observing_operators(*witnesses, made=None if census is None else census.made) as mode:
+            yield Watches(races=races, lifetimes=lifetimes, census=census, mode=mode)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from math import prod
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardproof import EachMicrobatch, Exercise, MemoryIsExplained, Phase, Ruling
 from shardproof.engine.contract import Capability, Cut, Layout, Masters, Plan, Replicas
@@ -105,6 +106,35 @@ def test_waits_once_for_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counted == [(256 * FLOAT, whole), (256 * FLOAT, whole), (272 * FLOAT, 2 * whole)], (
         "more may go yet"
     )
+
+
+def test_steps_aside_while_an_engine_is_read() -> None:
+    census, _ = _census()
+    with observing_operators(made=census.made) as mode:
+        assert mode is not None
+        with mode.paused():
+            assert mode not in _modes()
+            unseen = torch.zeros(256)
+        assert _modes()[-1] is mode
+        kept = torch.zeros(16)
+    assert _taken(census).num_bytes == kept.nbytes
+    assert unseen.numel() == 256
+
+
+def test_leaves_the_modes_of_an_engine_alone() -> None:
+    census, _ = _census()
+    with observing_operators(made=census.made) as mode, FlopCounterMode(display=False) as of_engine:
+        assert mode is not None
+        before = _modes()
+        with mode.paused():
+            assert _modes() == before
+            assert of_engine.mode is before[-1]
+
+
+def _modes() -> list[object]:
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return list(_get_current_dispatch_mode_stack())
 
 
 def test_compiled_functions_stay_compiled() -> None:

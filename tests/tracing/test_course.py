@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from shardproof.harness.tracing.codec import encode
 from shardproof.harness.tracing.events import EventKind, EventLog, TraceEvent, flights, stretches
 from shardproof.harness.tracing.journal import read_journal
 from shardproof.harness.tracing.ledger import Op, Phase
@@ -54,6 +56,20 @@ def test_marks_calls_and_waits_lie_in_one_order(tmp_path: Path) -> None:
     times = [m.at_ns for m in course]
     assert times == sorted(times)
     assert times[0] > 0
+
+
+@pytest.mark.parametrize("group", [(0, 1), tuple(range(0, 400, 2))], ids=["short", "long"])
+def test_an_entry_is_written_as_the_codec_writes_it(tmp_path: Path, group: tuple[int, ...]) -> None:
+    recorder = Recorder(tmp_path / "journal")
+    with recorder.during(Phase.BACKWARD, step=1, microbatch=0):
+        recorder.enter_unit("a")
+        recorder.issued(replace(a_call(), group=group))
+    recorder.close()
+    lines = map(json.loads, (tmp_path / "journal").read_text().splitlines())
+    (written,) = (line["entry"] for line in lines if "entry" in line)
+    (entry,) = read_journal(tmp_path / "journal").ledger
+    assert written == json.loads(json.dumps(encode(entry)))
+    assert list(written) == list(encode(entry))
 
 
 def test_times_and_marks_are_no_part_of_the_ledger(tmp_path: Path) -> None:

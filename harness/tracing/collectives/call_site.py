@@ -35,9 +35,12 @@ _OF_PYTHON = ("contextlib.py", "threading.py", "typing_extensions.py")
 _NOWHERE = "outside Python"
 
 
-def call_site() -> str:
-    """Name the caller as ``file.py:line in function``; cheap enough for every collective."""
-    frame: FrameType | None = sys._getframe(1)
+def call_site(below: int = 1) -> str:
+    """Name the caller as ``file.py:line in function``; cheap enough for every collective.
+
+    ``below`` counts the innermost frames that are known to be no caller, this one included.
+    """
+    frame: FrameType | None = sys._getframe(below)
     while frame is not None:
         _, place = _places.get(id(frame.f_code)) or _look_at(frame.f_code)
         if place is not None:

@@ -159,8 +159,9 @@ class Works:
         outputs: Sequence[torch.Tensor] = (),
     ) -> WatchedWork:
         """Return a work that stands for ``inner``, and keep it until it is waited for."""
-        for kept in tuple(self._kept):
-            kept.let_go()
+        if valuer is None:  # of a device, where futures are taken that are not over
+            for kept in tuple(self._kept):
+                kept.let_go()
         work = WatchedWork(inner, hearing, self, valuer, outputs)
         self._waiting[id(work)] = work
         return work

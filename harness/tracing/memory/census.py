@@ -43,6 +43,7 @@ from shardproof.harness.tracing.memory.process_memory import allocator
 from shardproof.harness.tracing.recorder import Recorder
 
 _NUM_LARGEST = 4  # enough to see what kind of memory it is
+_BELOW = 4  # frames of this module, and its own, before the caller's
 _RETRY_S = 0.005
 _MAX_RETRIES = (
     60  # a worker thread that waits for a core on a busy machine gets one within a third of a second
@@ -59,7 +60,7 @@ class _Seen(weakref.ref[torch.UntypedStorage]):
         self.key = id(storage)
         self.shape: tuple[int, ...] = ()
         self.operator = ""
-        self.site = call_site()
+        self.site = call_site(_BELOW)
         self.is_users = False
 
 
@@ -93,9 +94,13 @@ class Census:
     # Any: what an operator returns.
     def made(self, result: Any, operator: str) -> None:
         """Note what an operator returned, unless it runs to observe."""
-        if self._recorder.phase is not Phase.OBSERVE:
-            for tensor in _tensors(result):
-                self._meet(tensor, operator)
+        if self._recorder.phase is Phase.OBSERVE:
+            return
+        if isinstance(result, torch.Tensor):  # nearly always
+            self._meet(result, operator)
+            return
+        for tensor in _tensors(result):
+            self._meet(tensor, operator)
 
     def holds(self, tensors: Iterable[torch.Tensor]) -> None:
         """Leave out the storages of tensors that the user holds."""
