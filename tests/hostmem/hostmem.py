@@ -28,7 +28,7 @@ __all__ = ["BUILD_LIMIT_S", "CannotBuildError", "build", "load"]
 
 BUILD_LIMIT_S = 360.0  # it takes 20 s of a processor, which others may want too
 _HERE = Path(__file__).parent
-_SOURCES = ("backend", "device", "kernels")
+_SOURCES = ("backend", "cells", "device", "kernels")
 _NAME = "hostmem"
 
 
