@@ -131,6 +131,27 @@ def test_a_device_without_a_backend_is_said(on_path: str) -> None:
     assert "the device hostmem: expected a backend registered for it, got none" in done.stderr
 
 
+CELLS = """
+import torch
+def gradients(device, is_last_asked):
+    torch.manual_seed(0)
+    model = torch.nn.LSTM(5, 7, num_layers=2).to(device)
+    output, (hidden, cell) = model(torch.randn(3, 4, 5).to(device))
+    (cell.sum() if is_last_asked else output.square().sum()).backward()
+    return [output.cpu(), *(parameter.grad.cpu() for parameter in model.parameters())]
+for is_last_asked in (False, True):
+    for device in zip(gradients("cpu", is_last_asked), gradients("hostmem", is_last_asked), strict=True):
+        torch.testing.assert_close(*device)
+print("alike")
+"""
+
+
+def test_the_cell_of_an_lstm_is_that_of_a_cpu(on_path: str) -> None:
+    """Torch asks a device for it in one operator, which a CPU lacks."""
+    done = python("-c", CELLS, PYTHONPATH=on_path)
+    assert done.stdout == "alike\n", done.stderr
+
+
 def test_require_device_knows_the_cpu() -> None:
     require_device("cpu")
 
