@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,10 +203,12 @@ def _cell(counted: Tally) -> str:
 
 
 def _divergences(run: Run) -> Iterator[str]:
-    for found in known(run):
-        link = address(found.expectation.link)
+    counts: Counter[tuple[str, str]] = Counter()
+    for found in known(run):  # entries of one reason may be of other cases, or older than the file
+        counts[found.expectation.reason, address(found.expectation.link)] += found.count
+    for (reason, link), count in counts.items():
         where = f" ([where]({link}))" if link else ""
-        yield f"- {escape(found.expectation.reason)}{where} {found.count} of the cases show it."
+        yield f"- {escape(reason)}{where} {count} of the cases show it."
 
 
 def _scripts(engine: str, root: Path) -> Iterator[str]:

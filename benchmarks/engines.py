@@ -100,8 +100,8 @@ def _compare(judged: Sequence[Judged], path: Path) -> None:
     found = kept | columns(judged)
     missing = sorted({*BUILT_IN, *THIRD_PARTY} - found.keys())
     if missing:
-        print(f"{path} is left as it is: it compares all engines, and {', '.join(missing)} have never run")
-    else:
+        print(f"{path} lacks engines that have not run: {', '.join(missing)}")
+    if kept or not missing:
         path.write_text(summary(found), encoding="utf-8")
 
 
