@@ -6,12 +6,8 @@ torch's two raise on a CPU, once the result is there: they ask it for a stream.
 from __future__ import annotations
 
 import torch
-from torch.distributed.algorithms._comm_hooks.default_hooks import (
-    DefaultState,
-    LowPrecisionState,
-    allreduce_hook,
-    reduce_scatter_hook,
-)
+
+from shardproof.engine.reference.torch_private import default_hooks
 
 __all__ = [
     "DefaultState",
@@ -21,6 +17,11 @@ __all__ = [
     "fp16_compress_hook",
     "reduce_scatter_hook",
 ]
+
+DefaultState = default_hooks.DefaultState
+LowPrecisionState = default_hooks.LowPrecisionState
+allreduce_hook = default_hooks.allreduce_hook
+reduce_scatter_hook = default_hooks.reduce_scatter_hook
 
 
 def fp16_compress_hook(
