@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardproof.engine import reference
-from shardproof.engine.adapters.torch_internals import default_comm_hooks
 from shardproof.engine.adapters.wrapper_base import CAPABILITIES, PreparedWrapper, WrapperEngine, WrapperPiece
 from shardproof.engine.contract import Capability, WrapperNames
-from shardproof.engine.reference.fsdp1 import wrap_policy
+from shardproof.engine.reference.fsdp1 import comm_hooks, wrap_policy
 from shardproof.engine.reference.fsdp1.state_dict import named_pieces
 from shardproof.engine.reference.optim import ShardedGradScaler
-
-_HOOKS = default_comm_hooks()  # which take what `register_comm_hook` passes on
 
 NAMES = WrapperNames(
     FullyShardedDataParallel=reference.FullyShardedDataParallel,
@@ -26,12 +23,12 @@ NAMES = WrapperNames(
     transformer_auto_wrap_policy=wrap_policy.transformer_auto_wrap_policy,
     enable_wrap=wrap_policy.enable_wrap,
     wrap=wrap_policy.wrap,
-    DefaultState=_HOOKS.DefaultState,
-    LowPrecisionState=_HOOKS.LowPrecisionState,
-    allreduce_hook=_HOOKS.allreduce_hook,
-    reduce_scatter_hook=_HOOKS.reduce_scatter_hook,
-    fp16_compress_hook=_HOOKS.fp16_compress_hook,
-    bf16_compress_hook=_HOOKS.bf16_compress_hook,
+    DefaultState=comm_hooks.DefaultState,
+    LowPrecisionState=comm_hooks.LowPrecisionState,
+    allreduce_hook=comm_hooks.allreduce_hook,
+    reduce_scatter_hook=comm_hooks.reduce_scatter_hook,
+    fp16_compress_hook=comm_hooks.fp16_compress_hook,
+    bf16_compress_hook=comm_hooks.bf16_compress_hook,
 )
 
 

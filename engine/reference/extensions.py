@@ -17,11 +17,8 @@ _RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 def has_extension(parameter: ShardedParam) -> bool:
     """Whether a shard packs itself; raises AssertionError where it has one function of the pair."""
-    local = parameter.local
-    if type(local) is torch.Tensor and not vars(local):
-        return False
-    found = [hasattr(local, name) for name in (_PACK, _UNPACK)]
-    if (any(found) or hasattr(local, _RELEASE)) and not all(found):
+    found = [hasattr(parameter.local, name) for name in (_PACK, _UNPACK)]
+    if (any(found) or hasattr(parameter.local, _RELEASE)) and not all(found):
         raise AssertionError(
             f"parameter {parameter.name!r}: expected both {_PACK} and {_UNPACK}, or neither of them and no {_RELEASE}, "
             f"got {found.count(True)} of the two; add what is missing"

@@ -160,7 +160,7 @@ class ShardedGradScaler(TorchShardedGradScaler):
         One of them is that of fused optimizers, which unscale by themselves and only ask what was found. Gradients in
         half precision are allowed, for shards may be kept so.
         """
-        found = GradScaler._unscale_grads_(self, optimizer, inv_scale, found_inf, True)
+        found = super(TorchShardedGradScaler, self)._unscale_grads_(optimizer, inv_scale, found_inf, True)
         return self._agreed(found, found_inf.device)
 
     def _agreed(

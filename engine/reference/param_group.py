@@ -121,7 +121,7 @@ class FSDPParamGroup:
         with without_autograd():
             if self.state is ShardedState.SHARDED:
                 self.reset_sharded_params(gathers=True)
-                if any(p.local.is_meta for p in self.parameters):
+                if self.layout.is_meta:
                     _check_memory(self.parameters, self.offload)
                 self._is_stale = False
                 self._was_reduced = False

@@ -166,6 +166,11 @@ class ParamLayout(Protocol):
         """What the memory of whole parameters is made for: changes where shards were moved or cast."""
         ...
 
+    @property
+    def is_meta(self) -> bool:
+        """Whether some shard has no memory yet."""
+        ...
+
     def reset_sharded_params(self) -> None:
         """Adopt parameters that were replaced, moved or cast, as by loading."""
 
@@ -209,12 +214,15 @@ class PerParameterLayout:
         self._dtypes = dtypes
         self._extensions: dict[FSDPParam, Extension] = {}
         self._wire_dtypes: dict[FSDPParam, torch.dtype] = {}
+        self._packs: bool | None = None
         self._adopt()
 
     @property
     def packs(self) -> bool:
         """Whether some parameter packs itself, so that what is gathered is known from its first packing on."""
-        return any(self.packs_itself(p) for p in self.parameters)
+        if self._packs is None:
+            self._packs = any(self.packs_itself(p) for p in self.parameters)
+        return self._packs
 
     def packs_itself(self, parameter: ShardedParam) -> bool:
         """Whether this parameter does."""
@@ -227,6 +235,8 @@ class PerParameterLayout:
 
     def _adopt(self) -> None:
         """Work out, once for all gathers until shards change again, what these copy."""
+        self._packs = None  # to be asked again
+        self.is_meta = any(p.local.is_meta for p in self.parameters)
         self.signature = storage_signature(self.parameters, is_shared=self._ranks == 1)
         is_simple = all(
             p.geometry.is_even and type(p.local) is torch.Tensor and p.local.is_contiguous()

@@ -290,6 +290,7 @@ class ShardedParam(FSDPParam):
         super().__init__(origin=origin, locations=locations, shape=geometry.shape, data_axes=data_axes)
         self.sharded = sharded
         self._local = local_tensor(self._template)
+        self._adopt_grad_dtype(sharded)
         self._seen = _fingerprint(sharded)
         self.geometry = geometry
         self.keeps_dtype = False  # where the others of the unit compute in another one
@@ -310,7 +311,7 @@ class ShardedParam(FSDPParam):
         return self.sharded if found is None or found is self.unsharded_param else found
 
     def reset_sharded_param(self) -> bool:
-        """Adopt a parameter that was moved, cast, or replaced, as loading may do; return whether there is such."""
+        """Adopt a parameter that was moved, cast or replaced, as by loading; return whether it was."""
         found = self.current()
         if found is self.sharded and _fingerprint(found) == self._seen:
             return False
@@ -383,9 +384,9 @@ def _fingerprint(sharded: nn.Parameter) -> tuple[object, ...]:
     if not isinstance(sharded, DTensor):
         return ()
     local = local_tensor(sharded)
-    # Subclasses that pack themselves may have no memory of their own.
+    # Subclasses that pack themselves may have no memory of their own; what packs may be an attribute, too.
     address = local.data_ptr() if type(local) is torch.Tensor else 0
-    return id(local), address, local.dtype, sharded.grad_dtype
+    return id(local), address, local.dtype, len(vars(local)), sharded.grad_dtype
 
 
 def _described(origin: nn.Parameter) -> DTensor | None:

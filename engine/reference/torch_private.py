@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Placement
@@ -20,6 +21,7 @@ __all__ = [
     "at_end_of_backward",
     "chunk_cat",
     "concatenated",
+    "default_hooks",
     "eager",
     "inside_backward",
     "joined",

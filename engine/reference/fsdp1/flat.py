@@ -188,6 +188,10 @@ class FlatLayout:
         )
         self._rebind()
 
+    @property
+    def is_meta(self) -> bool:
+        return self.memory.is_meta
+
     def reset_sharded_params(self) -> None:
         """Take the rank's share to where its parameters were moved, or cast."""
         if self.holder is not None:
