@@ -85,7 +85,7 @@ def main() -> None:
             print(f"{number} programs: {len(seen)} of {len(space.combinations)} combinations")
 
 
-_MODULE = "shardproof.engine.mutants.rare_triggers:"
+_MODULES = "shardproof.engine.mutants.rare_triggers:"
 
 
 def _first_that_fails(engine: str, programs: Sequence[Program]) -> int | None:

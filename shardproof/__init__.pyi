@@ -42,6 +42,7 @@ from shardproof.harness.cases.batch import microbatch_seed as microbatch_seed
 from shardproof.harness.cases.script import Actor as Actor
 from shardproof.harness.cases.script import EachMicrobatch as EachMicrobatch
 from shardproof.harness.cases.script import Evaluation as Evaluation
+from shardproof.harness.cases.script import Probe as Probe
 from shardproof.harness.cases.script import GradientEdit as GradientEdit
 from shardproof.harness.cases.script import InterfaceBench as InterfaceBench
 from shardproof.harness.cases.script import Script as Script
@@ -55,6 +56,7 @@ from shardproof.harness.cases.scripts.cuda_device import CountsCopies as CountsC
 from shardproof.harness.cases.scripts.cuda_device import ReplaysAGraph as ReplaysAGraph
 from shardproof.harness.cases.scripts.cuda_device import WatchesPools as WatchesPools
 from shardproof.harness.cases.scripts.eventful import Eventful as Eventful
+from shardproof.harness.cases.scripts.eventful import Freezing as Freezing
 from shardproof.harness.cases.scripts.eventful import FailurePoint as FailurePoint
 from shardproof.harness.cases.scripts.eventful import Interlude as Interlude
 from shardproof.harness.cases.scripts.failures import RAISED as RAISED
