@@ -28,7 +28,9 @@ def main(rank: int, store: str) -> None:
         after = len(list(model.parameters()))
         model(torch.ones(1, 4)).sum().backward()
         later = len(list(model.parameters()))
-        print(f"rank {rank}: {strategy.name}: {before} parameters before, {after} after, {later} a step later")
+        print(
+            f"rank {rank}: {strategy.name}: {before} parameters before, {after} after, {later} a step later"
+        )
     dist.destroy_process_group()
 
 
