@@ -205,8 +205,8 @@ class PreparedModel:
 
     def optimizer_in_backward(self, factory: OptimizerFactory) -> None:
         """Build an optimizer for each parameter, which a hook steps in backward; `step` then has nothing to do."""
-        self._given = {n: p for n, p in self._named_parameters().items() if p.requires_grad}
-        self._optimizer = _InBackward(self._given.values(), factory)
+        self._given = dict(self._named_parameters())
+        self._optimizer = _InBackward((p for p in self._given.values() if p.requires_grad), factory)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward from a scalar loss."""

@@ -44,6 +44,7 @@ from shardproof.harness.cases.script import EachMicrobatch as EachMicrobatch
 from shardproof.harness.cases.script import Evaluation as Evaluation
 from shardproof.harness.cases.script import GradientEdit as GradientEdit
 from shardproof.harness.cases.script import InterfaceBench as InterfaceBench
+from shardproof.harness.cases.script import Probe as Probe
 from shardproof.harness.cases.script import Script as Script
 from shardproof.harness.cases.scripts.cuda_device import COPIES as COPIES
 from shardproof.harness.cases.scripts.cuda_device import EQUAL as EQUAL
@@ -56,6 +57,7 @@ from shardproof.harness.cases.scripts.cuda_device import ReplaysAGraph as Replay
 from shardproof.harness.cases.scripts.cuda_device import WatchesPools as WatchesPools
 from shardproof.harness.cases.scripts.eventful import Eventful as Eventful
 from shardproof.harness.cases.scripts.eventful import FailurePoint as FailurePoint
+from shardproof.harness.cases.scripts.eventful import Freezing as Freezing
 from shardproof.harness.cases.scripts.eventful import Interlude as Interlude
 from shardproof.harness.cases.scripts.failures import RAISED as RAISED
 from shardproof.harness.cases.scripts.failures import Evaluates as Evaluates

@@ -253,6 +253,11 @@ def test_a_script_is_written_of_what_it_can_show(law: str, is_shown: bool, tmp_p
         "evaluation=end,layout=shard,clip=2",
         # A gradient that only the last microbatch had kept the memory of all that it was reduced with.
         "side=last,layout=shard,units=none,microbatches=2",
+        # Mended in the oracle: it expected buffers in the compute dtype, and no zeros of an overflow that was cleared.
+        "buffers=changed,compute=float64",
+        "side=steps,zero_grad=alternate,scaling=overflow",
+        # Mended in the contract's default: frozen parameters were not read beside optimizers in backward.
+        "frozen=before,stepped=in_backward",
     ],
 )
 def test_what_our_own_fault_once_failed_passes(text: str) -> None:
@@ -260,6 +265,26 @@ def test_what_our_own_fault_once_failed_passes(text: str) -> None:
     exploration = Exploration(space=SPACE, training=training_of, laws=laws_of, cell=cell)
     record = exploration.judge(SPACE.parse(text))
     assert record.verdict is Verdict.PASSED, record.headline
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("compute=float64,reduce=float64", "param_dtype=torch.float64, reduce_dtype=torch.float64"),
+        ("born=meta", "model.to_empty(device='cpu')"),
+        ("inputs=with_gradients", "rows = rows.detach().requires_grad_()"),
+        ("probe=of_inputs", "torch.autograd.grad(loss, rows)"),
+        ("backward=halves", "        backward(loss_of(model, batches[m], weight))"),
+        ("freezing=middle", "requires_grad_(step != 1)"),
+        ("stepped=in_backward", "register_post_accumulate_grad_hook(lambda _, own=own: own.step())"),
+        ("hooks=backward", "self.blocks[1].register_full_backward_hook("),
+    ],
+)
+def test_a_script_shows_what_its_program_adds(text: str, shown: str) -> None:
+    script, plain = (standalone(SPACE.parse(t), "torch.fsdp2", "some symptom") or "" for t in (text, "plain"))
+    assert shown in script
+    assert shown not in plain
+    compile(script, "script", "exec")
 
 
 def test_a_script_clears_gradients_as_its_program_does() -> None:

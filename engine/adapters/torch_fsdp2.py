@@ -9,6 +9,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from shardproof.engine.adapters.composable import PreparedComposable, open_door
 from shardproof.engine.adapters.torch_internals import RELEASE, can_place, has_mesh_dims, placed_on, replicate
@@ -62,7 +63,11 @@ def _set_divide_factor(module: FSDPModule, factor: float, num_shards: int) -> No
     be sent that op, and to ask for plain sums would bring on the double division that torch 2.13 makes there.
     """
     assert isinstance(module, nn.Module)
-    is_on_cpu = all(p.device.type == "cpu" for p in module.parameters())
+    # By their mesh: parameters without memory are on no device yet.
+    is_on_cpu = all(
+        (p.device_mesh.device_type if isinstance(p, DTensor) else p.device.type) == "cpu"
+        for p in module.parameters()
+    )
     module.set_gradient_divide_factor(factor)
     if is_on_cpu and num_shards not in {1, factor}:
         module.set_force_sum_reduction_for_comms(True)

@@ -474,6 +474,9 @@ class HalvesTheLastRank(ReferenceEngine):
         def backward(self, loss: torch.Tensor) -> None:
             super().backward(loss / 2 if is_last_rank() else loss)
 
+        def backward_of_branch(self, loss: torch.Tensor) -> None:
+            (loss / 2 if is_last_rank() else loss).backward(retain_graph=True)  # type: ignore[no-untyped-call]  # torch's
+
 
 @mutant(after="NVIDIA/Megatron-LM#3023")
 class HalvesTheLastRankOfWrappers(ReferenceWrapperEngine):

@@ -8,7 +8,7 @@ order, when losses go backward, what it does to units meanwhile. It knows neithe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -31,6 +31,13 @@ class Evaluation(Enum):
     @property
     def context(self) -> AbstractContextManager[object]:
         return torch.no_grad() if self is Evaluation.NO_GRAD else torch.inference_mode()
+
+
+class Probe(Enum):
+    """What a forward with gradients is for that no backward of the step follows."""
+
+    DROPPED = "its loss goes backward never, as that of a batch which is left out"
+    OF_INPUTS = "the gradient of its loss by its inputs, as adversaries and saliency maps take it"
 
 
 class GradientEdit(Enum):
@@ -94,6 +101,10 @@ class Actor(ABC):
     @abstractmethod
     def evaluate(self, microbatch: int, how: Evaluation = Evaluation.NO_GRAD) -> None:
         """Run the model in eval mode without gradients; the loss of its output is one of the step's losses."""
+
+    @abstractmethod
+    def probe(self, microbatch: int, probe: Probe) -> None:
+        """Run forward with gradients, and no backward by parameters; what is seen counts as one of the losses."""
 
     @abstractmethod
     def synchronisation(self, microbatch: int) -> AbstractContextManager[None]:
@@ -163,3 +174,13 @@ def train_microbatch(actor: Actor, microbatch: int) -> None:
     with actor.synchronisation(microbatch):
         output = actor.forward(microbatch, *actor.batch(microbatch).inputs)
         actor.backward(microbatch, actor.loss(microbatch, output))
+
+
+def with_gradients(inputs: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the inputs as leaves that get gradients; others than floats cannot."""
+    return tuple(given.detach().requires_grad_() for given in inputs)
+
+
+def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return one number in which a difference in any element shows, in whatever order rows are."""
+    return torch.stack([tensor.square().sum() for tensor in tensors]).sum()

@@ -44,7 +44,9 @@ def counting_arcs(engine: Engine, path: Path) -> Iterator[None]:
         counter.stop()
         data = counter.get_data()
         arcs = ((short_path(f), *arc) for f in data.measured_files() for arc in data.arcs(f) or ())
-        path.write_text(json.dumps(sorted(arcs)))
+        part = path.with_name(f"{path.name}.part")  # a rank that is killed here leaves no half of a file
+        part.write_text(json.dumps(sorted(arcs)))
+        part.replace(path)
 
 
 def _files_of(engine: Engine) -> list[str]:

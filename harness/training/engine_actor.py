@@ -12,7 +12,15 @@ from torch import nn
 
 from shardproof.engine.contract import Accumulation, Capability, PreparedModel, Shard, UnitHandle
 from shardproof.harness.cases.batch import Batch, Rows, arguments_of, converted, tensors_in, tensors_of
-from shardproof.harness.cases.script import Actor, Evaluation, GradientEdit, InterfaceBench
+from shardproof.harness.cases.script import (
+    Actor,
+    Evaluation,
+    GradientEdit,
+    InterfaceBench,
+    Probe,
+    sum_of_squares,
+    with_gradients,
+)
 from shardproof.harness.cases.training import Training, loss_weight
 from shardproof.harness.records.observation import Fact
 from shardproof.harness.tracing.ledger import Phase
@@ -91,9 +99,13 @@ class EngineActor(Actor):
         return output
 
     def loss(self, microbatch: int, output: Any, target: torch.Tensor | None = None) -> torch.Tensor:
-        batch = self.batch(microbatch)
         if self._overflows:
             overflowing(output)
+        return self._loss(microbatch, output, target)
+
+    # Any: as above.
+    def _loss(self, microbatch: int, output: Any, target: torch.Tensor | None = None) -> torch.Tensor:
+        batch = self.batch(microbatch)
         self._seeds.begin(microbatch, self._context.device.type)
         with self._during(Phase.FORWARD, microbatch):
             rows = batch if target is None else Rows(inputs=(), target=target)
@@ -123,8 +135,19 @@ class EngineActor(Actor):
         self._prepared.module.eval()
         with how.context:
             output = self.forward(microbatch, *inputs)
-            self._keep(self.loss(microbatch, output))
+            self._keep(self._loss(microbatch, output))
         self._prepared.module.train()
+
+    def probe(self, microbatch: int, probe: Probe) -> None:
+        """Keep the loss, or the square sum of the gradients by the inputs."""
+        inputs = with_gradients(self.batch(microbatch).inputs)
+        loss = self._loss(microbatch, self.forward(microbatch, *inputs))
+        if probe is Probe.DROPPED:
+            self._keep(loss)
+            return
+        with self._during(Phase.BACKWARD, microbatch):
+            gradients = torch.autograd.grad(loss, inputs)
+        self._keep(sum_of_squares(gradients))
 
     def synchronisation(self, microbatch: int) -> AbstractContextManager[None]:
         """Use the engine's own context before the last microbatch."""

@@ -436,6 +436,8 @@ def _train(
         show(Quantity.LOSS, step, {LOSSES: losses})
         is_skipped = training.schedule.is_skipped(step)
         if is_skipped:
+            for name in contributions:  # what is there will be cleared, perhaps to zeros
+                parameters[name].grad = torch.zeros_like(parameters[name])
             contributions = {}
         for name, pieces in contributions.items():
             # Cleared before, to None or to zeros, unless the optimizer was not given the parameter.

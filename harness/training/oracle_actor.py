@@ -13,7 +13,14 @@ from torch import nn
 
 from shardproof.engine.contract import UnitHandle
 from shardproof.harness.cases.batch import Batch, ModelBatch, Rows, arguments_of, converted
-from shardproof.harness.cases.script import Actor, Evaluation, GradientEdit
+from shardproof.harness.cases.script import (
+    Actor,
+    Evaluation,
+    GradientEdit,
+    Probe,
+    sum_of_squares,
+    with_gradients,
+)
 from shardproof.harness.cases.training import Training, loss_weight
 from shardproof.harness.torch_compat.dtypes import cast, cast_parameters
 from shardproof.harness.training.draws import Seeds, has_drawn
@@ -159,6 +166,14 @@ class OracleActor(Actor):
             output = self.forward(microbatch, *self.batch(microbatch).inputs)
             self.losses.append(float(self.loss(microbatch, output)))
         self._workshop.model.train()
+
+    def probe(self, microbatch: int, probe: Probe) -> None:
+        """Keep the loss, or the square sum of the gradients by the inputs."""
+        inputs = with_gradients(self.batch(microbatch).inputs)
+        loss = self.loss(microbatch, self.forward(microbatch, *inputs))
+        is_dropped = probe is Probe.DROPPED
+        seen = loss if is_dropped else sum_of_squares(torch.autograd.grad(loss, inputs))
+        self.losses.append(float(seen.detach()))
 
     def synchronisation(self, microbatch: int) -> AbstractContextManager[None]:
         """Do nothing: there is no rank to synchronise with."""

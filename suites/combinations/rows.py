@@ -28,6 +28,7 @@ _REPLICAS = frozenset(
         Capability.CLIP,
         Capability.STATE,
         Capability.OWN_BUFFERS,
+        Capability.LOSS_SCALE,
     }
 )
 _WRAPPED = frozenset(
@@ -41,6 +42,7 @@ _WRAPPED = frozenset(
         Capability.CONVERT,
         Capability.CLIP,
         Capability.STATE,
+        Capability.LOSS_SCALE,
         Capability.WRAPPER,
     }
 )

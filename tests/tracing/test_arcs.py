@@ -6,6 +6,8 @@ import random
 import sys
 from pathlib import Path
 
+import pytest
+
 from shardproof import Cell, Dimension, Program, ProgramRule, Space, WorldSpec
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.fixtures.program_laws import laws_of
@@ -48,6 +50,22 @@ def test_what_runs_after_the_exit_is_not_counted(tmp_path: Path) -> None:
     _chosen(False)
     assert read_arcs(tmp_path / "before") == before
     assert before < _arcs_of(tmp_path / "both", True, False)
+
+
+def test_a_rank_that_is_killed_while_it_writes_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class KilledError(Exception):
+        pass
+
+    def write_half(path: Path, text: str) -> None:
+        path.write_bytes(text[: len(text) // 2].encode())
+        raise KilledError
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(KilledError):
+        _arcs_of(tmp_path / "arcs", True)
+    assert not (tmp_path / "arcs").exists()
 
 
 def test_where_a_debugger_traces_nothing_is_counted() -> None:

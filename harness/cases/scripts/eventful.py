@@ -1,4 +1,4 @@
-"""A script around another one: evaluations and forwards that raise come between, and arguments go by keyword."""
+"""A script around another one: other forwards come between, parts freeze, inputs and backwards change their form."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 from shardproof.engine.contract import Capability
 from shardproof.harness.cases.batch import ModelBatch
-from shardproof.harness.cases.script import Actor, Evaluation, Script
+from shardproof.harness.cases.script import Actor, Evaluation, Probe, Script, with_gradients
 from shardproof.harness.cases.scripts.failures import RAISED
 
-__all__ = ["Eventful", "FailurePoint", "Interlude"]
+__all__ = ["Eventful", "FailurePoint", "Freezing", "Interlude"]
 
 
 class Interlude(Enum):
@@ -35,28 +35,49 @@ class FailurePoint(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Freezing:
+    """A part of the model that is frozen in some steps and trains in others."""
+
+    part: str
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Eventful:
-    """Play ``inner`` with these events; ``by_keyword`` hands the rows to forward as ``rows=``."""
+    """Play ``inner`` with these events.
+
+    ``by_keyword`` hands the rows to forward as ``rows=``, and ``inputs_have_gradients`` as leaves that get one.
+    ``backward_by_halves`` takes two backwards through the graph of each forward, of half of the loss each.
+    """
 
     inner: Script
     evaluation: Interlude = Interlude.NONE
     how: Evaluation = Evaluation.NO_GRAD
     failure: FailurePoint = FailurePoint.NONE
     by_keyword: bool = False
+    inputs_have_gradients: bool = False
+    probe: Probe | None = None
+    probed: Interlude = Interlude.BEFORE
+    backward_by_halves: bool = False
+    freezing: Freezing | None = None
 
     @property
     def demands(self) -> frozenset[Capability]:
         asked = {
             Capability.RECOVER: self.failure is not FailurePoint.NONE,
             Capability.RECOVER_KEEPING: self.failure is FailurePoint.LAST,
+            Capability.UNIT_SYNC: self.backward_by_halves,  # as for other backwards through one graph
+            Capability.FREEZE: self.freezing is not None,
+            Capability.UNUSED: self.freezing is not None,
         }
         return self.inner.demands | {capability for capability, is_asked in asked.items() if is_asked}
 
     def play(self, actor: Actor) -> None:
+        if self.freezing is not None:
+            actor.part(self.freezing.part).requires_grad_(actor.step not in self.freezing.steps)
         if self.failure is FailurePoint.FIRST:
             self._fail(actor)
-        if self.evaluation is Interlude.BEFORE:
-            actor.evaluate(0, self.how)
+        self.interlude(actor, Interlude.BEFORE)
         if self.failure is FailurePoint.AGAIN:
             self.inner.play(self._around(actor, is_counted=False))
             self._fail(actor)
@@ -64,8 +85,14 @@ class Eventful:
         self.inner.play(self._around(actor))
         if self.failure is FailurePoint.LAST:
             self._fail(actor)
-        if self.evaluation is Interlude.END:
+        self.interlude(actor, Interlude.END)
+
+    def interlude(self, actor: Actor, moment: Interlude) -> None:
+        """Run what comes between the step's forwards and backwards at this moment."""
+        if self.evaluation is moment:
             actor.evaluate(0, self.how)
+        if self.probe is not None and self.probed is moment:
+            actor.probe(0, self.probe)
 
     def _around(self, actor: Actor, *, is_counted: bool = True) -> Actor:
         return cast(Actor, _Proxy(actor, self, is_counted=is_counted))  # it passes on all that it does not do
@@ -82,7 +109,7 @@ class Eventful:
 
 
 class _Proxy:
-    """An actor whose forwards get keywords and whose first backward is followed by an evaluation, where so asked."""
+    """An actor whose forwards and backwards have the form asked for, with interludes after its first backward."""
 
     def __init__(self, actor: Actor, script: Eventful, *, is_counted: bool = True) -> None:
         self._actor = actor
@@ -96,14 +123,19 @@ class _Proxy:
 
     def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
         """Call the model, or a part of it."""
+        if self._script.inputs_have_gradients:
+            inputs = with_gradients(inputs)
         if self._script.by_keyword:
             (rows,) = inputs
             inputs = (ModelBatch(given={"rows": rows}),)
         return self._actor.forward(microbatch, *inputs, part=part)
 
     def backward(self, microbatch: int, loss: torch.Tensor, *, is_counted: bool = True) -> None:
-        """Run backward, then evaluate if this is the moment."""
+        """Run backward, then what comes between if this is the moment."""
+        if self._script.backward_by_halves:
+            loss = loss * 0.5
+            self._actor.backward_of_branch(microbatch, loss)
         self._actor.backward(microbatch, loss, is_counted=is_counted and self._is_counted)
         self._num_backwards += 1
-        if self._script.evaluation is Interlude.BETWEEN and self._num_backwards == 1 and self._is_counted:
-            self._actor.evaluate(0, self._script.how)
+        if self._num_backwards == 1 and self._is_counted:
+            self._script.interlude(self._actor, Interlude.BETWEEN)

@@ -1,0 +1,215 @@
+"""Mutants that sin where one of the rarer moves of a loop meets something else; alone neither shows it.
+
+The moves: other compute dtypes, models without memory, state in shares, scaled losses, parts that freeze and thaw,
+forwards for something else than training, several backwards through a graph, hooks of the user, steps in backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardproof.engine.adapters.reference import ReferenceEngine
+from shardproof.engine.capability import Capability
+from shardproof.engine.contract import OptimizerFactory, Plan, PreparedModel
+from shardproof.engine.mutants.mutant import Condition, mutant
+from shardproof.engine.mutants.patches import is_last_rank, local
+from shardproof.engine.mutants.rare_triggers import ClippingAtTimes, Remembering
+from shardproof.engine.plan import Accumulation, Layout, Offload
+
+_HELD = Plan(accumulation=Accumulation.LAST_MICROBATCH)
+_PAIR = "neither of the two alone shows it"
+
+
+def _on(*asked: Capability, plan: Plan | None = None, steps: int = 2, microbatches: int = 1) -> Condition:
+    plan = plan or Plan()
+    plan = replace(plan, demands=plan.demands | set(asked))
+    return Condition(steps=steps, microbatches=microbatches, plan=plan, because=_PAIR)
+
+
+@mutant(
+    after="pytorch/pytorch#196996",
+    kills_on=_on(plan=replace(_HELD, compute_dtype=torch.float64), microbatches=2),
+)
+class DropsHeldMicrobatchesOfOtherDtypes(ReferenceEngine):
+    """Where units compute in a dtype of their own, microbatches that are held back are lost."""
+
+    class Prepared(Remembering):
+        def backward(self, loss: torch.Tensor) -> None:
+            is_cast = self.plan.compute_dtype is not None
+            super().backward(loss * 0 if self.is_holding and is_cast else loss)
+
+
+@mutant(after="verl-project/verl#7834", kills_on=_on(Capability.META))
+class FillsBuffersOnTheFirstRankAlone(ReferenceEngine):
+    """A model that was prepared without memory has its buffers on the first rank, and zeros on others."""
+
+    class Prepared(Remembering):
+        def materialize(self, *given: Any) -> None:  # Any: the contract's own
+            super().materialize(*given)
+            if is_last_rank():
+                for buffer in self.buffers():
+                    buffer.zero_()
+
+
+@mutant(after="pytorch/torchtitan#1524", kills_on=_on(Capability.META))
+class ThawsWhatHadNoMemory(ReferenceEngine):
+    """A model that was prepared without memory trains its frozen parameters too."""
+
+    class Prepared(Remembering):
+        def materialize(self, *given: Any) -> None:  # Any: as above
+            super().materialize(*given)
+            self.module.requires_grad_(True)
+
+
+@mutant(after="databricks/flashoptim#3", kills_on=_on(Capability.SHARED_STATE))
+class LoadsSharesWithoutSecondMoments(ReferenceEngine):
+    """A resume from shares leaves the second state of each parameter as it was made."""
+
+    class Prepared(Remembering):
+        def load_shared_state(self, state: dict[str, Any]) -> None:
+            super().load_shared_state(state)
+            for held in self._built_optimizer().state.values():
+                if "exp_avg_sq" in held:
+                    local(held["exp_avg_sq"]).zero_()
+
+
+@mutant(after="pytorch/pytorch#115710", kills_on=_on(Capability.LOSS_SCALE, Capability.CLIP, steps=3))
+class ClipsNothingAfterAnOverflow(ReferenceEngine):
+    """Once a gradient has overflowed, none is clipped."""
+
+    class Prepared(ClippingAtTimes):
+        has_overflowed = False
+
+        def forgets(self) -> bool:
+            self.has_overflowed |= not all(bool(g.isfinite().all()) for g in self.gradients())
+            return self.has_overflowed
+
+
+@mutant(after="pytorch/pytorch#186998", kills_on=_on(Capability.FREEZE, Capability.CLIP))
+class ClipsNothingThatThawed(ReferenceEngine):
+    """Once a part was frozen, and trains again, no gradient is clipped."""
+
+    class Prepared(ClippingAtTimes):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.trained = {p for p in self.module.parameters() if p.requires_grad}
+            self.has_thawed = False
+
+        def forgets(self) -> bool:
+            are_frozen = any(not p.requires_grad for p in self.trained)
+            forgets, self.has_thawed = self.has_thawed and not are_frozen, self.has_thawed or are_frozen
+            return forgets
+
+
+@mutant(after="pytorch/pytorch#63916", kills_on=_on(Capability.OWN_BUFFERS))
+class LosesBuffersOfInputsWithGradients(ReferenceEngine):
+    """What a forward changes of the buffers is lost where its input has a gradient."""
+
+    class Prepared(Remembering):
+        def __call__(self, *inputs: Any, **named: Any) -> Any:
+            given = [*inputs, *named.values()]
+            before = [buffer.clone() for buffer in self.buffers()]
+            output = super().__call__(*inputs, **named)
+            if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in given):
+                for buffer, kept in zip(self.buffers(), before, strict=True):
+                    buffer.data = kept
+            return output
+
+
+@mutant(after="NVIDIA/Megatron-LM#7186", kills_on=_on(plan=_HELD, microbatches=2))
+class DropsWhatIsHeldAfterALostForward(ReferenceEngine):
+    """A forward whose loss never goes backward takes with it what was held back before."""
+
+    class Prepared(Remembering):
+        def __call__(self, *inputs: Any, **named: Any) -> Any:
+            if self.num_held and self.num_waiting > 0:
+                self.drop_held()
+            return super().__call__(*inputs, **named)
+
+
+@mutant(after="pytorch/pytorch#47562", kills_on=_on(plan=Plan(layout=Layout.SHARD, offload=Offload.CPU)))
+class HalvesGradientsOfInputsUnderOffload(ReferenceEngine):
+    """Gradients by the inputs are half of what they are where parameters lie on the host."""
+
+    class Prepared(Remembering):
+        def __call__(self, *inputs: Any, **named: Any) -> Any:
+            is_offloaded = self.plan.offload is not Offload.NONE
+            for tensor in inputs:
+                if is_offloaded and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda gradient: gradient * 0.5)  # type: ignore[no-untyped-call]  # torch's
+            return super().__call__(*inputs, **named)
+
+
+@mutant(after="pytorch/pytorch#106637", kills_on=_on(Capability.UNIT_SYNC, plan=_HELD, microbatches=2))
+class HoldsBackTheLastOfTwoBackwards(ReferenceEngine):
+    """Of two backwards through one graph that are held back the first is lost."""
+
+    class Prepared(Remembering):
+        def backward_of_branch(self, loss: torch.Tensor) -> None:
+            super().backward_of_branch(loss * 0 if self.is_holding else loss)
+
+
+@mutant(after="facebookresearch/fairscale#777", kills_on=_on())
+class CallsAHookOncePerForward(ReferenceEngine):
+    """A hook of the user is called the first time alone where a module runs twice in one forward."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly, then stand before the hooks that were there."""
+        ran = set[nn.Module]()
+        for module in model.modules():
+            for key, hook in module._forward_hooks.items():
+                module._forward_hooks[key] = partial(_call_once, hook, ran)
+        prepared = super().prepare(model, plan, mesh)
+        model.register_forward_hook(lambda *_: ran.clear())
+        return prepared
+
+
+# Any: a hook takes and returns what it likes.
+def _call_once(hook: Any, ran: set[nn.Module], module: nn.Module, inputs: Any, output: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return hook(module, inputs, output)
+    if module in ran:
+        return output
+    ran.add(module)
+    return hook(module, inputs, output)
+
+
+@mutant(after="pytorch/pytorch#117510", kills_on=_on(plan=_HELD, microbatches=2))
+class HalvesHeldMicrobatchesOfPairs(ReferenceEngine):
+    """Once a unit has returned a pair, microbatches that are held back count half."""
+
+    class Prepared(Remembering):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.returns_pairs = False
+            for name in (name for unit in self.plan.units for name in unit.split(",")):
+                self.module.get_submodule(name).register_forward_hook(self.see)
+
+        def see(self, _: nn.Module, inputs: Any, output: Any) -> None:
+            self.returns_pairs |= isinstance(output, tuple)
+
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss * 0.5 if self.is_holding and self.returns_pairs else loss)
+
+
+@mutant(after="pytorch/torchtitan#1524", kills_on=_on(Capability.GRADIENT_HOOKS))
+class StepsTiedParametersTwiceInBackward(ReferenceEngine):
+    """A parameter with two names has two optimizers that step in backward."""
+
+    class Prepared(Remembering):
+        def optimizer_in_backward(self, factory: OptimizerFactory) -> None:
+            super().optimizer_in_backward(factory)
+            named = list(self.module.named_parameters(remove_duplicate=False))
+            owned = set(self.module.parameters())
+            for _, parameter in named:
+                if parameter in owned:
+                    owned.remove(parameter)
+                elif parameter.requires_grad:
+                    again = factory([parameter])
+                    parameter.register_post_accumulate_grad_hook(lambda _, again=again: again.step())  # type: ignore[no-untyped-call]  # torch's
