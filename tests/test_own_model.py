@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from shardproof.engine.capability import Capability
 from shardproof.engine.registry import shipped_mutants
 from shardproof.fixtures.own_model import OWN_MODEL
 from shardproof.harness.cases.batch import ModelBatch, arguments_of, converted, tensors_of
@@ -17,6 +19,7 @@ from shardproof.harness.cases.user_model import UserModel
 from shardproof.harness.cli.check import check
 from shardproof.harness.cli.commands import deadline_for
 from shardproof.harness.cli.main import main
+from shardproof.harness.cli.model_summary import model_summary
 from shardproof.harness.errors import UsageError
 from shardproof.harness.runner.user_models import read_model
 
@@ -350,6 +353,22 @@ def test_rank_threads_build_one_after_the_other(file: Path) -> None:
     assert all(done.result().training for done in built)
 
 
+def test_the_first_lines_say_what_is_known_of_the_model(file: Path) -> None:
+    file.write_text(GOOD.replace(_LOSS, _optimizer("torch.optim.SGD(p, lr=0.1)")))
+    model, optimizer = read_model(f"{file}:Mine", limit_s=60)
+    demanding = replace(model, demands=frozenset({Capability.UNUSED}), is_widened=False)
+    shown = " ".join(model_summary(demanding, optimizer, pass_s=0.5, limit_s=90).split())
+    assert (
+        "140 elements in 8 parameters, which communicate as 2 units (blocks.0, blocks.1) and the rest"
+        in shown
+    )
+    assert "reference one process, in the model's own dtypes" in shown
+    assert "optimizer optimizer() of the model" in shown
+    assert "need not move normed.bias" in shown
+    assert "needs UNUSED: the engine lets parameters go without a gradient for a step" in shown
+    assert "forward and backward take 0.5 s; a case that takes longer than 90 s counts as hung" in shown
+
+
 def test_a_deadline_grows_with_the_model() -> None:
     assert deadline_for(0.001, 2) == 61
     assert deadline_for(2.0, 2) == 60 + 30 * 9 * 2 * 2
@@ -361,7 +380,7 @@ def test_a_line_for_each_case_says_how_long_the_others_take(
 ) -> None:
     assert _check(file, "torch.ddp", "-k", "trains or clips") == 0
     shown = capsys.readouterr().out
-    assert "a case that takes longer than" in shown
+    assert " ".join(shown.split()).count("a case that takes longer than") == 1
     assert re.search(
         r"1 of 2  torch.ddp in threads:2: trains as one process does: PASSED, .* s; about \d+ s left", shown
     )
