@@ -12,6 +12,7 @@ import torch
 
 from shardproof.engine.capability import Capability
 from shardproof.engine.registry import shipped_mutants
+from shardproof.fixtures.optimizers import ADAMW, COARSE_ADAMW
 from shardproof.fixtures.own_model import OWN_MODEL
 from shardproof.harness.cases.batch import ModelBatch, arguments_of, converted, tensors_of
 from shardproof.harness.cases.units import matching_units
@@ -22,6 +23,7 @@ from shardproof.harness.cli.main import main
 from shardproof.harness.cli.model_summary import model_summary
 from shardproof.harness.errors import UsageError
 from shardproof.harness.runner.user_models import read_model
+from shardproof.suites.own_model.conftest import default_optimizer
 
 GOOD = """
 import torch
@@ -132,6 +134,17 @@ def test_a_computation_in_bfloat16_need_not_move_what_has_a_small_gradient(
     assert "proven        computes in bfloat16" in capsys.readouterr().out
 
 
+def test_a_model_of_bfloat16_is_trained_in_larger_steps(file: Path) -> None:
+    """The weight of a norm, which is 1, would move by one rounding at most."""
+    assert default_optimizer(read_model(f"{file}:Mine", limit_s=60)[0]) == ADAMW
+    file.write_text(
+        GOOD.replace("return Net()", "return Net().bfloat16()").replace(
+            "r=generator)", "r=generator).bfloat16()"
+        )
+    )
+    assert default_optimizer(read_model(f"{file}:Mine", limit_s=60)[0]) == COARSE_ADAMW
+
+
 def test_a_model_that_computes_in_no_bfloat16_is_left_out(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +221,12 @@ def test_threads_are_refused_for_what_inductor_compiles(
         shown = capsys.readouterr().err
         assert "expected worlds of processes, because inductor compiles it" in shown
         assert "got threads:3; try --world processes:3" in shown
+
+
+def test_a_count_of_steps_for_an_empty_shard_is_no_fault(file: Path) -> None:
+    """Adagrad makes its state at once, and FSDP1 gives the rank without elements of a parameter no gradient."""
+    file.write_text(GOOD.replace(_LOSS, _optimizer("torch.optim.Adagrad(p, lr=0.01)")))
+    assert _check(file, "torch.fsdp1", "-k", "trains") == 0
 
 
 def test_warnings_of_the_model_are_the_users(file: Path) -> None:
