@@ -152,9 +152,8 @@ def _absence(
         return None
     if place.quantity is Quantity.OPTIMIZER_STATE and not is_listed and _is_held(evidence, place):
         return None  # an engine may share the state out by parameter instead of by row
-    if place.quantity in {Quantity.GRADIENT, Quantity.OPTIMIZER_STATE}:
-        if _owns_nothing(observation, place):
-            return None
+    if place.quantity in {Quantity.GRADIENT, Quantity.OPTIMIZER_STATE} and _owns_nothing(observation, place):
+        return None
     return "expected a tensor, got None" if is_listed else "expected a tensor, the name is missing"
 
 
