@@ -23,7 +23,8 @@ from shardproof.harness.records.run import read_run
 
 MODELS = ROOT / "examples" / "models"
 RUNS = ROOT / "conformance" / "models"
-PACKAGES = ("transformers==5.23.0", "timm==1.0.24")
+# Without what they depend on, the last two leave torch as it is: a later torchvision would bring another torch.
+PACKAGES = ("transformers==5.24.0 pillow==13.0.0", "--no-deps timm==1.0.31 torchvision==0.28.0")
 # torchvision's wheels on a package registry are built for CUDA. Beside torch's CPU build their kernels do not load, and
 # their import asks for the names of two operators, which no model here calls.
 _NAMES = """

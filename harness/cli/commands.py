@@ -64,6 +64,7 @@ def check(arguments: argparse.Namespace) -> int:
 
     MODEL is a class with build(), batch() and loss(), as path/to/file.py:Name or package.module:Name.
     """
+    from shardproof.harness.cli.model_summary import model_summary
     from shardproof.harness.runner.user_models import absolute, known_model, pass_seconds
     from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, forkserver_context
     from shardproof.harness.worlds.spec import WorldSpec
@@ -74,16 +75,13 @@ def check(arguments: argparse.Namespace) -> int:
     most_ranks = max(WorldSpec.parse(world).size for world in arguments.world or [DEFAULT_WORLD])
     draw_hash_seeds(arguments.schedule_seed)  # before the server starts: one with other seeds is ended
     forkserver_context()  # it starts while this process goes on
-    model, _ = known_model(spec, arguments.deadline or _READING_S)
+    model, optimizer = known_model(spec, arguments.deadline or _READING_S)
     if model.facts.needs_processes:
         _refuse_threads(arguments)
     if arguments.deadline is None:
         arguments.deadline = deadline_for(pass_seconds(spec), most_ranks)
-    _announce(
-        arguments,
-        f"{arguments.model}: forward and backward take {pass_seconds(spec):.3g} s; a case that takes longer than "
-        f"{arguments.deadline:.0f} s counts as hung",
-    )
+    found = model_summary(model, optimizer, pass_s=pass_seconds(spec), limit_s=arguments.deadline)
+    _announce(arguments, f"{arguments.model}\n{found}\n")
     # A case is a world and an oracle; both have deadlines of their own, and pytest's is for what has none.
     limit_s = 3 * arguments.deadline
     return _run(arguments, f"--model={spec}", f"--timeout={limit_s}", render=render, lists_all=True)

@@ -73,6 +73,8 @@ def pieces_of(evidence: Evidence, place: TensorKey) -> tuple[RankShard, ...]:
     for observation in evidence.ranks:
         if _reference(evidence, observation, place) is None:
             continue  # there is nothing to compare with
+        if place.quantity is Quantity.OPTIMIZER_STATE and _owns_nothing(observation, place):
+            continue  # some optimizers make a count of steps for it at once, and never take one
         shard = observed(evidence, observation, place.quantity, place.step).get(place.name)
         if shard is not None and _fault(evidence, observation, place) is None:
             pieces.append(RankShard(rank=observation.rank, shard=shard))
@@ -150,11 +152,15 @@ def _absence(
         return None
     if place.quantity is Quantity.OPTIMIZER_STATE and not is_listed and _is_held(evidence, place):
         return None  # an engine may share the state out by parameter instead of by row
-    if place.quantity in {Quantity.GRADIENT, Quantity.OPTIMIZER_STATE}:
-        parameter = observation.initial.get(place.name.partition("/")[0])
-        if parameter is not None and parameter.tensor.numel() == 0:
-            return None
+    if place.quantity in {Quantity.GRADIENT, Quantity.OPTIMIZER_STATE} and _owns_nothing(observation, place):
+        return None
     return "expected a tensor, got None" if is_listed else "expected a tensor, the name is missing"
+
+
+def _owns_nothing(observation: Observation, place: TensorKey) -> bool:
+    """Whether this rank's shard of the parameter of a gradient or state is empty."""
+    parameter = observation.initial.get(place.name.partition("/")[0])
+    return parameter is not None and parameter.tensor.numel() == 0
 
 
 def _is_held(evidence: Evidence, place: TensorKey) -> bool:

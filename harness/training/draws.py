@@ -77,13 +77,20 @@ class _DrawsIn(_Mode):  # type: ignore[misc]  # a class of Any
             return self._widened(func(*args, **{**kwargs, "dtype": self._dtype}))
         if not any(_is_wide(value) for value in args):
             return func(*args, **kwargs)
+        if not func._schema.is_mutable:
+            # An operator may draw or not: attention does for dropout alone. What draws nothing stays exact.
+            before = torch.default_generator.get_state()
+            exact = func(*args, **kwargs)
+            if torch.equal(before, torch.default_generator.get_state()):
+                return exact
+            torch.default_generator.set_state(before)
         drawn = func(*(value.to(self._dtype) if _is_wide(value) else value for value in args), **kwargs)
         if func._schema.is_mutable:
             return args[0].copy_(drawn)
         return tuple(map(self._widened, drawn)) if isinstance(drawn, tuple) else self._widened(drawn)
 
     def _widened(self, drawn: Any) -> Any:
-        return drawn.double() if isinstance(drawn, torch.Tensor) and drawn.dtype is self._dtype else drawn
+        return drawn.double() if isinstance(drawn, torch.Tensor) and drawn.is_floating_point() else drawn
 
 
 def _is_wide(value: object) -> bool:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import pytest
 
 from shardproof import NamedOptimizer, UserModel, known_model
-from shardproof.fixtures.optimizers import ADAMW
+from shardproof.fixtures.optimizers import ADAMW, COARSE_ADAMW
 from shardproof.fixtures.own_model import OWN_MODEL
 
 
 def _named(spec: str, limit_s: float) -> tuple[UserModel, NamedOptimizer]:
     model, optimizer = known_model(spec, limit_s)
-    return model, optimizer or ADAMW
+    return model, optimizer or default_optimizer(model)
+
+
+def default_optimizer(model: UserModel) -> NamedOptimizer:
+    """Return AdamW, with larger steps where some parameter has fewer bits than float32."""
+    is_narrow = any(not t.is_buffer and t.dtype in {"bfloat16", "float16"} for t in model.outline)
+    return COARSE_ADAMW if is_narrow else ADAMW
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -31,6 +31,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_that_drops_nothing_stays_exact_where_others_draw(dtype: torch.dtype) -> None:
+    """It is tagged as an operator that draws, and in few bits saves a float32 tensor for its backward."""
+    query = torch.randn(1, 2, 4, 8, dtype=torch.float64, requires_grad=True)
+    alone = torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+    with drawing_in(dtype):
+        beside = torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+        beside.sum().backward()
+        drawn = torch.randn_like(query)
+    assert torch.equal(alone, beside)
+    assert torch.equal(drawn, drawn.to(dtype).double())  # drawn in few bits, and widened
+
+
 @pytest.mark.parametrize("block", NAMED.values(), ids=NAMED)
 def test_a_block_is_described_as_check_finds_it(block: UserModel) -> None:
     found = facts_of(block.spec).model

@@ -1,0 +1,49 @@
+"""What a check has found out about a user's model before it judges an engine, in a few lines."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from math import prod
+
+from shardproof.harness.cases.user_model import UserModel, UserOptimizer
+
+_WIDTH = 100
+_MOST_NAMES = 3
+
+
+def model_summary(model: UserModel, optimizer: UserOptimizer | None, *, pass_s: float, limit_s: float) -> str:
+    """Return the lines; ``pass_s`` is what forward and backward take, ``limit_s`` what a world may."""
+    return "\n".join(
+        textwrap.fill(text, _WIDTH, initial_indent=f"  {word:<14}", subsequent_indent=" " * 16)
+        for word, text in _lines(model, optimizer, pass_s, limit_s)
+    )
+
+
+def _lines(
+    model: UserModel, optimizer: UserOptimizer | None, pass_s: float, limit_s: float
+) -> Iterator[tuple[str, str]]:
+    sizes = [prod(t.shape) for t in model.outline if t.first == t.name and not t.is_buffer]
+    units = f"{len(model.units)} units ({_some(model.units)}) and the rest" if model.units else "one unit"
+    yield "model", f"{sum(sizes):,} elements in {len(sizes)} parameters, which communicate as {units}"
+    dtypes = "float64" if model.is_widened else "the model's own dtypes, with the noise of their rounding"
+    yield "reference", f"one process, in {dtypes}"
+    yield "optimizer", "optimizer() of the model" if optimizer else "AdamW, the default"
+    still = [name for name in model.idle if name not in model.facts.frozen]
+    if model.facts.frozen:
+        yield "frozen", _some(model.facts.frozen)
+    if still:
+        yield "need not move", f"{_some(still)}: no gradient, or zero but for rounding"
+    for capability in sorted(model.demands, key=lambda demand: demand.name):
+        yield "needs", f"{capability.name}: the engine {capability.value}"
+    yield (
+        "time",
+        (
+            f"forward and backward take {pass_s:.3g} s; a case that takes longer than {limit_s:.0f} s counts as hung"
+        ),
+    )
+
+
+def _some(names: tuple[str, ...] | list[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
