@@ -73,11 +73,13 @@ def pieces_of(evidence: Evidence, place: TensorKey) -> tuple[RankShard, ...]:
     for observation in evidence.ranks:
         if _reference(evidence, observation, place) is None:
             continue  # there is nothing to compare with
-        if place.quantity is Quantity.OPTIMIZER_STATE and _owns_nothing(observation, place):
-            continue  # some optimizers make a count of steps for it at once, and never take one
         shard = observed(evidence, observation, place.quantity, place.step).get(place.name)
-        if shard is not None and _fault(evidence, observation, place) is None:
-            pieces.append(RankShard(rank=observation.rank, shard=shard))
+        if shard is None or _fault(evidence, observation, place) is not None:
+            continue
+        is_number_of_state = place.quantity is Quantity.OPTIMIZER_STATE and not shard.global_shape
+        if is_number_of_state and _owns_nothing(observation, place):
+            continue  # some optimizers make a count of steps for it at once, and never take one
+        pieces.append(RankShard(rank=observation.rank, shard=shard))
     return tuple(pieces)
 
 
