@@ -1,10 +1,11 @@
-"""Hooks on what a forward takes and returns, which report when its backward begins and ends."""
+"""Hooks on what a forward takes and returns, which report when its backward begins and ends; code without autograd."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,16 @@ from torch.autograd.graph import Node
 from shardproof.engine.reference.torch_private import inside_backward
 
 # Any: a module may take and return whatever it likes.
+
+
+def without_autograd() -> AbstractContextManager[object]:
+    """Compute without autograd, and outside of inference mode; nothing is switched that is off already."""
+    if torch.is_inference_mode_enabled():
+        outside = ExitStack()
+        outside.enter_context(torch.inference_mode(False))
+        outside.enter_context(torch.no_grad())
+        return outside
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from shardproof.engine.reference.autograd_hooks import without_autograd
 from shardproof.engine.reference.comm_context import PendingCollective, Reduction
 from shardproof.engine.reference.mesh import Ranks
 from shardproof.engine.reference.param_layout import ParamLayout, UnshardedMemory
 from shardproof.engine.reference.parameter import FSDPParam
-from shardproof.engine.reference.torch_private import without_autograd
 
 # torch 2.13 gave the flat collectives new names and deprecated these, which older releases have alone.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
+from shardproof.engine.reference.autograd_hooks import without_autograd
 from shardproof.engine.reference.collectives import (
     AllGather,
     CommHook,
@@ -33,7 +34,6 @@ from shardproof.engine.reference.mesh import Ranks
 from shardproof.engine.reference.param_layout import ParamLayout, UnshardedMemory
 from shardproof.engine.reference.parameter import FSDPParam, placeholder_grad
 from shardproof.engine.reference.policies import DTypes
-from shardproof.engine.reference.torch_private import without_autograd
 
 
 class ShardedState(Enum):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -31,7 +30,6 @@ __all__ = [
     "sets_grad_dtype",
     "sharded_like",
     "strided_shard",
-    "without_autograd",
 ]
 
 
@@ -78,16 +76,6 @@ def eager(method: Callable[P, T]) -> Callable[P, T]:
 def inside_backward() -> bool:
     """Whether this thread runs a backward: then a forward is the recomputation of a checkpoint."""
     return torch._C._current_graph_task_id() != -1
-
-
-def without_autograd() -> AbstractContextManager[object]:
-    """Compute without autograd, and outside of inference mode; nothing is switched that is off already."""
-    if torch.is_inference_mode_enabled():
-        outside = ExitStack()
-        outside.enter_context(torch.inference_mode(False))
-        outside.enter_context(torch.no_grad())
-        return outside
-    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 def local_tensor(sharded: DTensor) -> torch.Tensor:

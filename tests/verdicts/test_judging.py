@@ -37,10 +37,10 @@ KINDS = list(OWN_KINDS)
 
 
 class Forgetful(DistributedDataParallelEngine):
-    """Declares accumulation and lacks the method behind it."""
+    """Declares accumulation and lacks the method behind it: its module has no ``no_sync``."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return PreparedModel(super().prepare(model, plan, mesh).module, named=model)
+        return PreparedModel(nn.Sequential(super().prepare(model, plan, mesh).module), named=model)
 
 
 class Silent(DistributedDataParallelEngine):
