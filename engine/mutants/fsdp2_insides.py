@@ -41,7 +41,7 @@ def before_method(method: str, sin: Callable[[Any], None]) -> Spoil:
 
 
 def keeping(place: Callable[[str, Callable[[Any], None]], Spoil], method: str, keep: Keep) -> Spoil:
-    """Have a model keep what it should let go: ``place`` is one of the two above, ``keep`` adds what it finds."""
+    """Keep in a model what it should free: ``place`` is one of the two above, ``keep`` adds what it finds."""
 
     def spoil(prepared: PreparedModel) -> PreparedModel:
         assert isinstance(prepared, KeepingFsdp2)

@@ -39,7 +39,7 @@ _STEADY = "order is compared from the second step on"
 
 
 def _themselves(lists: Lists, order: tuple[str, ...]) -> Lists:
-    """Have each unit ask for itself, which is gathered by then."""
+    """Make each unit prefetch itself, which is gathered by then."""
     return tuple((unit, (unit,)) for unit in order)
 
 

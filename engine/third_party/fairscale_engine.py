@@ -113,7 +113,7 @@ class PreparedShardedDdp(PreparedPieces):
         self._group = group
 
     def optimizer(self, factory: OptimizerFactory) -> None:
-        """Give each rank's share to an optimizer like the one asked for, and wrap the model, which needs both."""
+        """Pass each rank's share to an optimizer like the one asked for, and wrap the model, which needs both."""
         parameters = list(self.named.parameters())
 
         def make(
