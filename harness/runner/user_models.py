@@ -194,7 +194,7 @@ def _batch(problem: UserModel, step: int = 0, microbatch: int = 0, rank: int = 0
 
 
 def _are_equal(one: Batch, other: Batch) -> bool:
-    pairs = list(zip(tensors_of(one), tensors_of(other), strict=False))
-    return len(list(tensors_of(one))) == len(list(tensors_of(other))) and all(
-        a.shape == b.shape and torch.equal(a, b) for a, b in pairs
+    ones, others = list(tensors_of(one)), list(tensors_of(other))
+    return len(ones) == len(others) and all(
+        a.shape == b.shape and torch.equal(a, b) for a, b in zip(ones, others, strict=True)
     )
