@@ -116,6 +116,9 @@ class FSDPParamGroup:
 
     def unshard(self) -> None:
         """Issue the gather, unless parameters are whole or on their way already."""
+        if self.state is ShardedState.UNSHARDED:
+            for parameter in self.parameters:
+                parameter.sync_requires_grad()
         if self.state in {ShardedState.GATHERING, ShardedState.UNSHARDED}:
             return
         with without_autograd():

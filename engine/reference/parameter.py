@@ -146,6 +146,7 @@ class FSDPParam(ABC):
         self.is_tied_elsewhere = getattr(origin, _MARK, False)
         setattr(origin, _MARK, True)
         self.unsharded_param: nn.Parameter | None = None
+        self._required_grad = False  # when both were last alike
         self._grad_dtypes: tuple[torch.dtype | None, ...] = ()  # the one set for gradients, if any
         self._step_listener = StepListener()
         self.inner = _described(origin)
@@ -200,17 +201,22 @@ class FSDPParam(ABC):
         self.unsharded_param = nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
         self.unsharded_param.grad_dtype = None  # what waits is cast when it is held, and outlives a cast
         self.unsharded_param.grad = pending
+        self._required_grad = self.sharded_param.requires_grad
         _OWNERS[self.unsharded_param] = weakref.ref(self)
         self._on_gradient = on_gradient
         self._is_hooked = False
         self._hook()
 
     def sync_requires_grad(self) -> None:
-        """Freeze or thaw the whole parameter as the optimizer's is by now."""
-        assert self.unsharded_param is not None
-        if self.unsharded_param.requires_grad != self.sharded_param.requires_grad:
-            self.unsharded_param.requires_grad_(self.sharded_param.requires_grad)
-            self._hook()
+        """Freeze or thaw the whole parameter and the optimizer's alike: the caller changed what modules showed."""
+        whole, owned = self.unsharded_param, self.sharded_param
+        assert whole is not None
+        if whole.requires_grad != self._required_grad:
+            owned.requires_grad_(whole.requires_grad)
+        elif owned.requires_grad != self._required_grad:
+            whole.requires_grad_(owned.requires_grad)
+        self._required_grad = owned.requires_grad
+        self._hook()
 
     @property
     def has_unsharded_grad(self) -> bool:
@@ -352,6 +358,8 @@ class ShardedParam(FSDPParam):
 
     def to_sharded(self) -> None:
         """Let modules see the DTensor."""
+        if self.unsharded_param is not None:
+            self.sync_requires_grad()
         for location in self.locations:
             location.set(self.sharded)
 

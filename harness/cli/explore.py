@@ -10,7 +10,8 @@ from pathlib import Path
 
 from shardproof.engine.registry import check_spelling
 from shardproof.fixtures.program_laws import laws_of
-from shardproof.fixtures.programs import SPACE, training_of
+from shardproof.fixtures.program_space import SPACE
+from shardproof.fixtures.programs import training_of
 from shardproof.fixtures.standalone import standalone
 from shardproof.harness.cases.case_id import SUITES
 from shardproof.harness.cases.space import Program

@@ -229,5 +229,5 @@ def _plain(text: str) -> str:
     first = text.strip().splitlines()[0]
     if first.startswith("collective #"):
         return "the collectives of ranks differ"  # which ones depends on what comes next
-    said = re.split(r"; the largest|: \w+\(", first)[0]
+    said = re.split(r"; the largest|: \w+\(| \(and \d+ more ranks\)", first)[0]
     return re.sub(r"\[[^]]*\]|'[^']*'|0x[0-9a-f]+|\d+", "*", said)[:_LONGEST]

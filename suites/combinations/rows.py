@@ -12,7 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from shardproof import Capability, Program, ProgramRule, Space
-from shardproof.fixtures.programs import SPACE
+from shardproof.fixtures.program_space import SPACE
 
 __all__ = ["FAMILIES", "JUDGED_WITH", "programs_in", "rows_in", "space_of"]
 
