@@ -1,0 +1,163 @@
+"""Programs are drawn, judged and shrunk, and the command that explores writes down what fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardproof.fixtures.program_laws import laws_of
+from shardproof.fixtures.programs import training_of
+from shardproof.harness.cases.space import Dimension, Program, Space
+from shardproof.harness.cli.explore import read_programs, write_finding
+from shardproof.harness.cli.main import main
+from shardproof.harness.records.record import LawRecord, Record, Verdict
+from shardproof.harness.runner.cell import Cell
+from shardproof.harness.runner.exploration import Exploration, Hunt, ShrunkFailure, Symptom, symptom_of
+from shardproof.harness.worlds.spec import WorldSpec
+from tests.sample_records import a_record
+
+SMALL = Space(dimensions=tuple(Dimension(name=name, values=("0", "1", "2")) for name in "abcdefgh"))
+Fails = Callable[[dict[str, str]], str]
+
+
+class _Judged(Exploration):
+    fails: Fails
+    judged: int
+
+    def judge(self, program: Program) -> Record:
+        object.__setattr__(self, "judged", getattr(self, "judged", 0) + 1)
+        why = self.fails(dict(program.choices))
+        return Record(
+            engine="none",
+            case=str(program),
+            world="threads:2",
+            verdict=Verdict.CRASHED if why else Verdict.PASSED,
+            headline=why,
+            suite="explore",
+            engine_version="",
+        )
+
+
+def _hunt(fails: Fails) -> Hunt:
+    cell = Cell(engine="none", world=WorldSpec.parse("threads:2"))
+    exploration = _Judged(space=SMALL, training=training_of, laws=laws_of, cell=cell)
+    object.__setattr__(exploration, "fails", fails)
+    return Hunt(exploration=exploration)
+
+
+def test_a_failure_shrinks_to_the_least_that_fails_in_the_same_way() -> None:
+    def fails(p: dict[str, str]) -> str:
+        if p.get("b") == "1":
+            return "rank 3 raised ValueError" if p.get("f") == "2" else "rank 0 raised KeyError"
+        return ""
+
+    finding = _hunt(fails).check(SMALL.program(dict.fromkeys("abcdeh", "1") | {"f": "2"}))
+    assert finding is not None
+    assert str(finding.program) == "b=1,f=2"
+
+
+def test_finds_pairs_once_and_then_sees_all_others() -> None:
+    def fails(p: dict[str, str]) -> str:
+        return f"rank {len(p)} raised" if p.get("a") in {"1", "2"} and p.get("c") == "1" else ""
+
+    hunt = _hunt(fails)
+    found = list(hunt.run(until=time.monotonic() + 60, num_programs=300))
+    assert len(found) == 1, "the other value of a is the same failure"
+    assert {str(f.program) for f in hunt.findings} == {"a=1,c=1", "a=2,c=1"}
+    assert hunt.seen == {
+        c for c in SMALL.combinations if not {("c", "1")} < c or dict(c).get("a", "0") == "0"
+    }
+
+
+def test_a_vacuous_program_is_no_finding_and_shows_no_combination() -> None:
+    hunt = _hunt(lambda _: "")
+    judge = hunt.exploration.judge
+    object.__setattr__(
+        hunt.exploration, "judge", lambda p: replace(judge(p), verdict=Verdict.VACUOUS, headline="still")
+    )
+    assert hunt.check(SMALL.program({"a": "1"})) is None
+    assert (hunt.findings, hunt.seen, hunt.verdicts) == ([], set(), {"VACUOUS": 1})
+
+
+def test_found_programs_are_read_with_comments(tmp_path: Path) -> None:
+    (tmp_path / "found.txt").write_text("# first\nreuse=twice,clip=2  # 1\n\nreuse=twice,clip=2\nplain\n")
+    found = read_programs(tmp_path / "found.txt", tmp_path / "none.txt")
+    assert [str(program) for program in found] == ["reuse=twice,clip=2", "plain"]
+
+
+@pytest.mark.slow
+def test_explore_writes_down_what_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    mutant = "shardproof.engine.mutants.gradient_scale:SumsInsteadOfAveraging"
+    arguments = ["--engine", mutant, "--programs", "1", "--out", str(tmp_path / "out")]
+    assert main(["explore", *arguments]) == 1
+    assert read_programs(tmp_path / "out" / "found.txt") == [Program()]
+    report = (tmp_path / "out" / "finding-1.md").read_text()
+    assert "FAILED: matches the oracle" in report
+    assert 'SPACE.parse("plain")' in report
+    assert "the plain program fails" in capsys.readouterr().out
+
+
+def test_what_fails_as_a_known_program_does_is_not_new(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def judge(_: Exploration, program: Program) -> Record:
+        return a_record(Verdict.CRASHED if "clip" in dict(program.choices) else Verdict.PASSED)
+
+    monkeypatch.setattr(Exploration, "judge", judge)
+    known = tmp_path / "known.txt"
+    known.write_text("clip=inf\n")
+    monkeypatch.setattr("shardproof.harness.cli.explore.KNOWN", (known,))
+    assert main(["explore", "--engine=torch.fsdp2", "--programs=20", f"--out={tmp_path / 'out'}"]) == 1
+    said = capsys.readouterr().out
+    assert "CRASHED" in said.splitlines()[-1]
+    assert "; 0 new failures" in said
+    assert not (tmp_path / "out" / "found.txt").exists()
+
+
+@pytest.mark.parametrize(
+    "summary",
+    [
+        "rank {} step 1: expected 4 reductions, got {}: reduce_scatter({}, float32[2, 72]) as #25 of group [0, 1]",
+        "rank 0: expected at most {} bytes, got 5048 bytes; the largest: {} bytes of shape [{}] from empty",
+        "step 0, gradient '{}': rank {}: expected a tensor, got None{}",
+    ],
+)
+def test_what_a_law_lists_is_no_part_of_a_symptom(summary: str) -> None:
+    def symptom(*texts: str) -> Symptom | None:
+        laws = (LawRecord(law="a law", held=False, summary=summary.format(*texts)),)
+        return symptom_of(a_record(laws=laws))
+
+    assert symptom("0", "5", "") == symptom("1", "6", " (and 1 more ranks)")
+
+
+@pytest.mark.parametrize(
+    ("law", "is_shown"),
+    [("", True), ("matches the oracle", True), ("memory between steps is explained", False)],
+)
+def test_a_script_is_written_of_what_it_can_show(law: str, is_shown: bool, tmp_path: Path) -> None:
+    program, symptom = Program(), Symptom(verdict="FAILED", law=law, kind="too much")
+    finding = ShrunkFailure(program=program, symptom=symptom, record=a_record(), drawn=program)
+    write_finding(finding, "torch.fsdp2", "threads:2", tmp_path)
+    assert (tmp_path / "finding-1.py").exists() is is_shown
+    assert ("torchrun" in (tmp_path / "finding-1.md").read_text()) is is_shown
+
+
+@pytest.mark.parametrize(
+    ("engine", "effort"),
+    [
+        ("late:TrustsTheOrderOfArrival", ["--schedules=4"]),
+        ("reference_races:FreesTheCopiedBuffer", ["--thorough"]),
+    ],
+)
+def test_explore_draws_schedules_and_watches_where_asked_to(
+    engine: str, effort: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("shardproof.harness.cli.explore.KNOWN", ())
+    explore = ["explore", f"--engine=shardproof.engine.mutants.{engine}", "--world=threads:3", "--minutes=0"]
+    assert main([*explore, f"--out={tmp_path / 'plain'}"]) == 0
+    assert main([*explore, *effort, f"--out={tmp_path / 'with_effort'}"]) == 1
