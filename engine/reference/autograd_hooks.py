@@ -107,6 +107,7 @@ class PendingBackwards:
 
     def __init__(self, *, on_begin: Callable[..., None], on_end: Callable[[WatchedForward], None]) -> None:
         self.num_watched = 0
+        self._num_ended = self._num_ended_before = 0  # watched calls: in this backward, and in the one before
         self._forward = WatchedForward()  # the one under way
         self._num_others = 0
         self._is_counted = False  # the call under way
@@ -116,6 +117,7 @@ class PendingBackwards:
     def clear(self) -> None:
         """Expect no backward any more."""
         self.num_watched = self._num_others = 0
+        self._num_ended_before, self._num_ended = self._num_ended, 0
 
     def begin_forward(self) -> None:
         """Count the calls that follow as those of another forward."""
@@ -124,11 +126,15 @@ class PendingBackwards:
     def end_one(self, forward: WatchedForward) -> int:
         """Record that the backward of a watched call has ended; return how many calls are still to come.
 
-        Those of its own forward are, even where no further backward was expected.
+        Those of its own forward are, even where no further backward was expected. A graph that was retained is
+        expected to end as many calls as in the backward before.
         """
         forward.num_calls -= 1
+        self._num_ended += 1
+        is_again = forward.num_calls < 0 and not self.num_watched
+        num_retained = self._num_ended_before - self._num_ended if is_again else 0
         self.num_watched = max(0, self.num_watched - 1)
-        return max(self.num_watched + self._num_others, forward.num_calls)
+        return max(self.num_watched + self._num_others, forward.num_calls, num_retained)
 
     # Any: whatever a forward takes.
     def watch_inputs(
