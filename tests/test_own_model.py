@@ -242,18 +242,54 @@ def test_a_string_is_one_pattern(file: Path) -> None:
     assert read_model(f"{file}:Mine", limit_s=60)[0].units == ("blocks.0", "blocks.1")
 
 
-def test_parts_in_evaluation_mode_stay_there(file: Path) -> None:
+@pytest.mark.parametrize(
+    ("part", "evaluating", "shown"),
+    [
+        ("net.out", ("out",), "evaluation    out, as build() returned them"),
+        ("net", ("",), "evaluation    the whole model, as build() returned it"),
+    ],
+)
+def test_the_mode_that_build_returns_is_kept_and_shown(
+    file: Path, part: str, evaluating: tuple[str, ...], shown: str
+) -> None:
+    """Some train in evaluation mode on purpose, to keep running statistics; loaded models are in it by default."""
     file.write_text(
-        GOOD.replace("return Net()", "net = Net()\n        net.out.eval()\n        return net")
-        + "class Loaded(Mine):\n    def build(self):\n        return Net().eval()\n"
+        GOOD.replace("return Net()", f"net = Net()\n        {part}.eval()\n        return net")
     )
-    model, loaded = (
-        UserModel(spec=f"{file}:{name}", name=name, digest="", units=()).build()
-        for name in ("Mine", "Loaded")
-    )
-    assert model.training
-    assert not model.get_submodule("out").training
-    assert loaded.get_submodule("out").training
+    model, _ = read_model(f"{file}:Mine", limit_s=60)
+    assert model.facts.evaluating == evaluating
+    assert not any(model.build().get_submodule(name).training for name in evaluating)
+    assert shown in model_summary(model, None, pass_s=1.0, limit_s=60.0)
+
+
+_LARS = """
+class Scaled(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p -= 0.1 * p.norm() / p.grad.norm() * p.grad
+"""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "needed"),
+    [
+        ("torch.optim.AdamW(p, lr=0.01)", False),
+        ("torch.optim.SGD([q for q in p if q.ndim], lr=0.01, momentum=0.9)", False),
+        ("torch.optim.Adafactor(p, lr=0.01)", True),
+        ("torch.optim.Muon([q for q in p if q.ndim == 2])", True),
+        ("Scaled(p)", True),
+    ],
+)
+def test_optimizers_that_look_at_whole_parameters_ask_engines_for_them(
+    file: Path, optimizer: str, needed: bool
+) -> None:
+    file.write_text(GOOD.replace(_LOSS, _optimizer(optimizer)) + _LARS)
+    model, _ = read_model(f"{file}:Mine", limit_s=60)
+    assert (Capability.PARAMETER_SHAPES in model.demands) == needed
 
 
 def test_an_edited_file_is_another_problem(file: Path) -> None:

@@ -38,6 +38,7 @@ from shardproof.harness.verdicts.vacuity import ZERO_BESIDE, ZERO_BESIDE_NOISE
 
 _PLACES = tuple(product(range(3), range(4)))  # steps and ranks whose gradients are looked at
 _NUM_DISTURBED = 4
+_UPDATES = 2  # some optimizers only begin to divide by what they keep in the second
 _SMALL = 1e-3  # beside a value: ten steps at a rate of 0.1 change it by less than bfloat16 tells apart
 # Of a gradient, and of the largest one: threads may add in another order, and operators of few bits round.
 _SAME, _SAME_AS_ZERO = 1e-2, 1e-6
@@ -81,11 +82,7 @@ def study(
     demands = _demands([frozenset(name for name, size in sizes.items() if size is None) for sizes in found])
     demands += [Capability.OWN_BUFFERS] if changes_buffers else []
     demands += [Capability.PARAMETER_SHAPES] if optimizer and _needs_shapes(problem, optimizer) else []
-    seldom = sorted({name for sizes in found for name, size in sizes.items() if size is None})
-    facts, pass_s = called("a training step", lambda: _facts(problem, units, seldom))
-    with _noticing_inductor() as compiled:
-        built = problem.build()
-    facts = replace(facts, slow=tuple(_slow(built, found)), needs_processes=bool(compiled))
+    facts, pass_s = called("a training step", lambda: _facts(problem, units, found))
     model = replace(
         problem,
         units=units,
@@ -262,6 +259,16 @@ def _noticing_inductor() -> Iterator[list[str]]:
         yield seen
 
 
+def _evaluating(model: nn.Module) -> Iterator[str]:
+    """Name the modules in evaluation mode that are not below another such, the whole model as ""."""
+    found = list[str]()
+    for name, module in model.named_modules():
+        is_below = any(not above or name.startswith(f"{above}.") for above in found)
+        if not module.training and not is_below:
+            found.append(name)
+            yield name
+
+
 def _slow(model: nn.Module, found: list[dict[str, float | None]]) -> list[str]:
     """Name the parameters whose gradients are small beside their values."""
     return [
@@ -278,14 +285,38 @@ def _demands(unused: list[frozenset[str]]) -> list[Capability]:
 
 
 def _needs_shapes(problem: UserModel, optimizer: UserOptimizer) -> bool:
-    """Return whether the optimizer takes the model's parameters but not flat ones, as Muon takes matrices alone."""
-    flat = [nn.Parameter(parameter.detach().flatten()) for parameter in problem.build().parameters()]
+    """Return whether the optimizer updates flat pieces of the model's parameters unlike the parameters themselves.
+
+    Muon takes matrices alone, Adafactor averages over rows and columns, and LAMB divides by the norm of the whole.
+    """
+    model = problem.build()
+    _gradients(problem, model, step=0, rank=0)
+    whole = list(model.parameters())
+    before = [parameter.detach().clone() for parameter in whole]
+    pieces = [_piece(parameter) for parameter in whole]
     try:
-        optimizer(flat)
+        for parameters in (pieces, whole):
+            updates = optimizer(parameters)
+            for _ in range(_UPDATES):
+                updates.step()
     except Exception:
         # The user's code may raise anything; `_first_step` has shown that it takes the model's parameters.
         return True
+    for piece, parameter, start in zip(pieces, whole, before, strict=True):
+        expected = parameter.detach().flatten()[: piece.numel()]
+        moved = largest(deviation(expected, start.flatten()[: piece.numel()]))
+        if largest(deviation(piece.detach(), expected)) > _SAME * moved:
+            return True
     return False
+
+
+def _piece(parameter: nn.Parameter) -> nn.Parameter:
+    """Return the first half of a parameter's elements, with their gradients, as engines that flatten have it."""
+    half = (parameter.numel() + 1) // 2
+    piece = nn.Parameter(parameter.detach().flatten()[:half].clone(), requires_grad=parameter.requires_grad)
+    if parameter.grad is not None:
+        piece.grad = parameter.grad.flatten()[:half].clone()
+    return piece
 
 
 def _described(value: object) -> str:
@@ -294,9 +325,13 @@ def _described(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _facts(problem: UserModel, units: Iterable[str], seldom: Iterable[str]) -> tuple[ModelFacts, float]:
-    """Return the facts of a model, and the seconds that forward and backward take."""
-    model, batch = problem.build(), problem.batch(step=0, microbatch=0, rank=0)
+def _facts(
+    problem: UserModel, units: Iterable[str], found: list[dict[str, float | None]]
+) -> tuple[ModelFacts, float]:
+    """Return the facts of a model whose gradients are ``found``, and the seconds that forward and backward take."""
+    with _noticing_inductor() as compiled:
+        model = problem.build()
+    slow, batch = tuple(_slow(model, found)), problem.batch(step=0, microbatch=0, rank=0)
     calls: Counter[str] = Counter()
     for unit in units:
         model.get_submodule(unit).register_forward_pre_hook(partial(_count, calls, unit))
@@ -305,10 +340,13 @@ def _facts(problem: UserModel, units: Iterable[str], seldom: Iterable[str]) -> t
     pass_s = time.monotonic() - started
     facts = ModelFacts(
         frozen=tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
-        seldom=tuple(seldom),
+        seldom=tuple(sorted({name for sizes in found for name, size in sizes.items() if size is None})),
+        slow=slow,
+        evaluating=tuple(_evaluating(model)),
         uncounted=_uncounted(model, units, calls),
         not_in_bfloat16=_not_in_bfloat16(problem, model, batch),
         unscaled=_unscaled(model),
+        needs_processes=bool(compiled),
     )
     return facts, pass_s
 
