@@ -105,14 +105,19 @@ def _run(python: Path, spec: str, engine: str, out: Path, cases: str) -> None:
         "--out",
         str(out),
     ]
-    with out.with_suffix(".log").open("w", encoding="utf-8") as log:
+    with _log(out).open("w", encoding="utf-8") as log:
         subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, timeout=_LIMIT_S, check=False)
+
+
+def _log(out: Path) -> Path:
+    """Return where a run writes; not `with_suffix`, which would take ".ddp" away from "Llama@torch.ddp"."""
+    return out.with_name(f"{out.name}.log")
 
 
 def _cells(out: Path) -> tuple[str, str]:
     """Return the verdicts of a run, counted, and the headline of its first red case, or the refusal."""
     if not out.exists():
-        log = out.with_suffix(".log").read_text(encoding="utf-8").strip()
+        log = _log(out).read_text(encoding="utf-8").strip()
         return "refused", log.splitlines()[-1] if log else "no output"
     records: tuple[Record, ...] = tuple(read_run(out).records)
     counts = {v: sum(r.verdict is v for r in records) for v in Verdict}

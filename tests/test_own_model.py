@@ -262,6 +262,52 @@ def test_the_mode_that_build_returns_is_kept_and_shown(
     assert shown in model_summary(model, None, pass_s=1.0, limit_s=60.0)
 
 
+_ROUTED = """
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(6, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+    def forward(self, x):
+        weight, chosen = self.gate(x).softmax(-1).max(-1)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            if len(rows):
+                x = x.index_add(0, rows, expert(x[rows]) * weight[rows, None])
+        return x
+
+class Mine:
+    units = UNITS
+    def build(self):
+        return nn.Sequential(Routed(), Routed(), nn.Linear(6, 2))
+    def batch(self, generator):
+        return torch.randn(3, 6, generator=generator)
+    def loss(self, output, batch):
+        return output.square().mean()
+    def optimizer(self, params):
+        return torch.optim.SGD(params, lr=0.1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("units", "engine", "verdict"),
+    [
+        ("('0.experts.*', '1.experts.*')", "torch.ddp", "proven"),
+        ("('0.experts.*', '1.experts.*')", "torch.fsdp2", "not declared"),
+        ("('0', '1')", "torch.fsdp2", "proven"),
+    ],
+)
+def test_experts_that_get_no_token_on_some_rank(
+    file: Path, units: str, engine: str, verdict: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What gathers each unit as it is called needs all ranks to call it; what reduces gradients does not."""
+    file.write_text("import torch\nfrom torch import nn\n" + _ROUTED.replace("UNITS", units))
+    assert _check(file, engine, "-k", "trains") == 0
+    shown = capsys.readouterr().out
+    assert f"{verdict:<14}trains as one process does" in shown
+    assert ("RANK_DEPENDENT_UNITS" in shown) == ("experts" in units)
+
+
 _LARS = """
 class Scaled(torch.optim.Optimizer):
     def __init__(self, params):

@@ -74,6 +74,7 @@ class ReferenceEngine(Engine):
         Capability.COMPARES_RANKS,
         Capability.DATA_PARALLEL,
         Capability.GRAPHS,
+        Capability.RANK_DEPENDENT_UNITS,
         Capability.REDUCE_AS_COMPUTED,
         Capability.WRAPPER,
         Capability.ZERO1,

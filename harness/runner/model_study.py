@@ -36,7 +36,9 @@ from shardproof.harness.training.draws import Seeds
 from shardproof.harness.training.rounding import noticing_narrow, rounding_anew
 from shardproof.harness.verdicts.vacuity import ZERO_BESIDE, ZERO_BESIDE_NOISE
 
-_PLACES = tuple(product(range(3), range(4)))  # steps and ranks whose gradients are looked at
+_NUM_RANKS = 4
+_PLACES = tuple(product(range(3), range(_NUM_RANKS)))  # steps and ranks whose gradients are looked at
+_FORWARDS = (3, 3)  # steps and microbatches in which the calls of units are counted
 _NUM_DISTURBED = 4
 _UPDATES = 2  # some optimizers only begin to divide by what they keep in the second
 _SMALL = 1e-3  # beside a value: ten steps at a rate of 0.1 change it by less than bfloat16 tells apart
@@ -80,6 +82,8 @@ def study(
             "show: does loss() depend on the batch?"
         )
     demands = _demands([frozenset(name for name, size in sizes.items() if size is None) for sizes in found])
+    if demands and _calls_differ(problem, units):
+        demands.append(Capability.RANK_DEPENDENT_UNITS)
     demands += [Capability.OWN_BUFFERS] if changes_buffers else []
     demands += [Capability.PARAMETER_SHAPES] if optimizer and _needs_shapes(problem, optimizer) else []
     facts, pass_s = called("a training step", lambda: _facts(problem, units, found))
@@ -282,6 +286,25 @@ def _demands(unused: list[frozenset[str]]) -> list[Capability]:
     """List what parameters that go without a gradient at some places ask of an engine."""
     demands = [Capability.UNUSED] if any(unused) else []
     return demands + ([Capability.RANK_DEPENDENT] if len(set(unused)) > 1 else [])
+
+
+def _calls_differ(problem: UserModel, units: tuple[str, ...]) -> bool:
+    """Return whether the forwards of some ranks call units that others do not, or call them more often."""
+    model, calls = problem.build(), Counter[str]()
+    for unit in units:
+        model.get_submodule(unit).register_forward_pre_hook(partial(_count, calls, unit))
+    for step, microbatch in product(*map(range, _FORWARDS)):
+        of_ranks = []
+        for rank in range(_NUM_RANKS):
+            args, kwargs = arguments_of(problem.batch(step=step, microbatch=microbatch, rank=rank).inputs)
+            Seeds(step=step, rank=rank).begin(microbatch)
+            calls.clear()
+            with torch.no_grad():
+                called("the model's forward", lambda a=args, k=kwargs: model(*a, **k))
+            of_ranks.append(dict(calls))
+        if any(others != of_ranks[0] for others in of_ranks):
+            return True
+    return False
 
 
 def _needs_shapes(problem: UserModel, optimizer: UserOptimizer) -> bool:
