@@ -253,9 +253,7 @@ def test_the_mode_that_build_returns_is_kept_and_shown(
     file: Path, part: str, evaluating: tuple[str, ...], shown: str
 ) -> None:
     """Some train in evaluation mode on purpose, to keep running statistics; loaded models are in it by default."""
-    file.write_text(
-        GOOD.replace("return Net()", f"net = Net()\n        {part}.eval()\n        return net")
-    )
+    file.write_text(GOOD.replace("return Net()", f"net = Net()\n        {part}.eval()\n        return net"))
     model, _ = read_model(f"{file}:Mine", limit_s=60)
     assert model.facts.evaluating == evaluating
     assert not any(model.build().get_submodule(name).training for name in evaluating)
@@ -306,6 +304,37 @@ def test_experts_that_get_no_token_on_some_rank(
     shown = capsys.readouterr().out
     assert f"{verdict:<14}trains as one process does" in shown
     assert ("RANK_DEPENDENT_UNITS" in shown) == ("experts" in units)
+
+
+_BLOCK = """class Block(nn.ModuleDict):
+    def __init__(self):
+        super().__init__({"in": nn.Linear(6, 6)})
+    def forward(self, x):
+        return self["in"](x)
+
+class Net"""
+
+
+def test_parts_that_are_called_outside_their_unit_are_named(file: Path) -> None:
+    """Of DiT's blocks the first one's embedding is called by the model itself."""
+    file.write_text(
+        GOOD.replace("block(x)", 'block["in"](block(x))')
+        .replace("nn.Linear(6, 6) for", "Block() for")
+        .replace("class Net", _BLOCK)
+    )
+    model, _ = read_model(f"{file}:Mine", limit_s=60)
+    assert model.facts.outside == ("blocks.0.in", "blocks.1.in")
+    assert "called outside the forward of the unit" in model_summary(model, None, pass_s=1.0, limit_s=60.0)
+
+
+def test_units_that_backward_recomputes_are_counted_once(file: Path) -> None:
+    file.write_text(
+        GOOD.replace("block(x)", "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)").replace(
+            "import torch\n", "import torch\nimport torch.utils.checkpoint\n", 1
+        )
+    )
+    model, _ = read_model(f"{file}:Mine", limit_s=60)
+    assert (model.facts.uncounted, model.facts.outside) == ("", ())
 
 
 _LARS = """

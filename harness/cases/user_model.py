@@ -54,7 +54,8 @@ class ModelFacts:
 
     ``frozen`` parameters require no gradient, ``seldom`` ones had none in some pass, and ``slow`` ones have gradients
     so small beside their values that plain descent hardly moves them. ``evaluating`` names the modules that are in
-    evaluation mode, "" for the whole model. ``uncounted``, ``not_in_bfloat16`` and
+    evaluation mode, "" for the whole model, ``outside`` the parts of units that are called without their unit.
+    ``uncounted``, ``not_in_bfloat16`` and
     ``unscaled`` are why closed forms, bfloat16 or a gradient scaler do not apply to the model; empty if they do.
     ``needs_processes``: inductor compiles the model, which rank threads of one process cannot do at the same time.
     """
@@ -63,6 +64,7 @@ class ModelFacts:
     seldom: tuple[str, ...] = ()
     slow: tuple[str, ...] = ()
     evaluating: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
     uncounted: str = ""
     not_in_bfloat16: str = ""
     unscaled: str = ""

@@ -29,6 +29,7 @@ from shardproof.harness.cases.user_model import (
     UserOptimizer,
     definition,
 )
+from shardproof.harness.runner.unit_calls import UnitCalls, calls_differ
 from shardproof.harness.torch_compat.dtypes import cast, cast_module, cast_parameters
 from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.training.absolute_error import deviation, largest
@@ -38,7 +39,6 @@ from shardproof.harness.verdicts.vacuity import ZERO_BESIDE, ZERO_BESIDE_NOISE
 
 _NUM_RANKS = 4
 _PLACES = tuple(product(range(3), range(_NUM_RANKS)))  # steps and ranks whose gradients are looked at
-_FORWARDS = (3, 3)  # steps and microbatches in which the calls of units are counted
 _NUM_DISTURBED = 4
 _UPDATES = 2  # some optimizers only begin to divide by what they keep in the second
 _SMALL = 1e-3  # beside a value: ten steps at a rate of 0.1 change it by less than bfloat16 tells apart
@@ -82,7 +82,7 @@ def study(
             "show: does loss() depend on the batch?"
         )
     demands = _demands([frozenset(name for name, size in sizes.items() if size is None) for sizes in found])
-    if demands and _calls_differ(problem, units):
+    if demands and called("the model's forward", lambda: calls_differ(problem, units)):
         demands.append(Capability.RANK_DEPENDENT_UNITS)
     demands += [Capability.OWN_BUFFERS] if changes_buffers else []
     demands += [Capability.PARAMETER_SHAPES] if optimizer and _needs_shapes(problem, optimizer) else []
@@ -288,25 +288,6 @@ def _demands(unused: list[frozenset[str]]) -> list[Capability]:
     return demands + ([Capability.RANK_DEPENDENT] if len(set(unused)) > 1 else [])
 
 
-def _calls_differ(problem: UserModel, units: tuple[str, ...]) -> bool:
-    """Return whether the forwards of some ranks call units that others do not, or call them more often."""
-    model, calls = problem.build(), Counter[str]()
-    for unit in units:
-        model.get_submodule(unit).register_forward_pre_hook(partial(_count, calls, unit))
-    for step, microbatch in product(*map(range, _FORWARDS)):
-        of_ranks = []
-        for rank in range(_NUM_RANKS):
-            args, kwargs = arguments_of(problem.batch(step=step, microbatch=microbatch, rank=rank).inputs)
-            Seeds(step=step, rank=rank).begin(microbatch)
-            calls.clear()
-            with torch.no_grad():
-                called("the model's forward", lambda a=args, k=kwargs: model(*a, **k))
-            of_ranks.append(dict(calls))
-        if any(others != of_ranks[0] for others in of_ranks):
-            return True
-    return False
-
-
 def _needs_shapes(problem: UserModel, optimizer: UserOptimizer) -> bool:
     """Return whether the optimizer updates flat pieces of the model's parameters unlike the parameters themselves.
 
@@ -349,24 +330,24 @@ def _described(value: object) -> str:
 
 
 def _facts(
-    problem: UserModel, units: Iterable[str], found: list[dict[str, float | None]]
+    problem: UserModel, units: tuple[str, ...], found: list[dict[str, float | None]]
 ) -> tuple[ModelFacts, float]:
     """Return the facts of a model whose gradients are ``found``, and the seconds that forward and backward take."""
     with _noticing_inductor() as compiled:
         model = problem.build()
     slow, batch = tuple(_slow(model, found)), problem.batch(step=0, microbatch=0, rank=0)
-    calls: Counter[str] = Counter()
-    for unit in units:
-        model.get_submodule(unit).register_forward_pre_hook(partial(_count, calls, unit))
-    started = time.monotonic()
-    _train(problem, model, batch)
+    watch, started = UnitCalls(model, units), time.monotonic()
+    with watch.watching():
+        loss = _loss(problem, model, batch)
+    loss.backward()  # type: ignore[no-untyped-call]  # of torch's
     pass_s = time.monotonic() - started
     facts = ModelFacts(
         frozen=tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
         seldom=tuple(sorted({name for sizes in found for name, size in sizes.items() if size is None})),
         slow=slow,
         evaluating=tuple(_evaluating(model)),
-        uncounted=_uncounted(model, units, calls),
+        outside=tuple(watch.outside),
+        uncounted=_uncounted(model, units, watch.calls),
         not_in_bfloat16=_not_in_bfloat16(problem, model, batch),
         unscaled=_unscaled(model),
         needs_processes=bool(compiled),
@@ -374,14 +355,9 @@ def _facts(
     return facts, pass_s
 
 
-# Any: what a module is called with.
-def _count(calls: Counter[str], unit: str, module: nn.Module, inputs: Any) -> None:
-    calls[unit] += 1
-
-
-def _train(problem: UserModel, model: nn.Module, batch: Batch) -> None:
+def _loss(problem: UserModel, model: nn.Module, batch: Batch) -> torch.Tensor:
     args, kwargs = arguments_of(batch.inputs)
-    problem.loss_sum(model(*args, **kwargs), batch).backward()  # type: ignore[no-untyped-call]  # of torch's
+    return problem.loss_sum(model(*args, **kwargs), batch)
 
 
 def _uncounted(model: nn.Module, units: Iterable[str], calls: Counter[str]) -> str:
@@ -406,7 +382,7 @@ def _not_in_bfloat16(problem: UserModel, model: nn.Module, batch: Batch) -> str:
     model.zero_grad()
     try:
         given = converted(batch, partial(cast, dtype=torch.bfloat16))
-        _train(problem, cast_parameters(model, torch.bfloat16), given)
+        _loss(problem, cast_parameters(model, torch.bfloat16), given).backward()  # type: ignore[no-untyped-call]
     except Exception as error:  # code of the user's may raise anything
         return f"it raises {type(error).__name__} in bfloat16: {one_line(error)[:120]}"
     return ""
