@@ -40,6 +40,7 @@ from shardproof.harness.verdicts.vacuity import ZERO_BESIDE, ZERO_BESIDE_NOISE
 _NUM_RANKS = 4
 _PLACES = tuple(product(range(3), range(_NUM_RANKS)))  # steps and ranks whose gradients are looked at
 _NUM_DISTURBED = 4
+_CHANGES = 1e3  # gradients grow and shrink in training: one that is hardly above zero now may be zero then
 _UPDATES = 2  # some optimizers only begin to divide by what they keep in the second
 _SMALL = 1e-3  # beside a value: ten steps at a rate of 0.1 change it by less than bfloat16 tells apart
 # Of a gradient, and of the largest one: threads may add in another order, and operators of few bits round.
@@ -181,7 +182,7 @@ def _exact_sizes(problem: UserModel, optimizer: UserOptimizer | None) -> list[di
     ]
     if optimizer is not None:
         _update(model, optimizer)
-    zero = ZERO_BESIDE * max(size or 0.0 for sizes in found for size in sizes.values())
+    zero = _CHANGES * ZERO_BESIDE * max(size or 0.0 for sizes in found for size in sizes.values())
     return [
         {n: 0.0 if size is not None and size <= zero else size for n, size in sizes.items()}
         for sizes in found
