@@ -23,8 +23,11 @@ from shardproof.harness.records.run import read_run
 
 MODELS = ROOT / "examples" / "models"
 RUNS = ROOT / "conformance" / "models"
-# Without what they depend on, the last two leave torch as it is: a later torchvision would bring another torch.
-PACKAGES = ("transformers==5.24.0 pillow==13.0.0", "--no-deps timm==1.0.31 torchvision==0.28.0")
+# Without what they depend on, the last three leave torch as it is: a later torchvision would bring another torch.
+PACKAGES = (
+    "transformers==5.24.0 pillow==13.0.0 importlib-metadata==10.2.0 requests==2.34.2",
+    "--no-deps timm==1.0.31 torchvision==0.28.0 diffusers==0.42.1",
+)
 # torchvision's wheels on a package registry are built for CUDA. Beside torch's CPU build their kernels do not load, and
 # their import asks for the names of two operators, which no model here calls.
 _NAMES = """
@@ -33,13 +36,21 @@ if not _has_ops():
     for _name in ("nms", "qnms"):
         torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 """
-CASES = "trains or accumulates_until or frees or resumes"
+CASES = "trains or accumulates_until or frees or resumes or bfloat16"
 _LIMIT_S = 900
+# What FSDP2 of torch 2.13 is known to do wrong, by the model in which it shows: text of the headline of the red case.
+_UNUSED = "Missing optimizer state for parameter"  # section 49 of docs/what-it-found.md
+_KNOWN = {
+    ("Clip", "torch.fsdp2"): "doesn't support scalar parameters",
+    ("Llava", "torch.fsdp2"): _UNUSED,
+    ("Longformer", "torch.fsdp2"): _UNUSED,
+    ("SegmentAnything", "torch.fsdp2"): _UNUSED,
+}
 _LETTERS = {Verdict.PASSED: "passed", Verdict.UNSUPPORTED: "not declared", Verdict.KNOWN_FAILURE: "known"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is asked for and print the table; 1 if something is red."""
+    """Run what is asked for and print the table; 1 if something is red that is not known, or known and not red."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", help="names of classes; default: all")
     parser.add_argument("--engine", action="append", help="default: torch.fsdp2")
@@ -58,7 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append([name, engine, *_cells(out)])
             print(*rows[-1], sep="  ", flush=True)
     print(tabulate(rows, headers=["model", "engine", "verdicts", "first that is red"], tablefmt="github"))
-    return 1 if any(row[-1] for row in rows) else 0
+    return 1 if any(not _is_as_known(*row) for row in rows) else 0
+
+
+def _is_as_known(model: str, engine: str, verdicts: str, red: str) -> bool:
+    known = _KNOWN.get((model, engine), "")
+    return known in red if known else not red
 
 
 def _environment() -> Path:
@@ -105,14 +121,19 @@ def _run(python: Path, spec: str, engine: str, out: Path, cases: str) -> None:
         "--out",
         str(out),
     ]
-    with out.with_suffix(".log").open("w", encoding="utf-8") as log:
+    with _log(out).open("w", encoding="utf-8") as log:
         subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, timeout=_LIMIT_S, check=False)
+
+
+def _log(out: Path) -> Path:
+    """Return where a run writes; not `with_suffix`, which would take ".ddp" away from "Llama@torch.ddp"."""
+    return out.with_name(f"{out.name}.log")
 
 
 def _cells(out: Path) -> tuple[str, str]:
     """Return the verdicts of a run, counted, and the headline of its first red case, or the refusal."""
     if not out.exists():
-        log = out.with_suffix(".log").read_text(encoding="utf-8").strip()
+        log = _log(out).read_text(encoding="utf-8").strip()
         return "refused", log.splitlines()[-1] if log else "no output"
     records: tuple[Record, ...] = tuple(read_run(out).records)
     counts = {v: sum(r.verdict is v for r in records) for v in Verdict}

@@ -172,7 +172,7 @@ class PreparedModel:
     masters: ClassVar[Masters] = Masters.NONE
     """Whether memory holds a copy of this rank's share of the parameters beside its optimizer state."""
 
-    no_gradient: ClassVar[NoGradient] = NoGradient.NONE
+    no_gradient: NoGradient = NoGradient.NONE
     """What `local_gradients` shows where there is no gradient; anything but that, or None, is wrong."""
 
     wrapped_as: ClassVar[tuple[str, ...]] = ()

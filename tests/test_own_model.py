@@ -242,18 +242,129 @@ def test_a_string_is_one_pattern(file: Path) -> None:
     assert read_model(f"{file}:Mine", limit_s=60)[0].units == ("blocks.0", "blocks.1")
 
 
-def test_parts_in_evaluation_mode_stay_there(file: Path) -> None:
+@pytest.mark.parametrize(
+    ("part", "evaluating", "shown"),
+    [
+        ("net.out", ("out",), "evaluation    out, as build() returned them"),
+        ("net", ("",), "evaluation    the whole model, as build() returned it"),
+    ],
+)
+def test_the_mode_that_build_returns_is_kept_and_shown(
+    file: Path, part: str, evaluating: tuple[str, ...], shown: str
+) -> None:
+    """Some train in evaluation mode on purpose, to keep running statistics; loaded models are in it by default."""
+    file.write_text(GOOD.replace("return Net()", f"net = Net()\n        {part}.eval()\n        return net"))
+    model, _ = read_model(f"{file}:Mine", limit_s=60)
+    assert model.facts.evaluating == evaluating
+    assert not any(model.build().get_submodule(name).training for name in evaluating)
+    assert shown in model_summary(model, None, pass_s=1.0, limit_s=60.0)
+
+
+_ROUTED = """
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(6, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+    def forward(self, x):
+        weight, chosen = self.gate(x).softmax(-1).max(-1)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            if len(rows):
+                x = x.index_add(0, rows, expert(x[rows]) * weight[rows, None])
+        return x
+
+class Mine:
+    units = UNITS
+    def build(self):
+        return nn.Sequential(Routed(), Routed(), nn.Linear(6, 2))
+    def batch(self, generator):
+        return torch.randn(3, 6, generator=generator)
+    def loss(self, output, batch):
+        return output.square().mean()
+    def optimizer(self, params):
+        return torch.optim.SGD(params, lr=0.1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("units", "engine", "verdict"),
+    [
+        ("('0.experts.*', '1.experts.*')", "torch.ddp", "proven"),
+        ("('0.experts.*', '1.experts.*')", "torch.fsdp2", "not declared"),
+        ("('0', '1')", "torch.fsdp2", "proven"),
+    ],
+)
+def test_experts_that_get_no_token_on_some_rank(
+    file: Path, units: str, engine: str, verdict: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What gathers each unit as it is called needs all ranks to call it; what reduces gradients does not."""
+    file.write_text("import torch\nfrom torch import nn\n" + _ROUTED.replace("UNITS", units))
+    assert _check(file, engine, "-k", "trains") == 0
+    shown = capsys.readouterr().out
+    assert f"{verdict:<14}trains as one process does" in shown
+    assert ("RANK_DEPENDENT_UNITS" in shown) == ("experts" in units)
+
+
+_BLOCK = """class Block(nn.ModuleDict):
+    def __init__(self):
+        super().__init__({"in": nn.Linear(6, 6)})
+    def forward(self, x):
+        return self["in"](x)
+
+class Net"""
+
+
+def test_parts_that_are_called_outside_their_unit_are_named(file: Path) -> None:
+    """Of DiT's blocks the first one's embedding is called by the model itself."""
     file.write_text(
-        GOOD.replace("return Net()", "net = Net()\n        net.out.eval()\n        return net")
-        + "class Loaded(Mine):\n    def build(self):\n        return Net().eval()\n"
+        GOOD.replace("block(x)", 'block["in"](block(x))')
+        .replace("nn.Linear(6, 6) for", "Block() for")
+        .replace("class Net", _BLOCK)
     )
-    model, loaded = (
-        UserModel(spec=f"{file}:{name}", name=name, digest="", units=()).build()
-        for name in ("Mine", "Loaded")
+    model, _ = read_model(f"{file}:Mine", limit_s=60)
+    assert model.facts.outside == ("blocks.0.in", "blocks.1.in")
+    assert "called outside the forward of the unit" in model_summary(model, None, pass_s=1.0, limit_s=60.0)
+
+
+def test_units_that_backward_recomputes_are_counted_once(file: Path) -> None:
+    file.write_text(
+        GOOD.replace("block(x)", "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)").replace(
+            "import torch\n", "import torch\nimport torch.utils.checkpoint\n", 1
+        )
     )
-    assert model.training
-    assert not model.get_submodule("out").training
-    assert loaded.get_submodule("out").training
+    model, _ = read_model(f"{file}:Mine", limit_s=60)
+    assert (model.facts.uncounted, model.facts.outside) == ("", ())
+
+
+_LARS = """
+class Scaled(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p -= 0.1 * p.norm() / p.grad.norm() * p.grad
+"""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "needed"),
+    [
+        ("torch.optim.AdamW(p, lr=0.01)", False),
+        ("torch.optim.SGD([q for q in p if q.ndim], lr=0.01, momentum=0.9)", False),
+        ("torch.optim.Adafactor(p, lr=0.01)", True),
+        ("torch.optim.Muon([q for q in p if q.ndim == 2])", True),
+        ("Scaled(p)", True),
+    ],
+)
+def test_optimizers_that_look_at_whole_parameters_ask_engines_for_them(
+    file: Path, optimizer: str, needed: bool
+) -> None:
+    file.write_text(GOOD.replace(_LOSS, _optimizer(optimizer)) + _LARS)
+    model, _ = read_model(f"{file}:Mine", limit_s=60)
+    assert (Capability.PARAMETER_SHAPES in model.demands) == needed
 
 
 def test_an_edited_file_is_another_problem(file: Path) -> None:

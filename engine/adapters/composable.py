@@ -16,6 +16,7 @@ from shardproof.engine.contract import (
     Capability,
     FrontDoor,
     Layout,
+    NoGradient,
     Offload,
     Placement,
     Plan,
@@ -96,6 +97,9 @@ class PreparedComposable(PreparedModel):
         super().__init__(module)
         self.plan = plan
         self.door = door
+        if Capability.RANK_DEPENDENT in plan.demands:
+            # What `set_reduce_scatter_unused_params` promises, also where no rank has a gradient.
+            self.no_gradient = NoGradient.ZEROS
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

@@ -6,7 +6,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -41,14 +46,22 @@ class PreparedReference(PreparedComposable):
         return float(reference.clip_grad_norm_(self.module.parameters(), max_norm, norm_type))
 
     def load_full_state(self, state: dict[str, Any]) -> None:
-        """Take this rank's part of each tensor: torch's own way to do so knows no uneven cuts of cut tensors."""
-        model, optimizer = get_state_dict(self.module, self._built_optimizer())
-        set_state_dict(
+        """Take this rank's part of each tensor: torch's own way to do so knows no uneven cuts of cut tensors.
+
+        Nor does it know of parameters without state: it refuses them, or makes them one of a step already taken.
+        """
+        optimizer = self._built_optimizer()
+        model_part, optimizer_part = get_state_dict(self.module, optimizer)
+        set_model_state_dict(self.module, _part_of(state["model"], model_part))
+        set_optimizer_state_dict(
             self.module,
-            self._built_optimizer(),
-            model_state_dict=_part_of(state["model"], model),
-            optim_state_dict=_part_of(state["optimizer"], optimizer),
+            optimizer,
+            _part_of(state["optimizer"], optimizer_part),
+            options=StateDictOptions(strict=False),
         )
+        for name, parameter in self._named_parameters().items():
+            if name not in state["optimizer"]["state"]:
+                optimizer.state.pop(parameter, None)
 
 
 # Any: states are nested dicts and lists of tensors and other values.
@@ -74,6 +87,7 @@ class ReferenceEngine(Engine):
         Capability.COMPARES_RANKS,
         Capability.DATA_PARALLEL,
         Capability.GRAPHS,
+        Capability.RANK_DEPENDENT_UNITS,
         Capability.REDUCE_AS_COMPUTED,
         Capability.WRAPPER,
         Capability.ZERO1,

@@ -44,6 +44,7 @@ class DistributedDataParallelEngine(Engine):
             Capability.PIPELINE,
             Capability.UNUSED,
             Capability.RANK_DEPENDENT,
+            Capability.RANK_DEPENDENT_UNITS,
             Capability.RECOVER,
             Capability.RECOVER_KEEPING,
             Capability.CLIP,

@@ -47,6 +47,7 @@ _OTHERS = {
     Capability.BUCKETS,
     Capability.COMPARES_RANKS,
     Capability.DATA_PARALLEL,
+    Capability.RANK_DEPENDENT_UNITS,  # each unit is gathered by those who call it
     Capability.WRAPPER,
     Capability.ZERO1,
     Capability.ZERO2,

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.engine.adapters.reference import ReferenceEngine
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.contract import Capability, Cut, Plan, PreparedModel, Shard
 from shardproof.engine.mutants.mutant import Trace, mutant
@@ -79,6 +80,18 @@ class ReducesAsComputedUnasked(ReferenceEngine):
         return super().prepare(
             model, replace(plan, reduce_dtype=plan.reduce_dtype or plan.compute_dtype), mesh
         )
+
+
+@mutant(
+    after="pytorch/pytorch#126616",
+    plan=demanding(Capability.UNUSED, Capability.RANK_DEPENDENT, Capability.RANK_DEPENDENT_UNITS),
+    because="units that all ranks call are gathered by all",
+    trace=Trace.COMMUNICATION,
+)
+class CallsUnitsThatOthersDoNot(FullyShardEngine):
+    """Each rank gathers the units that its own forward calls, and ranks may call different ones."""
+
+    capabilities = FullyShardEngine.capabilities | {Capability.RANK_DEPENDENT_UNITS}
 
 
 @mutant(

@@ -149,6 +149,42 @@ class Qwen3Moe(Causal):
         return hf.Qwen3MoeForCausalLM(config)
 
 
+class DeepseekV3(Causal):
+    """Latent attention, and experts that a router chooses by groups."""
+
+    def build(self) -> nn.Module:
+        ranks = {"q_lora_rank": 8, "kv_lora_rank": 8}
+        heads = {"num_key_value_heads": 4, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+        experts = {"moe_intermediate_size": 16, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
+        config = hf.DeepseekV3Config(
+            **{**_LLAMA, **ranks, **heads, **experts}, num_experts_per_tok=2, first_k_dense_replace=1
+        )
+        return hf.DeepseekV3ForCausalLM(config)
+
+
+class GptOss(Causal):
+    def build(self) -> nn.Module:
+        config = hf.GptOssConfig(
+            **_LLAMA, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=4
+        )
+        return hf.GptOssForCausalLM(config)
+
+
+class Jamba(Causal):
+    """Layers of attention and of Mamba in turn, with experts in every second one."""
+
+    def build(self) -> nn.Module:
+        layers = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2}
+        mamba = {"mamba_d_state": 4, "mamba_dt_rank": 4}
+        config = hf.JambaConfig(
+            **{**_LLAMA, "num_hidden_layers": 4, **layers, **mamba},
+            expert_layer_offset=1,
+            num_experts=4,
+            num_experts_per_tok=2,
+        )
+        return hf.JambaForCausalLM(config)
+
+
 class Gpt2(Causal):
     units = ("transformer.h.*",)
 
@@ -187,6 +223,31 @@ class Mamba(Causal):
     def build(self) -> nn.Module:
         config = hf.MambaConfig(vocab_size=_VOCABULARY, hidden_size=_WIDTH, state_size=4, num_hidden_layers=2)
         return hf.MambaForCausalLM(config)
+
+
+class Mamba2(Causal):
+    units = ("backbone.layers.*",)
+
+    def build(self) -> nn.Module:
+        sizes = {
+            "hidden_size": _WIDTH,
+            "state_size": 4,
+            "num_hidden_layers": 2,
+            "num_heads": 4,
+            "head_dim": 16,
+        }
+        return hf.Mamba2ForCausalLM(
+            hf.Mamba2Config(vocab_size=_VOCABULARY, **sizes, n_groups=1, chunk_size=4)
+        )
+
+
+class Rwkv(Causal):
+    units = ("rwkv.blocks.*",)
+
+    def build(self) -> nn.Module:
+        sizes = {"attention_hidden_size": _WIDTH, "intermediate_size": 48, "context_length": _LENGTH}
+        config = hf.RwkvConfig(vocab_size=_VOCABULARY, hidden_size=_WIDTH, num_hidden_layers=2, **sizes)
+        return hf.RwkvForCausalLM(config)
 
 
 class Bert(Causal):
@@ -228,6 +289,35 @@ class Electra(Causal):
 
     def build(self) -> nn.Module:
         return hf.ElectraForMaskedLM(hf.ElectraConfig(**_BERT, embedding_size=16))
+
+
+class Albert(Causal):
+    """One layer, called three times."""
+
+    units = ("albert.encoder.albert_layer_groups.*",)
+
+    def build(self) -> nn.Module:
+        return hf.AlbertForMaskedLM(hf.AlbertConfig(**{**_BERT, "num_hidden_layers": 3}, embedding_size=16))
+
+
+class Longformer(Causal):
+    """Attention within a window; what it has for global attention goes unused."""
+
+    units = ("longformer.encoder.layer.*",)
+
+    def build(self) -> nn.Module:
+        return hf.LongformerForMaskedLM(hf.LongformerConfig(**_BERT, attention_window=4))
+
+
+class T5Gemma(Causal):
+    units = ("model.encoder.layers.*", "model.decoder.layers.*")
+
+    def build(self) -> nn.Module:
+        part = {**_LLAMA, "head_dim": 8, "sliding_window": 4}
+        config = hf.T5GemmaConfig(
+            encoder=part, decoder=part, vocab_size=_VOCABULARY, pad_token_id=0, bos_token_id=1
+        )
+        return hf.T5GemmaForConditionalGeneration(config)
 
 
 class T5(Causal):

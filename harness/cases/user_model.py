@@ -53,7 +53,9 @@ class ModelFacts:
     """What some passes of a model show.
 
     ``frozen`` parameters require no gradient, ``seldom`` ones had none in some pass, and ``slow`` ones have gradients
-    so small beside their values that plain descent hardly moves them. ``uncounted``, ``not_in_bfloat16`` and
+    so small beside their values that plain descent hardly moves them. ``evaluating`` names the modules that are in
+    evaluation mode, "" for the whole model, ``outside`` the parts of units that are called without their unit.
+    ``uncounted``, ``not_in_bfloat16`` and
     ``unscaled`` are why closed forms, bfloat16 or a gradient scaler do not apply to the model; empty if they do.
     ``needs_processes``: inductor compiles the model, which rank threads of one process cannot do at the same time.
     """
@@ -61,6 +63,8 @@ class ModelFacts:
     frozen: tuple[str, ...] = ()
     seldom: tuple[str, ...] = ()
     slow: tuple[str, ...] = ()
+    evaluating: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
     uncounted: str = ""
     not_in_bfloat16: str = ""
     unscaled: str = ""
@@ -108,12 +112,12 @@ class UserModel:
         return root
 
     def build(self) -> nn.Module:
-        """Build the model under one seed, in training mode unless only parts of it are in evaluation mode."""
+        """Build the model under one seed, in the mode that the user's code leaves it in."""
         with _one_at_a_time, _seeded(_BUILD_SEED):
             model: object = definition(self.spec).build()
         if not isinstance(model, nn.Module):
             raise TypeError(f"build() returned a {type(model).__name__}, not an nn.Module")
-        return model if model.training else model.train()
+        return model
 
     def num_items(self, *, step: int, microbatch: int, rank: int) -> int:
         """Return 1: each microbatch counts the same, see [Note: means of means]."""

@@ -32,8 +32,21 @@ def _lines(
     still = [name for name in model.idle if name not in model.facts.frozen]
     if model.facts.frozen:
         yield "frozen", _some(model.facts.frozen)
+    if "" in model.facts.evaluating:
+        yield (
+            "evaluation",
+            "the whole model, as build() returned it; to train with dropout, call train() there",
+        )
+    elif model.facts.evaluating:
+        yield "evaluation", f"{_some(model.facts.evaluating)}, as build() returned them"
     if still:
         yield "need not move", f"{_some(still)}: no gradient, or zero but for rounding"
+    if model.facts.outside:
+        yield (
+            "outside",
+            f"{_some(model.facts.outside)}: called outside the forward of the unit, where engines that gather by unit "
+            "do not have the parameters; choose other units",
+        )
     for capability in sorted(model.demands, key=lambda demand: demand.name):
         yield "needs", f"{capability.name}: the engine {capability.value}"
     yield (

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from shardproof.engine.contract import Shard
+from shardproof.engine.contract import NoGradient, Shard
 from shardproof.harness.laws.hypotheses import Suspect, factor_between, hypotheses, share_of
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.structure import RankShard
@@ -34,6 +34,8 @@ def looks_like(evidence: Evidence, place: TensorKey, piece: RankShard) -> str:
     suspect = _suspect(evidence, place, piece, full)
     if not torch.isfinite(suspect.got[suspect.is_beyond]).all():
         return NOT_FINITE
+    if _moved_by_zeros(suspect):
+        return "moved, although no rank used it: weight decay or momentum, on a gradient of zeros"
     for hypothesis in hypotheses(suspect):
         if suspect.fits(hypothesis.tensor):
             return hypothesis.text
@@ -64,6 +66,17 @@ def _suspect(evidence: Evidence, place: TensorKey, piece: RankShard, full: torch
         error=deviation(got, expected),
         allowed=allowed_error(evidence.oracle, place),
     )
+
+
+def _moved_by_zeros(suspect: Suspect) -> bool:
+    """Whether a parameter without a gradient rests in the reference, and the engine says that it shows zeros."""
+    if suspect.place.quantity is not Quantity.PARAMETER:
+        return False
+    if suspect.at.gradients.get(suspect.place.name, suspect.got) is not None:
+        return False
+    before = suspect.earlier(suspect.place.step - 1)
+    rests = before is not None and torch.equal(before, suspect.expected)
+    return rests and any(o.no_gradient is NoGradient.ZEROS for o in suspect.evidence.ranks)
 
 
 def _unchanged_rows(suspect: Suspect) -> str | None:

@@ -29,6 +29,7 @@ from shardproof.harness.cases.user_model import (
     UserOptimizer,
     definition,
 )
+from shardproof.harness.runner.unit_calls import UnitCalls, calls_differ
 from shardproof.harness.torch_compat.dtypes import cast, cast_module, cast_parameters
 from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.training.absolute_error import deviation, largest
@@ -36,8 +37,11 @@ from shardproof.harness.training.draws import Seeds
 from shardproof.harness.training.rounding import noticing_narrow, rounding_anew
 from shardproof.harness.verdicts.vacuity import ZERO_BESIDE, ZERO_BESIDE_NOISE
 
-_PLACES = tuple(product(range(3), range(4)))  # steps and ranks whose gradients are looked at
+_NUM_RANKS = 4
+_PLACES = tuple(product(range(3), range(_NUM_RANKS)))  # steps and ranks whose gradients are looked at
 _NUM_DISTURBED = 4
+_CHANGES = 1e3  # gradients grow and shrink in training: one that is hardly above zero now may be zero then
+_UPDATES = 2  # some optimizers only begin to divide by what they keep in the second
 _SMALL = 1e-3  # beside a value: ten steps at a rate of 0.1 change it by less than bfloat16 tells apart
 # Of a gradient, and of the largest one: threads may add in another order, and operators of few bits round.
 _SAME, _SAME_AS_ZERO = 1e-2, 1e-6
@@ -79,13 +83,11 @@ def study(
             "show: does loss() depend on the batch?"
         )
     demands = _demands([frozenset(name for name, size in sizes.items() if size is None) for sizes in found])
+    if demands and called("the model's forward", lambda: calls_differ(problem, units)):
+        demands.append(Capability.RANK_DEPENDENT_UNITS)
     demands += [Capability.OWN_BUFFERS] if changes_buffers else []
     demands += [Capability.PARAMETER_SHAPES] if optimizer and _needs_shapes(problem, optimizer) else []
-    seldom = sorted({name for sizes in found for name, size in sizes.items() if size is None})
-    facts, pass_s = called("a training step", lambda: _facts(problem, units, seldom))
-    with _noticing_inductor() as compiled:
-        built = problem.build()
-    facts = replace(facts, slow=tuple(_slow(built, found)), needs_processes=bool(compiled))
+    facts, pass_s = called("a training step", lambda: _facts(problem, units, found))
     model = replace(
         problem,
         units=units,
@@ -180,7 +182,7 @@ def _exact_sizes(problem: UserModel, optimizer: UserOptimizer | None) -> list[di
     ]
     if optimizer is not None:
         _update(model, optimizer)
-    zero = ZERO_BESIDE * max(size or 0.0 for sizes in found for size in sizes.values())
+    zero = _CHANGES * ZERO_BESIDE * max(size or 0.0 for sizes in found for size in sizes.values())
     return [
         {n: 0.0 if size is not None and size <= zero else size for n, size in sizes.items()}
         for sizes in found
@@ -262,6 +264,16 @@ def _noticing_inductor() -> Iterator[list[str]]:
         yield seen
 
 
+def _evaluating(model: nn.Module) -> Iterator[str]:
+    """Name the modules in evaluation mode that are not below another such, the whole model as ""."""
+    found = list[str]()
+    for name, module in model.named_modules():
+        is_below = any(not above or name.startswith(f"{above}.") for above in found)
+        if not module.training and not is_below:
+            found.append(name)
+            yield name
+
+
 def _slow(model: nn.Module, found: list[dict[str, float | None]]) -> list[str]:
     """Name the parameters whose gradients are small beside their values."""
     return [
@@ -278,14 +290,38 @@ def _demands(unused: list[frozenset[str]]) -> list[Capability]:
 
 
 def _needs_shapes(problem: UserModel, optimizer: UserOptimizer) -> bool:
-    """Return whether the optimizer takes the model's parameters but not flat ones, as Muon takes matrices alone."""
-    flat = [nn.Parameter(parameter.detach().flatten()) for parameter in problem.build().parameters()]
+    """Return whether the optimizer updates flat pieces of the model's parameters unlike the parameters themselves.
+
+    Muon takes matrices alone, Adafactor averages over rows and columns, and LAMB divides by the norm of the whole.
+    """
+    model = problem.build()
+    _gradients(problem, model, step=0, rank=0)
+    whole = list(model.parameters())
+    before = [parameter.detach().clone() for parameter in whole]
+    pieces = [_piece(parameter) for parameter in whole]
     try:
-        optimizer(flat)
+        for parameters in (pieces, whole):
+            updates = optimizer(parameters)
+            for _ in range(_UPDATES):
+                updates.step()
     except Exception:
         # The user's code may raise anything; `_first_step` has shown that it takes the model's parameters.
         return True
+    for piece, parameter, start in zip(pieces, whole, before, strict=True):
+        expected = parameter.detach().flatten()[: piece.numel()]
+        moved = largest(deviation(expected, start.flatten()[: piece.numel()]))
+        if largest(deviation(piece.detach(), expected)) > _SAME * moved:
+            return True
     return False
+
+
+def _piece(parameter: nn.Parameter) -> nn.Parameter:
+    """Return the first half of a parameter's elements, with their gradients, as engines that flatten have it."""
+    half = (parameter.numel() + 1) // 2
+    piece = nn.Parameter(parameter.detach().flatten()[:half].clone(), requires_grad=parameter.requires_grad)
+    if parameter.grad is not None:
+        piece.grad = parameter.grad.flatten()[:half].clone()
+    return piece
 
 
 def _described(value: object) -> str:
@@ -294,33 +330,35 @@ def _described(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _facts(problem: UserModel, units: Iterable[str], seldom: Iterable[str]) -> tuple[ModelFacts, float]:
-    """Return the facts of a model, and the seconds that forward and backward take."""
-    model, batch = problem.build(), problem.batch(step=0, microbatch=0, rank=0)
-    calls: Counter[str] = Counter()
-    for unit in units:
-        model.get_submodule(unit).register_forward_pre_hook(partial(_count, calls, unit))
-    started = time.monotonic()
-    _train(problem, model, batch)
+def _facts(
+    problem: UserModel, units: tuple[str, ...], found: list[dict[str, float | None]]
+) -> tuple[ModelFacts, float]:
+    """Return the facts of a model whose gradients are ``found``, and the seconds that forward and backward take."""
+    with _noticing_inductor() as compiled:
+        model = problem.build()
+    slow, batch = tuple(_slow(model, found)), problem.batch(step=0, microbatch=0, rank=0)
+    watch, started = UnitCalls(model, units), time.monotonic()
+    with watch.watching():
+        loss = _loss(problem, model, batch)
+    loss.backward()  # type: ignore[no-untyped-call]  # of torch's
     pass_s = time.monotonic() - started
     facts = ModelFacts(
         frozen=tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
-        seldom=tuple(seldom),
-        uncounted=_uncounted(model, units, calls),
+        seldom=tuple(sorted({name for sizes in found for name, size in sizes.items() if size is None})),
+        slow=slow,
+        evaluating=tuple(_evaluating(model)),
+        outside=tuple(watch.outside),
+        uncounted=_uncounted(model, units, watch.calls),
         not_in_bfloat16=_not_in_bfloat16(problem, model, batch),
         unscaled=_unscaled(model),
+        needs_processes=bool(compiled),
     )
     return facts, pass_s
 
 
-# Any: what a module is called with.
-def _count(calls: Counter[str], unit: str, module: nn.Module, inputs: Any) -> None:
-    calls[unit] += 1
-
-
-def _train(problem: UserModel, model: nn.Module, batch: Batch) -> None:
+def _loss(problem: UserModel, model: nn.Module, batch: Batch) -> torch.Tensor:
     args, kwargs = arguments_of(batch.inputs)
-    problem.loss_sum(model(*args, **kwargs), batch).backward()  # type: ignore[no-untyped-call]  # of torch's
+    return problem.loss_sum(model(*args, **kwargs), batch)
 
 
 def _uncounted(model: nn.Module, units: Iterable[str], calls: Counter[str]) -> str:
@@ -345,7 +383,7 @@ def _not_in_bfloat16(problem: UserModel, model: nn.Module, batch: Batch) -> str:
     model.zero_grad()
     try:
         given = converted(batch, partial(cast, dtype=torch.bfloat16))
-        _train(problem, cast_parameters(model, torch.bfloat16), given)
+        _loss(problem, cast_parameters(model, torch.bfloat16), given).backward()  # type: ignore[no-untyped-call]
     except Exception as error:  # code of the user's may raise anything
         return f"it raises {type(error).__name__} in bfloat16: {one_line(error)[:120]}"
     return ""

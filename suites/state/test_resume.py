@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import EVEN, FOURS, FOUR_OR_MORE_EVEN, LOADED, SEVERAL, UNCHANGED, Layout, NamedOptimizer
-from shardproof import Notes, Plan, Problem, Resume, Schedule, StateForm, Training, Trial
+from shardproof import EVEN, FOURS, FOUR_OR_MORE_EVEN, LOADED, SEVERAL, UNCHANGED, Capability, Layout
+from shardproof import NamedOptimizer, Notes, Plan, Problem, Resume, Schedule, StateForm, Training, Trial
+from shardproof.fixtures.idle import SOMETIMES
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
 from shardproof.fixtures.tensor_parallel import STACK_16, STACK_5
@@ -45,6 +46,17 @@ def test_resumes_in_shards_what_was_replicated(trial: Trial) -> None:
 @pytest.mark.kills("LosesOptimizerState")
 def test_resumes_tied_parameters(trial: Trial) -> None:
     trial.holds(_training(TIED, ADAMW, Layout.NATIVE, Layout.NATIVE), *PARITY)
+
+
+@pytest.mark.kills("LosesOptimizerState")
+def test_resumes_beside_what_nothing_used(trial: Trial) -> None:
+    """A parameter that has had no gradient yet has no optimizer state, before and after.
+
+    After the third step gradients are None, as in a fresh model, and not zeros.
+    """
+    training = _training(SOMETIMES, ADAMW, Layout.NATIVE, Layout.NATIVE)
+    plan = replace(training.plan, demands=training.plan.demands | {Capability.UNUSED})
+    trial.holds(replace(training, plan=plan, resume=Resume(after_steps=3, plan=plan)), *PARITY)
 
 
 @pytest.mark.kills("LoadsNoBuffers")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardproof import EVEN, SEVERAL, Accumulation, Capability, Dtype, Layout, NamedOptimizer, Training, Trial
-from shardproof.fixtures.idle import BORROWED, SOMETIMES
+from shardproof.fixtures.idle import BORROWED, ROUTED, SOMETIMES
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
@@ -46,6 +46,13 @@ def test_fills_up_in_the_dtype_of_the_reduction(trial: Trial, dtype: torch.dtype
 @pytest.mark.kills("ReducesWhatEachRankUsed")
 def test_accumulates_what_only_some_ranks_used(trial: Trial) -> None:
     trial.holds(_borrowed(accumulation=Accumulation.LAST_MICROBATCH, microbatches=3), *PARITY)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("CallsUnitsThatOthersDoNot", "TakesTheFirstGraphForAll")
+def test_trains_units_that_only_some_ranks_called(trial: Trial) -> None:
+    demands = {Capability.UNUSED, Capability.RANK_DEPENDENT, Capability.RANK_DEPENDENT_UNITS}
+    trial.holds(train(ROUTED, demands=frozenset(demands)), *PARITY)
 
 
 # Any: as for `train`.

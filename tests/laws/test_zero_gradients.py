@@ -12,7 +12,7 @@ from shardproof import MatchesOracle, Schedule, Training, TrialSession, Verdict
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.contract import Capability, Layout, NoGradient, Plan, Shard, shard_of
 from shardproof.fixtures.idle import SOMETIMES
-from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.harness.records.observation import Observation, StepObservation
 from shardproof.harness.training.oracle import OracleObservation, run_oracle
@@ -44,6 +44,27 @@ class DeclaresZeros(DistributedDataParallelEngine):
     """Shows zeros and says so."""
 
     prepared_type = _DeclaredZeros
+
+
+class _FilledWithZeros(_DeclaredZeros):
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        for parameter in self.named.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+class StepsOnZeros(DistributedDataParallelEngine):
+    """Gives its optimizer zeros, as it says, where no rank has a gradient."""
+
+    prepared_type = _FilledWithZeros
+
+
+def test_what_weight_decay_moves_by_declared_zeros_is_named(session: TrialSession) -> None:
+    plan = Plan(units=SOMETIMES.units, demands=frozenset({Capability.UNUSED}))
+    training = Training(problem=SOMETIMES, optimizer=ADAMW, plan=plan, schedule=Schedule(steps=2))
+    record = judged(session, f"{__name__}:StepsOnZeros", training=training, laws=(MatchesOracle(),))
+    assert record.verdict is Verdict.FAILED
+    assert "moved, although no rank used it: weight decay or momentum" in record.headline
 
 
 @pytest.mark.parametrize(
