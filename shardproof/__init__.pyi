@@ -27,6 +27,7 @@ from shardproof.engine.contract import Replicas as Replicas
 from shardproof.engine.contract import Reshard as Reshard
 from shardproof.engine.contract import Roots as Roots
 from shardproof.engine.contract import Shard as Shard
+from shardproof.engine.contract import Tuning as Tuning
 from shardproof.engine.contract import UnitDtypes as UnitDtypes
 from shardproof.engine.contract import UnitHandle as UnitHandle
 from shardproof.engine.contract import UnsupportedError as UnsupportedError
