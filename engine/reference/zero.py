@@ -68,7 +68,7 @@ class Zero2:
             for index, (name, parameter) in enumerate(trained)
         }
         for piece in self.pieces.values() if overlaps else ():
-            piece.parameter.register_post_accumulate_grad_hook(partial(self.reduce_early, piece))  # type: ignore[no-untyped-call]  # torch leaves it so
+            piece.parameter.register_post_accumulate_grad_hook(partial(self.reduce_early, piece))
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward; outside `no_sync` reduce what has accumulated, and keep this rank's pieces of it alone."""
