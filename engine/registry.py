@@ -34,6 +34,7 @@ _OUTSIDE = "shardproof.engine.third_party"
 # Their adapters import them; one that is not installed is listed and refused by name.
 THIRD_PARTY = {
     "accelerate.ddp": f"{_OUTSIDE}.accelerate_engine:AccelerateDdpEngine",
+    "accelerate.fsdp1": f"{_OUTSIDE}.accelerate_engine:AccelerateFsdp1Engine",
     "accelerate.fsdp2": f"{_OUTSIDE}.accelerate_engine:AccelerateFsdp2Engine",
     "colossalai.zero1": f"{_OUTSIDE}.colossalai_engine:LowLevelZero1Engine",
     "colossalai.zero2": f"{_OUTSIDE}.colossalai_engine:LowLevelZero2Engine",

@@ -34,7 +34,7 @@ class _Context(ParallelContext):  # type: ignore[misc]  # of an untyped package
         self.add_global_rank(ParallelMode.GLOBAL, rank)
 
 
-class PreparedZero1(PreparedModel):
+class PreparedPipegooseZero1(PreparedModel):
     """Each parameter is updated on one rank, which is to send it to the others."""
 
     cut = Cut.PARAMETERS
@@ -93,7 +93,7 @@ class PipegooseZero1Engine(Engine):
         """Hook the parameters; the optimizer comes later."""
         plan.refuse_beyond(self.capabilities)
         context = _context()
-        return PreparedZero1(DataParallel(model, context).parallelize(), context)
+        return PreparedPipegooseZero1(DataParallel(model, context).parallelize(), context)
 
 
 def _context() -> ParallelContext:
