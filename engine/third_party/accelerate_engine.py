@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -20,7 +21,10 @@ from shardproof.engine.adapters.torch_fsdp1 import NAMES, PreparedFsdp1
 from shardproof.engine.contract import Capability, Engine, OptimizerFactory, Plan, PreparedModel, Reshard
 
 # By version: whether parameters are freed after forward, as the plugin spells it.
-_RESHARD = {1: {False: "SHARD_GRAD_OP", True: "FULL_SHARD"}, 2: {False: False, True: True}}
+_RESHARD: Mapping[int, Mapping[bool, bool | str]] = {
+    1: {False: "SHARD_GRAD_OP", True: "FULL_SHARD"},
+    2: {False: False, True: True},
+}
 
 
 class PreparedAccelerate(PreparedModel):
