@@ -6,19 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import (
-    AS_HELD,
-    EVEN,
-    FOURS,
-    HANDED_OUT,
-    FOUR_OR_MORE_EVEN,
-    LOADED,
-    SEVERAL,
-    UNCHANGED,
-    Layout,
-    NamedOptimizer,
-)
-from shardproof import Notes, Plan, Problem, Resume, Schedule, StateForm, Training, Trial
+from shardproof import AS_HELD, EVEN, FOURS, FOUR_OR_MORE_EVEN, HANDED_OUT, LOADED, SEVERAL, UNCHANGED, Layout
+from shardproof import NamedOptimizer, Notes, Plan, Problem, Resume, Schedule, StateForm, Training, Trial
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
 from shardproof.fixtures.tensor_parallel import STACK_16, STACK_5
