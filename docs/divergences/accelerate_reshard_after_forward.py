@@ -10,4 +10,6 @@ from accelerate import FullyShardedDataParallelPlugin
 if __name__ == "__main__":
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
         plugin = FullyShardedDataParallelPlugin(fsdp_version=1, reshard_after_forward=strategy)
-        print(f"asked for {strategy}, FSDP1 is given", plugin.sharding_strategy or plugin.reshard_after_forward)
+        print(
+            f"asked for {strategy}, FSDP1 is given", plugin.sharding_strategy or plugin.reshard_after_forward
+        )
