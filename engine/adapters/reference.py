@@ -71,10 +71,13 @@ class ReferenceEngine(Engine):
     capabilities = frozenset(Capability) - {
         Capability.BUFFERS,
         Capability.BUCKETS,
+        Capability.CLIP_IN_STEP,
         Capability.COMPARES_RANKS,
         Capability.DATA_PARALLEL,
         Capability.GRAPHS,
+        Capability.OVERLAP,
         Capability.REDUCE_AS_COMPUTED,
+        Capability.ROUND_ROBIN,
         Capability.WRAPPER,
         Capability.ZERO1,
         Capability.ZERO2,
