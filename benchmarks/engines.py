@@ -56,10 +56,12 @@ FAMILIES: Mapping[str, Family] = {
     "colossalai": Family(packages=_COLOSSALAI),
     "deepspeed": Family(packages=("deepspeed==0.19.8",), world=_PROCESSES),
     "fairscale": Family(packages=("--no-deps fairscale==0.4.13",)),
+    "ignite": Family(packages=("--no-deps pytorch-ignite==0.5.5", "packaging"), world=_PROCESSES),
     "lightning": Family(packages=("lightning-fabric==2.6.6",), world=_PROCESSES),
     "mcore": Family(packages=("megatron-core==0.16.1",)),
     "megatron": Family(packages=("--no-deps megatron-fsdp==0.6.1 einops",)),
     "olmo": Family(packages=("ai2-olmo-core==3.0.0",)),
+    "pipegoose": Family(packages=("--no-deps pipegoose==0.2.0 torchtyping typeguard==2.13.3", "einops")),
     "torchft": Family(packages=("torchft==0.2.0",), world=_PROCESSES),
     "torchtitan": Family(packages=_TORCHTITAN),
 }

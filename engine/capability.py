@@ -42,6 +42,8 @@ class Capability(Enum):
     REDUCE_SUM = "sends nothing but sums over the wire, and divides by itself"
     BUCKETS = "reduces gradients in buckets that are closed at the size asked for"
     REDUCE_BUFFERS = "bounds the number of reductions whose input is held at once"
+    OVERLAP = "reduces gradients while backward computes, or once it is done, as asked"
+    ROUND_ROBIN = "assigns shares of gradients to the ranks in turn, where asked"
     BUFFERS = "takes the memory of its collectives from where it is asked to"
     GRADIENT_DIVIDE = "divides summed gradients by a factor that the caller chooses"
     # Numbers.
@@ -52,6 +54,7 @@ class Capability(Enum):
     CONVERT = "lets the model be converted to another dtype once prepared"
     COMPLEX = "trains parameters of complex numbers"
     CLIP = "clips gradients by the norm over all parameters and ranks"
+    CLIP_IN_STEP = "clips gradients by that norm in each optimizer step, to a limit that it is prepared with"
     LOSS_SCALE = (
         "trains under a gradient scaler: a step in which one rank's gradients overflow is skipped on all"
     )

@@ -36,6 +36,7 @@ from shardproof.engine.plan import (
     Replicas,
     Reshard,
     Roots,
+    Tuning,
     UnitDtypes,
     Wire,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "Reshard",
     "Roots",
     "Shard",
+    "Tuning",
     "UnitDtypes",
     "UnitHandle",
     "UnsupportedError",

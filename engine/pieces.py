@@ -35,8 +35,8 @@ class Piece:
     numel: int | None = None
 
     def of(self, tensor: torch.Tensor) -> Shard:
-        """Copy this piece's part of a tensor that lies as its owner does; a single number is of the whole."""
-        if not tensor.dim():
+        """Copy this piece's part of a tensor that lies as its owner does; a single number beside it is of the whole."""
+        if not tensor.dim() and (self.shape or self.numel is None):
             return shard_of(tensor)
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         start = min(self.start, math.prod(self.shape))

@@ -25,6 +25,7 @@ __all__ = [
     "Replicas",
     "Reshard",
     "Roots",
+    "Tuning",
     "UnitDtypes",
     "Wire",
 ]
@@ -103,6 +104,15 @@ class Wire(Enum):
     SUM = "sums alone: division happens on the ranks"
 
 
+class Tuning(Enum):
+    """When gradients are reduced, and to which ranks; no member changes a number."""
+
+    NATIVE = "the engine's default"
+    OVERLAPPED = "while backward computes"
+    IN_SEQUENCE = "once backward is done"
+    ROUND_ROBIN = "each to the next rank in turn"
+
+
 class Roots(Enum):
     """Which module is called from outside and finishes each backward."""
 
@@ -159,7 +169,8 @@ class Plan:
     compute in, for which parameters are cast and buffers are not, ``output_dtype`` what the root returns,
     ``reduce_dtype`` in what gradients cross between ranks; None means the parameters' own, and for the reduction
     that of the computation. ``divide_factor`` is what the sum of gradients over ranks is divided by; None means the
-    number of ranks. ``gathered_once`` names units whose parameters backward does not need. ``bucket_bytes`` closes
+    number of ranks. ``clip_in_step`` is the largest norm, of the second power, that the engine's own step leaves
+    gradients. ``gathered_once`` names units whose parameters backward does not need. ``bucket_bytes`` closes
     a bucket of gradients that are reduced together once it has so many bytes. ``max_reduce_buffers`` bounds how
     many reductions may hold their input at once. ``ignored`` names parameters that the engine leaves alone.
     ``replicated`` names units, ``""`` for the root, that are replicated where the others are sharded. ``experts``
@@ -192,10 +203,12 @@ class Plan:
     unit_dtypes: tuple[UnitDtypes, ...] = ()
     reduce_dtype: torch.dtype | None = None
     wire: Wire = Wire.NATIVE
+    tuning: Tuning = Tuning.NATIVE
     bucket_bytes: int | None = None
     max_reduce_buffers: int | None = None
     buffers: Buffers = Buffers.NATIVE
     divide_factor: float | None = None
+    clip_in_step: float | None = None
     forward_methods: tuple[tuple[str, str], ...] = ()
     wrapper: Wrapper | None = None
     demands: frozenset[Capability] = frozenset()
@@ -334,10 +347,13 @@ class Plan:
             Capability.UNIT_DTYPES: bool(self.unit_dtypes),
             Capability.REDUCE_DTYPE: self.reduce_dtype is not None,
             Capability.REDUCE_SUM: self.wire is not Wire.NATIVE,
+            Capability.OVERLAP: self.tuning in {Tuning.OVERLAPPED, Tuning.IN_SEQUENCE},
+            Capability.ROUND_ROBIN: self.tuning is Tuning.ROUND_ROBIN,
             Capability.BUCKETS: self.bucket_bytes is not None,
             Capability.REDUCE_BUFFERS: self.max_reduce_buffers is not None,
             Capability.BUFFERS: self.buffers is not Buffers.NATIVE,
             Capability.GRADIENT_DIVIDE: self.divide_factor is not None,
+            Capability.CLIP_IN_STEP: self.clip_in_step is not None,
             Capability.FORWARD_METHODS: bool(self.forward_methods),
             Capability.WRAPPER: self.wrapper is not None,
         }

@@ -34,6 +34,7 @@ _OUTSIDE = "shardproof.engine.third_party"
 # Their adapters import them; one that is not installed is listed and refused by name.
 THIRD_PARTY = {
     "accelerate.ddp": f"{_OUTSIDE}.accelerate_engine:AccelerateDdpEngine",
+    "accelerate.fsdp1": f"{_OUTSIDE}.accelerate_engine:AccelerateFsdp1Engine",
     "accelerate.fsdp2": f"{_OUTSIDE}.accelerate_engine:AccelerateFsdp2Engine",
     "colossalai.zero1": f"{_OUTSIDE}.colossalai_engine:LowLevelZero1Engine",
     "colossalai.zero2": f"{_OUTSIDE}.colossalai_engine:LowLevelZero2Engine",
@@ -42,12 +43,15 @@ THIRD_PARTY = {
     "deepspeed.zero3": f"{_OUTSIDE}.deepspeed_engine:DeepSpeedZero3",
     "fairscale.fsdp": f"{_OUTSIDE}.fairscale_engine:FairscaleEngine",
     "fairscale.sdp": f"{_OUTSIDE}.fairscale_engine:ShardedDdpEngine",
+    "ignite.ddp": f"{_OUTSIDE}.ignite_engine:IgniteDdpEngine",
     "lightning.ddp": f"{_OUTSIDE}.lightning_engine:FabricDdpEngine",
     "lightning.fsdp2": f"{_OUTSIDE}.lightning_engine:FabricFsdp2Engine",
     "mcore.ddp": f"{_OUTSIDE}.mcore_engine:MegatronCoreDdpEngine",
     "megatron.fsdp": f"{_OUTSIDE}.megatron_engine:MegatronFsdpEngine",
     "megatron.fsdp.experimental": f"{_OUTSIDE}.megatron_engine:ExperimentalMegatronFsdpEngine",
     "olmo.ddp": f"{_OUTSIDE}.olmo_engine:MultiGroupDdpEngine",
+    "pipegoose.ddp": f"{_OUTSIDE}.pipegoose_engine:PipegooseDdpEngine",
+    "pipegoose.zero1": f"{_OUTSIDE}.pipegoose_engine:PipegooseZero1Engine",
     "torchft.ddp": f"{_OUTSIDE}.torchft_engine:TorchftDdpEngine",
     "torchft.pure_ddp": f"{_OUTSIDE}.torchft_engine:TorchftPureDdpEngine",
     "torchtitan.simple_fsdp": f"{_OUTSIDE}.torchtitan_engine:SimpleFsdpEngine",
@@ -59,8 +63,11 @@ _PACKAGES = {
     "megatron": "megatron_fsdp",
     "olmo": "olmo_core",
 }
-# How to install it, where an extra of ours cannot: it asks for an older torch.
-_WITHOUT_EXTRA = {"colossalai": "--no-deps colossalai, and what docs/engines/colossalai.zero1.md lists"}
+# How to install it, where an extra of ours cannot: it asks for an older torch, or for much that it does not use.
+_WITHOUT_EXTRA = {
+    "colossalai": "--no-deps colossalai, and what docs/engines/colossalai.zero1.md lists",
+    "pipegoose": "--no-deps pipegoose, and what docs/engines/pipegoose.ddp.md lists",
+}
 
 ENTRY_POINTS = "shardproof.engines"
 

@@ -27,6 +27,7 @@ from shardproof.engine.contract import Replicas as Replicas
 from shardproof.engine.contract import Reshard as Reshard
 from shardproof.engine.contract import Roots as Roots
 from shardproof.engine.contract import Shard as Shard
+from shardproof.engine.contract import Tuning as Tuning
 from shardproof.engine.contract import UnitDtypes as UnitDtypes
 from shardproof.engine.contract import UnitHandle as UnitHandle
 from shardproof.engine.contract import UnsupportedError as UnsupportedError
@@ -116,6 +117,8 @@ from shardproof.harness.cases.space import Program as Program
 from shardproof.harness.cases.space import ProgramRule as ProgramRule
 from shardproof.harness.cases.space import Space as Space
 from shardproof.harness.cases.stages import num_stages as num_stages
+from shardproof.harness.cases.training import AS_HELD as AS_HELD
+from shardproof.harness.cases.training import HANDED_OUT as HANDED_OUT
 from shardproof.harness.cases.training import LOADED as LOADED
 from shardproof.harness.cases.training import UNCHANGED as UNCHANGED
 from shardproof.harness.cases.training import Clip as Clip

@@ -94,10 +94,12 @@ LAYERS = (
                 "colossalai": "colossalai",
                 "deepspeed": "deepspeed",
                 "fairscale": "fairscale",
+                "ignite": "ignite",
                 "lightning": "lightning_fabric",
                 "mcore": "megatron.core",
                 "megatron": "megatron_fsdp",
                 "olmo": "olmo_core",
+                "pipegoose": "pipegoose",
                 "torchft": "torchft",
                 "torchtitan": "torchtitan",
             }.items()

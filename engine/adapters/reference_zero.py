@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.engine.contract import Capability, Engine, Plan, PreparedModel
+from shardproof.engine.contract import Capability, Engine, Plan, PreparedModel, Tuning
 from shardproof.engine.pieces import Piece, PreparedPieces
 from shardproof.engine.reference.zero import Zero2
 
@@ -20,18 +20,25 @@ class PreparedZero2(PreparedPieces):
 
     parameters_are_whole = True
 
-    def __init__(self, engine: Zero2) -> None:
+    def __init__(self, engine: Zero2, max_norm: float | None = None) -> None:
         super().__init__(engine.module)
         self.engine = engine
+        self._max_norm = max_norm
 
     def backward(self, loss: torch.Tensor) -> None:
         """Let the engine run backward, since that is when it reduces."""
         self.engine.backward(loss)
 
     def step(self) -> None:
-        """Update the pieces, then share them."""
+        """Clip if asked, update the pieces, then share them."""
+        self.clip()
         super().step()
         self.engine.share()
+
+    def clip(self) -> None:
+        """Clip if the plan said so."""
+        if self._max_norm is not None:
+            self.engine.clip(self._max_norm)
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Use the engine's own context."""
@@ -43,15 +50,30 @@ class PreparedZero2(PreparedPieces):
 
 
 class Zero2Engine(Engine):
-    """Reduce-scatters gradients after backward, and gathers parameters in the optimizer step."""
+    """Reduce-scatters gradients, by default after backward, and gathers parameters in the optimizer step."""
 
     name = "reference.zero2"
     capabilities = frozenset(
-        {Capability.ZERO1, Capability.ZERO2, Capability.ACCUMULATE, Capability.OWN_BUFFERS}
+        {
+            Capability.ZERO1,
+            Capability.ZERO2,
+            Capability.ACCUMULATE,
+            Capability.OWN_BUFFERS,
+            Capability.CLIP_IN_STEP,
+            Capability.OVERLAP,
+            Capability.ROUND_ROBIN,
+        }
     )
     prepared_type: ClassVar[type[PreparedZero2]] = PreparedZero2
+    engine_type: ClassVar[type[Zero2]] = Zero2
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Take the whole model; units do not apply."""
         plan.refuse_beyond(self.capabilities)
-        return self.prepared_type(Zero2(model, mesh.get_group()))
+        engine = self.engine_type(
+            model,
+            mesh.get_group(),
+            overlaps=plan.tuning is Tuning.OVERLAPPED,
+            takes_turns=plan.tuning is Tuning.ROUND_ROBIN,
+        )
+        return self.prepared_type(engine, plan.clip_in_step)

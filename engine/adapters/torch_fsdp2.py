@@ -45,6 +45,9 @@ def _not_of_this_release() -> Iterator[Capability]:
 
 _OTHERS = {
     Capability.BUCKETS,
+    Capability.CLIP_IN_STEP,
+    Capability.OVERLAP,
+    Capability.ROUND_ROBIN,
     Capability.COMPARES_RANKS,
     Capability.DATA_PARALLEL,
     Capability.RANK_DEPENDENT_UNITS,  # each unit is gathered by those who call it

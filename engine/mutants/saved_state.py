@@ -71,6 +71,62 @@ class LosesStateOfOtherRanks(ReferenceEngine):
                         value.to_local().zero_()
 
 
+@mutant(after="pytorch/torchdistx#4", kills_on=_RESUMED)
+class SavesUnderNamesOfItsOwn(FullyShardEngine):
+    """A whole state has a prefix in the names of parameters, which loading takes off."""
+
+    class Prepared(PreparedFullyShard):
+        def full_state(self) -> dict[str, Any]:
+            state = super().full_state()
+            return state | {"model": {f"module.{name}": value for name, value in state["model"].items()}}
+
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            model = {name.removeprefix("module."): value for name, value in state["model"].items()}
+            super().load_full_state(state | {"model": model})
+
+
+def _turned(values: Mapping[str, Any], *, by: int) -> dict[str, Any]:
+    """Let each name have what another of the same shape has, so many places further."""
+    twins: dict[str, list[str]] = {}
+    for name, value in values.items():
+        tensors = value if isinstance(value, dict) else {"": value}
+        twins.setdefault(str([tensor.shape for tensor in tensors.values()]), []).append(name)
+    return {
+        name: values[names[(index + by) % len(names)]]
+        for names in twins.values()
+        for index, name in enumerate(names)
+    }
+
+
+@mutant(after="deepspeedai/DeepSpeed#1240", kills_on=_RESUMED)
+class SavesInAnOrderOfItsOwn(FullyShardEngine):
+    """A whole state has the values of other parameters of the same shape, which loading puts back."""
+
+    class Prepared(PreparedFullyShard):
+        def full_state(self) -> dict[str, Any]:
+            state = super().full_state()
+            return state | {"model": _turned(state["model"], by=1)}
+
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            super().load_full_state(state | {"model": _turned(state["model"], by=-1)})
+
+
+@mutant(after="pytorch/xla#9224", kills_on=_RESUMED)
+class SavesMomentsInAnOrderOfItsOwn(FullyShardEngine):
+    """A whole state has the optimizer state of other parameters of the same shape, which loading puts back."""
+
+    class Prepared(PreparedFullyShard):
+        def full_state(self) -> dict[str, Any]:
+            return self._with_moments(super().full_state(), by=1)
+
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            super().load_full_state(self._with_moments(state, by=-1))
+
+        def _with_moments(self, state: dict[str, Any], *, by: int) -> dict[str, Any]:
+            optimizer = state["optimizer"]
+            return state | {"optimizer": optimizer | {"state": _turned(optimizer["state"], by=by)}}
+
+
 @mutant(
     after="meta-pytorch/torchrec#1739",
     plan=demanding(Capability.META),

@@ -1,6 +1,7 @@
 """ZeRO-2 over whole parameters: each rank reduces, keeps and updates an even piece of every parameter, then shares it.
 
-A piece is a view of the flattened parameter, so the optimizer writes into the parameter itself.
+A piece is a view of the flattened parameter, so the optimizer writes into the parameter itself. All pieces of a
+parameter are of one length but the last, which is shorter where the ranks do not divide the parameter.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,22 +22,53 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnPiece:
-    """A parameter, the piece of it that this rank updates, and where that begins in the flattened whole."""
+    """A parameter, the piece of it that this rank updates, and where that begins in the flattened whole.
+
+    Rank 0 has the piece of number ``turn``, and each rank the one after that of the rank before.
+    """
 
     parameter: nn.Parameter
     own: nn.Parameter
     start: int
+    length: int
+    turn: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reduction:
+    """A reduction in flight, and the sum over ranks that it will leave."""
+
+    piece: OwnPiece
+    work: dist.Work
+    total: torch.Tensor
 
 
 class Zero2:
-    """A module whose gradients and optimizer state are sharded over the ranks of a group."""
+    """A module whose gradients and optimizer state are sharded over the ranks of a group.
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+    ``overlaps``: each gradient is reduced once backward has it, else all of them after backward. ``takes_turns``: the
+    ranks' pieces lie one further in each parameter than in the one before, so that the short ones are of all ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        *,
+        overlaps: bool = False,
+        takes_turns: bool = False,
+    ) -> None:
         self.module = module
         self._group = group
         self._is_synchronising = True
-        trained = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
-        self.pieces: Mapping[str, OwnPiece] = {name: self._piece(parameter) for name, parameter in trained}
+        self._pending: list[Reduction] = []
+        trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self.pieces: Mapping[str, OwnPiece] = {
+            name: self._piece(parameter, index % group.size() if takes_turns else 0)
+            for index, (name, parameter) in enumerate(trained)
+        }
+        for piece in self.pieces.values() if overlaps else ():
+            piece.parameter.register_post_accumulate_grad_hook(partial(self.reduce_early, piece))
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward; outside `no_sync` reduce what has accumulated, and keep this rank's pieces of it alone."""
@@ -52,14 +85,35 @@ class Zero2:
         finally:
             self._is_synchronising = True
 
+    def reduce_early(self, piece: OwnPiece, _: torch.Tensor) -> None:
+        """Start to reduce one gradient, with what has accumulated before, unless `no_sync` holds it back."""
+        if self._is_synchronising:
+            self._pending.append(self.reduction(piece))
+
     def reduce(self) -> None:
         """Average whole gradients into those of the pieces, and free them."""
-        # Issued together and waited for together, so that they overlap each other; none overlaps backward.
-        pending = [(piece, *self._reduction(piece)) for piece in self.pieces.values()]
-        for piece, work, mean in pending:
-            work.wait()
-            mean = mean[: piece.own.numel()] / self._group.size()
-            piece.own.grad = mean if piece.own.grad is None else piece.own.grad + mean
+        # Issued together and waited for together, so that they overlap each other.
+        early = {id(reduction.piece) for reduction in self._pending}
+        late = [self.reduction(piece) for piece in self.pieces.values() if id(piece) not in early]
+        for reduction in (*self._pending, *late):
+            reduction.work.wait()
+            self.keep(reduction)
+        self._pending.clear()
+
+    def keep(self, reduction: Reduction) -> None:
+        """Add the mean to the gradient of a piece."""
+        own = reduction.piece.own
+        mean = reduction.total[: own.numel()] / self._group.size()
+        own.grad = mean if own.grad is None else own.grad + mean
+
+    def clip(self, max_norm: float) -> None:
+        """Scale the pieces' gradients so that their norm over all parameters and ranks is at most ``max_norm``."""
+        gradients = [piece.own.grad for piece in self.pieces.values() if piece.own.grad is not None]
+        squares = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
+        dist.all_reduce(squares, group=self._group)
+        factor = (max_norm / (squares.sqrt() + 1e-6)).clamp(max=1)
+        for gradient in gradients:
+            gradient.mul_(factor)
 
     @torch.no_grad()
     def share(self) -> None:
@@ -67,30 +121,34 @@ class Zero2:
         pending = [(piece, *self._gather(piece)) for piece in self.pieces.values()]
         for piece, work, whole in pending:
             work.wait()
+            whole = whole.roll(piece.turn * piece.length)
             piece.parameter.copy_(whole[: piece.parameter.numel()].view_as(piece.parameter))
 
-    def _piece(self, parameter: nn.Parameter) -> OwnPiece:
-        length = self._length(parameter)
-        start = min(length * self._group.rank(), parameter.numel())
+    def _piece(self, parameter: nn.Parameter, turn: int) -> OwnPiece:
+        length = -(-parameter.numel() // self._group.size())
+        number = (self._group.rank() + turn) % self._group.size()
+        start = min(length * number, parameter.numel())
         own = parameter.detach().view(-1)[start : start + length]
-        return OwnPiece(parameter, nn.Parameter(own), start)
+        return OwnPiece(parameter, nn.Parameter(own), start, length, turn)
 
-    def _length(self, parameter: nn.Parameter) -> int:
-        return -(-parameter.numel() // self._group.size())
+    def reduction(self, piece: OwnPiece) -> Reduction:
+        """Start to sum a gradient over the ranks, each of which is sent its piece; frees the gradient."""
+        total = piece.own.new_empty(piece.length)
+        work = _reduce_scatter(total, self.by_rank(piece), group=self._group, async_op=True)
+        piece.parameter.grad = None
+        return Reduction(piece, work, total)
 
-    def _reduction(self, piece: OwnPiece) -> tuple[dist.Work, torch.Tensor]:
-        parameter, length = piece.parameter, self._length(piece.parameter)
+    def by_rank(self, piece: OwnPiece) -> torch.Tensor:
+        """Return a copy of a gradient, flat and padded, that begins with the piece of rank 0."""
+        parameter = piece.parameter
         # Where the loss did not reach a parameter this rank still takes part, with zeros: the others wait for it.
-        padded = parameter.new_zeros(length * self._group.size())
+        padded = parameter.new_zeros(piece.length * self._group.size())
         if parameter.grad is not None:
             padded[: parameter.numel()].copy_(parameter.grad.view(-1))
-        parameter.grad = None
-        mean = parameter.new_empty(length)
-        return _reduce_scatter(mean, padded, group=self._group, async_op=True), mean
+        return padded.roll(-piece.turn * piece.length)
 
     def _gather(self, piece: OwnPiece) -> tuple[dist.Work, torch.Tensor]:
-        length = self._length(piece.parameter)
-        padded = piece.own.new_zeros(length)
+        padded = piece.own.new_zeros(piece.length)
         padded[: piece.own.numel()].copy_(piece.own)
-        whole = piece.own.new_empty(length * self._group.size())
+        whole = piece.own.new_empty(piece.length * self._group.size())
         return _all_gather(whole, padded, group=self._group, async_op=True), whole

@@ -1,7 +1,8 @@
-"""Hugging Face accelerate on a CPU: DistributedDataParallel and FSDP2 in its Accelerator's hands."""
+"""Hugging Face accelerate on a CPU: DistributedDataParallel, FSDP1 and FSDP2 in its Accelerator's hands."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -16,7 +17,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardproof.engine.adapters.torch_fsdp1 import NAMES, PreparedFsdp1
 from shardproof.engine.contract import Capability, Engine, OptimizerFactory, Plan, PreparedModel, Reshard
+
+# By version: whether parameters are freed after forward, as the plugin spells it.
+_RESHARD: Mapping[int, Mapping[bool, bool | str]] = {
+    1: {False: "SHARD_GRAD_OP", True: "FULL_SHARD"},
+    2: {False: False, True: True},
+}
 
 
 class PreparedAccelerate(PreparedModel):
@@ -94,14 +102,33 @@ class AccelerateFsdp2Engine(AccelerateDdpEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Set by hand what accelerate sets on accelerators: on a CPU it leaves the plugin out, and trains by DDP."""
         plan.refuse_beyond(self.capabilities)
-        accelerator = Accelerator(cpu=True)
-        for state in (PartialState, AcceleratorState):  # the latter is filled again from the former
-            state._shared_state["distributed_type"] = DistributedType.FSDP
-        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            reshard_after_forward=plan.reshard is not Reshard.KEEP,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=sorted({type(model.get_submodule(u)).__name__ for u in plan.units}),
-            cpu_ram_efficient_loading=False,
-        )
-        return PreparedAccelerate(accelerator, model)
+        return PreparedAccelerate(_with_plugin(model, plan, version=2), model)
+
+
+class AccelerateFsdp1Engine(AccelerateDdpEngine):
+    """FSDP1 by the same plugin, which wraps the model before there is an optimizer."""
+
+    name = "accelerate.fsdp1"
+    known_as = "torch.fsdp1"
+    capabilities = frozenset(
+        {Capability.SHARD, Capability.RESHARD_POLICY, Capability.ACCUMULATE, Capability.CLIP}
+    )
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Wrap it; pieces are read as those of torch's own wrapper."""
+        plan.refuse_beyond(self.capabilities)
+        return PreparedFsdp1(_with_plugin(model, plan, version=1).prepare(model), model, NAMES)
+
+
+def _with_plugin(model: nn.Module, plan: Plan, *, version: int) -> Accelerator:
+    accelerator = Accelerator(cpu=True)
+    for state in (PartialState, AcceleratorState):  # the latter is filled again from the former
+        state._shared_state |= {"distributed_type": DistributedType.FSDP, "device": torch.device("cpu")}
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=version,
+        reshard_after_forward=_RESHARD[version][plan.reshard is not Reshard.KEEP],
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=sorted({type(model.get_submodule(u)).__name__ for u in plan.units}),
+        cpu_ram_efficient_loading=False,
+    )
+    return accelerator

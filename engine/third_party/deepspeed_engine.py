@@ -23,10 +23,17 @@ from shardproof.engine.contract import (
     OptimizerFactory,
     Plan,
     PreparedModel,
+    Tuning,
 )
 from shardproof.engine.pieces import Piece, PreparedPieces
 
 _NOTHING = torch.empty(0)
+_TUNING: Mapping[Tuning, Mapping[str, bool]] = {
+    Tuning.NATIVE: {},
+    Tuning.OVERLAPPED: {"overlap_comm": True},
+    Tuning.IN_SEQUENCE: {"overlap_comm": False},
+    Tuning.ROUND_ROBIN: {"round_robin_gradients": True},
+}
 # On a CPU it would compile collectives of its own over shared memory at first use, which takes a minute.
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
 
@@ -38,17 +45,18 @@ class PreparedDeepSpeed(PreparedPieces):
     parameters_are_whole = True
     options: ClassVar[Mapping[str, int]] = {}
 
-    def __init__(self, model: nn.Module, stage: int) -> None:
+    def __init__(self, model: nn.Module, stage: int, plan: Plan) -> None:
         super().__init__(model)
-        self._stage = stage
+        self._zero_optimization = {"stage": stage, **_TUNING[plan.tuning], **self.options}
+        self._max_norm = plan.clip_in_step or 0.0
 
     def optimizer(self, factory: OptimizerFactory) -> None:
         """Pass model and optimizer to DeepSpeed together; its default is to clip gradients at a norm of 1."""
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "zero_allow_untested_optimizer": True,
-            "gradient_clipping": 0.0,
-            "zero_optimization": {"stage": self._stage, **self.options},
+            "gradient_clipping": self._max_norm,
+            "zero_optimization": self._zero_optimization,
         }
         given = factory(self.module.parameters())
         self._updated = {id(p) for group in given.param_groups for p in group["params"]}
@@ -129,6 +137,9 @@ class PreparedDeepSpeedZero3(PreparedDeepSpeed):
         return safe_get_local_optimizer_state(p, key)
 
 
+_TUNED = frozenset({Capability.CLIP_IN_STEP, Capability.OVERLAP})
+
+
 class DeepSpeedZero1(Engine):
     """Stage 1: optimizer state is shared out; gradients are reduced with the last microbatch."""
 
@@ -137,19 +148,19 @@ class DeepSpeedZero1(Engine):
     prepared_type: ClassVar[type[PreparedDeepSpeed]] = PreparedDeepSpeed
     needs_processes = True
     preload = (__name__,)
-    capabilities = frozenset({Capability.ZERO1, Capability.ACCUMULATE})
+    capabilities = _TUNED | {Capability.ZERO1, Capability.ACCUMULATE, Capability.ROUND_ROBIN}
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Refuse what is beyond it; DeepSpeed wants the optimizer with the model."""
         plan.refuse_beyond(self.capabilities)
-        return self.prepared_type(model, self.stage)
+        return self.prepared_type(model, self.stage, plan)
 
 
 class DeepSpeedZero2(DeepSpeedZero1):
     """Stage 2: gradients are shared out as well, in each microbatch."""
 
     name, stage = "deepspeed.zero2", 2
-    capabilities = frozenset({Capability.ZERO2})
+    capabilities = _TUNED | {Capability.ZERO2, Capability.ROUND_ROBIN}
 
 
 class DeepSpeedZero3(DeepSpeedZero1):
@@ -157,4 +168,4 @@ class DeepSpeedZero3(DeepSpeedZero1):
 
     name, stage = "deepspeed.zero3", 3
     prepared_type = PreparedDeepSpeedZero3
-    capabilities = frozenset({Capability.SHARD, Capability.UNUSED})
+    capabilities = _TUNED | {Capability.SHARD, Capability.UNUSED}

@@ -19,6 +19,7 @@ from shardproof.engine.contract import (
     Plan,
     PreparedModel,
     Shard,
+    Tuning,
     shard_of,
 )
 
@@ -88,6 +89,7 @@ class MegatronCoreDdpEngine(Engine):
             Capability.REPLICATE,
             Capability.ACCUMULATE,
             Capability.BUCKETS,
+            Capability.OVERLAP,
             Capability.CLIP,
             Capability.UNUSED,
             Capability.RANK_DEPENDENT,
@@ -103,7 +105,8 @@ class MegatronCoreDdpEngine(Engine):
             dp=mesh.get_group(), tp=alone, pp=alone, ep=alone, cp=alone, expt_dp=mesh.get_group()
         )
         options = DistributedDataParallelConfig(
-            overlap_grad_reduce=not plan.demands & {Capability.UNUSED, Capability.RANK_DEPENDENT},
+            overlap_grad_reduce=plan.tuning is not Tuning.IN_SEQUENCE
+            and not plan.demands & {Capability.UNUSED, Capability.RANK_DEPENDENT},
             bucket_size=None if plan.bucket_bytes is None else max(1, plan.bucket_bytes // 4),
         )
         with warnings.catch_warnings():

@@ -177,6 +177,8 @@ class Resume:
     form: StateForm = StateForm.WHOLE
 
 
+HANDED_OUT = "a whole state that was handed out"  # what the loop notes of it, in the first step after
+AS_HELD = "what the ranks hold"
 LOADED = "a state that was loaded"  # what the loop notes of it, in the first step after
 UNCHANGED = "unchanged"
 

@@ -317,17 +317,19 @@ def _arithmetic(training: Training) -> Training:
 
 
 def _arithmetic_plan(training: Training) -> Plan:
-    """Keep of a plan how gradients are divided, in what dtype and portions summed."""
+    """Keep of a plan how gradients are divided and clipped, in what dtype and portions summed."""
     plan = training.plan
     # The loop refuses a script, a clipping, a loss scale or a conversion that its plan does not demand.
     asked = training.script.demands | {
         Capability.CLIP,
+        Capability.CLIP_IN_STEP,
         Capability.LOSS_SCALE,
         Capability.CONVERT,
         Capability.REDUCE_AS_STORED,
     }
     return Plan(
         divide_factor=plan.divide_factor,
+        clip_in_step=plan.clip_in_step,
         reduce_dtype=plan.reduce_dtype,
         compute_dtype=plan.compute_dtype,
         output_dtype=plan.output_dtype,

@@ -21,10 +21,11 @@ from shardproof.engine.contract import (
     PreparedModel,
     Shard,
     UnsupportedError,
-    shard_of,
 )
 from shardproof.engine.registry import resolve
 from shardproof.harness.cases.training import (
+    AS_HELD,
+    HANDED_OUT,
     LOADED,
     LOSS_SCALE,
     UNCHANGED,
@@ -54,6 +55,7 @@ from shardproof.harness.training.layout_memory import Form, explained
 from shardproof.harness.training.loss_scale import ScaledSteps
 from shardproof.harness.training.reads import calling, read_declared, read_gradients, read_norm, read_shards
 from shardproof.harness.training.watches import Watches, watching
+from shardproof.harness.training.whole_state import changed, difference_of_state, tensors_of
 from shardproof.harness.worlds.exception_outcome import kind_of, text_of
 from shardproof.harness.worlds.rank import RankContext
 from shardproof.harness.worlds.spec import DEVICES_OF_CUDA
@@ -285,6 +287,8 @@ class _Loop:
         form = StateForm.WHOLE if self._training.resume is None else self._training.resume.form
         with calling("full_state" if form is StateForm.WHOLE else "shared_state"):
             state = self.prepared.full_state() if form is StateForm.WHOLE else self.prepared.shared_state()
+        if form is StateForm.WHOLE:
+            self._compare_with_shards(state, step)
         folder = self._context.folder / "state"
         if form is StateForm.FILES:
             # Here, because it imports slowly.
@@ -313,18 +317,21 @@ class _Loop:
             successor.load_shared_state(state)
 
     # Any: states are nested dicts and lists of tensors and other values.
+    def _compare_with_shards(self, state: dict[str, Any], step: int) -> None:
+        """Note whether a whole state has this rank's shards in their places, under the model's own names."""
+        names = self._training.problem.build().state_dict().keys()
+        with self.reading(step):
+            wrong = difference_of_state(self.prepared, state, names)
+        self._facts = (Fact(moment="", subject=HANDED_OUT, value=wrong or AS_HELD),)
+
     def _load_whole(self, state: dict[str, Any]) -> None:
         """Load, and note whether what was loaded is as it was."""
-        before = _tensors_of(state)
+        before = tensors_of(state)
         with calling("load_full_state"):
             self.prepared.load_full_state(state)
-        lost = [
-            path
-            for path, tensor in _tensors_of(state).items()
-            if not _is_equal(before.pop(path, None), tensor)
-        ]
-        wrong = sorted((*lost, *before))
-        self._facts = (Fact(moment="", subject=LOADED, value=f"{wrong[0]} changed" if wrong else UNCHANGED),)
+        wrong = changed(before, tensors_of(state))
+        loaded = Fact(moment="", subject=LOADED, value=f"{wrong} changed" if wrong else UNCHANGED)
+        self._facts = (*self._facts, loaded)
 
     def step(self, step: int, *, is_read: bool) -> StepObservation:
         """Play the script, read gradients, update, read parameters."""
@@ -399,19 +406,6 @@ class _Loop:
 
     def _zero_grad(self, step: int) -> None:
         self.prepared.zero_grad(set_to_none=self._training.schedule.clears_to_none(step))
-
-
-# Any: a state, which is what the engine likes.
-def _tensors_of(state: Any, path: str = "state") -> dict[str, torch.Tensor]:
-    """Copy the tensors of nested dicts and lists, by the way to each."""
-    if isinstance(state, torch.Tensor):
-        return {path: shard_of(state).tensor.detach().clone()}
-    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
-    return {p: t for key, value in items for p, t in _tensors_of(value, f"{path}[{key!r}]").items()}
-
-
-def _is_equal(one: torch.Tensor | None, other: torch.Tensor) -> bool:
-    return one is not None and one.shape == other.shape and torch.equal(one, other)
 
 
 def _mesh(context: RankContext, plan: Plan) -> DeviceMesh:

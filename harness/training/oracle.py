@@ -228,7 +228,7 @@ def run_oracle(training: Training, world_size: int, keep: KeepTensors | None = N
 def _rounds_coarsely(training: Training, exact: OracleObservation, noise: Mapping[TensorKey, float]) -> bool:
     """Whether the first gradients round far more than their reduction does: by the model's word, or as asked."""
     plan, schedule = training.plan, training.schedule
-    if not exact.steps or schedule.clip:
+    if not exact.steps or schedule.clip or plan.clip_in_step is not None:
         return False
     if plan.compute_dtype is not None and schedule.microbatches == 1:
         return reduces_fully(plan, training.convert)
@@ -451,6 +451,8 @@ def _train(
         show(Quantity.NORM, step, {} if norm is None else {NORM: norm})
         if step == last:
             state_before = show(None, step, _state(optimizer, parameters))
+        if training.plan.clip_in_step is not None and not is_skipped:
+            nn.utils.clip_grad_norm_(parameters.values(), training.plan.clip_in_step)
         with disturbing:
             _update(training, optimizer, step)
         schedules.step()

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import EVEN, FOURS, FOUR_OR_MORE_EVEN, LOADED, SEVERAL, UNCHANGED, Capability, Layout
-from shardproof import NamedOptimizer, Notes, Plan, Problem, Resume, Schedule, StateForm, Training, Trial
+from shardproof import AS_HELD, EVEN, FOURS, FOUR_OR_MORE_EVEN, HANDED_OUT, LOADED, SEVERAL, UNCHANGED, Capability
+from shardproof import Layout, NamedOptimizer, Notes, Plan, Problem, Resume, Schedule, StateForm, Training, Trial
 from shardproof.fixtures.idle import SOMETIMES
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
@@ -41,6 +41,15 @@ def test_resumes_on_two_replicas_what_all_ranks_shared(trial: Trial, optimizer: 
 @pytest.mark.kills("LosesStateOfOtherRanks", "FailsToLoadEmptyShards")
 def test_resumes_in_shards_what_was_replicated(trial: Trial) -> None:
     trial.holds(_training(MLP_UNEVEN, ADAMW, Layout.REPLICATE, Layout.SHARD), *PARITY)
+
+
+@pytest.mark.kills("SavesUnderNamesOfItsOwn", "SavesInAnOrderOfItsOwn", "SavesMomentsInAnOrderOfItsOwn")
+@parametrize("optimizer", SGD, ADAMW)
+def test_hands_out_what_the_ranks_hold(trial: Trial, optimizer: NamedOptimizer) -> None:
+    """What is handed out is whole and has the model's own names, so any number of ranks may take it, or none."""
+    training = _training(MLP_EVEN, optimizer, Layout.NATIVE, Layout.NATIVE)
+    assert training.resume is not None
+    trial.holds(training, *PARITY, Notes(subject=HANDED_OUT, value=AS_HELD, step=training.resume.after_steps))
 
 
 @pytest.mark.kills("LosesOptimizerState")

@@ -20,6 +20,7 @@ from shardproof.engine.contract import (
     Replicas,
     Reshard,
     Roots,
+    Tuning,
     UnsupportedError,
     Wire,
 )
@@ -102,9 +103,12 @@ OPTIONS = {
     Capability.COMPUTE_DTYPE: Plan(compute_dtype=torch.bfloat16),
     Capability.REDUCE_DTYPE: Plan(reduce_dtype=torch.bfloat16),
     Capability.REDUCE_SUM: Plan(wire=Wire.SUM),
+    Capability.OVERLAP: Plan(tuning=Tuning.OVERLAPPED),
+    Capability.ROUND_ROBIN: Plan(tuning=Tuning.ROUND_ROBIN),
     Capability.BUCKETS: Plan(bucket_bytes=1),
     Capability.REDUCE_BUFFERS: Plan(max_reduce_buffers=1),
     Capability.BUFFERS: Plan(buffers=Buffers.GROUP),
+    Capability.CLIP_IN_STEP: Plan(clip_in_step=1.0),
     Capability.FORWARD_METHODS: Plan(forward_methods=(("encoder", "encode"),)),
     Capability.UNIT_STATE: Plan(demands=frozenset({Capability.UNIT_STATE})),
 }

@@ -1,0 +1,116 @@
+"""Mutants of ZeRO that clip wrongly in the optimizer step, or are wrong under an option that tunes communication."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from shardproof.engine.adapters.reference_zero import PreparedZero2, Zero2Engine
+from shardproof.engine.contract import Plan, Tuning
+from shardproof.engine.mutants.mutant import Condition, mutant
+from shardproof.engine.reference.zero import OwnPiece, Zero2
+
+_LIMIT, _PLENTY = 0.3, 1000.0
+_CLIPS = Plan(clip_in_step=_LIMIT)
+_OVERLAPPED = Condition(plan=Plan(tuning=Tuning.OVERLAPPED), because="one rank reduces by copying at once")
+
+
+@mutant(after="pytorch/xla#4796", plan=_CLIPS, because="one rank's norm is that of the whole")
+class ClipsPiecesByTheirOwnNorm(Zero2Engine):
+    """In the step each rank clips the pieces that it owns by their own norm."""
+
+    class Prepared(PreparedZero2):
+        def clip(self) -> None:
+            nn.utils.clip_grad_norm_([piece.own for piece in self.engine.pieces.values()], _LIMIT)
+
+
+@mutant(after="deepspeedai/DeepSpeed#5150", plan=_CLIPS, world_size=1)
+class ClipsNothingInTheStep(Zero2Engine):
+    """The step leaves gradients as they are, whatever limit the engine was prepared with."""
+
+    class Prepared(PreparedZero2):
+        def clip(self) -> None:
+            pass
+
+
+@mutant(after="hpcaitech/ColossalAI#5002", plan=_CLIPS, world_size=1, microbatches=2)
+class ClipsWhatEachMicrobatchAdds(Zero2Engine):
+    """What is accumulated is clipped after each backward, and not in the step."""
+
+    class Prepared(PreparedZero2):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            super().clip()
+
+        def clip(self) -> None:
+            pass
+
+
+@mutant(after="DingfanChen/GS-WGAN#5", plan=Plan(clip_in_step=_PLENTY), world_size=1)
+class ScalesSmallGradientsUpInTheStep(Zero2Engine):
+    """The step scales gradients to the limit, also those whose norm is below it."""
+
+    class Prepared(PreparedZero2):
+        def clip(self) -> None:
+            gradients = [
+                piece.own.grad for piece in self.engine.pieces.values() if piece.own.grad is not None
+            ]
+            norm = nn.utils.get_total_norm(gradients)
+            for gradient in gradients:
+                gradient.mul_(_PLENTY / norm)
+
+
+class _OneBuffer(Zero2):
+    def by_rank(self, piece: OwnPiece) -> torch.Tensor:
+        """Copy each gradient into one buffer, as large as the largest of them."""
+        padded = super().by_rank(piece)
+        if not hasattr(self, "_buffer"):
+            largest = max(each.length for each in self.pieces.values())
+            self._buffer = padded.new_zeros(largest * self._group.size())
+        return self._buffer[: padded.numel()].copy_(padded)
+
+
+@mutant(after="deepspeedai/DeepSpeed#7371", kills_on=_OVERLAPPED)
+class RefillsABufferInFlight(Zero2Engine):
+    """The next gradient is copied into the buffer from which the one before is still being reduced."""
+
+    engine_type = _OneBuffer
+
+
+class _WaitsForOne(Zero2):
+    def reduce(self) -> None:
+        """Issue all reductions, and wait for the first."""
+        reductions = [self.reduction(piece) for piece in self.pieces.values()]
+        reductions[0].work.wait()
+        for reduction in reductions:
+            self.keep(reduction)
+
+
+@mutant(
+    after="deepspeedai/DeepSpeed#7188",
+    plan=Plan(tuning=Tuning.IN_SEQUENCE),
+    because="what is in flight on one rank has arrived",
+)
+class WaitsForTheFirstReductionAlone(Zero2Engine):
+    """Of the reductions issued after backward the first alone is waited for."""
+
+    engine_type = _WaitsForOne
+
+
+class _InOrderOfRanks(Zero2):
+    def by_rank(self, piece: OwnPiece) -> torch.Tensor:
+        """Let no piece take turns."""
+        return super().by_rank(replace(piece, turn=0))
+
+
+@mutant(
+    after="deepspeedai/DeepSpeed#1240",
+    plan=Plan(tuning=Tuning.ROUND_ROBIN),
+    because="one rank's piece is the whole",
+)
+class ReducesAsIfNoneTookTurns(Zero2Engine):
+    """Ranks own pieces in turn, and are sent the gradients of the pieces that lie in the order of ranks."""
+
+    engine_type = _InOrderOfRanks

@@ -1,0 +1,68 @@
+"""Whole state dicts: whether one that an engine handed out is what this rank holds, and what loading changed in it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardproof.engine.contract import PreparedModel, Shard, shard_of
+from shardproof.harness.training.reads import read_shards
+
+__all__ = ["changed", "difference_of_state", "tensors_of"]
+
+
+# Any, here and below: a state, which is what the engine likes.
+def difference_of_state(prepared: PreparedModel, state: dict[str, Any], names: Collection[str]) -> str:
+    """Return the first difference between a state and this rank's shards, in words; empty if there is none.
+
+    ``state`` has the model's state by the names of its state dict, which are ``names``, and the optimizer's by those of
+    parameters, or by their numbers among those that are trained, as torch's optimizers count.
+    """
+    return next(_differences(prepared, state, names), "")
+
+
+def _differences(prepared: PreparedModel, state: dict[str, Any], names: Collection[str]) -> Iterator[str]:
+    model, optimizer = state["model"], state["optimizer"]["state"]
+    strange = sorted(set(names) ^ set(model))
+    if strange:
+        yield f"model: {strange[0]!r} is {'missing' if strange[0] in names else 'no name of the model'}"
+    held = read_shards(prepared, "local_parameters") | read_shards(prepared, "local_buffers")
+    for name in held.keys() & set(names):
+        yield from _difference(f"model: {name!r}", held[name], model.get(name))
+    trained = [name for name, p in prepared.owned_parameters().items() if p.requires_grad]
+    by_name: Mapping[str, Any] = {
+        trained[key] if type(key) is int else key: optimizer[key] for key in optimizer
+    }
+    for place, shard in read_shards(prepared, "local_optimizer_state").items():
+        name, _, key = place.rpartition("/")
+        yield from _difference(f"optimizer: {place!r}", shard, by_name.get(name, {}).get(key))
+
+
+def _difference(what: str, shard: Shard, whole: Any) -> Iterator[str]:
+    if not isinstance(whole, torch.Tensor) or isinstance(whole, DTensor):
+        yield f"{what} is of type {type(whole).__name__}"
+    elif whole.dtype != shard.tensor.dtype or tuple(whole.shape) != shard.global_shape:
+        yield f"{what} has shape {tuple(whole.shape)} and dtype {whole.dtype}"
+    elif not torch.equal(shard.of(whole.detach().cpu()), shard.tensor):
+        yield f"{what} has other values"
+
+
+def tensors_of(state: Any, path: str = "state") -> dict[str, torch.Tensor]:
+    """Copy the tensors of nested dicts and lists, by the way to each."""
+    if isinstance(state, torch.Tensor):
+        return {path: shard_of(state).tensor.detach().clone()}
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
+    return {p: t for key, value in items for p, t in tensors_of(value, f"{path}[{key!r}]").items()}
+
+
+def changed(before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]) -> str:
+    """Return the first path at which two states differ; empty if they are equal."""
+    lost = [path for path in before.keys() & now.keys() if not _is_equal(before[path], now[path])]
+    return min((*lost, *(before.keys() ^ now.keys())), default="")
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
