@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from tabulate import tabulate
 
@@ -24,12 +25,15 @@ from benchmarks.world_work import timed_body
 from shardproof.harness.records.diff.comparability import ComparedRun
 from shardproof.harness.records.diff.comparison import compare
 from shardproof.harness.records.record import Footer, to_json
-from shardproof.harness.records.run import RECORDS, RUN, Run, read_run
+from shardproof.harness.records.run import RECORDS, RUN, read_run
 from shardproof.harness.worlds.launch import launch
 from shardproof.harness.worlds.outcome import Returned
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 from shardproof.reports.diff_text import render
 from shardproof.reports.write import write_reports
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _MIB = 2**10  # in the KiB of ru_maxrss
 
@@ -58,24 +62,29 @@ def main() -> None:
     parser.add_argument("--records", type=int, nargs="+", default=[2_500, 5_000, 10_000, 20_000])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32, 64])
     arguments = parser.parse_args()
-    rows = [*_by_records(read_run(arguments.run), arguments.records), *_by_ranks(arguments.ranks)]
+    rows = [*_by_records(arguments.run, arguments.records), *_by_ranks(arguments.ranks)]
     print(tabulate(rows, headers=["what", "number", "ms each", "MiB"], disable_numparse=True))
 
 
-def _by_records(run: Run, sizes: list[int]) -> Iterator[list[str]]:
+def _by_records(run: Path, sizes: list[int]) -> Iterator[list[str]]:
     for size in sizes:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            _write(run, size, folder)
+            _apart(_write, run, size, folder)
             for reader in READERS:
-                # A process each, which has read nothing before.
-                with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-                    seconds, mib = pool.submit(_measured, reader, folder).result()
+                seconds, mib = _apart(_measured, reader, folder)
                 yield [f"{reader}, records", f"{size:,}", f"{seconds / size * 1e3:.2f}", f"{mib:.0f}"]
 
 
-def _write(run: Run, size: int, folder: Path) -> None:
+def _apart(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function in a process of its own, which has read nothing before."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        return pool.submit(function, *args, **kwargs).result()
+
+
+def _write(source: Path, size: int, folder: Path) -> None:
     """Write a finished run of so many records; not by a `RunWriter`, which waits for the disk after each."""
+    run = read_run(source)
     records = islice(cycle(run.records), size)
     lines = (to_json(replace(record, case=f"{record.case}-{n}")) for n, record in enumerate(records))
     (folder / RECORDS).write_text("".join(f"{line}\n" for line in lines))
