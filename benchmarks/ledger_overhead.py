@@ -1,5 +1,7 @@
 """What watching costs: a training step plain, under our ledger, with the course too, and under CommDebugMode, in turn.
 
+Times are those of the processor.
+
 Run: ``python -m benchmarks.ledger_overhead [--turns 60]``
 """
 
@@ -37,11 +39,11 @@ Watch = Callable[[], AbstractContextManager[object]]
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> float:
     dist.barrier()  # so that a step is not charged for its peer's previous one
-    started = time.perf_counter()
+    started = time.process_time()  # of gloo's threads too, and not of others on the machine
     model(rows).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    return time.perf_counter() - started
+    return time.process_time() - started
 
 
 def _rank(rank: int, folder: str, num_turns: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from types import EllipsisType
 
 import torch
@@ -74,18 +75,18 @@ def shard_of(tensor: torch.Tensor) -> Shard:
     ceil(n / ranks) rows. A dim that tensor parallelism shards before data parallelism does, which DTensor
     calls strided, is cut in that order. Raises TypeError for other placements than these and Replicate.
     """
-    detached = tensor.detach()
-    if not isinstance(detached, DTensor):
-        return Shard(
-            tensor=detached.to("cpu", copy=True),
-            offsets=(0,) * detached.dim(),
-            global_shape=tuple(detached.shape),
-        )
+    with (
+        torch.no_grad()
+    ):  # so that DTensor's own operators, each of which costs as much as all of this, play no part
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return Shard(
-        tensor=detached.to_local().to("cpu", copy=True),
-        offsets=_offsets(detached),
-        global_shape=tuple(detached.shape),
+        tensor=local.detach().to("cpu", copy=True),
+        offsets=_offsets(tensor) if isinstance(tensor, DTensor) else (0,) * tensor.dim(),
+        global_shape=tuple(tensor.shape),
     )
+
+
+_Placements = tuple[tuple[type[Placement], Placement], ...]  # of each axis of a mesh, with its type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +99,25 @@ class _Cut:
 
 
 def _offsets(tensor: DTensor) -> tuple[int, ...]:
-    offsets = [0] * tensor.dim()
-    sizes = list(tensor.shape)
-    for cut in _cuts(tensor):
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError("shard_of: expected a rank that is part of the tensor's mesh, got one outside it")
+    # By type too: releases of torch differ in whether a strided Shard equals one that is not.
+    placements = tuple((type(placement), placement) for placement in tensor.placements)
+    return _start_of(tuple(tensor.shape), placements, tuple(mesh.shape), tuple(coordinate))
+
+
+@lru_cache(maxsize=2**12)  # each parameter is read after each step, with its gradient and its optimizer state
+def _start_of(
+    shape: tuple[int, ...],
+    placements: _Placements,
+    mesh: tuple[int, ...],
+    coordinate: tuple[int, ...],
+) -> tuple[int, ...]:
+    """Return the index of the first element of the piece at a place of a mesh."""
+    offsets, sizes = [0] * len(shape), [*shape]
+    for cut in _cuts(placements, mesh, coordinate):
         chunk = -(-sizes[cut.dim] // cut.num_chunks)
         start = min(cut.index * chunk, sizes[cut.dim])
         offsets[cut.dim] += start
@@ -108,27 +125,24 @@ def _offsets(tensor: DTensor) -> tuple[int, ...]:
     return tuple(offsets)
 
 
-def _cuts(tensor: DTensor) -> list[_Cut]:
+def _cuts(placements: _Placements, mesh: tuple[int, ...], coordinate: tuple[int, ...]) -> list[_Cut]:
     """List the cuts in the order in which they were made: strided ones last, from right to left."""
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        raise ValueError("shard_of: expected a rank that is part of the tensor's mesh, got one outside it")
     plain: list[_Cut] = []
     strided: list[_Cut] = []
-    for axis in reversed(range(tensor.device_mesh.ndim)):
-        placement = tensor.placements[axis]
+    for axis in reversed(range(len(mesh))):
+        kind, placement = placements[axis]
         if isinstance(placement, Replicate):
             continue
         dim = getattr(placement, "dim", -1)
-        cut = _Cut(dim=dim, num_chunks=tensor.device_mesh.size(axis), index=coordinate[axis])
-        if type(placement) is ShardPlacement:
+        cut = _Cut(dim=dim, num_chunks=mesh[axis], index=coordinate[axis])
+        if kind is ShardPlacement:
             plain.insert(0, cut)
         elif _is_strided_over(placement, [c for c in (*plain, *strided) if c.dim == dim]):
             strided.append(cut)
         else:
             raise TypeError(
                 "shard_of: expected Shard or Replicate placements, or a strided Shard over all axes to its "
-                f"right, got {placement} in {tensor.placements}; "
+                f"right, got {placement} in {tuple(p for _, p in placements)}; "
                 "override the local_* reads of PreparedModel for this engine"
             )
     return [*plain, *strided]

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum, StrEnum
 from functools import cache, lru_cache
-from types import MappingProxyType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints, overload
 
 from shardproof.harness.errors import NewerSchemaError, UsageError
@@ -296,20 +296,16 @@ def _mapping_reader(read_item: _Reader) -> _Reader:
     def read_mapping(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise MismatchError("an object", _quote(value))
-        return _each(value, lambda _: read_item)
+        found: dict[str, Any] = {}
+        name = ""
+        try:
+            for name, part in value.items():
+                found[name] = read_item(part)
+        except MismatchError as error:
+            raise error.inside(name) from None
+        return found
 
     return read_mapping
-
-
-def _each(plain: Mapping[str, Any], reader_of: Callable[[str], _Reader]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    name = ""
-    try:
-        for name, value in plain.items():
-            found[name] = reader_of(name)(value)
-    except MismatchError as error:
-        raise error.inside(name) from None
-    return found
 
 
 def _fields_reader(kind: Any, is_older: bool) -> _Reader:
@@ -319,6 +315,8 @@ def _fields_reader(kind: Any, is_older: bool) -> _Reader:
     has_default = {f.name for f in all_fields if f.default is not MISSING or f.default_factory is not MISSING}
     needed = readers.keys() - (has_default if is_older else set())
     formerly = {f.metadata["formerly"]: f.name for f in all_fields if "formerly" in f.metadata}
+
+    how = {name: (_unchanged(hints[name]), read) for name, read in readers.items()}
 
     def check_names(value: Mapping[str, Any]) -> None:
         for name in sorted(value.keys() - readers.keys()):
@@ -336,9 +334,24 @@ def _fields_reader(kind: Any, is_older: bool) -> _Reader:
             value = {formerly.get(name, name): part for name, part in value.items()}
         if value.keys() != readers.keys():
             check_names(value)
-        return kind(**_each(value, readers.__getitem__))
+        found: dict[str, Any] = {}
+        name = ""
+        try:
+            for name, part in value.items():
+                unchanged, read_part = how[name]
+                found[name] = part if type(part) in unchanged else read_part(part)
+        except MismatchError as error:
+            raise error.inside(name) from None
+        return kind(**found)
 
     return read_fields
+
+
+def _unchanged(hint: Any) -> frozenset[type]:
+    """Return the types whose values a reader of ``hint`` returns as they are: most fields need no call of it."""
+    if get_origin(hint) in {UnionType, Union} and not _dataclasses_of(hint):
+        return frozenset().union({NoneType}, *map(_unchanged, get_args(hint)))
+    return frozenset({hint}) if hint in _NAMES else frozenset()
 
 
 def _member_reader(kind: type[Enum]) -> _Reader:

@@ -83,19 +83,14 @@ class ComputeSpan:
 # Any: JSON.
 def marks_of(line: Mapping[str, Any]) -> tuple[TraceEvent, ...]:
     """Read the marks of one line of a rank's journal; raises what reading JSON raises."""
-    marks = decode(EventLog, line.get("marks", []))
+    marks = decode(EventLog, line["marks"]) if "marks" in line else ()
     if "at_ns" not in line:
         return marks
     is_issue = "entry" in line
     place = line["entry"] if is_issue else line
-    call = {
-        "what": (EventKind.ISSUED if is_issue else EventKind.WAITED).name,
-        "at_ns": line["at_ns"],
-        "unit": place.get("unit"),
-        "seq": place["seq"] if is_issue else line["wait"],
-    }
-    where = {name: place[name] for name in ("phase", "step", "microbatch")}
-    return (*marks, decode(TraceEvent, call | where))
+    what, seq = (EventKind.ISSUED, place["seq"]) if is_issue else (EventKind.WAITED, line["wait"])
+    where = (place["phase"], place["step"], place["microbatch"])
+    return (*marks, decode(TraceEvent, [what.name, line["at_ns"], *where, place.get("unit"), seq, None]))
 
 
 def flights(course: EventLog) -> tuple[Flight, ...]:

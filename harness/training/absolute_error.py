@@ -29,6 +29,8 @@ def deviation(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 def largest_deviation(got: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest element of `deviation`, of large tensors piece by piece: pieces stay in the cache."""
+    if 0 < got.numel() <= _PIECE and got.shape == expected.shape:
+        return deviation(got, expected).max().item()
     pairs = zip(torch.split(got.flatten(), _PIECE), torch.split(expected.flatten(), _PIECE), strict=True)
     return max((deviation(*pair).max().item() for pair in pairs if pair[0].numel()), default=0.0)
 

@@ -21,7 +21,7 @@ from shardproof.harness.torch_compat.dispatch import drawing_apart
 from shardproof.harness.torch_compat.dtypes import cast_module, widened
 from shardproof.harness.training.absolute_error import largest, largest_deviation
 from shardproof.harness.training.draws import drawing_in
-from shardproof.harness.training.oracle_actor import OracleModels, StackedPieces, pieces_of_step
+from shardproof.harness.training.oracle_actor import Batches, OracleModels, StackedPieces, pieces_of_step
 from shardproof.harness.training.reduction_orders import (
     EXACT_ORDER,
     OWN_ORDER,
@@ -206,11 +206,12 @@ def run_oracle(training: Training, world_size: int, keep: KeepTensors | None = N
     ``keep`` copies tensors, in memory if it is None.
     """
     keep = keep or _copy
+    batches = Batches(training.problem)
     with drawing_apart():
-        exact = _exact(training, world_size, keep)
-        noise, dtypes = _noise_of(training, world_size, exact)
+        exact = _exact(training, world_size, keep, batches)
+        noise, dtypes = _noise_of(training, world_size, exact, batches)
         first = _first_step(training, world_size) if _rounds_coarsely(training, exact, noise) else None
-        steps = _with_lagging(training, exact, keep)
+        steps = _with_lagging(training, exact, keep, batches)
     is_power_of_two = world_size & (world_size - 1) == 0
     quiet = {p.name for p, deviates_by in noise.items() if p.quantity is Quantity.BUFFER and not deviates_by}
     return replace(
@@ -277,14 +278,16 @@ def _noise(exact: Tensors, runs: Sequence[Tensors]) -> dict[str, float]:
     return {name: max(largest_deviation(run[name], value) for run in runs) for name, value in exact.items()}
 
 
-def _with_lagging(training: Training, exact: OracleObservation, keep: KeepTensors) -> tuple[OracleStep, ...]:
+def _with_lagging(
+    training: Training, exact: OracleObservation, keep: KeepTensors, batches: Batches
+) -> tuple[OracleStep, ...]:
     """Add what each step's gradients are where forward meets the parameters that the last update found.
 
     No random numbers of float32 are drawn and buffers follow these forwards: this names a defect, and decides nothing.
     """
     order = _reference_order(training)
     model = cast_module(training.problem.build(), order.dtype)
-    workshop = OracleModels(model, exact.world_size, order)
+    workshop = OracleModels(model, exact.world_size, order, batches)
     parameters, met = dict(model.named_parameters()), exact.initial
     steps = [*exact.steps[:1]]
     for step, seen in enumerate(exact.steps[1:], start=1):
@@ -298,17 +301,17 @@ def _with_lagging(training: Training, exact: OracleObservation, keep: KeepTensor
     return tuple(steps)
 
 
-def _exact(training: Training, world_size: int, keep: KeepTensors) -> OracleObservation:
+def _exact(training: Training, world_size: int, keep: KeepTensors, batches: Batches) -> OracleObservation:
     """Train in float64; where random numbers are drawn once more, with those that float32 would draw."""
 
     def show(_: Quantity | None, step: int, tensors: Mapping[str, _T], rank: int = 0) -> Mapping[str, _T]:
         return keep(tensors)
 
-    exact = _train(training, world_size, _reference_order(training), show)
+    exact = _train(training, world_size, _reference_order(training), show, batches)
     if not exact.draws or not training.problem.is_widened:
         return exact
     dtype = training.plan.compute_dtype or training.convert or torch.float32
-    return _train(training, world_size, EXACT_ORDER, show, drawing_in(dtype))
+    return _train(training, world_size, EXACT_ORDER, show, batches, drawing_in(dtype))
 
 
 def _reference_order(training: Training) -> Summation:
@@ -322,13 +325,13 @@ def _reordering(number: int, training: Training, draws: bool) -> Summation:
 
 
 def _noise_of(
-    training: Training, world_size: int, exact: OracleObservation
+    training: Training, world_size: int, exact: OracleObservation, batches: Batches
 ) -> tuple[dict[TensorKey, float], dict[TensorKey, torch.dtype]]:
     """Return how far each tensor of the other orders deviates, and its dtype; none of them is kept."""
     deviations = _Deviations(exact)
     for number in range(num_reorderings(training.plan)):
         deviations.met.clear()
-        _train(training, world_size, _reordering(number, training, exact.draws), deviations.show)
+        _train(training, world_size, _reordering(number, training, exact.draws), deviations.show, batches)
         if deviations.met < deviations.noise.keys():
             place = next(iter(deviations.noise.keys() - deviations.met))
             raise ValueError(f"expected the same tensors twice, got no {place.quantity} {place.name!r} again")
@@ -355,7 +358,7 @@ class _Deviations:
                 continue
             place = TensorKey(quantity=quantity, step=step, name=name)
             self.met.add(place)
-            self.dtypes[replace(place, step=INITIAL_STEP)] = tensor.dtype
+            self.dtypes[TensorKey(quantity=quantity, step=INITIAL_STEP, name=name)] = tensor.dtype
             if place in self.noise:
                 value = self._exact.reference(quantity, step, rank)[name]
                 assert value is not None  # or there would be no such place
@@ -414,6 +417,7 @@ def _train(
     world_size: int,
     summation: Summation,
     show: _Show,
+    batches: Batches | None = None,
     drawing: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - it holds nothing
 ) -> OracleObservation:
     """Run the whole schedule on one model, with the pieces of all ranks one after the other.
@@ -425,7 +429,7 @@ def _train(
     initial, built = show(Quantity.INITIAL, INITIAL_STEP, parameters), _copy(dict(model.named_buffers()))
     schedules = StepSchedules(training.optimizer)
     optimizer = schedules.factory(parameters.values())
-    workshop = OracleModels(model, world_size, summation)
+    workshop = OracleModels(model, world_size, summation, batches)
     steps, last = [], training.schedule.steps - 1
     state_before: Tensors = {}
     is_disturbed = summation.seed is not None and not training.problem.is_widened

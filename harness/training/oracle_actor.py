@@ -21,12 +21,31 @@ from shardproof.harness.cases.script import (
     sum_of_squares,
     with_gradients,
 )
-from shardproof.harness.cases.training import Training, loss_weight
+from shardproof.harness.cases.training import Problem, Training, loss_weight
 from shardproof.harness.torch_compat.dtypes import cast, cast_parameters
 from shardproof.harness.training.draws import Seeds, has_drawn
 from shardproof.harness.training.reduction_orders import Summation
 
-__all__ = ["OracleActor", "OracleModels", "Pieces", "StackedPieces", "pieces_of_step"]
+__all__ = ["Batches", "OracleActor", "OracleModels", "Pieces", "StackedPieces", "pieces_of_step"]
+
+
+class Batches:
+    """The data of a training, made once for all runs of an oracle."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._made: dict[tuple[int, int, int], Rows] = {}
+
+    def batch(self, *, step: int, microbatch: int, rank: int) -> Batch:
+        """Return the data of a microbatch; a `Summation` hands out copies of its rows."""
+        place = (step, microbatch, rank)
+        if (made := self._made.get(place)) is not None:
+            return made
+        batch = self._problem.batch(step=step, microbatch=microbatch, rank=rank)
+        # A model of the user's may change what it is given, and its data may be large.
+        if isinstance(batch, Rows):
+            self._made[place] = batch
+        return batch
 
 
 class OracleModels:
@@ -36,24 +55,29 @@ class OracleModels:
     buffers and plain attributes of its own, as ranks have: forward may change, replace or resize them.
     """
 
-    def __init__(self, model: nn.Module, world_size: int, summation: Summation) -> None:
+    def __init__(
+        self, model: nn.Module, world_size: int, summation: Summation, batches: Batches | None = None
+    ) -> None:
         self.world_size = world_size
         self.summation = summation
-        self.draws = False  # whether some forward or loss has drawn random numbers
+        self.batches = batches
+        self.draws = False  # whether some forward or loss has drawn random numbers; of runs in order alone
         self._trained = model
         is_cast = summation.compute_dtype is not summation.dtype
         computing = _casting(copy.deepcopy(model), summation.compute_dtype) if is_cast else model
         self._of_rank = [_with_own_buffers(computing) for _ in range(world_size)]
         self.model = self._of_rank[0]  # that of the rank that is played
-        self.dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        self.parameters = dict(computing.named_parameters())  # of every rank's model
+        self._of_trained = dict(model.named_parameters())
+        self.dtypes = {name: parameter.dtype for name, parameter in self._of_trained.items()}
 
     @contextmanager
     def playing(self, rank: int) -> Iterator[None]:
         """Lend the model to one rank, with no gradients in it."""
         # Assigning .grad of None would be undone by nothing: what the optimizer finds is put there afterwards.
-        kept = {p: p.grad for p in self.model.parameters()}
+        kept = [(p, p.grad) for p in self.parameters.values()]
         with torch.no_grad():
-            for mine, trained in zip(self.model.parameters(), self._trained.parameters(), strict=True):
+            for mine, trained in zip(self.parameters.values(), self._of_trained.values(), strict=True):
                 mine.grad = None
                 if mine is not trained:
                     mine.copy_(trained)
@@ -61,15 +85,14 @@ class OracleModels:
         try:
             yield
         finally:
-            for parameter, gradient in kept.items():
+            for parameter, gradient in kept:
                 parameter.grad = gradient
 
-    @contextmanager
-    def calling(self, seeds: Seeds, microbatch: int) -> Iterator[None]:
-        """Seed the random numbers of one call, and see whether it draws some."""
+    def calling(self, seeds: Seeds, microbatch: int) -> AbstractContextManager[None]:
+        """Seed the random numbers of one call; the context sees whether it draws some, the first time."""
         seeds.begin(microbatch)
-        with has_drawn(self._drew):
-            yield
+        is_known = self.draws or self.summation.seed is not None
+        return nullcontext() if is_known else has_drawn(self._drew)
 
     def _drew(self) -> None:
         self.draws = True
@@ -116,7 +139,8 @@ class OracleActor(Actor):
 
     def batch(self, microbatch: int) -> Batch:
         """Return the data in the order and dtype of this summation."""
-        batch = self._problem.batch(step=self.step, microbatch=microbatch, rank=self._rank)
+        make = self._problem.batch if self._workshop.batches is None else self._workshop.batches.batch
+        batch = make(step=self.step, microbatch=microbatch, rank=self._rank)
         return self._workshop.summation.prepare(batch)
 
     def part(self, name: str) -> nn.Module:
@@ -152,7 +176,7 @@ class OracleActor(Actor):
     def _take(self, microbatch: int, counted: torch.Tensor | None) -> None:
         if counted is not None:
             self.losses.append(float(counted.detach()))
-        for name, parameter in self._workshop.model.named_parameters():
+        for name, parameter in self._workshop.parameters.items():
             if parameter.grad is not None:
                 found = parameter.grad.to(self._workshop.dtypes[name])
                 key = (microbatch, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 
 import torch
 
@@ -46,15 +46,14 @@ class Summation:
         """Cast the inputs' floats to ``compute_dtype``, those of the target to ``dtype``, and shuffle the rows."""
         if isinstance(batch, ModelBatch):  # which tensors have rows, and in which dim, is unknown
             return converted(batch, partial(cast, dtype=self.dtype))  # the loss is given all of them
-        num_rows = batch.target.shape[0]
-        order = list(range(num_rows)) if self.keeps_rows else self._order(num_rows)
+        order = torch.tensor(_order(None if self.keeps_rows else self.seed, batch.target.shape[0]))
         inputs = tuple(cast(tensor, self.compute_dtype)[order] for tensor in batch.inputs)
         return Rows(inputs=inputs, target=cast(batch.target, self.dtype)[order])
 
     def reduce(self, pieces: Sequence[Sequence[torch.Tensor]] | torch.Tensor, plan: Plan) -> torch.Tensor:
         """Add ``pieces`` [microbatches][ranks] over both, divided by the plan's divisor."""
-        ranks = self._order(len(pieces[0]))
-        rows = [[pieces[m][rank] for rank in ranks] for m in self._order(len(pieces))]
+        ranks = _order(self.seed, len(pieces[0]))
+        rows = [[pieces[m][rank] for rank in ranks] for m in _order(self.seed, len(pieces))]
         divisor, dtype = plan.divisor(len(ranks)), self.dtype or rows[0][0].dtype
         if plan.accumulation is Accumulation.EVERY_MICROBATCH:
             return self._sum([self._divided(of_ranks, divisor, dtype) for of_ranks in rows])
@@ -74,11 +73,13 @@ class Summation:
             return self._sum(pieces[:middle]) + self._sum(pieces[middle:])
         return reduce(torch.add, pieces)
 
-    def _order(self, size: int) -> list[int]:
-        if self.seed is None:
-            return list(range(size))
-        generator = torch.Generator().manual_seed(self.seed * 1_000 + size)
-        return torch.randperm(size, generator=generator).tolist()
+
+@lru_cache(maxsize=2**10)  # each parameter of each step asks for the same few
+def _order(seed: int | None, size: int) -> tuple[int, ...]:
+    if seed is None:
+        return tuple(range(size))
+    generator = torch.Generator().manual_seed(seed * 1_000 + size)
+    return tuple(torch.randperm(size, generator=generator).tolist())
 
 
 EXACT_ORDER = Summation(dtype=torch.float64, reduce_dtype=torch.float64, compute_dtype=torch.float64)

@@ -7,7 +7,6 @@ import faulthandler
 import os
 import queue
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -264,25 +263,31 @@ def _join(world: WorldSpec, backend: str, store: Store, rank: int) -> None:
 
 @contextlib.contextmanager
 def _last_words(link: SupervisorLink) -> Iterator[None]:
-    """Record which rank is about to end the process that all ranks share: the exit status cannot name it."""
-    silent_exit = os._exit
+    """Record which rank is about to end the process that all ranks share: the exit status cannot name it.
 
-    def exit_aloud(status: int) -> NoReturn:
-        _say(f"os._exit({status})")
-        silent_exit(status)
+    In place of an audit hook, which Python would call for every ``id()`` and every look at a frame's code.
+    """
+    silent_exit, kill, killpg = os._exit, os.kill, os.killpg
 
-    def listen(event: str, args: tuple[object, ...]) -> None:
-        if event in {"os.kill", "os.killpg"} and args[0] in {os.getpid(), os.getpgid(0), 0, -1}:
-            _say(f"{event}({args[0]}, {args[1]!r})")
-
-    def _say(call: str) -> None:
+    def say(call: str) -> None:
         rank = current_rank()
         if rank is not None:
             link.send(Dying(rank=rank, call=call))
 
-    sys.addaudithook(listen)  # cannot be taken back; this process lives for one world
-    os._exit = exit_aloud
+    def exit_aloud(status: int) -> NoReturn:
+        say(f"os._exit({status})")
+        silent_exit(status)
+
+    def aloud(send_signal: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        def signal_aloud(target: int, number: int, /) -> None:
+            if target in {os.getpid(), os.getpgid(0), 0, -1}:
+                say(f"os.{send_signal.__name__}({target}, {number!r})")
+            send_signal(target, number)
+
+        return signal_aloud
+
+    os._exit, os.kill, os.killpg = exit_aloud, aloud(kill), aloud(killpg)
     try:
         yield
     finally:
-        os._exit = silent_exit
+        os._exit, os.kill, os.killpg = silent_exit, kill, killpg
