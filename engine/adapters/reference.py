@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardproof.engine import reference
 from shardproof.engine.adapters.composable import PreparedComposable, open_door
+from shardproof.engine.adapters.composable_capabilities import COMPOSABLE_CAPABILITIES
 from shardproof.engine.adapters.torch_internals import has_mesh_dims
 from shardproof.engine.contract import Capability, Engine, FrontDoor, Plan, PreparedModel, shard_of
 from shardproof.engine.reference.fsdp_state import state_of
@@ -81,22 +82,7 @@ class ReferenceEngine(Engine):
 
     name = "reference"
     # CUDA graphs have not been run yet, and buffers are always the engine's own.
-    capabilities = frozenset(Capability) - {
-        Capability.BUFFERS,
-        Capability.BUCKETS,
-        Capability.CLIP_IN_STEP,
-        Capability.COMPARES_RANKS,
-        Capability.DATA_PARALLEL,
-        Capability.GRAPHS,
-        Capability.RANK_DEPENDENT_UNITS,
-        Capability.OVERLAP,
-        Capability.REDUCE_AS_COMPUTED,
-        Capability.ROUND_ROBIN,
-        Capability.WRAPPER,
-        Capability.ZERO1,
-        Capability.ZERO2,
-        *([] if has_mesh_dims() else [Capability.MESH_DIMS]),
-    }
+    capabilities = COMPOSABLE_CAPABILITIES - ({Capability.MESH_DIMS} if not has_mesh_dims() else set())
     prepared_type: ClassVar[type[PreparedReference]] = PreparedReference
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardproof.engine.adapters.composable import PreparedComposable, open_door
+from shardproof.engine.adapters.composable_capabilities import COMPOSABLE_CAPABILITIES
 from shardproof.engine.adapters.torch_internals import RELEASE, can_place, has_mesh_dims, placed_on, replicate
 from shardproof.engine.contract import Capability, Engine, FrontDoor, Layout, Plan, PreparedModel
 
@@ -43,19 +44,10 @@ def _not_of_this_release() -> Iterator[Capability]:
         yield from (Capability.FREES_PACKED, Capability.GRADIENT_DTYPES, Capability.PARAMETER_DTYPES)
 
 
-_OTHERS = {
-    Capability.BUCKETS,
-    Capability.CLIP_IN_STEP,
-    Capability.OVERLAP,
-    Capability.ROUND_ROBIN,
-    Capability.COMPARES_RANKS,
-    Capability.DATA_PARALLEL,
-    Capability.RANK_DEPENDENT_UNITS,  # each unit is gathered by those who call it
-    Capability.WRAPPER,
-    Capability.ZERO1,
-    Capability.ZERO2,
-}
-CAPABILITIES = frozenset(Capability) - _OTHERS - set(_not_of_this_release())
+# Each unit is gathered by the ranks that call it, so it declares no RANK_DEPENDENT_UNITS.
+CAPABILITIES = (
+    COMPOSABLE_CAPABILITIES | {Capability.REDUCE_AS_COMPUTED, Capability.BUFFERS, Capability.GRAPHS}
+) - set(_not_of_this_release())
 """What FSDP2's machinery promises, sharded or replicated."""
 
 
