@@ -30,7 +30,7 @@ def _differences(prepared: PreparedModel, state: dict[str, Any], names: Collecti
     if strange:
         yield f"model: {strange[0]!r} is {'missing' if strange[0] in names else 'no name of the model'}"
     held = read_shards(prepared, "local_parameters") | read_shards(prepared, "local_buffers")
-    for name in held.keys() & set(names):
+    for name in sorted(held.keys() & set(names)):
         yield from _difference(f"model: {name!r}", held[name], model.get(name))
     trained = [name for name, p in prepared.owned_parameters().items() if p.requires_grad]
     by_name: Mapping[str, Any] = {
