@@ -186,6 +186,16 @@ def test_reduction_in_bfloat16_allows_errors_of_bfloat16_and_no_more() -> None:
         assert allowed_error(full, place) < 1e-4 * scale < allowed_error(short, place) < 0.2 * scale
 
 
+def test_a_gradient_is_known_to_a_step_of_the_dtype_that_it_is_computed_in() -> None:
+    plan = Plan(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    oracle = _silent(run_oracle(replace(TRAINING, plan=plan), 2))
+    step = torch.finfo(torch.bfloat16).eps
+    gradients = [place for place in oracle.noise if place.quantity is Quantity.GRADIENT]
+    assert gradients
+    for place in gradients:
+        assert allowed_error(oracle, place) == pytest.approx(MULTIPLE * step * oracle.scales[place])
+
+
 def _silent(oracle: OracleObservation) -> OracleObservation:
     """Return an oracle whose noise runs are equal, so that only the floor is allowed."""
     return replace(oracle, noise=dict.fromkeys(oracle.noise, 0.0))
