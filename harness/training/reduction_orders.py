@@ -46,7 +46,9 @@ class Summation:
         """Cast the inputs' floats to ``compute_dtype``, those of the target to ``dtype``, and shuffle the rows."""
         if isinstance(batch, ModelBatch):  # which tensors have rows, and in which dim, is unknown
             return converted(batch, partial(cast, dtype=self.dtype))  # the loss is given all of them
-        order = torch.tensor(_order(None if self.keeps_rows else self.seed, batch.target.shape[0]))
+        order = torch.tensor(
+            _order(None if self.keeps_rows else self.seed, batch.target.shape[0]), dtype=torch.long
+        )
         inputs = tuple(cast(tensor, self.compute_dtype)[order] for tensor in batch.inputs)
         return Rows(inputs=inputs, target=cast(batch.target, self.dtype)[order])
 

@@ -6,29 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import (
-    AS_HELD,
-    EVEN,
-    FOURS,
-    FOUR_OR_MORE_EVEN,
-    HANDED_OUT,
-    LOADED,
-    SEVERAL,
-    UNCHANGED,
-    Capability,
-)
-from shardproof import (
-    Layout,
-    NamedOptimizer,
-    Notes,
-    Plan,
-    Problem,
-    Resume,
-    Schedule,
-    StateForm,
-    Training,
-    Trial,
-)
+from shardproof import AS_HELD, EVEN, FOURS, FOUR_OR_MORE_EVEN, HANDED_OUT, LOADED, SEVERAL, UNCHANGED
+from shardproof import Capability, Layout, NamedOptimizer, Notes, Plan, Problem, Resume, Schedule, StateForm
+from shardproof import Training, Trial
 from shardproof.fixtures.idle import SOMETIMES
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN

@@ -14,6 +14,7 @@ from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import EXACT_LINEAR, MLP_BUFFERS, MLP_UNEVEN, TRANSFORMER, ModelProblem
 from shardproof.fixtures.random_draws import DROPPED, DROPPED_AND_RECOMPUTED, NOISY
 from shardproof.fixtures.thin import EMPTY_ROWS
+from shardproof.harness.cases.batch import Rows
 from shardproof.harness.cases.training import Clip, LoopOrder, Schedule, Training, ZeroGrad, loss_weight
 from shardproof.harness.laws.tolerance import MULTIPLE, allowed_error
 from shardproof.harness.training.draws import Seeds, drawing_in
@@ -173,6 +174,14 @@ def test_noise_runs_shuffle_rows_and_keep_each_with_its_target() -> None:
         assert set(rows) == plain
         orders.append(tuple(rows))
     assert len(set(orders)) > 1
+
+
+def test_noise_runs_take_batches_without_rows() -> None:
+    batch = MLP_UNEVEN.batch(step=0, microbatch=0, rank=1)
+    empty = Rows(inputs=tuple(tensor[:0] for tensor in batch.inputs), target=batch.target[:0])
+    mixed = reordering(0, Plan()).prepare(empty)
+    assert mixed.inputs[0].shape == empty.inputs[0].shape
+    assert mixed.target.shape == empty.target.shape
 
 
 def test_reduction_in_bfloat16_allows_errors_of_bfloat16_and_no_more() -> None:
