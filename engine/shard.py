@@ -75,9 +75,8 @@ def shard_of(tensor: torch.Tensor) -> Shard:
     ceil(n / ranks) rows. A dim that tensor parallelism shards before data parallelism does, which DTensor
     calls strided, is cut in that order. Raises TypeError for other placements than these and Replicate.
     """
-    with (
-        torch.no_grad()
-    ):  # so that DTensor's own operators, each of which costs as much as all of this, play no part
+    # Without autograd, so that no operator of DTensor's runs: one costs as much as all of this.
+    with torch.no_grad():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return Shard(
         tensor=local.detach().to("cpu", copy=True),

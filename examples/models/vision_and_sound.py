@@ -204,7 +204,7 @@ class SegmentAnything(Pictures):
         return {"pixel_values": pixels, "input_points": 32 * torch.rand(2, 1, 2, 2, generator=generator)}
 
     def loss(self, output: Any, batch: object) -> torch.Tensor:  # Any: a ModelOutput
-        """Have no masks, and know it."""
+        """Return the loss of no masks at all, and of the scores predicted for them."""
         loss: torch.Tensor = output.pred_masks.sigmoid().mean() + output.iou_scores.square().mean()
         return loss
 

@@ -29,7 +29,7 @@ from shardproof.harness.cases.user_model import (
     UserOptimizer,
     definition,
 )
-from shardproof.harness.runner.unit_calls import UnitCalls, calls_differ
+from shardproof.harness.runner.unit_calls import NUM_RANKS, UnitCalls, calls_differ
 from shardproof.harness.torch_compat.dtypes import cast, cast_module, cast_parameters
 from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.training.absolute_error import deviation, largest
@@ -37,8 +37,7 @@ from shardproof.harness.training.draws import Seeds
 from shardproof.harness.training.rounding import noticing_narrow, rounding_anew
 from shardproof.harness.verdicts.vacuity import ZERO_BESIDE, ZERO_BESIDE_NOISE
 
-_NUM_RANKS = 4
-_PLACES = tuple(product(range(3), range(_NUM_RANKS)))  # steps and ranks whose gradients are looked at
+_PLACES = tuple(product(range(3), range(NUM_RANKS)))  # steps and ranks whose gradients are looked at
 _NUM_DISTURBED = 4
 _CHANGES = 1e3  # gradients grow and shrink in training: one that is hardly above zero now may be zero then
 _UPDATES = 2  # some optimizers only begin to divide by what they keep in the second

@@ -16,8 +16,10 @@ from shardproof.harness.cases.batch import arguments_of
 from shardproof.harness.cases.user_model import UserModel
 from shardproof.harness.training.draws import Seeds
 
+__all__ = ["NUM_RANKS", "UnitCalls", "calls_differ"]
+
 _FORWARDS = (3, 3)  # steps and microbatches in which ranks are compared
-_NUM_RANKS = 4
+NUM_RANKS = 4  # whose passes are compared
 
 
 class UnitCalls:
@@ -72,7 +74,7 @@ def calls_differ(problem: UserModel, units: tuple[str, ...]) -> bool:
     for step, microbatch in product(*map(range, _FORWARDS)):
         of_ranks = [
             _calls_of(problem, model, units, step=step, microbatch=microbatch, rank=rank)
-            for rank in range(_NUM_RANKS)
+            for rank in range(NUM_RANKS)
         ]
         if any(others != of_ranks[0] for others in of_ranks):
             return True

@@ -296,16 +296,22 @@ def _mapping_reader(read_item: _Reader) -> _Reader:
     def read_mapping(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise MismatchError("an object", _quote(value))
-        found: dict[str, Any] = {}
-        name = ""
-        try:
-            for name, part in value.items():
-                found[name] = read_item(part)
-        except MismatchError as error:
-            raise error.inside(name) from None
-        return found
+        return _each(value, dict.fromkeys(value, (frozenset(), read_item)))
 
     return read_mapping
+
+
+def _each(plain: Mapping[str, Any], how: Mapping[str, tuple[frozenset[type], _Reader]]) -> dict[str, Any]:
+    """Read each value by its name: ``how`` has the types that stay as they are, and the reader of others."""
+    found: dict[str, Any] = {}
+    name = ""
+    try:
+        for name, value in plain.items():
+            unchanged, read_value = how[name]
+            found[name] = value if type(value) in unchanged else read_value(value)
+    except MismatchError as error:
+        raise error.inside(name) from None
+    return found
 
 
 def _fields_reader(kind: Any, is_older: bool) -> _Reader:
@@ -315,7 +321,6 @@ def _fields_reader(kind: Any, is_older: bool) -> _Reader:
     has_default = {f.name for f in all_fields if f.default is not MISSING or f.default_factory is not MISSING}
     needed = readers.keys() - (has_default if is_older else set())
     formerly = {f.metadata["formerly"]: f.name for f in all_fields if "formerly" in f.metadata}
-
     how = {name: (_unchanged(hints[name]), read) for name, read in readers.items()}
 
     def check_names(value: Mapping[str, Any]) -> None:
@@ -334,15 +339,7 @@ def _fields_reader(kind: Any, is_older: bool) -> _Reader:
             value = {formerly.get(name, name): part for name, part in value.items()}
         if value.keys() != readers.keys():
             check_names(value)
-        found: dict[str, Any] = {}
-        name = ""
-        try:
-            for name, part in value.items():
-                unchanged, read_part = how[name]
-                found[name] = part if type(part) in unchanged else read_part(part)
-        except MismatchError as error:
-            raise error.inside(name) from None
-        return kind(**found)
+        return kind(**_each(value, how))
 
     return read_fields
 
