@@ -204,6 +204,31 @@ def _reduce_with(honest: Callable[[], None], hidden: dict[Any, torch.Tensor]) ->
     return honest()
 
 
+@mutant(after="pytorch/pytorch#134052", kills_on=_CALLS, trace=Trace.NUMBERS)
+class TakesTheBackwardOfInputsForAll(ReferenceEngine):
+    """A microbatch counts as done once a backward has held its gradients: what its weights get later is lost."""
+
+    class Prepared(Door):
+        def spoil_module(self, module: Any) -> None:
+            for group in groups_of(module):
+                held: dict[Any, torch.Tensor | None] = {}
+                group.hold_gradients = partial(_hold_once, group, held, group.hold_gradients)
+                module.register_forward_pre_hook(partial(_forget, held))
+
+
+def _hold_once(group: Any, held: dict[Any, torch.Tensor | None], honest: Callable[[], None]) -> None:
+    for parameter, grad in held.items():
+        parameter.unsharded_param.grad = grad
+    honest()
+    for parameter in group.parameters:
+        grad = parameter.unsharded_param.grad
+        held[parameter] = None if grad is None else grad.clone()
+
+
+def _forget(held: dict[Any, torch.Tensor | None], *_: Any) -> None:
+    held.clear()
+
+
 @mutant(after="huggingface/accelerate#3898", kills_on=_CALLS, trace=Trace.STATE)
 class CopiesBuffers(ReferenceEngine):
     """A buffer that several modules have is another one in each once they are sharded."""

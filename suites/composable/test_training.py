@@ -15,13 +15,14 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Shard
 
-from shardproof import FOURS, SEVERAL
+from shardproof import FOURS, SEVERAL, Op
 from shardproof.suites.composable.bench import STEP, Bench, cut, expects, whole, whole_gradients
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.model import LR, batch, copies, fill, gradients, shown_gradients, tower
 
 VALUES = "values"
 NUM_STEPS = 10
+NUM_MICROBATCHES = 3
 
 
 class _Layer(nn.Linear):
@@ -216,6 +217,32 @@ def test_what_waits_is_reduced_as_the_caller_left_it(bench: Bench, edit: str) ->
     first, second = (gradients(tower(), bench.ranks, [step]) for step in (0, 1))
     left = {name: second[name] + first[name] * (share if "stem" in name else 1) for name in first}
     bench.same("gradients", whole_gradients(model), left)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("TakesTheBackwardOfInputsForAll")
+@expects("gradients of inputs", "early reductions", "gradients")
+def test_backwards_for_inputs_and_for_weights_add_up(bench: Bench) -> None:
+    """As stages of a pipeline without bubbles run them: parameters stay whole, the last backward is for both."""
+    model = bench.shard(tower(), reshard_after_forward=False)
+    for step in range(NUM_MICROBATCHES):
+        is_last = step == NUM_MICROBATCHES - 1
+        model.set_requires_gradient_sync(is_last)
+        model.set_is_last_backward(is_last)
+        model.set_reshard_after_backward(is_last)
+        rows = batch(bench.rank, step).to(bench.device).requires_grad_()
+        loss = model(rows).sum() * bench.size
+        if is_last:
+            early = [event for event in bench.ledger() if event.op is Op.REDUCE_SCATTER]
+            loss.backward()
+        else:
+            (shown,) = torch.autograd.grad(loss, rows, retain_graph=True)
+            torch.autograd.backward(loss, inputs=[*model.parameters()])
+    alone = batch(bench.rank).requires_grad_()  # the model is linear: each microbatch has the same one
+    (expected,) = torch.autograd.grad(tower()(alone).sum() * bench.size, alone)
+    bench.same("gradients of inputs", shown, expected)
+    bench.same("early reductions", len(early), 0)
+    bench.same("gradients", whole_gradients(model), gradients(tower(), bench.ranks, range(NUM_MICROBATCHES)))
 
 
 class _FailedError(Exception):
