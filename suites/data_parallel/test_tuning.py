@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from shardproof import SEVERAL
@@ -17,13 +19,14 @@ from shardproof.suites.wrapper.model import LR, copies, gradients, shown_gradien
 GRADIENTS, PARAMETERS = "gradients", "parameters"
 _SKIPS = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
 _STATIC = "a_static_graph"
+_LAZY = "lazy_bucket_allocation"
 _OPTIONS: dict[str, dict[str, Any]] = {
     "gradients_in_buckets": {"gradient_as_bucket_view": True},
     "a_size_for_each_bucket": {"bucket_cap_mb_list": [1e-5, 25]},
     "one_copy_for_each_bucket": {"batched_grad_copy": True},
-    "buckets_made_in_backward": {"lazy_bucket_allocation": True},
+    "buckets_made_in_backward": {_LAZY: True},
     "all_in_buckets": {
-        "lazy_bucket_allocation": True,
+        _LAZY: True,
         "gradient_as_bucket_view": True,
         "bucket_cap_mb": 1e-6,
     },
@@ -75,3 +78,35 @@ def test_an_option_changes_no_number(bench: Bench, tuning: str, loop: str) -> No
     bench.near(
         PARAMETERS, copies(root.module.named_parameters()), copies(alone.named_parameters()), tolerance=1e-5
     )
+
+
+if _LAZY in _KNOWN:
+
+    @pytest.mark.worlds(SEVERAL)
+    @pytest.mark.kills("SumsWhatItWraps")
+    @pytest.mark.parametrize("is_view", [False, True], ids=["gradients_copied", "gradients_in_buckets"])
+    @expects(GRADIENTS, "buckets that are left")
+    def test_buckets_made_in_backward_are_given_back(bench: Bench, is_view: bool) -> None:
+        root = bench.wrap(tower(), **{_LAZY: True}, gradient_as_bucket_view=is_view)
+        buckets: list[StorageWeakRef] = []
+        root.register_comm_hook(buckets, _averages_a_copy)
+        for step in range(3):  # buckets are made anew after the first
+            bench.train(root, step=step)
+            bench.same(GRADIENTS, shown_gradients(root.module), gradients(tower(), bench.ranks, [step]))
+            root.zero_grad()
+        left = sum(not bucket.expired() for bucket in buckets)  # type: ignore[no-untyped-call]
+        bench.same("buckets that are left", (left, len(buckets)), (0, 3))
+
+
+# Any: DDP takes no annotations, or types; these are text.
+def _averages_a_copy(buckets: list[StorageWeakRef], bucket: Any) -> Any:
+    """Keep a weak reference to a bucket, which no collective holds on to."""
+    buckets.append(StorageWeakRef(bucket.buffer().untyped_storage()))  # type: ignore[no-untyped-call]
+    mean = bucket.buffer().clone()
+    distributed.all_reduce(mean)
+    future = torch.futures.Future[torch.Tensor]()
+    future.set_result(mean / distributed.get_world_size())
+    return future
+
+
+_averages_a_copy.__annotations__.clear()
