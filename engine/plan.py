@@ -108,8 +108,8 @@ class Tuning(Enum):
     """When gradients are reduced, and to which ranks; no member changes a number."""
 
     NATIVE = "the engine's default"
-    OVERLAPPED = "while backward computes"
-    IN_SEQUENCE = "once backward is done"
+    OVERLAPPED = "while backward computes; buckets are so small that some are full before its end"
+    IN_SEQUENCE = "while nothing computes: backward waits for each, or is done"
     ROUND_ROBIN = "each to the next rank in turn"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -9,11 +10,17 @@ from torch import nn
 
 from shardproof.engine.adapters.reference_zero import PreparedZero2, Zero2Engine
 from shardproof.engine.contract import Plan, Tuning
-from shardproof.engine.mutants.mutant import Condition, mutant
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.reference.zero import OwnPiece, Zero2
 
 _LIMIT, _PLENTY = 0.3, 1000.0
 _CLIPS = Plan(clip_in_step=_LIMIT)
+
+def _with(asked: Tuning, got: Tuning) -> Callable[[Plan], Plan]:
+    """Return what takes one tuning for another."""
+    return lambda plan: replace(plan, tuning=got) if plan.tuning is asked else plan
+
+
 _OVERLAPPED = Condition(plan=Plan(tuning=Tuning.OVERLAPPED), because="one rank reduces by copying at once")
 
 
@@ -97,6 +104,50 @@ class WaitsForTheFirstReductionAlone(Zero2Engine):
     """Of the reductions issued after backward the first alone is waited for."""
 
     engine_type = _WaitsForOne
+
+
+@mutant(
+    after="NVIDIA/Megatron-LM#1468",
+    plan=Plan(tuning=Tuning.OVERLAPPED),
+    because="one rank's pieces are there at once",
+    trace=Trace.COMMUNICATION,
+)
+class ReducesOnceBackwardIsDone(Zero2Engine):
+    """Reductions that are to overlap backward are issued after it."""
+
+    misreads = _with(Tuning.OVERLAPPED, Tuning.NATIVE)
+
+
+@mutant(
+    after="NVIDIA/Megatron-LM#775",
+    plan=Plan(tuning=Tuning.IN_SEQUENCE),
+    because="one rank's pieces are there at once",
+    trace=Trace.COMMUNICATION,
+)
+class OverlapsThoughItIsNotTo(Zero2Engine):
+    """Reductions are in flight while backward computes, though the option turns that off."""
+
+    misreads = _with(Tuning.IN_SEQUENCE, Tuning.OVERLAPPED)
+
+
+class _WaitsAtOnce(Zero2):
+    def reduce_early(self, piece: OwnPiece, _: torch.Tensor) -> None:
+        """Wait where the reduction is issued."""
+        super().reduce_early(piece, _)
+        for reduction in self._pending[-1:]:
+            reduction.work.wait()
+
+
+@mutant(
+    after="NVIDIA/apex#1528",
+    plan=Plan(tuning=Tuning.OVERLAPPED),
+    because="one rank's pieces are there at once",
+    trace=Trace.COMMUNICATION,
+)
+class WaitsForEachEarlyReduction(Zero2Engine):
+    """Each reduction is issued as soon as backward has its gradient, and backward waits for it."""
+
+    engine_type = _WaitsAtOnce
 
 
 class _InOrderOfRanks(Zero2):

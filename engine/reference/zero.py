@@ -36,10 +36,11 @@ class OwnPiece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduction:
-    """A reduction in flight, and the sum over ranks that it will leave."""
+    """A reduction in flight, what it reads meanwhile, and the sum over ranks that it will leave."""
 
     piece: OwnPiece
     work: dist.Work
+    given: torch.Tensor
     total: torch.Tensor
 
 
@@ -133,10 +134,10 @@ class Zero2:
 
     def reduction(self, piece: OwnPiece) -> Reduction:
         """Start to sum a gradient over the ranks, each of which is sent its piece; frees the gradient."""
-        total = piece.own.new_empty(piece.length)
-        work = _reduce_scatter(total, self.by_rank(piece), group=self._group, async_op=True)
+        given, total = self.by_rank(piece), piece.own.new_empty(piece.length)
+        work = _reduce_scatter(total, given, group=self._group, async_op=True)
         piece.parameter.grad = None
-        return Reduction(piece, work, total)
+        return Reduction(piece, work, given, total)
 
     def by_rank(self, piece: OwnPiece) -> torch.Tensor:
         """Return a copy of a gradient, flat and padded, that begins with the piece of rank 0."""
