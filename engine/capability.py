@@ -51,6 +51,9 @@ class Capability(Enum):
     UNIT_DTYPES = "computes in a dtype of each unit's own, and casts its inputs and outputs as asked"
     PARAMETER_DTYPES = "computes in their own dtype with the parameters of a unit that a function chooses"
     CPU_OFFLOAD = "keeps parameters, gradients and optimizer state on the host"
+    OPTIMIZER_OFFLOAD = (
+        "keeps optimizer state and the gradients that it needs on the host, parameters on the device"
+    )
     CONVERT = "lets the model be converted to another dtype once prepared"
     COMPLEX = "trains parameters of complex numbers"
     CLIP = "clips gradients by the norm over all parameters and ranks"

@@ -1,4 +1,4 @@
-"""Mutants of ZeRO that clip wrongly in the optimizer step, or are wrong under an option that tunes communication."""
+"""Mutants of ZeRO that clip wrongly in the step, or are wrong under an option of communication or of offload."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 from shardproof.engine.adapters.reference_zero import PreparedZero2, Zero2Engine
-from shardproof.engine.contract import Plan, Tuning
+from shardproof.engine.contract import Offload, Plan, Tuning
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
-from shardproof.engine.reference.zero import OwnPiece, Zero2
+from shardproof.engine.reference.zero import OwnPiece, Reduction, Zero2
 
 _LIMIT, _PLENTY = 0.3, 1000.0
 _CLIPS = Plan(clip_in_step=_LIMIT)
+_ON_HOST = Plan(offload=Offload.OPTIMIZER)
+
 
 def _with(asked: Tuning, got: Tuning) -> Callable[[Plan], Plan]:
     """Return what takes one tuning for another."""
@@ -165,3 +167,34 @@ class ReducesAsIfNoneTookTurns(Zero2Engine):
     """Ranks own pieces in turn, and are sent the gradients of the pieces that lie in the order of ranks."""
 
     engine_type = _InOrderOfRanks
+
+
+class _SharesWhatItHad(Zero2):
+    def share(self) -> None:
+        """Take the parameters as the device has them for what was updated."""
+        for piece in self.pieces.values() if self._offloads else ():
+            mine = slice(piece.start, piece.start + piece.own.numel())
+            piece.own.data.copy_(piece.parameter.data.view(-1)[mine])
+        super().share()
+
+
+@mutant(after="huggingface/accelerate#3785", plan=_ON_HOST, world_size=1)
+class CopiesNothingBack(Zero2Engine):
+    """Copies on the host are updated, and the parameters are not set from them."""
+
+    engine_type = _SharesWhatItHad
+
+
+class _KeepsTheLast(Zero2):
+    def keep(self, reduction: Reduction) -> None:
+        """Forget what earlier microbatches left on the host."""
+        if self._offloads:
+            reduction.piece.own.grad = None
+        super().keep(reduction)
+
+
+@mutant(after="deepspeedai/DeepSpeed#7981", plan=_ON_HOST, world_size=1, microbatches=2)
+class OverwritesGradientsOnTheHost(Zero2Engine):
+    """On the host each microbatch's gradient takes the place of the one before."""
+
+    engine_type = _KeepsTheLast

@@ -109,9 +109,7 @@ class OverlapsBackward:
                 found = at(moment, picked)
                 wrong = self._breach(found, [e for e in found if e in hidden])
                 broken += [f"rank {observation.rank} {moment}: {wrong}"] if wrong else []
-        held = (
-            f"{num_hidden} of {num_seen} in flight while a unit computes backward, on all ranks together"
-        )
+        held = f"{num_hidden} of {num_seen} in flight while a unit computes backward, on all ranks together"
         return rule(self.name, broken, held=held)
 
     def _breach(self, found: Sequence[Entry], hidden: Sequence[Entry]) -> str:
