@@ -42,7 +42,7 @@ class Capability(Enum):
     REDUCE_SUM = "sends nothing but sums over the wire, and divides by itself"
     BUCKETS = "reduces gradients in buckets that are closed at the size asked for"
     REDUCE_BUFFERS = "bounds the number of reductions whose input is held at once"
-    OVERLAP = "reduces gradients while backward computes, or once it is done, as asked"
+    OVERLAP = "reduces gradients while backward computes, or while nothing does, as asked"
     ROUND_ROBIN = "assigns shares of gradients to the ranks in turn, where asked"
     BUFFERS = "takes the memory of its collectives from where it is asked to"
     GRADIENT_DIVIDE = "divides summed gradients by a factor that the caller chooses"
@@ -51,6 +51,9 @@ class Capability(Enum):
     UNIT_DTYPES = "computes in a dtype of each unit's own, and casts its inputs and outputs as asked"
     PARAMETER_DTYPES = "computes in their own dtype with the parameters of a unit that a function chooses"
     CPU_OFFLOAD = "keeps parameters, gradients and optimizer state on the host"
+    OPTIMIZER_OFFLOAD = (
+        "keeps optimizer state and the gradients that it needs on the host, parameters on the device"
+    )
     CONVERT = "lets the model be converted to another dtype once prepared"
     COMPLEX = "trains parameters of complex numbers"
     CLIP = "clips gradients by the norm over all parameters and ranks"

@@ -171,7 +171,7 @@ class PreparedModel:
     cut: ClassVar[Cut] = Cut.EVENLY
     """What flat pieces may be uneven by; says nothing of others."""
 
-    masters: ClassVar[Masters] = Masters.NONE
+    masters: Masters = Masters.NONE
     """Whether memory holds a copy of this rank's share of the parameters beside its optimizer state."""
 
     no_gradient: NoGradient = NoGradient.NONE

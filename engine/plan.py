@@ -85,6 +85,9 @@ class Offload(Enum):
     """Where parameters, gradients and optimizer state live between steps."""
 
     NONE = "on the device"
+    OPTIMIZER = (
+        "optimizer state, and the gradients that it is updated from, on the host; the rest on the device"
+    )
     CPU = "on the host, in memory that is not pinned"
     PINNED = "on the host, in pinned memory, from which a GPU copies without waiting"
 
@@ -108,8 +111,8 @@ class Tuning(Enum):
     """When gradients are reduced, and to which ranks; no member changes a number."""
 
     NATIVE = "the engine's default"
-    OVERLAPPED = "while backward computes"
-    IN_SEQUENCE = "once backward is done"
+    OVERLAPPED = "while backward computes; buckets are so small that some are full before its end"
+    IN_SEQUENCE = "while nothing computes: backward waits for each, or is done"
     ROUND_ROBIN = "each to the next rank in turn"
 
 
@@ -329,7 +332,8 @@ class Plan:
         wanted = {
             layout: layout is not None,
             Capability.SHARD_DIM: self.placement is not Placement.FIRST,
-            Capability.CPU_OFFLOAD: self.offload is not Offload.NONE,
+            Capability.OPTIMIZER_OFFLOAD: self.offload is Offload.OPTIMIZER,
+            Capability.CPU_OFFLOAD: self.offload in {Offload.CPU, Offload.PINNED},
             Capability.SEVERAL_ROOTS: self.roots is not Roots.MODEL,
             Capability.TENSOR_PARALLEL: self.tensor_parallel > 1,
             Capability.EXPERTS: bool(self.experts),

@@ -164,6 +164,7 @@ from shardproof.harness.laws.communication.order import Reshards as Reshards
 from shardproof.harness.laws.communication.order import Together as Together
 from shardproof.harness.laws.communication.overlap import AtMostInFlight as AtMostInFlight
 from shardproof.harness.laws.communication.overlap import Overlaps as Overlaps
+from shardproof.harness.laws.communication.overlap import OverlapsBackward as OverlapsBackward
 from shardproof.harness.laws.communication.overlap import PrefetchDistance as PrefetchDistance
 from shardproof.harness.laws.communication.select import Microbatches as Microbatches
 from shardproof.harness.laws.communication.select import Per as Per

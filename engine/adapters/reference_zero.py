@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.engine.contract import Capability, Engine, Plan, PreparedModel, Tuning
+from shardproof.engine.contract import Capability, Engine, Masters, Offload, Plan, PreparedModel, Tuning
 from shardproof.engine.pieces import Piece, PreparedPieces
 from shardproof.engine.reference.zero import Zero2
 
@@ -20,10 +20,11 @@ class PreparedZero2(PreparedPieces):
 
     parameters_are_whole = True
 
-    def __init__(self, engine: Zero2, max_norm: float | None = None) -> None:
+    def __init__(self, engine: Zero2, plan: Plan) -> None:
         super().__init__(engine.module)
         self.engine = engine
-        self._max_norm = max_norm
+        self.masters = Masters.NONE if plan.offload is Offload.NONE else Masters.SHARE
+        self._max_norm = plan.clip_in_step
 
     def backward(self, loss: torch.Tensor) -> None:
         """Let the engine run backward, since that is when it reduces."""
@@ -62,6 +63,7 @@ class Zero2Engine(Engine):
             Capability.CLIP_IN_STEP,
             Capability.OVERLAP,
             Capability.ROUND_ROBIN,
+            Capability.OPTIMIZER_OFFLOAD,
         }
     )
     prepared_type: ClassVar[type[PreparedZero2]] = PreparedZero2
@@ -75,5 +77,6 @@ class Zero2Engine(Engine):
             mesh.get_group(),
             overlaps=plan.tuning is Tuning.OVERLAPPED,
             takes_turns=plan.tuning is Tuning.ROUND_ROBIN,
+            offloads=plan.offload is Offload.OPTIMIZER,
         )
-        return self.prepared_type(engine, plan.clip_in_step)
+        return self.prepared_type(engine, plan)

@@ -1,19 +1,28 @@
-"""Mutants of ZeRO that clip wrongly in the optimizer step, or are wrong under an option that tunes communication."""
+"""Mutants of ZeRO that clip wrongly in the step, or are wrong under an option of communication or of offload."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from shardproof.engine.adapters.reference_zero import PreparedZero2, Zero2Engine
-from shardproof.engine.contract import Plan, Tuning
-from shardproof.engine.mutants.mutant import Condition, mutant
-from shardproof.engine.reference.zero import OwnPiece, Zero2
+from shardproof.engine.contract import Offload, Plan, Tuning
+from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.reference.zero import OwnPiece, Reduction, Zero2
 
 _LIMIT, _PLENTY = 0.3, 1000.0
 _CLIPS = Plan(clip_in_step=_LIMIT)
+_ON_HOST = Plan(offload=Offload.OPTIMIZER)
+
+
+def _with(asked: Tuning, got: Tuning) -> Callable[[Plan], Plan]:
+    """Return what takes one tuning for another."""
+    return lambda plan: replace(plan, tuning=got) if plan.tuning is asked else plan
+
+
 _OVERLAPPED = Condition(plan=Plan(tuning=Tuning.OVERLAPPED), because="one rank reduces by copying at once")
 
 
@@ -99,6 +108,50 @@ class WaitsForTheFirstReductionAlone(Zero2Engine):
     engine_type = _WaitsForOne
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#1468",
+    plan=Plan(tuning=Tuning.OVERLAPPED),
+    because="one rank's pieces are there at once",
+    trace=Trace.COMMUNICATION,
+)
+class ReducesOnceBackwardIsDone(Zero2Engine):
+    """Reductions that are to overlap backward are issued after it."""
+
+    misreads = _with(Tuning.OVERLAPPED, Tuning.NATIVE)
+
+
+@mutant(
+    after="NVIDIA/Megatron-LM#775",
+    plan=Plan(tuning=Tuning.IN_SEQUENCE),
+    because="one rank's pieces are there at once",
+    trace=Trace.COMMUNICATION,
+)
+class OverlapsThoughItIsNotTo(Zero2Engine):
+    """Reductions are in flight while backward computes, though the option turns that off."""
+
+    misreads = _with(Tuning.IN_SEQUENCE, Tuning.OVERLAPPED)
+
+
+class _WaitsAtOnce(Zero2):
+    def reduce_early(self, piece: OwnPiece, _: torch.Tensor) -> None:
+        """Wait where the reduction is issued."""
+        super().reduce_early(piece, _)
+        for reduction in self._pending[-1:]:
+            reduction.work.wait()
+
+
+@mutant(
+    after="NVIDIA/apex#1528",
+    plan=Plan(tuning=Tuning.OVERLAPPED),
+    because="one rank's pieces are there at once",
+    trace=Trace.COMMUNICATION,
+)
+class WaitsForEachEarlyReduction(Zero2Engine):
+    """Each reduction is issued as soon as backward has its gradient, and backward waits for it."""
+
+    engine_type = _WaitsAtOnce
+
+
 class _InOrderOfRanks(Zero2):
     def by_rank(self, piece: OwnPiece) -> torch.Tensor:
         """Let no piece take turns."""
@@ -114,3 +167,34 @@ class ReducesAsIfNoneTookTurns(Zero2Engine):
     """Ranks own pieces in turn, and are sent the gradients of the pieces that lie in the order of ranks."""
 
     engine_type = _InOrderOfRanks
+
+
+class _SharesWhatItHad(Zero2):
+    def share(self) -> None:
+        """Take the parameters as the device has them for what was updated."""
+        for piece in self.pieces.values() if self._offloads else ():
+            mine = slice(piece.start, piece.start + piece.own.numel())
+            piece.own.data.copy_(piece.parameter.data.view(-1)[mine])
+        super().share()
+
+
+@mutant(after="huggingface/accelerate#3785", plan=_ON_HOST, world_size=1)
+class CopiesNothingBack(Zero2Engine):
+    """Copies on the host are updated, and the parameters are not set from them."""
+
+    engine_type = _SharesWhatItHad
+
+
+class _KeepsTheLast(Zero2):
+    def keep(self, reduction: Reduction) -> None:
+        """Forget what earlier microbatches left on the host."""
+        if self._offloads:
+            reduction.piece.own.grad = None
+        super().keep(reduction)
+
+
+@mutant(after="deepspeedai/DeepSpeed#7981", plan=_ON_HOST, world_size=1, microbatches=2)
+class OverwritesGradientsOnTheHost(Zero2Engine):
+    """On the host each microbatch's gradient takes the place of the one before."""
+
+    engine_type = _KeepsTheLast

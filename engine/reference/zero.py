@@ -1,7 +1,8 @@
 """ZeRO-2 over whole parameters: each rank reduces, keeps and updates an even piece of every parameter, then shares it.
 
-A piece is a view of the flattened parameter, so the optimizer writes into the parameter itself. All pieces of a
-parameter are of one length but the last, which is shorter where the ranks do not divide the parameter.
+A piece is a view of the flattened parameter, so the optimizer writes into the parameter itself; with offload it is a
+copy on the host, and so are its gradient and state. All pieces of a parameter are of one length but the last, which is
+shorter where the ranks do not divide the parameter.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ class OwnPiece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduction:
-    """A reduction in flight, and the sum over ranks that it will leave."""
+    """A reduction in flight, what it reads meanwhile, and the sum over ranks that it will leave."""
 
     piece: OwnPiece
     work: dist.Work
+    given: torch.Tensor
     total: torch.Tensor
 
 
@@ -48,6 +50,7 @@ class Zero2:
 
     ``overlaps``: each gradient is reduced once backward has it, else all of them after backward. ``takes_turns``: the
     ranks' pieces lie one further in each parameter than in the one before, so that the short ones are of all ranks.
+    ``offloads``: the optimizer updates copies on the host, from which the parameters are set.
     """
 
     def __init__(
@@ -57,8 +60,10 @@ class Zero2:
         *,
         overlaps: bool = False,
         takes_turns: bool = False,
+        offloads: bool = False,
     ) -> None:
         self.module = module
+        self._offloads = offloads
         self._group = group
         self._is_synchronising = True
         self._pending: list[Reduction] = []
@@ -103,7 +108,7 @@ class Zero2:
     def keep(self, reduction: Reduction) -> None:
         """Add the mean to the gradient of a piece."""
         own = reduction.piece.own
-        mean = reduction.total[: own.numel()] / self._group.size()
+        mean = (reduction.total[: own.numel()] / self._group.size()).to(own.device)
         own.grad = mean if own.grad is None else own.grad + mean
 
     def clip(self, max_norm: float) -> None:
@@ -129,14 +134,16 @@ class Zero2:
         number = (self._group.rank() + turn) % self._group.size()
         start = min(length * number, parameter.numel())
         own = parameter.detach().view(-1)[start : start + length]
+        if self._offloads:
+            own = own.to("cpu", copy=True)
         return OwnPiece(parameter, nn.Parameter(own), start, length, turn)
 
     def reduction(self, piece: OwnPiece) -> Reduction:
         """Start to sum a gradient over the ranks, each of which is sent its piece; frees the gradient."""
-        total = piece.own.new_empty(piece.length)
-        work = _reduce_scatter(total, self.by_rank(piece), group=self._group, async_op=True)
+        given, total = self.by_rank(piece), piece.parameter.new_empty(piece.length)
+        work = _reduce_scatter(total, given, group=self._group, async_op=True)
         piece.parameter.grad = None
-        return Reduction(piece, work, total)
+        return Reduction(piece, work, given, total)
 
     def by_rank(self, piece: OwnPiece) -> torch.Tensor:
         """Return a copy of a gradient, flat and padded, that begins with the piece of rank 0."""
@@ -148,7 +155,7 @@ class Zero2:
         return padded.roll(-piece.turn * piece.length)
 
     def _gather(self, piece: OwnPiece) -> tuple[dist.Work, torch.Tensor]:
-        padded = piece.own.new_zeros(piece.length)
+        padded = piece.parameter.new_zeros(piece.length)
         padded[: piece.own.numel()].copy_(piece.own)
-        whole = piece.own.new_empty(piece.length * self._group.size())
+        whole = piece.parameter.new_empty(piece.length * self._group.size())
         return _all_gather(whole, padded, group=self._group, async_op=True), whole

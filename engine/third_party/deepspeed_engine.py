@@ -20,6 +20,7 @@ from shardproof.engine.contract import (
     Engine,
     Masters,
     NoGradient,
+    Offload,
     OptimizerFactory,
     Plan,
     PreparedModel,
@@ -28,11 +29,17 @@ from shardproof.engine.contract import (
 from shardproof.engine.pieces import Piece, PreparedPieces
 
 _NOTHING = torch.empty(0)
-_TUNING: Mapping[Tuning, Mapping[str, bool]] = {
+_TUNING: Mapping[Tuning, Mapping[str, int]] = {
     Tuning.NATIVE: {},
-    Tuning.OVERLAPPED: {"overlap_comm": True},
+    Tuning.OVERLAPPED: {"overlap_comm": True, "reduce_bucket_size": 64},
     Tuning.IN_SEQUENCE: {"overlap_comm": False},
     Tuning.ROUND_ROBIN: {"round_robin_gradients": True},
+}
+_ON_HOST = {"device": "cpu"}
+_OFFLOAD: Mapping[Offload, Mapping[str, Mapping[str, str]]] = {
+    Offload.NONE: {},
+    Offload.OPTIMIZER: {"offload_optimizer": _ON_HOST},
+    Offload.CPU: {"offload_optimizer": _ON_HOST, "offload_param": _ON_HOST},
 }
 # On a CPU it would compile collectives of its own over shared memory at first use, which takes a minute.
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
@@ -47,7 +54,12 @@ class PreparedDeepSpeed(PreparedPieces):
 
     def __init__(self, model: nn.Module, stage: int, plan: Plan) -> None:
         super().__init__(model)
-        self._zero_optimization = {"stage": stage, **_TUNING[plan.tuning], **self.options}
+        self._zero_optimization = {
+            "stage": stage,
+            **_TUNING[plan.tuning],
+            **self.options,
+            **_OFFLOAD[plan.offload],
+        }
         self._max_norm = plan.clip_in_step or 0.0
 
     def optimizer(self, factory: OptimizerFactory) -> None:
@@ -56,6 +68,7 @@ class PreparedDeepSpeed(PreparedPieces):
             "train_micro_batch_size_per_gpu": 1,
             "zero_allow_untested_optimizer": True,
             "gradient_clipping": self._max_norm,
+            "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": self._zero_optimization,
         }
         given = factory(self.module.parameters())
@@ -137,7 +150,7 @@ class PreparedDeepSpeedZero3(PreparedDeepSpeed):
         return safe_get_local_optimizer_state(p, key)
 
 
-_TUNED = frozenset({Capability.CLIP_IN_STEP, Capability.OVERLAP})
+_TUNED = frozenset({Capability.CLIP_IN_STEP, Capability.OVERLAP, Capability.OPTIMIZER_OFFLOAD})
 
 
 class DeepSpeedZero1(Engine):
@@ -168,4 +181,4 @@ class DeepSpeedZero3(DeepSpeedZero1):
 
     name, stage = "deepspeed.zero3", 3
     prepared_type = PreparedDeepSpeedZero3
-    capabilities = _TUNED | {Capability.SHARD, Capability.UNUSED}
+    capabilities = _TUNED | {Capability.SHARD, Capability.UNUSED, Capability.CPU_OFFLOAD}

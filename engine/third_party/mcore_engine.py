@@ -104,10 +104,12 @@ class MegatronCoreDdpEngine(Engine):
         groups = ProcessGroupCollection(
             dp=mesh.get_group(), tp=alone, pp=alone, ep=alone, cp=alone, expt_dp=mesh.get_group()
         )
+        # By default a bucket holds 40 million elements, and overlaps nothing of a small model.
+        bucket_bytes = 4 if plan.tuning is Tuning.OVERLAPPED else plan.bucket_bytes
         options = DistributedDataParallelConfig(
             overlap_grad_reduce=plan.tuning is not Tuning.IN_SEQUENCE
             and not plan.demands & {Capability.UNUSED, Capability.RANK_DEPENDENT},
-            bucket_size=None if plan.bucket_bytes is None else max(1, plan.bucket_bytes // 4),
+            bucket_size=None if bucket_bytes is None else max(1, bucket_bytes // 4),
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # said of defaults

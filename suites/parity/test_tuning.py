@@ -1,10 +1,11 @@
-"""Options that move messages in time, and shares from rank to rank, change no number."""
+"""Options that move messages in time, and shares from rank to rank, do so and change no number."""
 
 from __future__ import annotations
 
 import pytest
 
-from shardproof import SEVERAL, Trial, Tuning
+from shardproof import SEVERAL, Op, OverlapsBackward, Phase, Select, Trial, Tuning, Watch
+from shardproof.fixtures.chain import CHAIN
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.suites.params import param, parametrize
@@ -24,3 +25,27 @@ def test_trains_the_same_model_however_it_communicates(
     trial: Trial, tuning: Tuning, microbatches: int
 ) -> None:
     trial.holds(train(MLP_UNEVEN, ADAMW, tuning=tuning, microbatches=microbatches), *PARITY)
+
+
+REDUCTIONS = Select(
+    ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.REDUCE),
+    phases=(Phase.BACKWARD, Phase.STEP),
+    dtypes=("float32",),
+)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.device("!cuda")  # as in suites/prefetch/test_overlap.py
+@parametrize(
+    "tuning, is_expected",
+    param(
+        Tuning.OVERLAPPED,
+        True,
+        id="overlapped",
+        kills=("ReducesOnceBackwardIsDone", "WaitsForEachEarlyReduction"),
+    ),
+    param(Tuning.IN_SEQUENCE, False, id="in_sequence", kills="OverlapsThoughItIsNotTo"),
+)
+def test_reduces_while_backward_computes_if_asked(trial: Trial, tuning: Tuning, is_expected: bool) -> None:
+    training = train(CHAIN, tuning=tuning, watch=frozenset({Watch.RACES}))
+    trial.holds(training, OverlapsBackward(select=REDUCTIONS, is_expected=is_expected), *PARITY)

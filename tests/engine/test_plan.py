@@ -91,6 +91,7 @@ OPTIONS = {
     Capability.HYBRID: Plan(layout=Layout.HYBRID),
     Capability.SHARD_DIM: Plan(placement=Placement.LARGEST),
     Capability.CPU_OFFLOAD: Plan(offload=Offload.CPU),
+    Capability.OPTIMIZER_OFFLOAD: Plan(offload=Offload.OPTIMIZER),
     Capability.SEVERAL_ROOTS: Plan(roots=Roots.EACH_UNIT),
     Capability.TENSOR_PARALLEL: Plan(tensor_parallel=2),
     Capability.PIPELINE: Plan(pipeline_stages=2),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import Between, Evidence, Exactly, Overlaps, PrefetchDistance, Select, Watch
+from shardproof import Between, Evidence, Exactly, Overlaps, OverlapsBackward, PrefetchDistance, Select, Watch
 from shardproof.harness.laws.communication.order import Gathers, Order, Reduces, Reshards, Together
 from shardproof.harness.tracing.events import EventKind, EventLog, TraceEvent
 from shardproof.harness.tracing.ledger import Entry, Op, Phase
@@ -204,3 +204,25 @@ def test_frees_have_their_place_in_an_order() -> None:
     assert either.judge(seen(honest, ("G3", "R3", "F3"))).record.held
     assert not either.judge(seen(honest, ("G3", "R3"))).record.held
     assert not either.judge(seen(honest, ("R3", "G3", "F3"))).record.held
+
+
+REDUCTIONS = Select(ops=(Op.REDUCE_SCATTER,), phases=(Phase.BACKWARD,))
+# R: a unit's gradients are reduced.
+IN_FLIGHT = ("C3", "D3", "R3", "C2", "D2", "R2", "W3", "W2")
+BLOCKING = ("C3", "D3", "R3", "W3", "C2", "D2", "R2", "W2")
+
+
+@pytest.mark.parametrize(("order", "is_expected"), [(IN_FLIGHT, True), (BLOCKING, False)])
+def test_reductions_overlap_backward_or_do_not_as_expected(order: tuple[str, ...], is_expected: bool) -> None:
+    other = BLOCKING if is_expected else IN_FLIGHT
+    law = OverlapsBackward(select=REDUCTIONS, is_expected=is_expected)
+    assert law.judge(seen(order, order)).record.held
+    broken = law.judge(seen(order, other)).record
+    assert not broken.held
+    assert "rank 1 step 1" in broken.summary
+    assert not law.judge(replace(seen(order), training=chain_evidence(()).training)).record.held
+
+
+def test_overlap_of_nothing_is_not_seen() -> None:
+    law = OverlapsBackward(select=REDUCTIONS, is_expected=False)
+    assert not law.judge(seen(("C3", "D3"), ("C3", "D3"))).record.held

@@ -16,6 +16,7 @@ from shardproof.harness.cases.units import ROOT, UnitParameters, groups_of
 from shardproof.harness.laws.communication.bounds import (
     Amount,
     Bound,
+    at,
     blindness,
     evaluate,
     ledgers,
@@ -30,6 +31,7 @@ from shardproof.harness.tracing.events import ComputeSpan, EventKind, Flight, Tr
 from shardproof.harness.tracing.ledger import Entry, Ledger, Op, Phase
 
 _NO_COURSE = "expected to see units compute, got no course of it"
+_NO_WATCH = "expected a watch over streams, got none; try watch=frozenset({Watch.RACES})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,7 @@ class Overlaps:
         groups = groups_of(evidence.training)
         broken = [*blindness(evidence, (self.select,), Per.MICROBATCH), *mistakable(groups, evidence)]
         if Watch.RACES not in evidence.training.watch:
-            broken.append("expected a watch over streams, got none; try watch=frozenset({Watch.RACES})")
+            broken.append(_NO_WATCH)
         num_exposed, num_seen = 0, 0
         for observation in evidence.ranks if evidence.world_size > 1 else ():
             picked = pick(self.select, observation.ledger, evidence)
@@ -73,6 +75,57 @@ class Overlaps:
             f"{num_seen - num_exposed} of {num_seen} in flight while a unit computes, on all ranks together"
         )
         return rule(self.name, broken, held=held)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapsBackward:
+    """In each step some selected collective is in flight while a unit computes its backward, or none is.
+
+    ``is_expected`` says which. How many are in flight is up to the sizes of buckets. Compute of the root plays no part,
+    and the training must watch streams, as for `Overlaps`.
+    """
+
+    select: Select
+    is_expected: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.select} {'overlaps' if self.is_expected else 'never overlaps'} backward"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        broken = blindness(evidence, (self.select,), Per.STEP)
+        if Watch.RACES not in evidence.training.watch:
+            broken.append(_NO_WATCH)
+        num_hidden, num_seen = 0, 0
+        for observation in evidence.ranks if evidence.world_size > 1 else ():
+            picked = pick(self.select, observation.ledger, evidence)
+            spans = [s for s in stretches(observation.course) if s.unit != ROOT and s.is_backward]
+            if not spans:
+                broken.append(f"rank {observation.rank}: {_NO_COURSE}")
+            in_flight = {flight.seq: flight for flight in flights(observation.course)}
+            hidden = [e for e in picked if e.seq in in_flight and _is_hidden(in_flight[e.seq], spans)]
+            num_seen, num_hidden = num_seen + len(picked), num_hidden + len(hidden)
+            for moment in self.select.moments(evidence.training.schedule, Per.STEP):
+                found = at(moment, picked)
+                wrong = self._breach(found, [e for e in found if e in hidden])
+                broken += [f"rank {observation.rank} {moment}: {wrong}"] if wrong else []
+        held = f"{num_hidden} of {num_seen} in flight while a unit computes backward, on all ranks together"
+        return rule(self.name, broken, held=held)
+
+    def _breach(self, found: Sequence[Entry], hidden: Sequence[Entry]) -> str:
+        if not found:
+            return f"expected {self.select}, got none"
+        if self.is_expected and not hidden:
+            return (
+                f"expected one of {len(found)} to be in flight while a unit computes its backward, got none; "
+                f"the first is {found[0].describe()}"
+            )
+        if hidden and not self.is_expected:
+            return (
+                f"expected none in flight while a unit computes its backward, got {len(hidden)}, the first of them "
+                f"{hidden[0].describe()}"
+            )
+        return ""
 
 
 def _exposed(picked: Ledger, observation: Observation) -> Ledger:
