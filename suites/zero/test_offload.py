@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import Accumulation, HoldsItsShare, Layout, MatchesOracle, MemoryIsExplained, NamedOptimizer
-from shardproof import Offload, RanksAgree, SEVERAL, Trial
+from shardproof import SEVERAL, Accumulation, HoldsItsShare, Layout, MatchesOracle, MemoryIsExplained
+from shardproof import NamedOptimizer, Offload, RanksAgree, Trial
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.suites.params import param, parametrize

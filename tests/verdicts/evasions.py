@@ -18,6 +18,7 @@ from shardproof import Capability, Masters, Plan, PreparedModel, Shard, Training
 from shardproof.engine.adapters.reference import ReferenceEngine
 from shardproof.engine.adapters.reference_zero import PreparedZero2, Zero2Engine
 from shardproof.engine.mutants.refusals import ShowsSlicesOfWholes
+from shardproof.engine.reference.zero import Zero2
 from shardproof.harness.tracing.memory.census import Census
 from tests.verdicts.adversaries import Averages, PreparedAverage
 
@@ -73,7 +74,9 @@ class KeepsWholesOfAThread(_Keeps):
 
 
 class _PreparedWithoutCopy(PreparedZero2):
-    masters = Masters.SHARE
+    def __init__(self, engine: Zero2, plan: Plan) -> None:
+        super().__init__(engine, plan)
+        self.masters = Masters.SHARE
 
     def local_parameters(self) -> Mapping[str, Shard]:
         return {
