@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardproof import Actor, Capability, EachMicrobatch, Exercise, InterfaceBench, Layout, Plan, Schedule
+from shardproof import Actor, Capability, EachMicrobatch, Exercise, InterfaceBench, Layout, Op, Plan, Schedule
 from shardproof import Training
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
@@ -70,6 +70,10 @@ class Claims:
             return init_device_mesh(self.device.type, (self.size,))
         shape = (num_replicas, self.size // num_replicas)
         return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+    def num_reductions(self) -> int:
+        """Count the reductions that this rank has communicated so far."""
+        return sum(entry.op in {Op.REDUCE_SCATTER, Op.ALL_REDUCE} for entry in self.ledger())
 
     def train(self, root: Any, step: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Take this rank's rows of a step forward and backward; returns the output.

@@ -23,7 +23,10 @@ def _with(asked: Tuning, got: Tuning) -> Callable[[Plan], Plan]:
     return lambda plan: replace(plan, tuning=got) if plan.tuning is asked else plan
 
 
-_OVERLAPPED = Condition(plan=Plan(tuning=Tuning.OVERLAPPED), because="one rank reduces by copying at once")
+_OVERLAPPED, _IN_SEQUENCE = (
+    Condition(plan=Plan(tuning=tuning), because="one rank reduces by copying at once")
+    for tuning in (Tuning.OVERLAPPED, Tuning.IN_SEQUENCE)
+)
 
 
 @mutant(after="pytorch/xla#4796", plan=_CLIPS, because="one rank's norm is that of the whole")
@@ -97,11 +100,7 @@ class _WaitsForOne(Zero2):
             self.keep(reduction)
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#7188",
-    plan=Plan(tuning=Tuning.IN_SEQUENCE),
-    because="what is in flight on one rank has arrived",
-)
+@mutant(after="deepspeedai/DeepSpeed#7188", kills_on=_IN_SEQUENCE)
 class WaitsForTheFirstReductionAlone(Zero2Engine):
     """Of the reductions issued after backward the first alone is waited for."""
 
@@ -110,8 +109,7 @@ class WaitsForTheFirstReductionAlone(Zero2Engine):
 
 @mutant(
     after="NVIDIA/Megatron-LM#1468",
-    plan=Plan(tuning=Tuning.OVERLAPPED),
-    because="one rank's pieces are there at once",
+    kills_on=_OVERLAPPED,
     trace=Trace.COMMUNICATION,
 )
 class ReducesOnceBackwardIsDone(Zero2Engine):
@@ -122,8 +120,7 @@ class ReducesOnceBackwardIsDone(Zero2Engine):
 
 @mutant(
     after="NVIDIA/Megatron-LM#775",
-    plan=Plan(tuning=Tuning.IN_SEQUENCE),
-    because="one rank's pieces are there at once",
+    kills_on=_IN_SEQUENCE,
     trace=Trace.COMMUNICATION,
 )
 class OverlapsThoughItIsNotTo(Zero2Engine):
@@ -142,8 +139,7 @@ class _WaitsAtOnce(Zero2):
 
 @mutant(
     after="NVIDIA/apex#1528",
-    plan=Plan(tuning=Tuning.OVERLAPPED),
-    because="one rank's pieces are there at once",
+    kills_on=_OVERLAPPED,
     trace=Trace.COMMUNICATION,
 )
 class WaitsForEachEarlyReduction(Zero2Engine):
@@ -172,7 +168,7 @@ class ReducesAsIfNoneTookTurns(Zero2Engine):
 class _SharesWhatItHad(Zero2):
     def share(self) -> None:
         """Take the parameters as the device has them for what was updated."""
-        for piece in self.pieces.values() if self._offloads else ():
+        for piece in self.pieces.values():
             mine = slice(piece.start, piece.start + piece.own.numel())
             piece.own.data.copy_(piece.parameter.data.view(-1)[mine])
         super().share()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardproof import EVEN, SEVERAL, Capability, Op
+from shardproof import EVEN, SEVERAL, Capability
 from shardproof.suites.composable import bench as benches
 from shardproof.suites.composable.bench import Bench, whole, whole_gradients
 from shardproof.suites.params import parametrize
@@ -33,10 +33,6 @@ def _prepared(bench: Bench, layout: str = "fully_shard") -> Any:
     return model
 
 
-def _reductions(bench: Bench) -> int:
-    return sum(e.op in {Op.REDUCE_SCATTER, Op.ALL_REDUCE} for e in bench.ledger())
-
-
 def _claim_gradients(bench: Bench, model: nn.Module, steps: range) -> None:
     bench.same(GRADIENTS, whole_gradients(model), gradients(tower(), bench.ranks, steps))
 
@@ -50,14 +46,14 @@ def test_reduces_once_when_asked_to(bench: Bench, layout: str) -> None:
     optimizers = [torch.optim.SGD(m.parameters(), lr=LR / 64) for m in (model, alone)]
     for step in range(2):
         steps = range(step, step + NUM_MICROBATCHES)
-        before = _reductions(bench)
+        before = bench.num_reductions()
         model.set_requires_gradient_sync(False)
         for microbatch in steps:
             bench.train(model, step=microbatch)
-        early = _reductions(bench) - before
+        early = bench.num_reductions() - before
         model.set_requires_gradient_sync(True)
         model.finalize_backward()
-        bench.same(REDUCTIONS, (early, _reductions(bench) - before), (0, 1 + len(UNITS)))
+        bench.same(REDUCTIONS, (early, bench.num_reductions() - before), (0, 1 + len(UNITS)))
         if step == 0:
             _claim_gradients(bench, model, steps)
         gradients(alone, bench.ranks, steps)
@@ -75,10 +71,10 @@ def test_reduces_at_the_end_what_no_input_shows_to_be_done(bench: Bench) -> None
     """The root's own inputs need no gradient: backward itself never shows that the root is done."""
     model = _prepared(bench)
     bench.train(model)
-    early = _reductions(bench)
+    early = bench.num_reductions()
     model.finalize_backward()
     bench.same("reductions in backward", early >= len(UNITS), True)
-    bench.same("reductions afterwards", _reductions(bench), 1 + len(UNITS))
+    bench.same("reductions afterwards", bench.num_reductions(), 1 + len(UNITS))
     _claim_gradients(bench, model, range(1))
 
 
@@ -90,10 +86,10 @@ def test_keeps_what_is_held_back(bench: Bench) -> None:
     model.set_requires_gradient_sync(False)
     bench.train(model)
     model.finalize_backward()
-    bench.same("while reductions are off", (_reductions(bench), shown_gradients(model)), (0, {}))
+    bench.same("while reductions are off", (bench.num_reductions(), shown_gradients(model)), (0, {}))
     model.set_requires_gradient_sync(True)
     model.finalize_backward()
-    bench.same(REDUCTIONS, _reductions(bench), 1 + len(UNITS))
+    bench.same(REDUCTIONS, bench.num_reductions(), 1 + len(UNITS))
     _claim_gradients(bench, model, range(1))
 
 
@@ -200,10 +196,10 @@ def test_chunks_of_a_loss_add_up(bench: Bench, units: tuple[str, ...]) -> None:
         for chunk in leaf.chunk(2):
             (model.head(chunk).sum() * bench.size).backward()
         made.backward(leaf.grad)
-    early = _reductions(bench)
+    early = bench.num_reductions()
     model.set_requires_gradient_sync(True)
     model.finalize_backward()
-    bench.same(REDUCTIONS, (early, _reductions(bench)), (0, 1 + len(units)))
+    bench.same(REDUCTIONS, (early, bench.num_reductions()), (0, 1 + len(units)))
     alone = _Chunked()
     for rank in bench.ranks:
         for step in range(2):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof import SEVERAL, Capability, Op
+from shardproof import SEVERAL, Capability
 from shardproof.suites.data_parallel import bench as benches
 from shardproof.suites.data_parallel.bench import Bench
 from shardproof.suites.wrapper.model import LR, batch, copies, gradients, shown_gradients, tower
@@ -24,10 +24,6 @@ def _prepared(bench: Bench) -> Any:
     return root
 
 
-def _reductions(bench: Bench) -> int:
-    return sum(entry.op is Op.ALL_REDUCE for entry in bench.ledger())
-
-
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("EndsBackwardsUnreduced", "ReducesOnceMoreAtTheEnd")
 @pytest.mark.parametrize("num_microbatches", [1, 3], ids=["each", "held"])
@@ -37,14 +33,14 @@ def test_each_step_is_reduced_once(bench: Bench, num_microbatches: int) -> None:
     optimizers = [torch.optim.SGD(model.parameters(), lr=LR / 64) for model in (root, alone)]
     counts = []
     for step in range(3):  # buckets are made anew after the first
-        before = _reductions(bench)
+        before = bench.num_reductions()
         *held, last = range(8 * step, 8 * step + num_microbatches)
         with root.no_sync():
             for microbatch in held:
                 bench.train(root, step=microbatch)
         bench.train(root, step=last)
         root.finalize_backward()
-        counts.append(_reductions(bench) - before)
+        counts.append(bench.num_reductions() - before)
         expected = gradients(alone, bench.ranks, (*held, last))
         bench.near(GRADIENTS, shown_gradients(root.module), expected, tolerance=1e-5)
         for optimizer in optimizers:

@@ -62,7 +62,9 @@ class Overlaps:
                 broken.append(f"rank {observation.rank}: expected {self.select}, got none")
             if not observation.course:
                 broken.append(f"rank {observation.rank}: {_NO_COURSE}")
-            exposed = _exposed(picked, observation)
+            spans = [s for s in stretches(observation.course) if s.unit != ROOT]
+            hidden = _hidden(observation, spans)
+            exposed = [entry for entry in picked if entry.seq not in hidden]
             num_seen, num_exposed = num_seen + len(picked), num_exposed + len(exposed)
             for entry in exposed:
                 unit = _named(group_of(entry, groups, evidence.world_size))
@@ -102,12 +104,12 @@ class OverlapsBackward:
             spans = [s for s in stretches(observation.course) if s.unit != ROOT and s.is_backward]
             if not spans:
                 broken.append(f"rank {observation.rank}: {_NO_COURSE}")
-            in_flight = {flight.seq: flight for flight in flights(observation.course)}
-            hidden = [e for e in picked if e.seq in in_flight and _is_hidden(in_flight[e.seq], spans)]
-            num_seen, num_hidden = num_seen + len(picked), num_hidden + len(hidden)
+            hidden = _hidden(observation, spans)
+            num_seen += len(picked)
+            num_hidden += sum(entry.seq in hidden for entry in picked)
             for moment in self.select.moments(evidence.training.schedule, Per.STEP):
                 found = at(moment, picked)
-                wrong = self._breach(found, [e for e in found if e in hidden])
+                wrong = self._breach(found, [entry for entry in found if entry.seq in hidden])
                 broken += [f"rank {observation.rank} {moment}: {wrong}"] if wrong else []
         held = f"{num_hidden} of {num_seen} in flight while a unit computes backward, on all ranks together"
         return rule(self.name, broken, held=held)
@@ -128,10 +130,9 @@ class OverlapsBackward:
         return ""
 
 
-def _exposed(picked: Ledger, observation: Observation) -> Ledger:
-    spans = [s for s in stretches(observation.course) if s.unit != ROOT]
-    in_flight = {flight.seq: flight for flight in flights(observation.course)}
-    return tuple(e for e in picked if e.seq not in in_flight or not _is_hidden(in_flight[e.seq], spans))
+def _hidden(observation: Observation, spans: Sequence[ComputeSpan]) -> set[int]:
+    """Return the numbers of the collectives that are in flight during one of these spans."""
+    return {flight.seq for flight in flights(observation.course) if _is_hidden(flight, spans)}
 
 
 def _is_hidden(flight: Flight, spans: Sequence[ComputeSpan]) -> bool:
