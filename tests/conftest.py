@@ -16,7 +16,7 @@ import pytest
 from shardproof import Source, TrialSession, WorldKind
 from shardproof.harness.worlds.launched.cluster import open_cluster
 from shardproof.harness.worlds.launched.launcher import launched_process
-from shardproof.harness.worlds.processes.forkserver import warm_up
+from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, warm_up
 from tests.shell import ROOT
 
 # What a process does that a launcher has started beside the one that judges.
@@ -66,6 +66,12 @@ def launched() -> Iterator[None]:
         open_cluster(launched_process({**given, "RANK": "0"}), seed=0)
         yield
         agent.kill()
+
+
+@pytest.fixture(autouse=True)
+def _hash_seeds_of_a_new_session() -> None:
+    """Let no test depend on the order of tests: one that ran a session in this process may have drawn others."""
+    draw_hash_seeds(0)
 
 
 @pytest.fixture(autouse=True)
