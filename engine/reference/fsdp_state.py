@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
@@ -181,7 +182,7 @@ class FSDPState:
             self._calls.clear()
         if frees:
             self._free_after_backward()
-        self._reduce()
+        self._reduce(self.param_groups)
         for group in self.param_groups:
             group.forget_backward()
 
@@ -357,7 +358,9 @@ class FSDPState:
         if self.prefetches_in_backward is BackwardPrefetchTime.LAST and self.root_state is not None:
             # Before the reduction: the gradients of the next state need not wait for that.
             self._prefetch_next(self.root_state)
-        self._reduce()
+        # Each of several modules may run in a backward of its own, as reentrant checkpoints have it.
+        is_joint = len(self.modules) > 1
+        self._reduce(group for group in self.param_groups if not (is_joint and group.awaits_gradients))
 
     def _free_after_backward(self) -> None:
         """Free before reducing: the reduction needs memory, and the gradients have their own."""
@@ -365,9 +368,9 @@ class FSDPState:
             if self.reshards_after_backward and group.state is not ShardedState.GATHERING:
                 group.reshard()
 
-    def _reduce(self) -> None:
+    def _reduce(self, groups: Iterable[FSDPParamGroup]) -> None:
         self._training_state = TrainingState.IDLE
-        for group in reversed(self.param_groups):
+        for group in reversed(tuple(groups)):
             group.reduce_gradients()
 
     # ------------------------------------------------------------------------------------------------------

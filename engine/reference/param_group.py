@@ -396,6 +396,14 @@ class FSDPParamGroup:
             id(whole) in self._arrived for whole in trained if whole is not None and whole.requires_grad
         )
 
+    @property
+    def awaits_gradients(self) -> bool:
+        """Whether gradients are held to which this backward has not added yet: reduced now, they would go in parts."""
+        # As above: where ranks may use different parameters, what one waits for may be over on another.
+        return not self.reduces_unused and any(
+            p.has_unsharded_grad and id(p.unsharded_param) not in self._arrived for p in self.parameters
+        )
+
 
 def _ignored(_: FSDPParamGroup) -> None:
     return None
