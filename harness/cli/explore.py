@@ -12,7 +12,7 @@ from shardproof.engine.registry import check_spelling
 from shardproof.fixtures.program_laws import laws_of
 from shardproof.fixtures.program_space import SPACE
 from shardproof.fixtures.programs import training_of
-from shardproof.fixtures.standalone import standalone
+from shardproof.fixtures.standalone import standalone, unshown
 from shardproof.harness.cases.case_id import SUITES
 from shardproof.harness.cases.space import Program
 from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM
@@ -121,9 +121,19 @@ def print_script(text: str, engine: str, world: str) -> int:
     """Print the script of one program; raises UsageError where there can be none."""
     program = SPACE.parse(text)
     script = standalone(program, engine, "judged by hand", size=WorldSpec.parse(world).size)
+    if choices := unshown(program):
+        raise UsageError(
+            "--script",
+            expected="choices that a script can show",
+            got=", ".join(choices),
+            hint="the program without them",
+        )
     if script is None:
         raise UsageError(
-            "--script", expected="choices that a script can show", got=text, hint="--engine torch.fsdp2"
+            "--script",
+            expected="an engine that has the layout and that scripts know",
+            got=engine,
+            hint="--engine torch.fsdp2",
         )
     print(script, end="")
     return CONFORMS
