@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,15 +25,15 @@ def write_reports(run_dir: Path) -> Written:
     run = read_run(run_dir)
     found = pictures(run, run_dir)
     run = replace(run, problems=(*run.problems, *found.problems))
-    texts = {
-        "report.html": page.render(run, found.drawn),
-        "report.md": markdown.render(run),
-        "junit.xml": junit.render(run),
-        "ctrf.json": ctrf.render(run),
-        "summary.md": failure_summary.render(run),
-        "badge.json": badge.endpoint(run),
-        "badge.svg": badge.picture(run),
+    renderers: dict[str, Callable[[Run], str]] = {
+        "report.html": partial(page.render, pictures=found.drawn),
+        "report.md": markdown.render,
+        "junit.xml": junit.render,
+        "ctrf.json": ctrf.render,
+        "summary.md": failure_summary.render,
+        "badge.json": badge.endpoint,
+        "badge.svg": badge.picture,
     }
-    for name, text in texts.items():
-        write_file(run_dir / name, text)
-    return Written(run, tuple(run_dir / name for name in texts))
+    for name, render in renderers.items():  # one text at a time: they grow with the run
+        write_file(run_dir / name, render(run))
+    return Written(run, tuple(run_dir / name for name in renderers))

@@ -15,9 +15,10 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from shardproof.harness.errors import HarnessBug, NewerSchemaError, UsageError
 from shardproof.harness.records.manifest import MANIFEST, changes, write_manifest
@@ -30,6 +31,8 @@ JUDGED = "judged"
 
 _UNKNOWN = "unknown"
 _FIRST_WITH_MANIFEST = 5  # schema
+_MADE_OF_EQUALS = ("laws", "ledger", "outcomes")
+_MOSTLY_EQUAL = ("engine", "case", "world", "headline", "suite", "engine_version", "expectation", "output")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +129,8 @@ def read_run(path: Path) -> Run:
     Raises UsageError for a folder without the files of a run, without a whole line in them, or of a later release.
     """
     damage: list[str] = []
-    ends = _lines(path, RUN)
-    records = tuple(_readable(Record, path / RECORDS, _lines(path, RECORDS), damage))
+    ends = list(_lines(path, RUN))
+    records = tuple(_with_shared_parts(_readable(Record, path / RECORDS, _lines(path, RECORDS), damage)))
     header, footer = _read_ends(path / RUN, ends, records, damage)
     damage += _changed(path, header, footer)
     problems = dict.fromkeys((*header.shortfalls, *damage, *_miscounts(header, records, footer)))
@@ -200,24 +203,22 @@ def _disk_error(path: Path, error: OSError) -> UsageError:
     )
 
 
-def _lines(path: Path, name: str) -> Sequence[_RawLine]:
-    file = path / name
+def _lines(path: Path, name: str) -> Iterator[_RawLine]:
+    """Read a file line by line: a run may be larger than memory has room for it and its records."""
     try:
-        data = file.read_bytes()
+        with (path / name).open("rb") as file:
+            for raw in file:  # of bytes, whose lines end at \n alone
+                # Lines are ASCII; other bytes become escapes that the error can quote.
+                text = raw.removesuffix(b"\n").decode("ascii", "backslashreplace")
+                yield _RawLine(text=text, is_ended=raw.endswith(b"\n"))
     except OSError as error:
         got = "no such folder" if not path.exists() else f"{type(error).__name__}: {error.strerror}"
         raise UsageError(
             f"run {path}", expected=f"a folder with {name}", got=got, hint="the folder given to --out"
         ) from error
-    *ended, rest = data.split(b"\n")  # not splitlines, which also ends lines at other characters
-    # Lines are ASCII; other bytes become escapes that the error can quote.
-    lines = [_RawLine(text=raw.decode("ascii", "backslashreplace"), is_ended=True) for raw in ended]
-    if rest:
-        lines.append(_RawLine(text=rest.decode("ascii", "backslashreplace"), is_ended=False))
-    return lines
 
 
-def _readable(kind: type[Line], file: Path, lines: Sequence[_RawLine], damage: list[str]) -> Iterator[Line]:
+def _readable(kind: type[Line], file: Path, lines: Iterable[_RawLine], damage: list[str]) -> Iterator[Line]:
     """Return the readable lines, and report the others."""
     for number, line in enumerate(lines, start=1):
         if line.is_cut_off:
@@ -231,6 +232,17 @@ def _readable(kind: type[Line], file: Path, lines: Sequence[_RawLine], damage: l
             damage.append(
                 f"{file.name}:{number}: damaged, skipped: expected {error.expected}, got {error.got}"
             )
+
+
+def _with_shared_parts(records: Iterable[Record]) -> Iterator[Record]:
+    """Let records share the parts that are equal, as most laws, ledgers and names are."""
+    known: dict[Any, Any] = {}  # Any: parts of several types, each hashable
+    for record in records:
+        parts = {name: getattr(record, name) for name in _MOSTLY_EQUAL}
+        parts |= {
+            name: tuple(known.setdefault(p, p) for p in getattr(record, name)) for name in _MADE_OF_EQUALS
+        }
+        yield replace(record, **{name: known.setdefault(part, part) for name, part in parts.items()})
 
 
 def _read_ends(

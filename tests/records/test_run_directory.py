@@ -40,6 +40,14 @@ def test_a_finished_run_is_read_back_whole(finished: Path) -> None:
     assert (run.header, run.records, run.footer, run.problems) == (HEADER, THREE, FOOTER, ())
 
 
+def test_equal_parts_of_records_are_read_as_one(finished: Path) -> None:
+    first, *others = read_run(finished).records
+    for other in others:
+        assert other.laws
+        assert all(a is b for a, b in zip(other.laws, first.laws, strict=True))
+        assert other.headline is first.headline
+
+
 def test_records_have_a_file_to_themselves(finished: Path) -> None:
     lines = [json.loads(line) for line in (finished / RECORDS).read_text().splitlines()]
     assert [line["case"] for line in lines] == ["a", "b", "c"]
