@@ -90,6 +90,7 @@ class Capability(Enum):
     RECONVERT = "lets the model be converted to another dtype and back in the middle of training"
     RANK_DEPENDENT = "lets ranks use different parameters in one step"
     RANK_DEPENDENT_UNITS = "lets ranks call different units in one step"
+    RANK_DEPENDENT_ORDER = "lets ranks use the parts of one unit in different orders"
     RECOVER = "trains on after an exception in forward"
     RECOVER_KEEPING = "keeps the gradients of earlier backwards after an exception in forward"
     GRAPHS = "lets forward and backward be captured in a CUDA graph, and replayed"

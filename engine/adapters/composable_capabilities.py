@@ -65,6 +65,7 @@ COMPOSABLE_CAPABILITIES = frozenset(
         Capability.PENDING_APART,
         Capability.RECONVERT,
         Capability.RANK_DEPENDENT,
+        Capability.RANK_DEPENDENT_ORDER,
         Capability.RECOVER,
         Capability.RECOVER_KEEPING,
         Capability.STEP_EVENT,

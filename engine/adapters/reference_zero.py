@@ -63,6 +63,7 @@ class Zero2Engine(Engine):
             Capability.CLIP_IN_STEP,
             Capability.OVERLAP,
             Capability.ROUND_ROBIN,
+            Capability.RANK_DEPENDENT_ORDER,
             Capability.OPTIMIZER_OFFLOAD,
         }
     )

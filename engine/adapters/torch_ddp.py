@@ -45,6 +45,7 @@ class DistributedDataParallelEngine(Engine):
             Capability.UNUSED,
             Capability.RANK_DEPENDENT,
             Capability.RANK_DEPENDENT_UNITS,
+            Capability.RANK_DEPENDENT_ORDER,
             Capability.RECOVER,
             Capability.RECOVER_KEEPING,
             Capability.CLIP,

@@ -59,6 +59,7 @@ CAPABILITIES = frozenset(
         Capability.WRAPPER,
         Capability.EDIT_GRADIENTS,
         Capability.LOSS_SCALE,
+        Capability.RANK_DEPENDENT_ORDER,
     }
 )
 """What this adapter asks of either engine."""

@@ -21,6 +21,8 @@ from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.contract import Capability, Layout, Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.plans import HYBRID, SECOND_STEP, demanding, undemanding
+from shardproof.engine.mutants.reference_insides import reference_groups
+from shardproof.engine.reference.param_group import FSDPParamGroup
 
 _OWN = demanding(Capability.OWN_BUFFERS)
 # Of the thread: where ranks are threads, each has its own count, as if it were a process.
@@ -225,3 +227,31 @@ class SumsInAnotherOrderEachTime(FullyShardEngine):
         _PREPARED.count = count + 1
         module = super().prepare(model, plan, mesh).module
         return _PreparedUnstable(module, plan, is_second=count % 2 == 1)
+
+
+class _PackedByArrival(FSDPParamGroup):
+    """A group of the reference engine that orders its parameters anew before each reduction."""
+
+    def _count(self, unsharded: torch.Tensor) -> None:
+        vars(self).setdefault("came", []).append(id(unsharded))
+        super()._count(unsharded)
+
+    def reduce_gradients(self) -> None:
+        """Reduce what arrived first on this rank first."""
+        places = {known: place for place, known in enumerate(vars(self).pop("came", []))}
+        last = len(places)
+        self.parameters = tuple(
+            sorted(self.parameters, key=lambda p: places.get(id(p.unsharded_param), last))
+        )
+        super().reduce_gradients()
+
+
+@mutant(after="deepspeedai/DeepSpeed#2343", plan=demanding(Capability.RANK_DEPENDENT_ORDER))
+class PacksGradientsByArrival(ReferenceEngine):
+    """A unit's gradients are packed in the order in which they arrived on each rank."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        for group in reference_groups(prepared):
+            group.__class__ = _PackedByArrival  # the group exists, with hooks of its own
+        return prepared

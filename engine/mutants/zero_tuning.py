@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardproof.engine.adapters.reference_zero import PreparedZero2, Zero2Engine
-from shardproof.engine.contract import Offload, Plan, Tuning
+from shardproof.engine.contract import Capability, Offload, Plan, Tuning
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.plans import demanding
 from shardproof.engine.reference.zero import OwnPiece, Reduction, Zero2
 
 _LIMIT, _PLENTY = 0.3, 1000.0
@@ -146,6 +148,41 @@ class WaitsForEachEarlyReduction(Zero2Engine):
     """Each reduction is issued as soon as backward has its gradient, and backward waits for it."""
 
     engine_type = _WaitsAtOnce
+
+
+class _AsTheyArrive(Zero2):
+    """Keeps no order of reductions but that in which gradients have arrived on this rank."""
+
+    def __init__(self, *of_module: Any, **options: bool) -> None:
+        super().__init__(*of_module, **options)
+        self._came: list[OwnPiece] = []
+        for piece in self.pieces.values():
+            piece.parameter.register_post_accumulate_grad_hook(
+                lambda _, piece=piece: self._came.append(piece)
+            )
+
+    def reduce_early(self, piece: OwnPiece, _: torch.Tensor) -> None:
+        """Reduce what has arrived just now next."""
+        self._order = _first([*(reduction.piece for reduction in self._pending), piece], self._order)
+        super().reduce_early(piece, _)
+
+    def reduce(self) -> None:
+        """Reduce what has arrived first before all else."""
+        if not self._pending:
+            self._order = _first(self._came, self._order)
+        super().reduce()
+        self._came.clear()
+
+
+def _first(pieces: Iterable[OwnPiece], all_pieces: Iterable[OwnPiece]) -> tuple[OwnPiece, ...]:
+    return tuple(dict.fromkeys((*pieces, *all_pieces)))
+
+
+@mutant(after="deepspeedai/DeepSpeed#2343", plan=demanding(Capability.RANK_DEPENDENT_ORDER))
+class ReducesPiecesByArrival(Zero2Engine):
+    """Gradients are reduced in the order in which they arrived on each rank."""
+
+    engine_type = _AsTheyArrive
 
 
 class _InOrderOfRanks(Zero2):

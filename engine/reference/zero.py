@@ -72,7 +72,10 @@ class Zero2:
             name: self._piece(parameter, index % group.size() if takes_turns else 0)
             for index, (name, parameter) in enumerate(trained)
         }
-        for piece in self.pieces.values() if overlaps else ():
+        # Of all ranks alike, and roughly that in which backward has gradients.
+        self._order = tuple(reversed(self.pieces.values()))
+        self._arrived: set[int] = set()
+        for piece in self._order if overlaps else ():
             piece.parameter.register_post_accumulate_grad_hook(partial(self.reduce_early, piece))
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -91,19 +94,27 @@ class Zero2:
             self._is_synchronising = True
 
     def reduce_early(self, piece: OwnPiece, _: torch.Tensor) -> None:
-        """Start to reduce one gradient, with what has accumulated before, unless `no_sync` holds it back."""
-        if self._is_synchronising:
-            self._pending.append(self.reduction(piece))
+        """Start to reduce gradients as they arrive, with what has accumulated before, unless `no_sync` holds them back.
+
+        One waits for those that come before it in the order of all ranks: a rank may use parameters in another one.
+        """
+        if not self._is_synchronising:
+            return
+        self._arrived.add(id(piece))
+        for following in self._order[len(self._pending) :]:
+            if id(following) not in self._arrived:
+                return
+            self._pending.append(self.reduction(following))
 
     def reduce(self) -> None:
         """Average whole gradients into those of the pieces, and free them."""
         # Issued together and waited for together, so that they overlap each other.
-        early = {id(reduction.piece) for reduction in self._pending}
-        late = [self.reduction(piece) for piece in self.pieces.values() if id(piece) not in early]
+        late = [self.reduction(piece) for piece in self._order[len(self._pending) :]]
         for reduction in (*self._pending, *late):
             reduction.work.wait()
             self.keep(reduction)
         self._pending.clear()
+        self._arrived.clear()
 
     def keep(self, reduction: Reduction) -> None:
         """Add the mean to the gradient of a piece."""
