@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardproof.engine.adapters.reference_zero import PreparedZero2, Zero2Engine
@@ -153,13 +154,15 @@ class WaitsForEachEarlyReduction(Zero2Engine):
 class _AsTheyArrive(Zero2):
     """Keeps no order of reductions but that in which gradients have arrived on this rank."""
 
-    def __init__(self, *of_module: Any, **options: bool) -> None:
-        super().__init__(*of_module, **options)
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, **options: bool) -> None:
+        super().__init__(module, group, **options)
         self._came: list[OwnPiece] = []
         for piece in self.pieces.values():
-            piece.parameter.register_post_accumulate_grad_hook(
-                lambda _, piece=piece: self._came.append(piece)
-            )
+            hook = partial(self._note, piece)
+            piece.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's
+
+    def _note(self, piece: OwnPiece, _: torch.Tensor) -> None:
+        self._came.append(piece)
 
     def reduce_early(self, piece: OwnPiece, _: torch.Tensor) -> None:
         """Reduce what has arrived just now next."""
