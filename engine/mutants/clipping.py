@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
+from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Capability, Layout, Plan
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.plans import demanding
+from shardproof.engine.reference import clip_grad_norm_
 
 _CLIP = demanding(Capability.CLIP)
 _HYBRID = Plan(layout=Layout.HYBRID, demands=frozenset({Capability.CLIP}))
@@ -86,6 +88,36 @@ class CountsTheNormOncePerReplica(FullyShardEngine):
         def norm(self, norm_type: float) -> float:
             num_replicas = self.mesh().size(0) if self.mesh().ndim > 1 else 1
             return float(super().norm(norm_type) * num_replicas ** (1 / norm_type))
+
+
+@mutant(
+    after="mindspore-ai/hyper-parallel#526",
+    plan=Plan(
+        layout=Layout.SHARD,
+        units=("left", "right"),
+        replicated=("left",),
+        demands=frozenset({Capability.CLIP}),
+    ),
+)
+class CountsReplicatedUnitsOnEachRank(ReferenceEngine):
+    """The norm counts what is replicated beside shards once for each rank."""
+
+    class Prepared(PreparedReference):
+        def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+            parameters = list(self.module.parameters())
+            total, of_replicas = (
+                float(clip_grad_norm_(chosen, math.inf, norm_type))
+                for chosen in (parameters, [p for p in parameters if _is_whole(p)])
+            )
+            if not math.isinf(norm_type) and of_replicas < total:
+                again = (dist.get_world_size() - 1) * of_replicas**norm_type
+                total = (total**norm_type + again) ** (1 / norm_type)
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, torch.tensor(total))
+            return total
+
+
+def _is_whole(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, DTensor) and all(isinstance(p, Replicate) for p in parameter.placements)
 
 
 @mutant(after="meta-pytorch/torchrec#3199", world_size=1, plan=_CLIP, because="other orders are right")

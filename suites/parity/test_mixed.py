@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shardproof import SEVERAL, Accumulation, Capability, Count, Exactly, Grouping, HoldsItsShare, Layout
-from shardproof import MatchesOracle, Problem, RanksAgree, Resume, Training, Trial
+from shardproof import SEVERAL, Accumulation, Capability, Clip, Count, Exactly, Grouping, HoldsItsShare
+from shardproof import Layout, MatchesOracle, Problem, RanksAgree, Resume, Training, Trial
 from shardproof.fixtures.chain import NESTED_CHAIN
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import TRANSFORMER
@@ -57,6 +57,16 @@ def test_a_state_has_units_of_both(trial: Trial, replicated: tuple[str, ...]) ->
     after = _training(TRANSFORMER, replicated, demands=frozenset({Capability.STATE})).plan
     training = _training(TRANSFORMER, replicated, resume=Resume(after_steps=1, plan=after))
     trial.holds(training, MatchesOracle(), HoldsItsShare(), RanksAgree())
+
+
+@pytest.mark.kills("CountsReplicatedUnitsOnEachRank")
+@parametrize("norm_type", 1.0, 2.0, ids=["1", "2"])
+@parametrize("replicated", ("blocks.0",), ("",), ids=["block", "root"])
+def test_the_norm_counts_each_unit_of_both_once(
+    trial: Trial, replicated: tuple[str, ...], norm_type: float
+) -> None:
+    training = _training(TRANSFORMER, replicated, clip=Clip(max_norm=0.05, norm_type=norm_type), steps=2)
+    trial.holds(training, MatchesOracle(), RanksAgree())
 
 
 # Any: as for `train`.
