@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardproof.engine import reference
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.reference_wrapper import PreparedReferenceWrapper, ReferenceWrapperEngine
+from shardproof.engine.adapters.reference_zero import PreparedZero2, Zero2Engine
 from shardproof.engine.capability import Capability
 from shardproof.engine.contract import Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
@@ -483,5 +484,14 @@ class HalvesTheLastRankOfWrappers(ReferenceWrapperEngine):
     """The losses of the last rank count half, under any option of the wrapper."""
 
     class Prepared(PreparedReferenceWrapper):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss / 2 if is_last_rank() else loss)
+
+
+@mutant(after="NVIDIA/Megatron-LM#3023")
+class HalvesTheLastRankOfShares(Zero2Engine):
+    """The losses of the last rank count half, under any option of an engine that shards the optimizer's state."""
+
+    class Prepared(PreparedZero2):
         def backward(self, loss: torch.Tensor) -> None:
             super().backward(loss / 2 if is_last_rank() else loss)

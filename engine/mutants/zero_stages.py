@@ -6,11 +6,13 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine.adapters.reference_zero import PreparedZero2, Zero2Engine
 from shardproof.engine.adapters.torch_ddp import PreparedDdp
 from shardproof.engine.adapters.torch_zero1 import PreparedZero1, ZeroRedundancyEngine
-from shardproof.engine.contract import Layout, OptimizerFactory, Plan, Shard
+from shardproof.engine.contract import Layout, OptimizerFactory, Plan, PreparedModel, Shard
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 
 _ZERO1 = Condition(plan=Plan(layout=Layout.ZERO1), because="one rank's share is the whole")
@@ -82,3 +84,26 @@ class ReducesWholeGradientsFirst(Zero2Engine):
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= dist.get_world_size()
             self.engine.reduce()
+
+
+@mutant(
+    after="deepspeedai/DeepSpeed#8224", world_size=1, because="a module that runs once leaves one gradient"
+)
+class CountsOneUseInLowPrecision(Zero2Engine):
+    """A parameter of few bits whose module runs several times has the mean of their gradients, not the sum."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        for module in model.modules():
+            own = [p for p in module.parameters(recurse=False) if p.requires_grad and p.dtype.itemsize == 2]
+            if own:
+                _average_over_uses(module, own)
+        return prepared
+
+
+def _average_over_uses(module: nn.Module, parameters: list[nn.Parameter]) -> None:
+    uses: list[None] = []
+    module.register_forward_hook(lambda *_: uses.append(None))
+    for parameter in parameters:
+        parameter.register_hook(lambda gradient: gradient / max(1, len(uses)))  # type: ignore[no-untyped-call]  # torch's
+    parameters[-1].register_post_accumulate_grad_hook(lambda _: uses.clear())  # type: ignore[no-untyped-call]  # torch's

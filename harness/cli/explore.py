@@ -30,7 +30,8 @@ from shardproof.harness.worlds.spec import WorldSpec
 __all__ = ["ExploreRequest", "explore_programs", "print_script"]
 
 KNOWN = tuple(
-    SUITES / "combinations" / f"{name}.txt" for name in ("found_units", "found_wrapped", "found_replicas")
+    SUITES / "combinations" / f"{name}.txt"
+    for name in ("found_units", "found_wrapped", "found_replicas", "found_shares")
 )
 _FOUND = "found.txt"
 _SHOWN_BY_SCRIPTS = {

@@ -12,7 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from shardproof import Capability, Program, ProgramRule, Space
-from shardproof.fixtures.program_space import SPACE
+from shardproof.fixtures.program_space import LAYOUT, SPACE
 
 __all__ = ["FAMILIES", "JUDGED_WITH", "programs_in", "rows_in", "space_of"]
 
@@ -46,18 +46,30 @@ _WRAPPED = frozenset(
         Capability.WRAPPER,
     }
 )
+# What all engines that shard the optimizer's state may have: a row that asks for more is one that most refuse.
+_SHARES = frozenset({Capability.ZERO1, Capability.ZERO2, Capability.ACCUMULATE})
 FAMILIES: Mapping[str, frozenset[Capability]] = {
     "replicas": _REPLICAS,
     "wrapped": _WRAPPED,
-    "units": frozenset(Capability) - {Capability.WRAPPER, Capability.DATA_PARALLEL},
+    "units": frozenset(Capability) - _SHARES - {Capability.WRAPPER, Capability.DATA_PARALLEL}
+    | {Capability.ACCUMULATE},
+    "shares": _SHARES,
 }
 
 
-# What tells a family's engines from others: these alone judge its rows.
+# What tells a family's engines from others: these alone judge its rows. Rows of shares tell by their layouts.
 JUDGED_WITH: Mapping[str, Capability] = {
     "replicas": Capability.REPLICATE,
     "wrapped": Capability.WRAPPER,
     "units": Capability.JOINT_UNITS,  # not UNIT_SYNC, beside which memory is not counted
+}
+
+_RULES_OF: Mapping[str, tuple[ProgramRule, ...]] = {
+    "shares": (
+        ProgramRule(
+            why="it is one of replicas", holds=lambda program: not program[LAYOUT].startswith("zero")
+        ),
+    )
 }
 
 
@@ -74,13 +86,13 @@ def rows_in(name: str) -> list[tuple[Program, str]]:
 
 def space_of(family: str) -> Space:
     """Return what a family's array covers: none that contains one which an engine that judges it is known to fail."""
-    others = [other for other in FAMILIES if other == family or JUDGED_WITH[family] in FAMILIES[other]]
+    others = [other for other in FAMILIES if other == family or JUDGED_WITH.get(family) in FAMILIES[other]]
     rules = tuple(
         ProgramRule(why=f"contains one of found_{other}.txt", holds=partial(_is_known, other))
         for other in others
     )
     space = SPACE.within(FAMILIES[family])
-    return replace(space, rules=(*space.rules, *rules))
+    return replace(space, rules=(*space.rules, *rules, *_RULES_OF.get(family, ())))
 
 
 def _is_known(family: str, program: Program) -> bool:

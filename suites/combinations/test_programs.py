@@ -46,6 +46,13 @@ def test_wrapped_units(trial: Trial, program: Program) -> None:
     trial.holds(_of_family("wrapped", program), *laws_of(program))
 
 
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("HalvesTheLastRankOfShares")
+@_rows("shares")
+def test_shares_of_the_state(trial: Trial, program: Program) -> None:
+    trial.holds(training_of(program), *laws_of(program))
+
+
 @pytest.mark.worlds(EVEN)
 @pytest.mark.kills("HalvesTheLastRank")
 @_rows("units")
@@ -72,3 +79,10 @@ def test_what_a_wrapper_once_failed(trial: Trial, program: Program) -> None:
 @_rows("found_replicas")
 def test_what_replicas_once_failed(trial: Trial, program: Program) -> None:
     trial.holds(_of_family("replicas", program), *laws_of(program))
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("HalvesTheLastRankOfShares")
+@_rows("found_shares")
+def test_what_shares_once_failed(trial: Trial, program: Program) -> None:
+    trial.holds(training_of(program), *laws_of(program))
