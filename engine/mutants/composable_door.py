@@ -165,6 +165,16 @@ class SumsWhatACallerPrepares(ReferenceEngine):
             module.set_gradient_divide_factor(1.0)
 
 
+@mutant(after="pytorch/pytorch#190626", kills_on=_CALLS, trace=Trace.NUMBERS)
+class AddsCopiesInTheComputeDtype(ReferenceEngine):
+    """What ranks of another axis have of a gradient is added before it is cast for the reduction."""
+
+    class Prepared(Door):
+        def spoil_module(self, module: Any) -> None:
+            for group in groups_of(module):
+                group._accumulation_dtype = lambda _: None
+
+
 @mutant(after="pytorch/pytorch#158719", kills_on=_CALLS, trace=Trace.STATE)
 class LeavesOutWhatNoRankUsed(ReferenceEngine):
     """Parameters that no rank used have no gradient, also where they were to have zeros."""

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from shardproof import APART, FOURS, Capability
 from shardproof.suites.composable.bench import STEP, Bench, cut, expects, layers, shared_rows
-from shardproof.suites.composable.bench import steps_on_shared_rows, whole
+from shardproof.suites.composable.bench import steps_on_shared_rows, whole, whole_gradients
 from shardproof.suites.expect import expects_of
 from shardproof.suites.params import parametrize
 from shardproof.suites.wrapper.model import shown_gradients
@@ -206,3 +206,33 @@ def test_refuses(bench: Bench, name: str) -> None:
     scenario, words = _REFUSALS[name]
     mesh = _mesh(bench, {"a": -1, "tensor": 2})
     bench.refuses(REFUSAL, lambda: scenario(bench, mesh), naming=words)
+
+
+class _Gain(nn.Module):
+    """A factor for each column, which the ranks of another axis hold alike and each apply to rows of their own."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.factors = nn.Parameter(
+            distribute_tensor(torch.ones(4, device=mesh.device_type), mesh, [Replicate()])
+        )
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Scale the columns."""
+        result: torch.Tensor = rows * self.factors
+        return result
+
+
+@pytest.mark.kills("AddsCopiesInTheComputeDtype")
+@expects("gradients")
+def test_copies_of_another_axis_are_added_in_the_dtype_of_reductions(bench: Bench) -> None:
+    """Their sum, 257, has no form in the dtype of computation; each of its parts has one."""
+    mesh = init_device_mesh(bench.device.type, (bench.size // 2, 2), mesh_dim_names=("data", "tensor"))
+    model = _Gain(mesh["tensor"])
+    policy = bench.door.mixed_precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    bench.door.fully_shard(model, mesh=mesh["data"], mp_policy=policy)
+    part = 256.0 if mesh["tensor"].get_local_rank() == 0 else 1.0
+    own = torch.full((1, 4), part, dtype=torch.bfloat16, device=bench.device)
+    output = model(DTensor.from_local(own, mesh["tensor"], [Shard(0)]))
+    output.to_local().sum().backward()
+    bench.same("gradients", whole_gradients(model), {"factors": torch.full((4,), 257.0)})
