@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pack_sequence
 
 from shardproof import APART, FOURS, SEVERAL, Op
@@ -39,7 +41,11 @@ def _own(root: Any) -> dict[str, torch.Tensor]:
 @parametrize("is_asked", True, False, ids=["sent", "left_alone"])
 @expects("buffers in forward")
 def test_buffers_are_those_of_the_first_rank_where_asked_for(bench: Bench, is_asked: bool) -> None:
-    options: dict[str, Any] = {} if is_asked else {"forward_sync_buffers": False}
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    name = (
+        "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    )  # before torch 2.13
+    options: dict[str, Any] = {} if is_asked else {name: False}
     root = bench.wrap(tower(), **options)
     for _ in range(2):
         root.module.offset.fill_(float(bench.rank))
