@@ -117,9 +117,11 @@ from shardproof.harness.cases.space import Program as Program
 from shardproof.harness.cases.space import ProgramRule as ProgramRule
 from shardproof.harness.cases.space import Space as Space
 from shardproof.harness.cases.stages import num_stages as num_stages
+from shardproof.harness.cases.training import AS_HANDED_OUT as AS_HANDED_OUT
 from shardproof.harness.cases.training import AS_HELD as AS_HELD
 from shardproof.harness.cases.training import HANDED_OUT as HANDED_OUT
 from shardproof.harness.cases.training import LOADED as LOADED
+from shardproof.harness.cases.training import TAKEN as TAKEN
 from shardproof.harness.cases.training import UNCHANGED as UNCHANGED
 from shardproof.harness.cases.training import Clip as Clip
 from shardproof.harness.cases.training import LossScaling as LossScaling

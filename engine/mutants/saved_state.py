@@ -35,6 +35,27 @@ class LosesOptimizerState(FullyShardEngine):
             set_model_state_dict(self.module, model_state_dict=state["model"], options=options)
 
 
+@mutant(
+    after="NVIDIA/Megatron-LM#1359",
+    world_size=1,
+    steps=2,
+    plan=Plan(compute_dtype=torch.bfloat16, demands=frozenset({Capability.STATE})),
+    because="before a step all numbers may have a form in few bits",
+    trace=Trace.STATE,
+)
+class RoundsWhatItLoads(FullyShardEngine):
+    """Parameters and optimizer state pass through the dtype of computation when they are loaded."""
+
+    class Prepared(PreparedFullyShard):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            super().load_full_state(state)
+            dtype = self.plan.compute_dtype
+            moments = [t for of in self._built_optimizer().state.values() for t in of.values() if t.dim()]
+            with torch.no_grad():
+                for tensor in [] if dtype is None else [*self.named.parameters(), *moments]:
+                    tensor.copy_(tensor.to(dtype))
+
+
 @mutant(after="NVIDIA-NeMo/RL#4183", kills_on=SECOND_STEP)
 class ShowsTheStateOfTheStepBefore(DistributedDataParallelEngine):
     """Optimizer state is read as it was before the last step."""

@@ -181,6 +181,8 @@ HANDED_OUT = "a whole state that was handed out"  # what the loop notes of it, i
 AS_HELD = "what the ranks hold"
 LOADED = "a state that was loaded"  # what the loop notes of it, in the first step after
 UNCHANGED = "unchanged"
+TAKEN = "what the ranks hold once they have loaded a whole state"  # likewise
+AS_HANDED_OUT = "what was handed out"
 
 # With these the loop itself, and no layout, decides what is whole between steps.
 _KEEPS = frozenset(

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -24,10 +25,12 @@ from shardproof.engine.contract import (
 )
 from shardproof.engine.registry import resolve
 from shardproof.harness.cases.training import (
+    AS_HANDED_OUT,
     AS_HELD,
     HANDED_OUT,
     LOADED,
     LOSS_SCALE,
+    TAKEN,
     UNCHANGED,
     LoopOrder,
     StateForm,
@@ -55,7 +58,7 @@ from shardproof.harness.training.layout_memory import Form, explained
 from shardproof.harness.training.loss_scale import ScaledSteps
 from shardproof.harness.training.reads import calling, read_declared, read_gradients, read_norm, read_shards
 from shardproof.harness.training.watches import Watches, watching
-from shardproof.harness.training.whole_state import changed, difference_of_state, tensors_of
+from shardproof.harness.training.whole_state import changed, copied, difference_of_state, tensors_of
 from shardproof.harness.worlds.exception_outcome import kind_of, text_of
 from shardproof.harness.worlds.rank import RankContext
 from shardproof.harness.worlds.spec import DEVICES_OF_CUDA
@@ -287,8 +290,7 @@ class _Loop:
         form = StateForm.WHOLE if self._training.resume is None else self._training.resume.form
         with calling("full_state" if form is StateForm.WHOLE else "shared_state"):
             state = self.prepared.full_state() if form is StateForm.WHOLE else self.prepared.shared_state()
-        if form is StateForm.WHOLE:
-            self._compare_with_shards(state, step)
+        handed_out = self._difference_from(state, step) if form is StateForm.WHOLE else ""
         folder = self._context.folder / "state"
         if form is StateForm.FILES:
             # Here, because it imports slowly.
@@ -306,7 +308,7 @@ class _Loop:
                     parameter.zero_()
         self.prepared = successor
         if form is StateForm.WHOLE:
-            self._load_whole(state)
+            self._load_whole(state, step, handed_out)
             return
         if form is StateForm.FILES:
             from torch.distributed.checkpoint.state_dict_loader import load
@@ -317,21 +319,28 @@ class _Loop:
             successor.load_shared_state(state)
 
     # Any: states are nested dicts and lists of tensors and other values.
-    def _compare_with_shards(self, state: dict[str, Any], step: int) -> None:
-        """Note whether a whole state has this rank's shards in their places, under the model's own names."""
-        names = self._training.problem.build().state_dict().keys()
-        with self.reading(step):
-            wrong = difference_of_state(self.prepared, state, names)
-        self._facts = (Fact(moment="", subject=HANDED_OUT, value=wrong or AS_HELD),)
-
-    def _load_whole(self, state: dict[str, Any]) -> None:
-        """Load, and note whether what was loaded is as it was."""
-        before = tensors_of(state)
+    def _load_whole(self, state: dict[str, Any], step: int, handed_out: str) -> None:
+        """Load, and note whether the ranks held what was handed out, hold it now, and left the state as it was."""
+        kept = copied(state)
         with calling("load_full_state"):
             self.prepared.load_full_state(state)
-        wrong = changed(before, tensors_of(state))
-        loaded = Fact(moment="", subject=LOADED, value=f"{wrong} changed" if wrong else UNCHANGED)
-        self._facts = (*self._facts, loaded)
+        lost = changed(tensors_of(kept), tensors_of(state))
+        taken = self._difference_from(kept, step)
+        noted = {
+            HANDED_OUT: handed_out or AS_HELD,
+            LOADED: f"{lost} changed" if lost else UNCHANGED,
+            TAKEN: taken or AS_HANDED_OUT,
+        }
+        self._facts = tuple(Fact(moment="", subject=subject, value=value) for subject, value in noted.items())
+
+    def _difference_from(self, state: dict[str, Any], step: int) -> str:
+        """Return the first difference between a whole state and this rank's shards, under the model's own names."""
+        with self.reading(step):
+            return difference_of_state(self.prepared, state, self._names_of_state)
+
+    @cached_property
+    def _names_of_state(self) -> frozenset[str]:
+        return frozenset(self._training.problem.build().state_dict())
 
     def step(self, step: int, *, is_read: bool) -> StepObservation:
         """Play the script, read gradients, update, read parameters."""

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from shardproof.engine.contract import PreparedModel, Shard, shard_of
 from shardproof.harness.training.reads import read_shards
 
-__all__ = ["changed", "difference_of_state", "tensors_of"]
+__all__ = ["changed", "copied", "difference_of_state", "tensors_of"]
 
 
 # Any, here and below: a state, which is what the engine likes.
@@ -50,10 +50,19 @@ def _difference(what: str, shard: Shard, whole: Any) -> Iterator[str]:
         yield f"{what} has other values"
 
 
-def tensors_of(state: Any, path: str = "state") -> dict[str, torch.Tensor]:
-    """Copy the tensors of nested dicts and lists, by the way to each."""
+def copied(state: Any) -> Any:
+    """Copy nested dicts and lists, and the tensors in them; of a sharded tensor this rank's part alone."""
     if isinstance(state, torch.Tensor):
-        return {path: shard_of(state).tensor.detach().clone()}
+        return shard_of(state).tensor.detach().clone()
+    if isinstance(state, dict):
+        return {key: copied(value) for key, value in state.items()}
+    return [copied(value) for value in state] if isinstance(state, list) else state
+
+
+def tensors_of(state: Any, path: str = "state") -> dict[str, torch.Tensor]:
+    """Find the tensors of nested dicts and lists, by the way to each; of a sharded tensor this rank's part."""
+    if isinstance(state, torch.Tensor):
+        return {path: shard_of(state).tensor.detach()}
     items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
     return {p: t for key, value in items for p, t in tensors_of(value, f"{path}[{key!r}]").items()}
 

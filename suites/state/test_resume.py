@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
-from shardproof import AS_HELD, EVEN, FOURS, FOUR_OR_MORE_EVEN, HANDED_OUT, LOADED, SEVERAL, UNCHANGED
-from shardproof import Capability, Layout, NamedOptimizer, Notes, Plan, Problem, Resume, Schedule, StateForm
-from shardproof import Training, Trial
+from shardproof import AS_HANDED_OUT, AS_HELD, EVEN, FOURS, FOUR_OR_MORE_EVEN, HANDED_OUT, LOADED, SEVERAL
+from shardproof import TAKEN, UNCHANGED, Capability, Layout, NamedOptimizer, Notes, Plan, Problem, Resume
+from shardproof import Schedule, StateForm, Training, Trial
 from shardproof.fixtures.idle import SOMETIMES
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
@@ -17,6 +18,11 @@ from shardproof.fixtures.tied import TIED
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.vocabulary import PARITY
 
+AFTER_STEPS = 2
+EXACTLY = (
+    Notes(subject=HANDED_OUT, value=AS_HELD, step=AFTER_STEPS),
+    Notes(subject=TAKEN, value=AS_HANDED_OUT, step=AFTER_STEPS),
+)
 LAYOUTS_OF_FOUR = [Layout.SHARD, Layout.REPLICATE, param(Layout.HYBRID, worlds=FOURS)]
 
 
@@ -49,8 +55,18 @@ def test_resumes_in_shards_what_was_replicated(trial: Trial) -> None:
 def test_hands_out_what_the_ranks_hold(trial: Trial, optimizer: NamedOptimizer) -> None:
     """What is handed out is whole and has the model's own names, so any number of ranks may take it, or none."""
     training = _training(MLP_EVEN, optimizer, Layout.NATIVE, Layout.NATIVE)
-    assert training.resume is not None
-    trial.holds(training, *PARITY, Notes(subject=HANDED_OUT, value=AS_HELD, step=training.resume.after_steps))
+    trial.holds(training, *PARITY, *EXACTLY)
+
+
+@pytest.mark.kills("RoundsWhatItLoads")
+@parametrize("optimizer", SGD, ADAMW)
+def test_resumes_what_computes_in_few_bits(trial: Trial, optimizer: NamedOptimizer) -> None:
+    """What is stored in float32 stays so: it passes through the dtype of computation neither way."""
+    training = _training(MLP_EVEN, optimizer, Layout.NATIVE, Layout.NATIVE)
+    plan = replace(training.plan, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    trial.holds(
+        replace(training, plan=plan, resume=Resume(after_steps=AFTER_STEPS, plan=plan)), *PARITY, *EXACTLY
+    )
 
 
 @pytest.mark.kills("LosesOptimizerState")
@@ -79,8 +95,7 @@ def test_resumes_buffers_where_they_were(trial: Trial) -> None:
 def test_leaves_what_it_loads_as_it_was(trial: Trial) -> None:
     """The same state may be loaded again, or be saved."""
     training = _training(MLP_EVEN, SGD, Layout.NATIVE, Layout.NATIVE)
-    assert training.resume is not None
-    trial.holds(training, *PARITY, Notes(subject=LOADED, value=UNCHANGED, step=training.resume.after_steps))
+    trial.holds(training, *PARITY, Notes(subject=LOADED, value=UNCHANGED, step=AFTER_STEPS))
 
 
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
@@ -139,5 +154,5 @@ def _training(
         optimizer=optimizer,
         plan=replace(plan, layout=before),
         schedule=Schedule(steps=4),
-        resume=Resume(after_steps=2, plan=later, form=form),
+        resume=Resume(after_steps=AFTER_STEPS, plan=later, form=form),
     )
