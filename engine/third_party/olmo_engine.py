@@ -53,9 +53,8 @@ class MultiGroupDdpEngine(Engine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap it; all ranks have the first one's values already."""
         plan.refuse_beyond(self.capabilities)
+        bucket_mb = None if plan.bucket_bytes is None else plan.bucket_bytes / 2**20
         wrapper = MultiGroupDistributedDataParallel(
-            model,
-            process_group=mesh.get_group(),
-            bucket_cap_mb=None if plan.bucket_bytes is None else plan.bucket_bytes / 2**20,
+            model, process_group=mesh.get_group(), bucket_cap_mb=bucket_mb
         )
         return PreparedMultiGroup(wrapper, model)
