@@ -166,18 +166,6 @@ SCENARIOS: Mapping[str, tuple[Scenario, str]] = {
         lambda d: d.share_comm_ctx([d.fully_shard(_linear()), _linear()]),
         r"FSDPModule.*Linear",
     ),
-    "no buffer": (
-        lambda d: d.fully_shard(_linear()).set_reduce_scatter_max_input_buffers(0),
-        r"positive|at least|>= 1",
-    ),
-    "half a buffer": (
-        lambda d: d.fully_shard(_linear()).set_reduce_scatter_max_input_buffers(2.5),
-        r"int.*float|int.*2.5",
-    ),
-    "True buffers": (
-        lambda d: d.fully_shard(_linear()).set_reduce_scatter_max_input_buffers(True),
-        r"int.*bool|int.*True",
-    ),
     "a hook's stream beside native HSDP": (_hook_on_a_stream_of_ours, r"stream"),
     "a weight tied across groups": (_tied_across_groups, r"already managed by another.*group"),
     "a child before its root": (_child_before_root, r"already been lazily init.*root"),
@@ -193,5 +181,20 @@ SCENARIOS: Mapping[str, tuple[Scenario, str]] = {
         "float",
     ),
     "a reduce dtype of no floats": (_reduced_in_whole_numbers, "float|Long"),
-    "reset of a child": (_reset_of_a_child, r"root"),
 }
+# Of methods that not every release of torch has.
+NUMBERS_OF_BUFFERS: Mapping[str, tuple[Scenario, str]] = {
+    "no buffer": (
+        lambda d: d.fully_shard(_linear()).set_reduce_scatter_max_input_buffers(0),
+        r"positive|at least|>= 1",
+    ),
+    "half a buffer": (
+        lambda d: d.fully_shard(_linear()).set_reduce_scatter_max_input_buffers(2.5),
+        r"int.*float|int.*2.5",
+    ),
+    "True buffers": (
+        lambda d: d.fully_shard(_linear()).set_reduce_scatter_max_input_buffers(True),
+        r"int.*bool|int.*True",
+    ),
+}
+RESETS: Mapping[str, tuple[Scenario, str]] = {"reset of a child": (_reset_of_a_child, r"root")}
