@@ -51,8 +51,8 @@ _SHARES = frozenset({Capability.ZERO1, Capability.ZERO2, Capability.ACCUMULATE})
 FAMILIES: Mapping[str, frozenset[Capability]] = {
     "replicas": _REPLICAS,
     "wrapped": _WRAPPED,
-    "units": frozenset(Capability) - _SHARES - {Capability.WRAPPER, Capability.DATA_PARALLEL}
-    | {Capability.ACCUMULATE},
+    "units": frozenset(Capability)
+    - {Capability.WRAPPER, Capability.DATA_PARALLEL, Capability.ZERO1, Capability.ZERO2},
     "shares": _SHARES,
 }
 
@@ -67,7 +67,7 @@ JUDGED_WITH: Mapping[str, Capability] = {
 _RULES_OF: Mapping[str, tuple[ProgramRule, ...]] = {
     "shares": (
         ProgramRule(
-            why="it is one of replicas", holds=lambda program: not program[LAYOUT].startswith("zero")
+            why="another family has this layout", holds=lambda program: not program[LAYOUT].startswith("zero")
         ),
     )
 }
