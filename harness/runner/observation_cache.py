@@ -306,6 +306,9 @@ def unexercised(training: Training) -> Training:
 def _arithmetic(training: Training) -> Training:
     """Keep what changes the oracle: the engine and most of the plan change neither what is right nor its noise."""
     asked = unexercised(training)
+    scaling = asked.schedule.scaling
+    if scaling is not None and scaling.overflows_at is None:  # what is multiplied is divided again
+        asked = replace(asked, schedule=replace(asked.schedule, scaling=None))
     return replace(
         asked,
         plan=_arithmetic_plan(asked),
@@ -323,10 +326,11 @@ def _arithmetic_plan(training: Training) -> Plan:
     asked = training.script.demands | {
         Capability.CLIP,
         Capability.CLIP_IN_STEP,
-        Capability.LOSS_SCALE,
         Capability.CONVERT,
         Capability.REDUCE_AS_STORED,
     }
+    if training.schedule.scaling is not None:
+        asked |= {Capability.LOSS_SCALE}
     return Plan(
         divide_factor=plan.divide_factor,
         clip_in_step=plan.clip_in_step,

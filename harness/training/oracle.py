@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shardproof.engine.contract import Plan
+from shardproof.harness.cases.batch import ModelBatch
 from shardproof.harness.cases.training import LoopOrder, Training
 from shardproof.harness.cases.user_model import StepSchedules
 from shardproof.harness.torch_compat.dispatch import drawing_apart
@@ -26,6 +27,7 @@ from shardproof.harness.training.reduction_orders import (
     EXACT_ORDER,
     OWN_ORDER,
     Summation,
+    distinct,
     is_of_full_precision,
     num_reorderings,
     reduces_fully,
@@ -318,10 +320,15 @@ def _reference_order(training: Training) -> Summation:
     return EXACT_ORDER if training.problem.is_widened else replace(OWN_ORDER, dtype=training.convert)
 
 
-def _reordering(number: int, training: Training, draws: bool) -> Summation:
-    """Return an order of sums; of a model that draws, rows stay with the numbers that were drawn for them."""
-    order = reordering(number, training.plan, training.convert)
-    return replace(order, keeps_rows=draws)
+def _reorderings(training: Training, exact: OracleObservation, batches: Batches) -> list[Summation]:
+    """Return the orders of sums that differ; of a model that draws, rows stay with the numbers drawn for them."""
+    plan, draws = training.plan, exact.draws
+    numbers = range(num_reorderings(plan))
+    orders = [replace(reordering(n, plan, training.convert), keeps_rows=draws) for n in numbers]
+    keep_rows = draws or isinstance(batches.batch(step=0, microbatch=0, rank=0), ModelBatch)
+    if not keep_rows or not training.problem.is_widened:  # else each run is disturbed in its own way
+        return orders
+    return distinct(orders, plan, training.schedule.microbatches, exact.world_size)
 
 
 def _noise_of(
@@ -329,9 +336,9 @@ def _noise_of(
 ) -> tuple[dict[TensorKey, float], dict[TensorKey, torch.dtype]]:
     """Return how far each tensor of the other orders deviates, and its dtype; none of them is kept."""
     deviations = _Deviations(exact)
-    for number in range(num_reorderings(training.plan)):
+    for order in _reorderings(training, exact, batches):
         deviations.met.clear()
-        _train(training, world_size, _reordering(number, training, exact.draws), deviations.show, batches)
+        _train(training, world_size, order, deviations.show, batches)
         if deviations.met < deviations.noise.keys():
             place = next(iter(deviations.noise.keys() - deviations.met))
             raise ValueError(f"expected the same tensors twice, got no {place.quantity} {place.name!r} again")

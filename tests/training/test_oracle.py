@@ -11,12 +11,22 @@ import torch
 from shardproof.engine.contract import Accumulation, Capability, Plan
 from shardproof.fixtures.few_bits import FEW_BITS
 from shardproof.fixtures.optimizers import ADAMW, SGD
+from shardproof.fixtures.own_model import OWN_MODEL
 from shardproof.fixtures.problems import EXACT_LINEAR, MLP_BUFFERS, MLP_UNEVEN, TRANSFORMER, ModelProblem
 from shardproof.fixtures.random_draws import DROPPED, DROPPED_AND_RECOMPUTED, NOISY
 from shardproof.fixtures.thin import EMPTY_ROWS
 from shardproof.harness.cases.batch import Rows
-from shardproof.harness.cases.training import Clip, LoopOrder, Schedule, Training, ZeroGrad, loss_weight
+from shardproof.harness.cases.training import (
+    Clip,
+    LoopOrder,
+    Problem,
+    Schedule,
+    Training,
+    ZeroGrad,
+    loss_weight,
+)
 from shardproof.harness.laws.tolerance import MULTIPLE, allowed_error
+from shardproof.harness.training import oracle as oracle_module
 from shardproof.harness.training.draws import Seeds, drawing_in
 from shardproof.harness.training.oracle import (
     LOSSES,
@@ -26,7 +36,13 @@ from shardproof.harness.training.oracle import (
     _scale,
     run_oracle,
 )
-from shardproof.harness.training.reduction_orders import EXACT_ORDER, reordering
+from shardproof.harness.training.oracle_actor import Batches
+from shardproof.harness.training.reduction_orders import (
+    EXACT_ORDER,
+    distinct,
+    num_reorderings,
+    reordering,
+)
 
 TRAINING = Training(problem=MLP_UNEVEN, optimizer=SGD, schedule=Schedule(steps=3, microbatches=3))
 
@@ -360,3 +376,51 @@ def test_numbers_of_float64_are_drawn_in_the_dtype_of_the_ranks(shape: tuple[int
                 got = draw(wide)
             assert got.dtype is torch.float64
             torch.testing.assert_close(got, expected.double(), rtol=0, atol=0)
+
+
+# Orders that coincide
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "num_ranks", "plan", "num_expected"),
+    [
+        (1, 1, Plan(), 1),
+        (1, 2, Plan(), 1),
+        (1, 2, Plan(reduce_dtype=torch.bfloat16), 1),
+        (1, 2, Plan(divide_factor=3.0), 2),  # dividing by three rounds, before or after adding
+        (1, 3, Plan(), 4),
+        (
+            3,
+            1,
+            Plan(accumulation=Accumulation.LAST_MICROBATCH),
+            2,
+        ),  # two of the four orders add the same pair first
+    ],
+)
+def test_orders_that_add_alike_are_run_once(
+    num_microbatches: int, num_ranks: int, plan: Plan, num_expected: int
+) -> None:
+    orders = [reordering(number, plan) for number in range(num_reorderings(plan))]
+    kept = distinct(orders, plan, num_microbatches, num_ranks)
+    assert len(kept) == num_expected
+    assert kept[0] == orders[0]
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_runs_that_are_left_out_would_add_no_noise(
+    microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(problem=OWN_MODEL, optimizer=SGD, schedule=Schedule(microbatches=microbatches))
+    found = run_oracle(training, 2)
+    monkeypatch.setattr(oracle_module, "distinct", lambda orders, *_: orders)
+    assert run_oracle(training, 2).noise == found.noise
+    assert any(found.noise.values())
+
+
+@pytest.mark.parametrize("problem", [MLP_UNEVEN, replace(OWN_MODEL, is_widened=False)], ids=["rows", "own"])
+def test_runs_that_differ_in_more_than_the_order_of_ranks_are_all_kept(problem: Problem) -> None:
+    """Shuffled rows add in other orders too, and a reference of few bits is disturbed anew in each run."""
+    training = Training(problem=problem, optimizer=SGD)
+    seen = run_oracle(training, 2)
+    orders = oracle_module._reorderings(training, seen, Batches(problem))
+    assert len(orders) == num_reorderings(training.plan)
