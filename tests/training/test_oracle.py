@@ -27,6 +27,7 @@ from shardproof.harness.cases.training import (
 )
 from shardproof.harness.laws.tolerance import MULTIPLE, allowed_error
 from shardproof.harness.training import oracle as oracle_module
+from shardproof.harness.training.absolute_error import largest
 from shardproof.harness.training.draws import Seeds, drawing_in
 from shardproof.harness.training.oracle import (
     LOSSES,
@@ -37,6 +38,7 @@ from shardproof.harness.training.oracle import (
     run_oracle,
 )
 from shardproof.harness.training.oracle_actor import Batches
+from shardproof.harness.training.piece_sizes import PieceSizes, sizes_of
 from shardproof.harness.training.reduction_orders import (
     EXACT_ORDER,
     distinct,
@@ -74,6 +76,40 @@ def test_first_gradient_is_that_of_one_global_batch(problem: ModelProblem) -> No
     for (name, gradient), by_hand in zip(got.items(), expected, strict=True):
         assert gradient is not None
         torch.testing.assert_close(gradient, by_hand, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def test_sizes_are_those_of_contributions(oracle: OracleObservation) -> None:
+    for step in oracle.steps:
+        assert step.sizes.keys() == step.contributions.keys()
+        for name, pieces in step.contributions.items():
+            sizes = step.sizes[name]
+            # Sums in another order, of float64.
+            assert sizes.total == pytest.approx(largest(pieces.sum((0, 1))), rel=1e-12)
+            assert sizes.absolute == pytest.approx(largest(pieces.abs().sum((0, 1))), rel=1e-12)
+            assert sizes.of_ranks == pytest.approx(
+                [largest(own) for own in pieces.sum(0).unbind()], rel=1e-12
+            )
+
+
+def test_sizes_see_the_last_block_and_no_infinity() -> None:
+    ones = torch.ones(3, 50_000)
+    odd = ones.clone()
+    odd[-1, -1], odd[0, 0] = -5.0, torch.inf
+    found = sizes_of([[ones, odd], [ones, torch.zeros(()).expand_as(ones)]])
+    assert found == PieceSizes(total=3.0, absolute=7.0, of_ranks=(2.0, 5.0))
+
+
+@pytest.mark.parametrize("problem", [MLP_UNEVEN, FEW_BITS[0], OWN_MODEL], ids=lambda p: p.name)
+def test_an_oracle_that_explains_nothing_judges_alike(problem: Problem) -> None:
+    training = replace(TRAINING, problem=problem)
+    full, lean = run_oracle(training, 2), run_oracle(training, 2, explains=False)
+    assert (lean.noise, lean.scales, lean.constants) == (full.noise, full.scales, full.constants)
+    assert (lean.dtypes, lean.is_exact, lean.draws) == (full.dtypes, full.is_exact, full.draws)
+    for place in full.noise:
+        assert allowed_error(lean, place) == allowed_error(full, place)
+    assert [step.sizes for step in lean.steps] == [step.sizes for step in full.steps]
+    assert not lean.state_before
+    assert not any(step.contributions or step.lagging for step in lean.steps)
 
 
 def test_contributions_add_up_to_the_gradient(oracle: OracleObservation) -> None:
@@ -289,7 +325,7 @@ def test_what_no_loss_reached_or_has_no_elements_may_not_be_off_at_all() -> None
     for quantity in (Quantity.GRADIENT, Quantity.PARAMETER):
         assert {allowed_error(oracle, TensorKey(quantity=quantity, step=0, name=n)) for n in empty} == {0.0}
     step, *later = oracle.steps
-    unreached = replace(oracle, steps=(replace(step, contributions={}), *later))
+    unreached = replace(oracle, steps=(replace(step, sizes={}), *later))
     for name in oracle.initial:
         assert _scale(unreached, TensorKey(quantity=Quantity.GRADIENT, step=0, name=name), {}) == 0.0
 
