@@ -22,6 +22,7 @@ from shardproof.harness.cli.commands import deadline_for
 from shardproof.harness.cli.main import main
 from shardproof.harness.cli.model_summary import model_summary
 from shardproof.harness.errors import UsageError
+from shardproof.harness.runner import user_models
 from shardproof.harness.runner.user_models import read_model
 from shardproof.suites.own_model.conftest import default_optimizer
 
@@ -566,3 +567,17 @@ def test_data_and_model_are_the_same_each_time() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(17)
     assert all(torch.equal(a, b) for a, b in zip(first, numbers(OWN_MODEL), strict=True))
+
+
+def test_the_command_and_the_suite_read_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[str]()
+
+    def noted(spec: str, *, limit_s: float) -> tuple[UserModel, None]:
+        read.append(spec)
+        return OWN_MODEL, None
+
+    monkeypatch.setattr(user_models, "_known", {})
+    monkeypatch.setattr(user_models, "read_model", noted)
+    for limit_s in (600.0, 75.0):
+        assert user_models.known_model(OWN_MODEL.spec, limit_s) == (OWN_MODEL, None)
+    assert read == [OWN_MODEL.spec]

@@ -68,6 +68,7 @@ class ObservationCache:
         self._source = source
         self._oracles: dict[tuple[str, int], OracleObservation] = {}
         self._kept_oracles: dict[tuple[str, int], KeptOracle] = {}  # those that were not computed here
+        self._explaining: set[tuple[str, int]] = set()  # oracles that are to explain a failure
         self._unread: dict[str, list[object]] = {}
         # Digests of parts, of the case that asked last.
         self._read: tuple[str, list[tuple[object, str]]] = ("", [])
@@ -175,11 +176,12 @@ class ObservationCache:
         arithmetic = _arithmetic(training)
         key = (self._digest(arithmetic, case), world_size)
         if key not in self._oracles:
-            kept = self._kept_oracle(arithmetic, world_size, case)
-            if kept is not None and kept.path.exists():
+            kept, explains = self._kept_oracle(arithmetic, world_size, case), key in self._explaining
+            if kept is not None and not explains and kept.path.exists():
                 self._kept_oracles[key] = kept
+            folder = self._own_folder()
             self._oracles[key] = ask_oracle(
-                arithmetic, world_size, limit_s=limit_s, kept=kept, folder=self._own_folder()
+                arithmetic, world_size, limit_s=limit_s, kept=kept, folder=folder, explains=explains
             )
             _drop_oldest(self._oracles, _bytes_of_oracle, _MOST_BYTES_OF_ORACLES)
         return self._oracles[key]
@@ -192,15 +194,19 @@ class ObservationCache:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def forget_kept_oracle(self, training: Training, world_size: int, case: str) -> bool:
-        """Forget the oracle of a training if an earlier run computed it; returns whether it did."""
-        if not self._kept_oracles:
-            return False
+    def forget_oracle(self, training: Training, world_size: int, case: str, *, must_explain: bool) -> bool:
+        """Forget the oracle of a training if an earlier run computed it, or if it does not explain and must.
+
+        Returns whether it did: the next one is computed now, and explains.
+        """
         key = (self._digest(_arithmetic(training), case), world_size)
-        if key not in self._kept_oracles:
+        oracle, kept = self._oracles.get(key), self._kept_oracles.pop(key, None)
+        if kept is None and (oracle is None or oracle.explains or not must_explain):
             return False
-        self._kept_oracles.pop(key).forget()
+        if kept is not None:
+            kept.forget()
         self._oracles.pop(key, None)
+        self._explaining.add(key)
         return True
 
     def _kept_oracle(self, arithmetic: Training, world_size: int, case: str) -> KeptOracle | None:
@@ -306,6 +312,9 @@ def unexercised(training: Training) -> Training:
 def _arithmetic(training: Training) -> Training:
     """Keep what changes the oracle: the engine and most of the plan change neither what is right nor its noise."""
     asked = unexercised(training)
+    scaling = asked.schedule.scaling
+    if scaling is not None and scaling.overflows_at is None:  # what is multiplied is divided again
+        asked = replace(asked, schedule=replace(asked.schedule, scaling=None))
     return replace(
         asked,
         plan=_arithmetic_plan(asked),
@@ -323,10 +332,11 @@ def _arithmetic_plan(training: Training) -> Plan:
     asked = training.script.demands | {
         Capability.CLIP,
         Capability.CLIP_IN_STEP,
-        Capability.LOSS_SCALE,
         Capability.CONVERT,
         Capability.REDUCE_AS_STORED,
     }
+    if training.schedule.scaling is not None:
+        asked |= {Capability.LOSS_SCALE}
     return Plan(
         divide_factor=plan.divide_factor,
         clip_in_step=plan.clip_in_step,

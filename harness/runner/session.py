@@ -126,8 +126,9 @@ class TrialSession:
             judged = partial(judge, case, declared, kept, oracle, lacks=lacks, simulated=_num_simulated(cell))
             judgement = judged()
             # See [Note: what a kept oracle may decide].
-            if judgement.verdict is not Verdict.PASSED and self._archive.forget_kept_oracle(
-                case.training, _data_size(case, cell), case.id
+            must_explain = any(not law.held for law in judgement.laws)
+            if judgement.verdict is not Verdict.PASSED and self._archive.forget_oracle(
+                case.training, _data_size(case, cell), case.id, must_explain=must_explain
             ):
                 judgement = judged()
             if _is_unexplained(judgement, training, cell):

@@ -10,7 +10,6 @@ import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -61,10 +60,18 @@ def read_model(spec: str, *, limit_s: float) -> tuple[UserModel, UserOptimizer |
 _pass_s: dict[str, float] = {}  # no part of a model: an equal one may take longer
 
 
-@cache
+_known: dict[str, tuple[UserModel, UserOptimizer | None]] = {}
+
+
 def known_model(spec: str, limit_s: float) -> tuple[UserModel, UserOptimizer | None]:
-    """Return what `read_model` does, read once per process: the command and the suite ask for the same model."""
-    return read_model(spec, limit_s=limit_s)
+    """Return what `read_model` does, read once per process: the command and the suite ask for the same model.
+
+    They have other limits, which matter the first time alone.
+    """
+    spec = absolute(spec)
+    if spec not in _known:
+        _known[spec] = read_model(spec, limit_s=limit_s)
+    return _known[spec]
 
 
 def pass_seconds(spec: str) -> float:

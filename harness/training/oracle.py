@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shardproof.engine.contract import Plan
+from shardproof.harness.cases.batch import ModelBatch
 from shardproof.harness.cases.training import LoopOrder, Training
 from shardproof.harness.cases.user_model import StepSchedules
 from shardproof.harness.torch_compat.dispatch import drawing_apart
@@ -22,10 +23,12 @@ from shardproof.harness.torch_compat.dtypes import cast_module, widened
 from shardproof.harness.training.absolute_error import largest, largest_deviation
 from shardproof.harness.training.draws import drawing_in
 from shardproof.harness.training.oracle_actor import Batches, OracleModels, StackedPieces, pieces_of_step
+from shardproof.harness.training.piece_sizes import PieceSizes, sizes_of
 from shardproof.harness.training.reduction_orders import (
     EXACT_ORDER,
     OWN_ORDER,
     Summation,
+    distinct,
     is_of_full_precision,
     num_reorderings,
     reduces_fully,
@@ -82,16 +85,18 @@ class OracleStep:
 
     ``losses`` is [losses of the script, ranks with data]. ``contributions[name][m, r]`` is the gradient of rank
     r's loss of microbatch m as that rank computes it, before any averaging: summed over both and divided by
-    the plan's divisor they are the step's gradient. ``gradients`` is what the optimizer finds, clipped if so
-    asked, None where there is none. ``norm`` is that of all gradients before clipping. ``lagging`` are the gradients,
-    unclipped, of this step's data with the parameters of the step before, and ``lagging_losses`` its losses: empty and
-    None for the first step.
+    the plan's divisor they are the step's gradient. ``sizes`` says how large they are. ``gradients`` is what the
+    optimizer finds, clipped if so asked, None where there is none. ``norm`` is that of all gradients before clipping.
+    ``lagging`` are the gradients, unclipped, of this step's data with the parameters of the step before, and
+    ``lagging_losses`` its losses: empty and None for the first step. Contributions and what lags only explain a
+    failure; see `OracleObservation.explains`.
     """
 
     losses: torch.Tensor
     contributions: Tensors
     gradients: Mapping[str, torch.Tensor | None]
     parameters: Tensors
+    sizes: Mapping[str, PieceSizes] = field(default_factory=dict)
     norm: torch.Tensor | None = None
     lagging: Tensors = field(default_factory=dict)
     lagging_losses: torch.Tensor | None = None
@@ -124,6 +129,7 @@ class OracleObservation:
     says that forward or the loss draws random numbers; ``device`` is that of the ranks to compare with. ``untrained``
     are the parameters that the optimizer was not given. ``state_before`` is the optimizer state before the last step.
     ``first`` is None unless the model rounds far more than its dtype does; see [Note: rounding of one side].
+    ``explains`` says that what only explains a failure is there: contributions, what lags, and ``state_before``.
     """
 
     world_size: int
@@ -143,6 +149,7 @@ class OracleObservation:
     is_widened: bool = True
     untrained: frozenset[str] = frozenset()
     state_before: Tensors = field(default_factory=dict)
+    explains: bool = True
 
     @property
     def divisor(self) -> float:
@@ -174,7 +181,7 @@ class OracleObservation:
         gradient = at.gradients[name]
         if at.norm is None or gradient is None:
             return 1.0
-        whole = largest(at.contributions[name].sum((0, 1)) / self.divisor)
+        whole = at.sizes[name].total / self.divisor
         return largest(gradient) / whole if whole else 1.0
 
     def dtype(self, quantity: Quantity, name: str) -> torch.dtype:
@@ -190,7 +197,7 @@ class KeepTensors(Protocol):
 
 
 class _Show(Protocol):
-    """Takes what a training makes, in that order; ``quantity`` is None for what no other run is compared in."""
+    """Takes what a training makes, in that order; ``quantity`` is None for what only explains a failure."""
 
     def __call__(
         self, quantity: Quantity | None, step: int, tensors: Mapping[str, _T], rank: int = 0, /
@@ -198,20 +205,22 @@ class _Show(Protocol):
         """Return what is kept of it."""
 
 
-def run_oracle(training: Training, world_size: int, keep: KeepTensors | None = None) -> OracleObservation:
+def run_oracle(
+    training: Training, world_size: int, keep: KeepTensors | None = None, *, explains: bool = True
+) -> OracleObservation:
     """Train once in float64 and a few times in the parameters' dtype with other orders of summation.
 
     Where float64 is no reference, train once in the parameters' dtypes, and disturb the other runs; see
     [Note: rounded anew]. ``world_size`` counts the ranks that have data of their own. Never communicates.
-    ``keep`` copies tensors, in memory if it is None.
+    ``keep`` copies tensors, in memory if it is None. What only explains a failure is left out unless ``explains``.
     """
     keep = keep or _copy
     batches = Batches(training.problem)
     with drawing_apart():
-        exact = _exact(training, world_size, keep, batches)
+        exact = _exact(training, world_size, keep, batches, explains)
         noise, dtypes = _noise_of(training, world_size, exact, batches)
         first = _first_step(training, world_size) if _rounds_coarsely(training, exact, noise) else None
-        steps = _with_lagging(training, exact, keep, batches)
+        steps = _with_lagging(training, exact, keep, batches) if explains else exact.steps
     is_power_of_two = world_size & (world_size - 1) == 0
     quiet = {p.name for p, deviates_by in noise.items() if p.quantity is Quantity.BUFFER and not deviates_by}
     return replace(
@@ -223,6 +232,7 @@ def run_oracle(training: Training, world_size: int, keep: KeepTensors | None = N
         dtypes=dtypes,
         is_exact=training.problem.is_exact and is_power_of_two and not any(noise.values()),
         first=first,
+        explains=explains,
     )
 
 
@@ -237,9 +247,8 @@ def _rounds_coarsely(training: Training, exact: OracleObservation, noise: Mappin
         return False
     coarse = _COARSE_ROUNDINGS * torch.finfo(torch.float32).eps
     return any(
-        noise[TensorKey(quantity=Quantity.GRADIENT, step=0, name=name)]
-        > coarse * largest(pieces.abs().sum((0, 1)))
-        for name, pieces in exact.steps[0].contributions.items()
+        noise[TensorKey(quantity=Quantity.GRADIENT, step=0, name=name)] > coarse * sizes.absolute
+        for name, sizes in exact.steps[0].sizes.items()
     )
 
 
@@ -301,11 +310,15 @@ def _with_lagging(
     return tuple(steps)
 
 
-def _exact(training: Training, world_size: int, keep: KeepTensors, batches: Batches) -> OracleObservation:
+def _exact(
+    training: Training, world_size: int, keep: KeepTensors, batches: Batches, explains: bool
+) -> OracleObservation:
     """Train in float64; where random numbers are drawn once more, with those that float32 would draw."""
 
-    def show(_: Quantity | None, step: int, tensors: Mapping[str, _T], rank: int = 0) -> Mapping[str, _T]:
-        return keep(tensors)
+    def show(
+        quantity: Quantity | None, step: int, tensors: Mapping[str, _T], rank: int = 0
+    ) -> Mapping[str, _T]:
+        return {} if quantity is None and not explains else keep(tensors)
 
     exact = _train(training, world_size, _reference_order(training), show, batches)
     if not exact.draws or not training.problem.is_widened:
@@ -318,10 +331,15 @@ def _reference_order(training: Training) -> Summation:
     return EXACT_ORDER if training.problem.is_widened else replace(OWN_ORDER, dtype=training.convert)
 
 
-def _reordering(number: int, training: Training, draws: bool) -> Summation:
-    """Return an order of sums; of a model that draws, rows stay with the numbers that were drawn for them."""
-    order = reordering(number, training.plan, training.convert)
-    return replace(order, keeps_rows=draws)
+def _reorderings(training: Training, exact: OracleObservation, batches: Batches) -> list[Summation]:
+    """Return the orders of sums that differ; of a model that draws, rows stay with the numbers drawn for them."""
+    plan, draws = training.plan, exact.draws
+    numbers = range(num_reorderings(plan))
+    orders = [replace(reordering(n, plan, training.convert), keeps_rows=draws) for n in numbers]
+    keep_rows = draws or isinstance(batches.batch(step=0, microbatch=0, rank=0), ModelBatch)
+    if not keep_rows or not training.problem.is_widened:  # else each run is disturbed in its own way
+        return orders
+    return distinct(orders, plan, training.schedule.microbatches, exact.world_size)
 
 
 def _noise_of(
@@ -329,9 +347,9 @@ def _noise_of(
 ) -> tuple[dict[TensorKey, float], dict[TensorKey, torch.dtype]]:
     """Return how far each tensor of the other orders deviates, and its dtype; none of them is kept."""
     deviations = _Deviations(exact)
-    for number in range(num_reorderings(training.plan)):
+    for order in _reorderings(training, exact, batches):
         deviations.met.clear()
-        _train(training, world_size, _reordering(number, training, exact.draws), deviations.show, batches)
+        _train(training, world_size, order, deviations.show, batches)
         if deviations.met < deviations.noise.keys():
             place = next(iter(deviations.noise.keys() - deviations.met))
             raise ValueError(f"expected the same tensors twice, got no {place.quantity} {place.name!r} again")
@@ -395,12 +413,11 @@ def _scale(exact: OracleObservation, place: TensorKey, earlier: Mapping[TensorKe
     """Return the largest value that is rounded on the way to a tensor; ``earlier`` are those of the steps before."""
     match place.quantity:
         case Quantity.GRADIENT:
-            pieces = exact.steps[place.step].contributions.get(place.name)
+            sizes = exact.steps[place.step].sizes.get(place.name)
             # None where no loss reached the parameter: what the optimizer finds are the zeros of clearing.
-            if pieces is None:
+            if sizes is None:
                 return 0.0
-            sizes = sum(piece.abs() for piece in pieces.flatten(0, 1))
-            return largest(sizes) / exact.divisor * exact.clipping_factor(place.step, place.name)
+            return sizes.absolute / exact.divisor * exact.clipping_factor(place.step, place.name)
         case Quantity.PARAMETER:
             before = earlier.get(replace(place, step=place.step - 1))
             start = largest(exact.initial[place.name]) if before is None else before
@@ -447,6 +464,8 @@ def _train(
             # Cleared before, to None or to zeros, unless the optimizer was not given the parameter.
             reduced, left = summation.reduce(pieces, training.plan), parameters[name].grad
             parameters[name].grad = reduced if left is None else left + reduced
+        is_reference = summation.seed is None
+        sizes = {name: sizes_of(pieces) for name, pieces in contributions.items()} if is_reference else {}
         kept_pieces = show(None, step, StackedPieces(contributions))
         contributions.clear()  # the most that is in memory
         norm = None if is_skipped else _clip(training, parameters)
@@ -465,6 +484,7 @@ def _train(
             contributions=kept_pieces,
             gradients=gradients,
             parameters=show(Quantity.PARAMETER, step, parameters),
+            sizes=sizes,
             norm=norm,
         )
         steps.append(seen)

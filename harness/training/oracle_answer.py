@@ -24,6 +24,7 @@ from shardproof.harness.training.oracle import (
     TensorKey,
     run_oracle,
 )
+from shardproof.harness.training.piece_sizes import PieceSizes
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 
 __all__ = ["ask_oracle"]
@@ -39,18 +40,19 @@ def ask_oracle(
     limit_s: float,
     kept: KeptOracle | None = None,
     folder: Path | None = None,
+    explains: bool = False,
 ) -> OracleObservation:
-    """Compute the oracle of a training aside, or take the one that is kept.
+    """Compute the oracle of a training aside; or take the one that is kept, unless it must be one that ``explains``.
 
     Its tensors lie in a file, on the disk of ``folder``, that has no name any more. Raises ShardproofError if the model
     raises, or after ``limit_s`` seconds.
     """
-    if kept and kept.is_whole():
+    if kept and not explains and kept.is_whole():
         return _read(kept.path, training)
     with tempfile.TemporaryDirectory(prefix="oracle-", dir=folder) as scratch:
         path = Path(scratch) / "tensors"
         try:
-            answer = ask(limit_s, _LONGEST, _answer, training, world_size, path)
+            answer = ask(limit_s, _LONGEST, _answer, training, world_size, path, explains)
         except NoAnswerError as error:
             raise _failure(training, f"the process that computes it {error}") from None
         if answer:
@@ -88,12 +90,12 @@ def _failure(training: Training, got: str) -> HarnessBug:
     )
 
 
-def _answer(training: Training, world_size: int, path: Path) -> bytes:
+def _answer(training: Training, world_size: int, path: Path, explains: bool) -> bytes:
     """Write the oracle to a file; returns what was raised, as JSON."""
     torch.compiler.set_stance("force_eager")  # the reference is what the model's own code says
     try:
         with TensorWriter(path) as writer:
-            writer.finish(_plain(run_oracle(training, world_size, writer.kept)))
+            writer.finish(_plain(run_oracle(training, world_size, writer.kept, explains=explains)))
     except Exception as error:
         fields = [str(arg) for arg in error.args] if isinstance(error, ShardproofError) else []
         text = "".join(traceback.format_exception(error))[-_LONGEST // 2 :]
@@ -112,6 +114,7 @@ def _plain(oracle: OracleObservation) -> dict[str, Any]:
                 "contributions": step.contributions,
                 "gradients": step.gradients,
                 "parameters": step.parameters,
+                "sizes": {n: [s.total, s.absolute, *s.of_ranks] for n, s in step.sizes.items()},
                 "norm": step.norm,
                 "lagging": step.lagging,
                 "lagging_losses": step.lagging_losses,
@@ -129,6 +132,7 @@ def _plain(oracle: OracleObservation) -> dict[str, Any]:
         "is_widened": oracle.is_widened,
         "untrained": sorted(oracle.untrained),
         "state_before": oracle.state_before,
+        "explains": oracle.explains,
         "first": oracle.first and {f.name: getattr(oracle.first, f.name) for f in fields(FirstStep)},
     }
 
@@ -138,7 +142,7 @@ def _observation(plain: dict[str, Any], training: Training) -> OracleObservation
         world_size=plain["world_size"],
         plan=training.plan,
         initial=plain["initial"],
-        steps=tuple(OracleStep(**step) for step in plain["steps"]),
+        steps=tuple(OracleStep(**{**step, "sizes": _sizes(step["sizes"])}) for step in plain["steps"]),
         optimizer_state=plain["optimizer_state"],
         buffers=tuple(plain["buffers"]),
         noise={_place(*spelled): value for *spelled, value in plain["noise"]},
@@ -150,8 +154,16 @@ def _observation(plain: dict[str, Any], training: Training) -> OracleObservation
         is_widened=plain["is_widened"],
         untrained=frozenset(plain["untrained"]),
         state_before=plain["state_before"],
+        explains=plain["explains"],
         first=plain["first"] and FirstStep(**plain["first"]),
     )
+
+
+def _sizes(plain: dict[str, list[float]]) -> dict[str, PieceSizes]:
+    return {
+        name: PieceSizes(total=total, absolute=absolute, of_ranks=tuple(of_ranks))
+        for name, (total, absolute, *of_ranks) in plain.items()
+    }
 
 
 def _spelled(place: TensorKey) -> tuple[str, int, str]:

@@ -15,6 +15,7 @@ from shardproof.harness.torch_compat.dtypes import cast
 __all__ = [
     "EXACT_ORDER",
     "Summation",
+    "distinct",
     "is_of_full_precision",
     "num_reorderings",
     "reduces_fully",
@@ -122,3 +123,25 @@ def reordering(number: int, plan: Plan, dtype: torch.dtype | None = None) -> Sum
         divides_first=number // 2 % 2 == 1 or plan.reduction_dtype is torch.float16,
         accumulates_reduced=number // 4 % 2 == 1,
     )
+
+
+_NUM_PROBED = 2**12  # elements: far more than two orders of at least three terms could round alike by chance
+
+
+def distinct(
+    orders: Sequence[Summation], plan: Plan, num_microbatches: int, num_ranks: int
+) -> list[Summation]:
+    """Leave out the orders that round all sums of pieces as an earlier one does: two ranks add up alike either way.
+
+    Only of use where rows keep their places, because sums over rows are not looked at.
+    """
+    generator = torch.Generator().manual_seed(0)
+    kept: list[Summation] = []
+    seen: list[torch.Tensor] = []
+    probe = torch.randn(num_microbatches, num_ranks, _NUM_PROBED, generator=generator)
+    for order in orders:
+        reduced = order.reduce(cast(probe, order.dtype), plan)
+        if not any(torch.equal(reduced, other) for other in seen):
+            kept.append(order)
+            seen.append(reduced)
+    return kept

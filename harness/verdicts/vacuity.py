@@ -93,7 +93,7 @@ def _idle_ranks(evidence: Evidence) -> str | None:
         if evidence.training.schedule.is_skipped(step):
             continue
         for rank in range(evidence.data_size):
-            if not any(bool(pieces[:, rank].any()) for pieces in seen.contributions.values()):
+            if not any(sizes.of_ranks[rank] for sizes in seen.sizes.values()):
                 return f"every gradient of rank {rank} is zero in step {step}"
     return None
 

@@ -119,8 +119,7 @@ def _hidden_rank(evidence: Evidence) -> str | None:
 def _without(oracle: OracleObservation, rank: int) -> Iterator[_Effect]:
     for name in oracle.initial:
         for place, _ in _gradients(oracle, name):
-            pieces = oracle.steps[place.step].contributions[name]
-            share = largest(pieces[:, rank].sum(0)) / oracle.divisor
+            share = oracle.steps[place.step].sizes[name].of_ranks[rank] / oracle.divisor
             effect = share * oracle.clipping_factor(place.step, name)
             if effect:
                 yield _Effect(place=place, allowed=allowed_error(oracle, place), effect=effect)
@@ -238,7 +237,7 @@ def _gradients(oracle: OracleObservation, name: str) -> Iterator[tuple[TensorKey
     """Yield the gradients of a parameter that some loss reached."""
     for step, seen in enumerate(oracle.steps):
         gradient = seen.gradients.get(name)
-        if gradient is not None and name in seen.contributions and bool(gradient.any()):
+        if gradient is not None and name in seen.sizes and bool(gradient.any()):
             yield TensorKey(quantity=Quantity.GRADIENT, step=step, name=name), gradient
 
 

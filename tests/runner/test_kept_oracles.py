@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof import MatchesOracle, TrialSession, Verdict
+from shardproof import Capability, LossScaling, MatchesOracle, Training, TrialSession, Verdict
 from shardproof.fixtures.problems import MLP_EVEN, ModelProblem
-from shardproof.harness.runner.observation_cache import Source
+from shardproof.harness.runner.observation_cache import Source, _arithmetic
 from shardproof.harness.training import kept_oracle, oracle_answer
 from shardproof.harness.worlds.processes.fresh_process import ask
 from shardproof.suites.training import train
@@ -92,6 +92,45 @@ def test_another_installation_asks_for_another(farm: Farm, monkeypatch: pytest.M
 def test_content_without_a_digest_is_not_kept(farm: Farm) -> None:
     farm.run(replace(MLP_EVEN, loss=_Unreadable()))
     assert not farm.oracles.exists()
+
+
+def test_a_failure_is_explained_by_an_oracle_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[bool]()
+
+    # Any: as they came.
+    def noted(*args: Any) -> bytes:
+        asked.append(args[-1])
+        return ask(*args)
+
+    monkeypatch.setattr(oracle_answer, "ask", noted)
+    session = TrialSession(Source(folder=tmp_path / "run"))
+    training = train(MLP_EVEN, steps=1, units=())
+    engines = ("torch.ddp", BROKEN, BROKEN, "torch.ddp")
+    records = [judged(session, engine, training=training, laws=(MatchesOracle(),)) for engine in engines]
+    session.close()
+    assert [record.verdict for record in records] == [
+        Verdict.PASSED,
+        Verdict.FAILED,
+        Verdict.FAILED,
+        Verdict.PASSED,
+    ]
+    for failed in records[1:3]:
+        assert failed.worst is not None
+        assert failed.worst.looks_like == "only this rank's own gradient: not synchronised"
+    assert asked == [False, True]  # none for the third and fourth
+
+
+def test_a_loss_scale_asks_for_another_only_if_a_step_is_skipped() -> None:
+    plain = train(MLP_EVEN, units=())
+    plan = replace(plain.plan, demands=plain.plan.demands | {Capability.LOSS_SCALE})
+
+    def scaled(scaling: LossScaling) -> Training:
+        return replace(plain, plan=plan, schedule=replace(plain.schedule, scaling=scaling))
+
+    assert _arithmetic(scaled(LossScaling())) == _arithmetic(plain)
+    assert _arithmetic(scaled(LossScaling(overflows_at=1))) != _arithmetic(plain)
 
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {

@@ -11,12 +11,23 @@ import torch
 from shardproof.engine.contract import Accumulation, Capability, Plan
 from shardproof.fixtures.few_bits import FEW_BITS
 from shardproof.fixtures.optimizers import ADAMW, SGD
+from shardproof.fixtures.own_model import OWN_MODEL
 from shardproof.fixtures.problems import EXACT_LINEAR, MLP_BUFFERS, MLP_UNEVEN, TRANSFORMER, ModelProblem
 from shardproof.fixtures.random_draws import DROPPED, DROPPED_AND_RECOMPUTED, NOISY
 from shardproof.fixtures.thin import EMPTY_ROWS
 from shardproof.harness.cases.batch import Rows
-from shardproof.harness.cases.training import Clip, LoopOrder, Schedule, Training, ZeroGrad, loss_weight
+from shardproof.harness.cases.training import (
+    Clip,
+    LoopOrder,
+    Problem,
+    Schedule,
+    Training,
+    ZeroGrad,
+    loss_weight,
+)
 from shardproof.harness.laws.tolerance import MULTIPLE, allowed_error
+from shardproof.harness.training import oracle as oracle_module
+from shardproof.harness.training.absolute_error import largest
 from shardproof.harness.training.draws import Seeds, drawing_in
 from shardproof.harness.training.oracle import (
     LOSSES,
@@ -26,7 +37,14 @@ from shardproof.harness.training.oracle import (
     _scale,
     run_oracle,
 )
-from shardproof.harness.training.reduction_orders import EXACT_ORDER, reordering
+from shardproof.harness.training.oracle_actor import Batches
+from shardproof.harness.training.piece_sizes import PieceSizes, sizes_of
+from shardproof.harness.training.reduction_orders import (
+    EXACT_ORDER,
+    distinct,
+    num_reorderings,
+    reordering,
+)
 
 TRAINING = Training(problem=MLP_UNEVEN, optimizer=SGD, schedule=Schedule(steps=3, microbatches=3))
 
@@ -58,6 +76,40 @@ def test_first_gradient_is_that_of_one_global_batch(problem: ModelProblem) -> No
     for (name, gradient), by_hand in zip(got.items(), expected, strict=True):
         assert gradient is not None
         torch.testing.assert_close(gradient, by_hand, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def test_sizes_are_those_of_contributions(oracle: OracleObservation) -> None:
+    for step in oracle.steps:
+        assert step.sizes.keys() == step.contributions.keys()
+        for name, pieces in step.contributions.items():
+            sizes = step.sizes[name]
+            # Sums in another order, of float64.
+            assert sizes.total == pytest.approx(largest(pieces.sum((0, 1))), rel=1e-12)
+            assert sizes.absolute == pytest.approx(largest(pieces.abs().sum((0, 1))), rel=1e-12)
+            assert sizes.of_ranks == pytest.approx(
+                [largest(own) for own in pieces.sum(0).unbind()], rel=1e-12
+            )
+
+
+def test_sizes_see_the_last_block_and_no_infinity() -> None:
+    ones = torch.ones(3, 50_000)
+    odd = ones.clone()
+    odd[-1, -1], odd[0, 0] = -5.0, torch.inf
+    found = sizes_of([[ones, odd], [ones, torch.zeros(()).expand_as(ones)]])
+    assert found == PieceSizes(total=3.0, absolute=7.0, of_ranks=(2.0, 5.0))
+
+
+@pytest.mark.parametrize("problem", [MLP_UNEVEN, FEW_BITS[0], OWN_MODEL], ids=lambda p: p.name)
+def test_an_oracle_that_explains_nothing_judges_alike(problem: Problem) -> None:
+    training = replace(TRAINING, problem=problem)
+    full, lean = run_oracle(training, 2), run_oracle(training, 2, explains=False)
+    assert (lean.noise, lean.scales, lean.constants) == (full.noise, full.scales, full.constants)
+    assert (lean.dtypes, lean.is_exact, lean.draws) == (full.dtypes, full.is_exact, full.draws)
+    for place in full.noise:
+        assert allowed_error(lean, place) == allowed_error(full, place)
+    assert [step.sizes for step in lean.steps] == [step.sizes for step in full.steps]
+    assert not lean.state_before
+    assert not any(step.contributions or step.lagging for step in lean.steps)
 
 
 def test_contributions_add_up_to_the_gradient(oracle: OracleObservation) -> None:
@@ -273,7 +325,7 @@ def test_what_no_loss_reached_or_has_no_elements_may_not_be_off_at_all() -> None
     for quantity in (Quantity.GRADIENT, Quantity.PARAMETER):
         assert {allowed_error(oracle, TensorKey(quantity=quantity, step=0, name=n)) for n in empty} == {0.0}
     step, *later = oracle.steps
-    unreached = replace(oracle, steps=(replace(step, contributions={}), *later))
+    unreached = replace(oracle, steps=(replace(step, sizes={}), *later))
     for name in oracle.initial:
         assert _scale(unreached, TensorKey(quantity=Quantity.GRADIENT, step=0, name=name), {}) == 0.0
 
@@ -360,3 +412,51 @@ def test_numbers_of_float64_are_drawn_in_the_dtype_of_the_ranks(shape: tuple[int
                 got = draw(wide)
             assert got.dtype is torch.float64
             torch.testing.assert_close(got, expected.double(), rtol=0, atol=0)
+
+
+# Orders that coincide
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "num_ranks", "plan", "num_expected"),
+    [
+        (1, 1, Plan(), 1),
+        (1, 2, Plan(), 1),
+        (1, 2, Plan(reduce_dtype=torch.bfloat16), 1),
+        (1, 2, Plan(divide_factor=3.0), 2),  # dividing by three rounds, before or after adding
+        (1, 3, Plan(), 4),
+        (
+            3,
+            1,
+            Plan(accumulation=Accumulation.LAST_MICROBATCH),
+            2,
+        ),  # two of the four orders add the same pair first
+    ],
+)
+def test_orders_that_add_alike_are_run_once(
+    num_microbatches: int, num_ranks: int, plan: Plan, num_expected: int
+) -> None:
+    orders = [reordering(number, plan) for number in range(num_reorderings(plan))]
+    kept = distinct(orders, plan, num_microbatches, num_ranks)
+    assert len(kept) == num_expected
+    assert kept[0] == orders[0]
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_runs_that_are_left_out_would_add_no_noise(
+    microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(problem=OWN_MODEL, optimizer=SGD, schedule=Schedule(microbatches=microbatches))
+    found = run_oracle(training, 2)
+    monkeypatch.setattr(oracle_module, "distinct", lambda orders, *_: orders)
+    assert run_oracle(training, 2).noise == found.noise
+    assert any(found.noise.values())
+
+
+@pytest.mark.parametrize("problem", [MLP_UNEVEN, replace(OWN_MODEL, is_widened=False)], ids=["rows", "own"])
+def test_runs_that_differ_in_more_than_the_order_of_ranks_are_all_kept(problem: Problem) -> None:
+    """Shuffled rows add in other orders too, and a reference of few bits is disturbed anew in each run."""
+    training = Training(problem=problem, optimizer=SGD)
+    seen = run_oracle(training, 2)
+    orders = oracle_module._reorderings(training, seen, Batches(problem))
+    assert len(orders) == num_reorderings(training.plan)

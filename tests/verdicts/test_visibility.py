@@ -18,6 +18,7 @@ from shardproof.fixtures.random_draws import DROPPED
 from shardproof.harness.laws.tolerance import MULTIPLE, allowed_error
 from shardproof.harness.training.absolute_error import largest
 from shardproof.harness.training.oracle import OracleObservation, Quantity, TensorKey
+from shardproof.harness.training.piece_sizes import PieceSizes
 from shardproof.harness.verdicts.vacuity import vacuous_because
 from shardproof.harness.verdicts.visibility import hidden_because
 from tests.simulated_engine import Honest, Moment, accumulate, evidence_of, oracle_of, ring_mean
@@ -78,13 +79,12 @@ def test_the_most_hidden_tensor_is_named(oracle: OracleObservation) -> None:
 
 def test_a_share_of_one_rank_must_show_in_some_tensor(oracle: OracleObservation) -> None:
     def of_last_rank(step: int, name: str) -> float:
-        return 1.5 * largest(oracle.steps[step].contributions[name][:, 2].sum(0)) / 3
+        return 1.5 * oracle.steps[step].sizes[name].of_ranks[2] / 3
 
     faint = replace(
         oracle,
         steps=tuple(
-            replace(s, contributions={n: _fainter(p) for n, p in s.contributions.items()})
-            for s in oracle.steps
+            replace(s, sizes={n: _fainter(sizes) for n, sizes in s.sizes.items()}) for s in oracle.steps
         ),
     )
     everywhere = noisy(faint, Quantity.GRADIENT, lambda s, n: 1e-2 * of_last_rank(s, n))
@@ -95,9 +95,10 @@ def test_a_share_of_one_rank_must_show_in_some_tensor(oracle: OracleObservation)
     assert "share of one rank" not in (hidden_because(somewhere) or "")
 
 
-def _fainter(pieces: torch.Tensor) -> torch.Tensor:
+def _fainter(sizes: PieceSizes) -> PieceSizes:
     """Scale what the last rank adds to a hundredth."""
-    return pieces * torch.tensor([1, 1, 0.01], dtype=pieces.dtype).view(1, 3, *[1] * (pieces.dim() - 2))
+    *others, last = sizes.of_ranks
+    return replace(sizes, of_ranks=(*others, 0.01 * last))
 
 
 def test_an_allowed_error_of_all_updates_hides_that_they_are_missing(oracle: OracleObservation) -> None:

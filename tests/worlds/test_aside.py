@@ -91,11 +91,13 @@ def _assert_equal(found: object, expected: object) -> None:
 
 
 @pytest.mark.parametrize("problem", [MLP_EVEN, MLP_BUFFERS], ids=lambda p: p.name)
-def test_an_oracle_comes_back_as_it_was(problem: ModelProblem) -> None:
+@pytest.mark.parametrize("explains", [True, False])
+def test_an_oracle_comes_back_as_it_was(problem: ModelProblem, explains: bool) -> None:
     clipped = replace(TRAINING.schedule, clip=Clip(max_norm=0.1))
     plan = Plan(demands=frozenset({Capability.CLIP}))
     training = replace(TRAINING, problem=problem, schedule=clipped, plan=plan)
-    found, expected = ask_oracle(training, 3, limit_s=LIMIT_S), run_oracle(training, 3)
+    found = ask_oracle(training, 3, limit_s=LIMIT_S, explains=explains)
+    expected = run_oracle(training, 3, explains=explains)
     for name in (
         "world_size",
         "plan",
@@ -105,12 +107,14 @@ def test_an_oracle_comes_back_as_it_was(problem: ModelProblem) -> None:
         "constants",
         "dtypes",
         "is_exact",
+        "explains",
+        "state_before",
     ):
         _assert_equal(getattr(found, name), getattr(expected, name))
     for ours, theirs in zip(found.buffers, expected.buffers, strict=True):
         _assert_equal(ours, theirs)
     for mine, yours in zip(found.steps, expected.steps, strict=True):
-        for name in ("losses", "contributions", "gradients", "parameters", "norm"):
+        for name in ("losses", "contributions", "sizes", "gradients", "parameters", "norm", "lagging"):
             _assert_equal(getattr(mine, name), getattr(yours, name))
 
 
@@ -180,14 +184,14 @@ def _wait_until(is_so: Callable[[], bool]) -> None:
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("answer") / "tensors"
-    assert oracle_answer._answer(TRAINING, 2, path) == b""
+    assert oracle_answer._answer(TRAINING, 2, path, False) == b""
     return path.read_bytes()
 
 
 def _answering(written: bytes) -> Callable[..., bytes]:
     # Any: as `ask` is called.
     def answered(*args: Any) -> bytes:
-        args[-1].write_bytes(written)
+        args[-2].write_bytes(written)
         return b""
 
     return answered
