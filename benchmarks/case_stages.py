@@ -35,7 +35,7 @@ STAGES_OF_SESSION = {
 STAGES_OF_FORKS = {
     "worlds": ["worlds.processes.host_process:host_main", "worlds.processes.host_process:_join"],
     "oracle": ["training.oracle:_exact", "training.oracle:_with_lagging", "training.oracle_answer:_answer"],
-    "noise runs": ["training.oracle:_train", "training.oracle:_noise_of"],
+    "noise runs": ["training.oracle_noise:noise_of"],
     "training": ["training.engine_loop:drive_rank"],
     "keeping": ["records.observation:save_observation", "records.observation:digest"],
 }
@@ -47,8 +47,6 @@ def _timed(stage: str, function: Callable[..., Any], file: int) -> Callable[...,
     @functools.wraps(function)
     def timed(*args: Any, **kwargs: Any) -> Any:
         open_stages: list[list[Any]] = _local.__dict__.setdefault("open", [])
-        if stage == "noise runs" and open_stages and open_stages[-1][0] is function.__globals__.get("_exact"):
-            return function(*args, **kwargs)  # the exact run is one training too
         open_stages.append([timed, 0.0])
         started = time.thread_time()
         try:

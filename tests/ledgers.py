@@ -11,7 +11,7 @@ from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.harness.records.observation import Observation
 from shardproof.harness.tracing.ledger import Entry, Ledger, Op, Phase, Wait
-from shardproof.harness.training.oracle import OracleObservation
+from shardproof.harness.training.oracle_observation import OracleObservation
 
 UNITS = ("first", "second")
 GATHERED_BYTES = 64

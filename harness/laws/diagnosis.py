@@ -16,7 +16,7 @@ from shardproof.harness.laws.structure import RankShard
 from shardproof.harness.laws.tolerance import allowed_error
 from shardproof.harness.torch_compat.dtypes import widened
 from shardproof.harness.training.absolute_error import deviation
-from shardproof.harness.training.oracle import Quantity, TensorKey
+from shardproof.harness.training.oracle_observation import Quantity, TensorKey
 
 NOT_FINITE = "NaN or infinity"
 UNSTRUCTURED = "unstructured difference"

@@ -9,7 +9,7 @@ from typing import Protocol
 from shardproof.harness.cases.training import Training
 from shardproof.harness.records.observation import Observation
 from shardproof.harness.records.record import LawRecord, TensorRecord
-from shardproof.harness.training.oracle import OracleObservation
+from shardproof.harness.training.oracle_observation import OracleObservation
 
 # Enough to see a pattern over ranks and microbatches; a whole ledger would bury it.
 _MAX_DETAILS = 24

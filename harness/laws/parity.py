@@ -24,7 +24,7 @@ from shardproof.harness.laws.tolerance import allowed_error
 from shardproof.harness.records.record import LawRecord, TensorRecord
 from shardproof.harness.torch_compat.dtypes import widened
 from shardproof.harness.training.absolute_error import deviation, largest
-from shardproof.harness.training.oracle import INITIAL_STEP, Quantity, TensorKey
+from shardproof.harness.training.oracle_observation import INITIAL_STEP, Quantity, TensorKey
 
 _MAX_DETAILS = 8
 

@@ -13,7 +13,7 @@ from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.laws.tolerance import allowed_error
 from shardproof.harness.records.observation import StepObservation
 from shardproof.harness.training.absolute_error import deviation
-from shardproof.harness.training.oracle import INITIAL_STEP, Quantity, TensorKey
+from shardproof.harness.training.oracle_observation import INITIAL_STEP, Quantity, TensorKey
 
 _NOTHING = "nothing"  # stands for a note that was never made
 

@@ -12,7 +12,7 @@ from shardproof.harness.cases.stages import is_on_rank
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.records.observation import Observation
 from shardproof.harness.training.absolute_error import largest
-from shardproof.harness.training.oracle import LOSSES, NORM, Quantity, TensorKey
+from shardproof.harness.training.oracle_observation import LOSSES, NORM, Quantity, TensorKey
 
 Tensors = Mapping[str, Shard | None]
 

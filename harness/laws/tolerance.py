@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardproof.harness.torch_compat.dtypes import is_rounded
-from shardproof.harness.training.oracle import OracleObservation, Quantity, TensorKey
+from shardproof.harness.training.oracle_observation import OracleObservation, Quantity, TensorKey
 from shardproof.harness.training.rounding import is_narrow
 
 # [Note: the multiple]

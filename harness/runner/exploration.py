@@ -21,7 +21,7 @@ from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.options import RunOptions
 from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.tracing.arcs import Arc, can_count, read_arcs
-from shardproof.harness.training.oracle import Quantity
+from shardproof.harness.training.oracle_observation import Quantity
 from shardproof.harness.verdicts.case import Case
 
 __all__ = ["Exploration", "Hunt", "ShrunkFailure", "Symptom", "symptom_of"]

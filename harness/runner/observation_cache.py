@@ -30,8 +30,8 @@ from shardproof.harness.torch_compat.private_names import Feature, require
 from shardproof.harness.tracing.arcs import COUNTS_ARCS
 from shardproof.harness.training.engine_loop import drive_rank
 from shardproof.harness.training.kept_oracle import KeptOracle, kept_oracle
-from shardproof.harness.training.oracle import OracleObservation
 from shardproof.harness.training.oracle_answer import ask_oracle
+from shardproof.harness.training.oracle_observation import OracleObservation
 from shardproof.harness.worlds.launch import WorldPool
 from shardproof.harness.worlds.spec import WorldKind
 

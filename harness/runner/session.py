@@ -19,7 +19,7 @@ from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.engines import EngineDescription
 from shardproof.harness.runner.observation_cache import ObservationCache, Source, unexercised
 from shardproof.harness.runner.options import Keep, RunOptions
-from shardproof.harness.training.oracle import OracleObservation
+from shardproof.harness.training.oracle_observation import OracleObservation
 from shardproof.harness.verdicts.case import Case
 from shardproof.harness.verdicts.judgement import Judgement, judge
 from shardproof.harness.worlds.output import printed

@@ -16,13 +16,13 @@ from shardproof.harness.cases.training import Training
 from shardproof.harness.errors import EngineError, HarnessBug, ShardproofError, UsageError
 from shardproof.harness.records.tensor_file import TensorWriter, dtype_name, dtype_of, read_tree
 from shardproof.harness.training.kept_oracle import KeptOracle
-from shardproof.harness.training.oracle import (
+from shardproof.harness.training.oracle import run_oracle
+from shardproof.harness.training.oracle_observation import (
     FirstStep,
     OracleObservation,
     OracleStep,
     Quantity,
     TensorKey,
-    run_oracle,
 )
 from shardproof.harness.training.piece_sizes import PieceSizes
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask

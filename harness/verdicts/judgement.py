@@ -19,7 +19,7 @@ from shardproof.harness.laws.structure import num_declared_zeros
 from shardproof.harness.records.hang import HangReport
 from shardproof.harness.records.record import LawRecord, OutcomeRecord, TensorRecord, Verdict, VisibleError
 from shardproof.harness.records.world_result import SavedResult
-from shardproof.harness.training.oracle import OracleObservation
+from shardproof.harness.training.oracle_observation import OracleObservation
 from shardproof.harness.verdicts.case import Case, Refusal
 from shardproof.harness.verdicts.hang_analysis import TRANSPORT_ERRORS, analyse_hang
 from shardproof.harness.verdicts.vacuity import incomparable_because, vacuous_because

@@ -31,7 +31,7 @@ from shardproof.harness.laws.structure import pieces_of
 from shardproof.harness.laws.tolerance import allowed_error, error_of_noise
 from shardproof.harness.records.record import VisibleError
 from shardproof.harness.training.absolute_error import deviation, largest
-from shardproof.harness.training.oracle import OracleObservation, Quantity, TensorKey
+from shardproof.harness.training.oracle_observation import OracleObservation, Quantity, TensorKey
 from shardproof.harness.training.reduction_orders import is_of_full_precision, reduces_fully
 from shardproof.harness.training.rounding import is_narrow
 

@@ -16,14 +16,14 @@ from shardproof.harness.laws.diagnosis import UNSTRUCTURED
 from shardproof.harness.laws.structure import RankShard
 from shardproof.harness.laws.tolerance import allowed_error
 from shardproof.harness.records.record import TensorRecord
-from shardproof.harness.training.oracle import (
+from shardproof.harness.training.oracle import run_oracle
+from shardproof.harness.training.oracle_observation import (
     INITIAL_STEP,
     LOSSES,
     NORM,
     OracleObservation,
     Quantity,
     TensorKey,
-    run_oracle,
 )
 from tests.simulated_engine import Honest, Moment, accumulate, evidence_of, ring_mean, row_shard, whole
 

@@ -23,7 +23,7 @@ from shardproof.fixtures.problems import (
 )
 from shardproof.harness.laws.tolerance import allowed_error
 from shardproof.harness.records.observation import Observation, StepObservation
-from shardproof.harness.training.oracle import (
+from shardproof.harness.training.oracle_observation import (
     INITIAL_STEP,
     OracleObservation,
     OracleStep,

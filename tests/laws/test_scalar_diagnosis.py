@@ -14,13 +14,13 @@ from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof.harness.laws.diagnosis import UNSTRUCTURED, looks_like
 from shardproof.harness.laws.structure import RankShard
-from shardproof.harness.training.oracle import (
+from shardproof.harness.training.oracle import run_oracle
+from shardproof.harness.training.oracle_observation import (
     LOSSES,
     NORM,
     OracleObservation,
     Quantity,
     TensorKey,
-    run_oracle,
 )
 from tests.simulated_engine import evidence_of, oracle_of, row_shard, simulate, whole
 

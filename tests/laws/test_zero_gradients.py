@@ -15,7 +15,8 @@ from shardproof.fixtures.idle import SOMETIMES
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.harness.records.observation import Observation, StepObservation
-from shardproof.harness.training.oracle import OracleObservation, run_oracle
+from shardproof.harness.training.oracle import run_oracle
+from shardproof.harness.training.oracle_observation import OracleObservation
 from tests.judging import judged
 from tests.simulated_engine import evidence_of, row_shard, simulate
 

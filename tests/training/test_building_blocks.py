@@ -17,7 +17,8 @@ from shardproof.harness.cases.user_model import UserModel, UserOptimizer, outlin
 from shardproof.harness.runner.user_models import facts_of
 from shardproof.harness.training.draws import drawing_in
 from shardproof.harness.training.layout_memory import Form
-from shardproof.harness.training.oracle import Quantity, run_oracle
+from shardproof.harness.training.oracle import run_oracle
+from shardproof.harness.training.oracle_observation import Quantity
 from shardproof.harness.training.rounding import noticing_narrow, rounding_anew
 
 NAMED = {block.name: block for block in (*BLOCKS, *FEW_BITS)}

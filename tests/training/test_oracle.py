@@ -26,18 +26,12 @@ from shardproof.harness.cases.training import (
     loss_weight,
 )
 from shardproof.harness.laws.tolerance import MULTIPLE, allowed_error
-from shardproof.harness.training import oracle as oracle_module
+from shardproof.harness.training import oracle_noise
 from shardproof.harness.training.absolute_error import largest
 from shardproof.harness.training.draws import Seeds, drawing_in
-from shardproof.harness.training.oracle import (
-    LOSSES,
-    OracleObservation,
-    Quantity,
-    TensorKey,
-    _scale,
-    run_oracle,
-)
+from shardproof.harness.training.oracle import run_oracle
 from shardproof.harness.training.oracle_actor import Batches
+from shardproof.harness.training.oracle_observation import LOSSES, OracleObservation, Quantity, TensorKey
 from shardproof.harness.training.piece_sizes import PieceSizes, sizes_of
 from shardproof.harness.training.reduction_orders import (
     EXACT_ORDER,
@@ -327,7 +321,10 @@ def test_what_no_loss_reached_or_has_no_elements_may_not_be_off_at_all() -> None
     step, *later = oracle.steps
     unreached = replace(oracle, steps=(replace(step, sizes={}), *later))
     for name in oracle.initial:
-        assert _scale(unreached, TensorKey(quantity=Quantity.GRADIENT, step=0, name=name), {}) == 0.0
+        assert (
+            oracle_noise._scale(unreached, TensorKey(quantity=Quantity.GRADIENT, step=0, name=name), {})
+            == 0.0
+        )
 
 
 def test_exactness_is_lost_when_the_world_is_no_power_of_two() -> None:
@@ -448,7 +445,7 @@ def test_runs_that_are_left_out_would_add_no_noise(
 ) -> None:
     training = Training(problem=OWN_MODEL, optimizer=SGD, schedule=Schedule(microbatches=microbatches))
     found = run_oracle(training, 2)
-    monkeypatch.setattr(oracle_module, "distinct", lambda orders, *_: orders)
+    monkeypatch.setattr(oracle_noise, "distinct", lambda orders, *_: orders)
     assert run_oracle(training, 2).noise == found.noise
     assert any(found.noise.values())
 
@@ -458,5 +455,5 @@ def test_runs_that_differ_in_more_than_the_order_of_ranks_are_all_kept(problem: 
     """Shuffled rows add in other orders too, and a reference of few bits is disturbed anew in each run."""
     training = Training(problem=problem, optimizer=SGD)
     seen = run_oracle(training, 2)
-    orders = oracle_module._reorderings(training, seen, Batches(problem))
+    orders = oracle_noise._reorderings(training, seen, Batches(problem))
     assert len(orders) == num_reorderings(training.plan)

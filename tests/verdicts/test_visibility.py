@@ -17,7 +17,7 @@ from shardproof.fixtures.problems import EXACT_LINEAR, MLP_UNEVEN, SINGLE_GROUP
 from shardproof.fixtures.random_draws import DROPPED
 from shardproof.harness.laws.tolerance import MULTIPLE, allowed_error
 from shardproof.harness.training.absolute_error import largest
-from shardproof.harness.training.oracle import OracleObservation, Quantity, TensorKey
+from shardproof.harness.training.oracle_observation import OracleObservation, Quantity, TensorKey
 from shardproof.harness.training.piece_sizes import PieceSizes
 from shardproof.harness.verdicts.vacuity import vacuous_because
 from shardproof.harness.verdicts.visibility import hidden_because

@@ -12,7 +12,7 @@ from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.records.observation import Observation
 from shardproof.harness.tracing.memory.census_report import CensusEntry
 from shardproof.harness.training.layout_memory import Explained, StateTensor, explained, form_of, state_bytes
-from shardproof.harness.training.oracle import Quantity
+from shardproof.harness.training.oracle_observation import Quantity
 
 __all__ = ["MemoryIsExplained"]
 

@@ -1,0 +1,162 @@
+"""What an oracle shows: the right tensors of a training, and how far rounding may move each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+
+from shardproof.engine.contract import Plan
+from shardproof.harness.training.absolute_error import largest
+from shardproof.harness.training.piece_sizes import PieceSizes
+
+__all__ = [
+    "INITIAL_STEP",
+    "LOSSES",
+    "NORM",
+    "FirstStep",
+    "OracleObservation",
+    "OracleStep",
+    "Quantity",
+    "TensorKey",
+    "Tensors",
+]
+
+Tensors = Mapping[str, torch.Tensor]
+
+INITIAL_STEP = -1  # the step of what is seen before the first step
+LOSSES = "loss"  # the name under which a step's losses are one tensor [losses of the script, ranks with data]
+NORM = "norm"  # the name under which the norm that clipping returns is a scalar tensor
+
+
+class Quantity(StrEnum):
+    """What is compared; within a step in this order."""
+
+    INITIAL = "initial parameter"
+    LOSS = "loss"
+    GRADIENT = "gradient"
+    NORM = "gradient norm"
+    PARAMETER = "parameter"
+    OPTIMIZER_STATE = "optimizer state"
+    BUFFER = "buffer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorKey:
+    """One tensor of a training: what it is, after which step, and its name."""
+
+    quantity: Quantity
+    step: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OracleStep:
+    """One optimizer step of the oracle.
+
+    ``losses`` is [losses of the script, ranks with data]. ``contributions[name][m, r]`` is the gradient of rank
+    r's loss of microbatch m as that rank computes it, before any averaging: summed over both and divided by
+    the plan's divisor they are the step's gradient. ``sizes`` says how large they are. ``gradients`` is what the
+    optimizer finds, clipped if so asked, None where there is none. ``norm`` is that of all gradients before clipping.
+    ``lagging`` are the gradients, unclipped, of this step's data with the parameters of the step before, and
+    ``lagging_losses`` its losses: empty and None for the first step. Contributions and what lags only explain a
+    failure; see `OracleObservation.explains`.
+    """
+
+    losses: torch.Tensor
+    contributions: Tensors
+    gradients: Mapping[str, torch.Tensor | None]
+    parameters: Tensors
+    sizes: Mapping[str, PieceSizes] = field(default_factory=dict)
+    norm: torch.Tensor | None = None
+    lagging: Tensors = field(default_factory=dict)
+    lagging_losses: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FirstStep:
+    """The first step from pieces of the ranks' own dtype, rows in their order: rounded as the model rounds.
+
+    Pieces are added exactly; ``noise`` is how far gradients deviate where they are added in other orders, and
+    ``parameter_noise`` how far parameters do.
+    """
+
+    gradients: Tensors
+    parameters: Tensors
+    noise: Mapping[str, float]
+    parameter_noise: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OracleObservation:
+    """What a right engine computes, in float64 or in the model's own dtypes, and how far float32 may stray from it.
+
+    ``buffers`` has one entry per rank: those after all of that rank's forwards. ``noise`` is, per tensor, the
+    largest absolute deviation from the float64 value over float32 runs whose sums are taken in other orders, and
+    ``scales`` is the largest value rounded on the way: the result itself may have cancelled to nearly zero.
+    ``constants`` are the buffers that training left as they were built, bit by bit, on all ranks in all runs.
+    ``dtypes`` are those of the float32 runs, with ``INITIAL_STEP`` for every place. ``is_exact`` says that the
+    problem claims to be exact, the world is a power of two, and no float32 run deviated in a single bit. ``draws``
+    says that forward or the loss draws random numbers; ``device`` is that of the ranks to compare with. ``untrained``
+    are the parameters that the optimizer was not given. ``state_before`` is the optimizer state before the last step.
+    ``first`` is None unless the model rounds far more than its dtype does; see [Note: rounding of one side].
+    ``explains`` says that what only explains a failure is there: contributions, what lags, and ``state_before``.
+    """
+
+    world_size: int
+    plan: Plan
+    initial: Tensors
+    steps: tuple[OracleStep, ...]
+    optimizer_state: Tensors
+    buffers: tuple[Tensors, ...]
+    noise: Mapping[TensorKey, float]
+    scales: Mapping[TensorKey, float]
+    constants: frozenset[str]
+    dtypes: Mapping[TensorKey, torch.dtype]
+    is_exact: bool
+    draws: bool = False
+    device: str = "cpu"
+    first: FirstStep | None = None
+    is_widened: bool = True
+    untrained: frozenset[str] = frozenset()
+    state_before: Tensors = field(default_factory=dict)
+    explains: bool = True
+
+    @property
+    def divisor(self) -> float:
+        """What sums of gradients over ranks are divided by."""
+        return self.plan.divisor(self.world_size)
+
+    def reference(self, quantity: Quantity, step: int, rank: int) -> Mapping[str, torch.Tensor | None]:
+        """Return the full tensors of one quantity after ``step``; ``rank`` matters for buffers alone."""
+        match quantity:
+            case Quantity.INITIAL:
+                return self.initial
+            case Quantity.LOSS:
+                return {LOSSES: self.steps[step].losses}
+            case Quantity.GRADIENT:
+                return self.steps[step].gradients
+            case Quantity.NORM:
+                norm = self.steps[step].norm
+                return {} if norm is None else {NORM: norm}
+            case Quantity.PARAMETER:
+                return self.steps[step].parameters
+            case Quantity.OPTIMIZER_STATE:
+                return self.optimizer_state
+            case Quantity.BUFFER:
+                return self.buffers[rank]
+
+    def clipping_factor(self, step: int, name: str) -> float:
+        """Return the factor by which clipping made a gradient, and all that was rounded before, smaller."""
+        at = self.steps[step]
+        gradient = at.gradients[name]
+        if at.norm is None or gradient is None:
+            return 1.0
+        whole = at.sizes[name].total / self.divisor
+        return largest(gradient) / whole if whole else 1.0
+
+    def dtype(self, quantity: Quantity, name: str) -> torch.dtype:
+        """Return the dtype that an engine's tensor must have."""
+        return self.dtypes[TensorKey(quantity=quantity, step=INITIAL_STEP, name=name)]
