@@ -35,7 +35,7 @@ from shardproof.harness.tracing.collectives.interception import standing_in_c10d
 from shardproof.harness.tracing.journal import read_journal
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.recorder import Recorder
-from shardproof.harness.training.engine_loop import drive_rank
+from shardproof.harness.training.rank_body import drive_rank
 from shardproof.harness.worlds.rank import RankContext, journal_path
 from shardproof.harness.worlds.simulated import simulating
 from shardproof.harness.worlds.threads.process_group import register_threads_backend

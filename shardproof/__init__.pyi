@@ -126,7 +126,9 @@ from shardproof.harness.cases.training import UNCHANGED as UNCHANGED
 from shardproof.harness.cases.training import Clip as Clip
 from shardproof.harness.cases.training import LossScaling as LossScaling
 from shardproof.harness.cases.training import NamedOptimizer as NamedOptimizer
+from shardproof.harness.cases.training import Origin as Origin
 from shardproof.harness.cases.training import Problem as Problem
+from shardproof.harness.cases.training import RanksBefore as RanksBefore
 from shardproof.harness.cases.training import Resume as Resume
 from shardproof.harness.cases.training import Schedule as Schedule
 from shardproof.harness.cases.training import StateForm as StateForm
@@ -210,6 +212,8 @@ from shardproof.harness.verdicts.case import Refusal as Refusal
 from shardproof.harness.worlds.launch import launch as launch
 from shardproof.harness.worlds.outcome import Returned as Returned
 from shardproof.harness.worlds.rank import RankContext as RankContext
+from shardproof.harness.worlds.spec import AFTER_FEWER as AFTER_FEWER
+from shardproof.harness.worlds.spec import AFTER_MORE as AFTER_MORE
 from shardproof.harness.worlds.spec import ALONE as ALONE
 from shardproof.harness.worlds.spec import APART as APART
 from shardproof.harness.worlds.spec import EVEN as EVEN

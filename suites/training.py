@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from shardproof import Capability, Clip, EachMicrobatch, Grouping, Layout, LossScaling, NamedOptimizer, Plan
-from shardproof import Problem, Resume, Schedule, Script, Training, Watch
+from shardproof import Capability, Clip, EachMicrobatch, Grouping, Layout, LossScaling, NamedOptimizer, Origin
+from shardproof import Plan, Problem, Resume, Schedule, Script, Training, Watch
 from shardproof.fixtures.optimizers import SGD
 
 
@@ -23,6 +23,7 @@ def train(
     script: Script | None = None,
     convert: torch.dtype | None = None,
     resume: Resume | None = None,
+    origin: Origin | None = None,
     watch: frozenset[Watch] = frozenset(),
     demands: frozenset[Capability] = frozenset(),
     **plan: Any,  # by the names of its fields
@@ -39,6 +40,7 @@ def train(
         Capability.STATE: resume is not None,
         Capability.UNIT_STATE: Watch.UNITS in watch,
     }
+    demands |= frozenset() if origin is None else origin.form.demands
     demands |= script.demands | {capability for capability, is_asked in asked.items() if is_asked}
     return Training(
         problem=problem,
@@ -48,6 +50,7 @@ def train(
         script=script,
         convert=convert,
         resume=resume,
+        origin=origin,
         watch=watch,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol
 
@@ -177,6 +177,30 @@ class Resume:
     form: StateForm = StateForm.WHOLE
 
 
+class RanksBefore(Enum):
+    """How many ranks a world had whose state another one takes over."""
+
+    ONE_MORE = "one more"
+    HALF = "half as many"
+
+    def of(self, num_ranks: int) -> int:
+        """Return how many, where the later world has ``num_ranks``."""
+        return num_ranks + 1 if self is RanksBefore.ONE_MORE else num_ranks // 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """A world of another size took ``steps`` steps and ended; its files are what a training starts from.
+
+    That world's plan is ``plan``, or the training's own. Of state in whole tensors the first rank writes the file.
+    """
+
+    steps: int
+    ranks: RanksBefore
+    form: StateForm
+    plan: Plan | None = None
+
+
 HANDED_OUT = "a whole state that was handed out"  # what the loop notes of it, in the first step after
 AS_HELD = "what the ranks hold"
 LOADED = "a state that was loaded"  # what the loop notes of it, in the first step after
@@ -226,14 +250,32 @@ class Training:
     script: Script = field(default_factory=EachMicrobatch)
     convert: torch.dtype | None = None
     resume: Resume | None = None
+    origin: Origin | None = None
     watch: frozenset[Watch] = frozenset()
     schedules: int = 1
 
     @property
     def needs(self) -> frozenset[Capability]:
-        """The capabilities without which the training cannot be run, those of the plan it resumes under included."""
-        later = None if self.resume is None else self.resume.plan
-        return self.plan.needs if later is None else self.plan.needs | later.needs
+        """The capabilities without which the training cannot be run, those of plans before and after included."""
+        before = None if self.origin is None else self.origin.plan
+        after = None if self.resume is None else self.resume.plan
+        plans = [plan for plan in (self.plan, before, after) if plan is not None]
+        return frozenset[Capability]().union(*(plan.needs for plan in plans))
+
+    @property
+    def before(self) -> Training | None:
+        """The training of the world before, whose schedule has the steps that it took; None where there was none."""
+        if self.origin is None:
+            return None
+        return replace(
+            self,
+            plan=self.origin.plan or self.plan,
+            schedule=replace(self.schedule, steps=self.origin.steps, repeats=1),
+            resume=None,
+            origin=None,
+            watch=frozenset(),
+            schedules=1,
+        )
 
     @property
     def is_counted(self) -> bool:
@@ -250,6 +292,7 @@ class Training:
             Capability.LOSS_SCALE: self.schedule.scaling is not None,
             Capability.CONVERT: self.convert is not None,
             **({} if self.resume is None else dict.fromkeys(self.resume.form.demands, True)),
+            **({} if self.origin is None else dict.fromkeys(self.origin.form.demands, True)),
             Capability.UNIT_STATE: Watch.UNITS in self.watch,
             Capability.GRADIENT_HOOKS: self.schedule.steps_in_backward,
         }
@@ -268,6 +311,21 @@ class Training:
             raise ValueError(f"Training: problem {self.problem.name!r} does not say how its tensors are cut")
         if self.plan.pipeline_stages > 1:
             self._check_pipeline()
+        if self.origin is not None:
+            self._check_origin(self.origin)
+
+    def _check_origin(self, origin: Origin) -> None:
+        """Raise ValueError for what does not go from one world to another, or has no reference yet."""
+        plans = [plan for plan in (self.plan, origin.plan) if plan is not None]
+        wants = {
+            "state in whole tensors or files": origin.form is not StateForm.SHARES,
+            "data of its own on each rank": all(p.cut_axis is None and p.pipeline_stages == 1 for p in plans),
+            "computation in the parameters' dtype": all(plan.compute_dtype is None for plan in plans),
+            "no loss scaling": self.schedule.scaling is None,
+        }
+        missing = [what for what, is_so in wants.items() if not is_so]
+        if missing:
+            raise ValueError(f"Training: expected of an origin in another world {'; '.join(missing)}")
 
     def _check_pipeline(self) -> None:
         """Raise ValueError for what a pipeline cannot do, or what its stages would have to do together."""

@@ -36,15 +36,16 @@ _MULTIPLE_OF_DISTURBED = 4.0
 def allowed_error(oracle: OracleObservation, place: TensorKey) -> float:
     """Return the largest absolute error that re-ordered sums explain; zero where nothing may round.
 
-    Zero for exact trainings, for initial parameters (nothing was computed yet), for constant buffers (a mask may hold
-    numbers so large that their roundings would hide all others) and for integers.
+    Zero for exact trainings, for initial parameters that nothing was computed of, for constant buffers (a mask may
+    hold numbers so large that their roundings would hide all others) and for integers.
     """
     is_float = place.quantity in {
         Quantity.LOSS,
         Quantity.NORM,
     }  # as Python floats they have no dtype of their own
     dtype = torch.float32 if is_float else oracle.dtype(place.quantity, place.name)
-    if oracle.is_exact or place.quantity is Quantity.INITIAL or not is_rounded(dtype):
+    is_as_built = place.quantity is Quantity.INITIAL and not oracle.is_trained_before
+    if oracle.is_exact or is_as_built or not is_rounded(dtype):
         return 0.0
     if place.quantity is Quantity.BUFFER and place.name in oracle.constants:
         return 0.0

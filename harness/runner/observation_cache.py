@@ -19,21 +19,27 @@ from shardproof.engine.contract import Capability, Plan
 from shardproof.harness.cases.content import content_digest
 from shardproof.harness.cases.script import EachMicrobatch
 from shardproof.harness.cases.scripts.interface import Exercise
-from shardproof.harness.cases.training import Training, Watch
+from shardproof.harness.cases.training import StateForm, Training, Watch
 from shardproof.harness.errors import UnreadableError
 from shardproof.harness.records.world_result import check_kept, keep_result
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.engines import EngineDescription, describe, keep_description, load_description
 from shardproof.harness.runner.options import Keep
-from shardproof.harness.runner.schedules import Scheduled, explore, load_schedules, schedule_folders
+from shardproof.harness.runner.schedules import (
+    Scheduled,
+    explore,
+    is_trained,
+    load_schedules,
+    schedule_folders,
+)
 from shardproof.harness.torch_compat.private_names import Feature, require
 from shardproof.harness.tracing.arcs import COUNTS_ARCS
-from shardproof.harness.training.engine_loop import drive_rank
 from shardproof.harness.training.kept_oracle import KeptOracle, kept_oracle
 from shardproof.harness.training.oracle_answer import ask_oracle
 from shardproof.harness.training.oracle_observation import OracleObservation
-from shardproof.harness.worlds.launch import WorldPool
-from shardproof.harness.worlds.spec import WorldKind
+from shardproof.harness.training.rank_body import BEFORE, drive_rank, leave_state
+from shardproof.harness.worlds.launch import WorldPool, launch
+from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
 __all__ = ["ObservationCache", "Source", "unexercised"]
 
@@ -253,12 +259,30 @@ class ObservationCache:
         keep_description(engine, folder)
         counters = (COUNTS_ARCS,) if Watch.ARCS in training.watch else ()
         world = replace(cell.world, preload=(*engine.preload, *counters))
-        job = (drive_rank, training, cell.engine)
+        before = None if training.origin is None else folder / BEFORE
+        if before is not None and not _has_left_state(training, cell, world, before):
+            return
+        job = (drive_rank, training, cell.engine, before)
         # Starting ranks is cheap on the CPU, where a fresh world per case shares nothing; on a device it is dear.
         if cell.world.device == "cpu":
             explore(world, seeds, *job, folder=folder)
         else:
             keep_result(self._pool.run(world, *job, folder=folder), folder)
+        if before is not None:
+            shutil.rmtree(before)  # nothing reads it later
+
+
+def _has_left_state(training: Training, cell: Cell, world: WorldSpec, place: Path) -> bool:
+    """Run the world before, in a folder; where it does not train to its end, what it left is kept of the training."""
+    assert training.origin is not None
+    spec = replace(world, size=training.origin.ranks.of(world.size))
+    result = launch(spec, leave_state, training, cell.engine, folder=place)
+    if is_trained(result):
+        return True
+    for path in place.iterdir():
+        shutil.move(path, place.parent)
+    keep_result(result, place.parent)
+    return False
 
 
 def _drop_oldest(
@@ -315,9 +339,14 @@ def _arithmetic(training: Training) -> Training:
     scaling = asked.schedule.scaling
     if scaling is not None and scaling.overflows_at is None:  # what is multiplied is divided again
         asked = replace(asked, schedule=replace(asked.schedule, scaling=None))
+    origin = asked.origin
+    if origin is not None:
+        before = None if origin.plan is None else _arithmetic_plan(replace(asked, plan=origin.plan))
+        origin = replace(origin, plan=before, form=StateForm.WHOLE)
     return replace(
         asked,
         plan=_arithmetic_plan(asked),
+        origin=origin,
         schedule=replace(asked.schedule, steps_in_backward=False),
         resume=None,
         watch=frozenset(),
@@ -337,6 +366,7 @@ def _arithmetic_plan(training: Training) -> Plan:
     }
     if training.schedule.scaling is not None:
         asked |= {Capability.LOSS_SCALE}
+    handed_over = frozenset() if training.origin is None else StateForm.WHOLE.demands
     return Plan(
         divide_factor=plan.divide_factor,
         clip_in_step=plan.clip_in_step,
@@ -344,5 +374,5 @@ def _arithmetic_plan(training: Training) -> Plan:
         compute_dtype=plan.compute_dtype,
         output_dtype=plan.output_dtype,
         accumulation=plan.accumulation,
-        demands=plan.demands & asked,
+        demands=plan.demands & asked | handed_over,
     )

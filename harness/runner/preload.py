@@ -16,8 +16,8 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.nn.parallel
 
-import shardproof.harness.training.engine_loop
 import shardproof.harness.training.pipeline
+import shardproof.harness.training.rank_body
 import shardproof.harness.worlds.processes.host_process  # noqa: F401
 from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, resolve
 from shardproof.harness.torch_compat.dispatch import make_operators, random_operators

@@ -19,7 +19,7 @@ from shardproof.harness.worlds.launch import World
 from shardproof.harness.worlds.outcome import Returned, WorldResult
 from shardproof.harness.worlds.spec import WorldSpec
 
-__all__ = ["Scheduled", "explore", "load_schedules", "schedule_folders"]
+__all__ = ["Scheduled", "explore", "is_trained", "load_schedules", "schedule_folders"]
 
 
 class Scheduled(NamedTuple):
@@ -45,7 +45,7 @@ def explore(
             place = folder / f"schedule-{seed}" if results else folder
             result = world.run(body, *args, folder=place, seed=seed)
             results.append((seed, place, result))
-            if not _is_trained(result):
+            if not is_trained(result):
                 break
     finally:
         ending = world.close()
@@ -69,7 +69,7 @@ def load_schedules(folder: Path) -> tuple[Scheduled, ...]:
     return tuple(Scheduled(kept_seed(place), load_kept(place)) for place in schedule_folders(folder))
 
 
-def _is_trained(result: WorldResult) -> bool:
+def is_trained(result: WorldResult) -> bool:
     """Return whether every rank trained to its end: where one refused, another schedule tells nothing new."""
     return result.is_clean and all(isinstance(o, Returned) and o.value is None for o in result.outcomes)
 

@@ -1,21 +1,18 @@
-"""Driving one rank: the training loop around an engine, its phases labelled, its observation kept."""
+"""The training loop around an engine: its phases labelled, its state handed over, what it shows observed."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardproof.engine.contract import (
-    Capability,
     Cut,
-    Engine,
     Masters,
     NoGradient,
     Plan,
@@ -23,7 +20,6 @@ from shardproof.engine.contract import (
     Shard,
     UnsupportedError,
 )
-from shardproof.engine.registry import resolve
 from shardproof.harness.cases.training import (
     AS_HANDED_OUT,
     AS_HELD,
@@ -35,93 +31,38 @@ from shardproof.harness.cases.training import (
     LoopOrder,
     StateForm,
     Training,
-    Watch,
 )
 from shardproof.harness.cases.user_model import StepSchedules
 from shardproof.harness.records.observation import (
     Fact,
     Observation,
     StepObservation,
-    digest,
-    save_observation,
 )
-from shardproof.harness.records.world_result import arcs_path, observation_path
-from shardproof.harness.torch_compat.profiler_labels import idle_labels
-from shardproof.harness.tracing.arcs import counting_arcs
 from shardproof.harness.tracing.ledger import Phase
-from shardproof.harness.tracing.memory.census import Census
 from shardproof.harness.tracing.memory.census_report import CensusTime
-from shardproof.harness.tracing.races.fake_cuda import cuda_stand_in
-from shardproof.harness.tracing.unit_hooks import watching_states, watching_units
 from shardproof.harness.training.engine_actor import EngineActor
+from shardproof.harness.training.handover import (
+    load_shares,
+    read_shares,
+    read_whole,
+    state_of,
+    write_shares,
+    write_whole,
+)
 from shardproof.harness.training.layout_memory import Form, explained
 from shardproof.harness.training.loss_scale import ScaledSteps
 from shardproof.harness.training.reads import calling, read_declared, read_gradients, read_norm, read_shards
-from shardproof.harness.training.watches import Watches, watching
+from shardproof.harness.training.watches import Watches
 from shardproof.harness.training.whole_state import changed, copied, difference_of_state, tensors_of
 from shardproof.harness.worlds.exception_outcome import kind_of, text_of
 from shardproof.harness.worlds.rank import RankContext
-from shardproof.harness.worlds.spec import DEVICES_OF_CUDA
 
-__all__ = ["drive_rank", "train"]
+__all__ = ["RefusedError", "refusing", "train", "train_and_save"]
 
 _S = TypeVar("_S", Shard, Shard | None)
 
-# Where an engine draws from the default generator, ranks draw differently unless the engine sees to it.
-_RANK_SEED = 1000
 # How an engine says no. Other errors are accidents, even where the plan is beyond what it declares.
 _REFUSALS = (UnsupportedError, NotImplementedError, ValueError)
-
-
-def drive_rank(context: RankContext, training: Training, engine: str) -> str | None:
-    """Train on this rank under the engine of that name and keep what was observed; a world's rank body.
-
-    Returns the engine's words if it refused the plan, which it may do until it has an optimizer, else None. A refusal
-    is not raised: that would stop the other ranks, and whether they refuse too is what has to be seen.
-    """
-    adapter = resolve(engine)
-    if adapter.needs_processes and context.shares_a_process:
-        return "NeedsProcesses: ranks of this world are threads of one process"
-    if adapter.insists_on_cuda and context.device.type not in DEVICES_OF_CUDA:
-        return f"NeedsCuda: ranks of this world are on {context.device.type}"
-    is_counted = Watch.ARCS in training.watch and context.rank == 0  # one counter to a process
-    with counting_arcs(adapter, arcs_path(context.folder)) if is_counted else nullcontext():
-        return _drive(context, training, adapter)
-
-
-def _drive(context: RankContext, training: Training, adapter: Engine) -> str | None:
-    is_measured = Watch.ALLOCATOR in training.watch and not context.shares_a_process
-    census = Census(context.recorder, is_process_measured=is_measured) if training.is_counted else None
-    schedule = training.schedule
-    try:
-        with (
-            watching(training.watch, context.recorder, context.device.type, census=census) as watches,
-            idle_labels,
-            cuda_stand_in() if adapter.insists_on_cuda and context.device.type == "cpu" else nullcontext(),
-        ):
-            # Numbers of a simulated rank mean nothing: what it holds in the end shows where its shards lie.
-            reads = [not context.is_simulated] + [schedule.are_repeats_read] * (schedule.repeats - 1)
-            first, *others = (_run(context, training, adapter, watches, is_read=read) for read in reads)
-    except _RefusedError as refusal:
-        return str(refusal)
-    repeated = (first, *others) if others else ()
-    observation = replace(
-        first,
-        repeat_digests=tuple(
-            digest(seen if schedule.are_repeats_read else _end_of(seen)) for seen in repeated
-        ),
-        race_report=None if watches.races is None else watches.races.report(),
-        lifetime_report=None if watches.lifetimes is None else watches.lifetimes.report(),
-    )
-    save_observation(observation, observation_path(context.folder, context.rank))
-    return None
-
-
-def _end_of(observation: Observation) -> Observation:
-    """Return what a training shows that is read at its end alone."""
-    *steps, last = observation.steps
-    unread = tuple(replace(step, gradients={}, parameters={}) for step in steps)
-    return replace(observation, initial={}, steps=(*unread, replace(last, gradients={})))
 
 
 @runtime_checkable
@@ -132,92 +73,46 @@ class _TakesSteps(Protocol):
         """Take all microbatches of a step."""
 
 
-class _RefusedError(Exception):
+class RefusedError(Exception):
     """The engine refused the plan before training."""
 
 
-def _run(
-    context: RankContext, training: Training, adapter: Engine, watches: Watches, *, is_read: bool
-) -> Observation:
-    torch.manual_seed(_RANK_SEED + context.rank)
-    prepared = _prepare(context, training, adapter, training.plan, watches)
-    with ExitStack() as stack:
-        stack.enter_context(watching_units(prepared.named, training.plan.units, context.recorder))
-        if Watch.UNITS in training.watch:
-            stack.enter_context(watching_states(prepared.units(), context.recorder))
-        return train(prepared, training, context, adapter, watches, is_read=is_read)
-
-
-def _prepare(
-    context: RankContext, training: Training, adapter: Engine, plan: Plan, watches: Watches | None = None
-) -> PreparedModel:
-    # What the user's mesh knows of its ranks is not the engine's to explain.
-    with context.recorder.during(Phase.OBSERVE):
-        mesh = _mesh(context, plan)
-    data = mesh if mesh.mesh_dim_names == plan.data_axes else mesh[plan.data_axes]
-    with _refusing():
-        if plan.pipeline_stages > 1:
-            from shardproof.harness.training.pipeline import (
-                prepare_pipeline,  # here, because torch's part of it imports slowly
-            )
-
-            return prepare_pipeline(context, training, adapter, mesh, data)
-        if watches is not None and watches.census is not None:
-            watches.census.measure_process()
-        has_memory = Capability.META not in plan.demands
-        model = training.problem.build().to(context.device if has_memory else "meta")
-        if plan.cut_axis is not None and training.problem.parallelize is not None:
-            training.problem.parallelize(model, mesh[plan.cut_axis])
-        if watches is not None:
-            watches.form = Form.of(model, training)
-        prepared = adapter.prepare(model, plan, data)
-        if not has_memory:
-            state = training.problem.build().state_dict() if context.rank == 0 else {}
-            prepared.materialize(context.device, state)
-        return prepared
-
-
 @contextmanager
-def _refusing() -> Iterator[None]:
+def refusing() -> Iterator[None]:
     """Take the errors by which an engine refuses for a refusal."""
     try:
         yield
     except _REFUSALS as refusal:
-        raise _RefusedError(f"{kind_of(refusal)}: {text_of(refusal)}") from refusal
+        raise RefusedError(f"{kind_of(refusal)}: {text_of(refusal)}") from refusal
 
 
 def train(
     prepared: PreparedModel,
     training: Training,
     context: RankContext,
-    adapter: Engine | None = None,
-    watches: Watches | None = None,
+    prepare: Callable[[Plan], PreparedModel],
+    watches: Watches,
     *,
+    before: Path | None = None,
     is_read: bool = True,
 ) -> Observation:
-    """Run the whole schedule; ``adapter`` is needed where the training resumes in a fresh model.
+    """Run the whole schedule; ``prepare`` makes the fresh model in which the training resumes.
 
-    Unless ``is_read``, nothing is asked of the engine before the last step is done.
-
-    ``watches`` learn from the loop what they cannot see: the owner of a tensor, and the end of a step.
+    ``before`` is the folder in which the world before left its state. Unless ``is_read``, nothing is asked of the
+    engine before the last step is done. ``watches`` learn from the loop what they cannot see: the owner of a tensor,
+    and the end of a step.
     """
-    if training.convert is not None:
-        prepared.convert(training.convert)
-    loop = _Loop(prepared, training, context, watches)
-    with _refusing():
-        if training.schedule.steps_in_backward:
-            prepared.optimizer_in_backward(loop.schedules.factory)
-        else:
-            prepared.optimizer(loop.schedules.factory)
-    loop.scale_losses()
+    loop = _started(prepared, training, context, watches)
+    if training.origin is not None:
+        assert before is not None
+        loop.start_from(before, training.origin.form)
     with loop.reading():
         initial = loop.kept(read_shards(prepared, "local_parameters")) if is_read else {}
     steps = []
     for step in range(training.schedule.steps):
-        if training.resume is not None and step == training.resume.after_steps and adapter is not None:
+        if training.resume is not None and step == training.resume.after_steps:
             plan = training.resume.plan
-            successor = loop.prepared if plan is None else _prepare(context, training, adapter, plan)
-            loop.resume_in(successor, step)
+            loop.resume_in(loop.prepared if plan is None else prepare(plan), step, training.resume.form)
             loop.scale_losses()
         steps.append(loop.step(step, is_read=is_read))
     with loop.reading():
@@ -232,8 +127,38 @@ def train(
             cut=read_declared(loop.prepared, "cut", Cut),
             no_gradient=read_declared(loop.prepared, "no_gradient", NoGradient),
             masters=read_declared(loop.prepared, "masters", Masters),
-            counts=() if watches is None or watches.census is None else watches.census.counts,
+            counts=() if watches.census is None else watches.census.counts,
         )
+
+
+def train_and_save(
+    prepared: PreparedModel, training: Training, context: RankContext, form: StateForm, folder: Path
+) -> None:
+    """Run the whole schedule, and leave files of the state; nothing is observed."""
+    loop = _started(prepared, training, context, None)
+    for step in range(training.schedule.steps):
+        loop.step(step, is_read=False)
+    state = state_of(prepared, form)
+    if form is StateForm.WHOLE:
+        write_whole(state, folder, context.rank)
+    else:
+        write_shares(state, folder)
+
+
+def _started(
+    prepared: PreparedModel, training: Training, context: RankContext, watches: Watches | None
+) -> _Loop:
+    """Give the model its dtype and its optimizer, and make its loop."""
+    if training.convert is not None:
+        prepared.convert(training.convert)
+    loop = _Loop(prepared, training, context, watches)
+    with refusing():
+        if training.schedule.steps_in_backward:
+            prepared.optimizer_in_backward(loop.schedules.factory)
+        else:
+            prepared.optimizer(loop.schedules.factory)
+    loop.scale_losses()
+    return loop
 
 
 class _Loop:
@@ -247,7 +172,8 @@ class _Loop:
         watches: Watches | None,
     ) -> None:
         self.prepared = prepared
-        self.schedules = StepSchedules(training.optimizer)
+        steps_before = 0 if training.origin is None else training.origin.steps
+        self.schedules = StepSchedules(training.optimizer, steps_done=steps_before)
         self._training = training
         self._context = context
         self._watches = watches
@@ -285,20 +211,23 @@ class _Loop:
         if scaling is not None:
             self._scaled = ScaledSteps(self.prepared, scaling, self._scaled)
 
-    def resume_in(self, successor: PreparedModel, step: int) -> None:
-        """Go on with another prepared model, or the same one anew, which takes over the state of this one."""
-        form = StateForm.WHOLE if self._training.resume is None else self._training.resume.form
-        with calling("full_state" if form is StateForm.WHOLE else "shared_state"):
-            state = self.prepared.full_state() if form is StateForm.WHOLE else self.prepared.shared_state()
-        handed_out = self._difference_from(state, step) if form is StateForm.WHOLE else ""
-        folder = self._context.folder / "state"
-        if form is StateForm.FILES:
-            # Here, because it imports slowly.
-            from torch.distributed.checkpoint.state_dict_saver import save
+    def start_from(self, before: Path, form: StateForm) -> None:
+        """Load the state that a world of another size left in a folder."""
+        if form is StateForm.WHOLE:
+            self._load_whole(read_whole(before, self._context.device), step=0)
+        else:
+            load_shares(self.prepared, read_shares(self.prepared, before))
 
-            save(state, checkpoint_id=folder)
+    def resume_in(self, successor: PreparedModel, step: int, form: StateForm) -> None:
+        """Go on with another prepared model, or the same one anew, which takes over the state of this one."""
+        state = state_of(self.prepared, form)
+        noted = {}
+        if form is StateForm.WHOLE:
+            noted[HANDED_OUT] = self._difference_from(state, step) or AS_HELD
+        if form is StateForm.FILES:
+            write_shares(state, self._context.folder)
         self.schedules = StepSchedules(self._training.optimizer, steps_done=step)
-        with _refusing():
+        with refusing():
             successor.optimizer(self.schedules.factory)
         if successor is self.prepared:
             # Where there are gradients torch takes the state of a new optimizer for made.
@@ -308,30 +237,26 @@ class _Loop:
                     parameter.zero_()
         self.prepared = successor
         if form is StateForm.WHOLE:
-            self._load_whole(state, step, handed_out)
+            self._load_whole(state, step, noted)
             return
         if form is StateForm.FILES:
-            from torch.distributed.checkpoint.state_dict_loader import load
-
-            state = successor.shared_state()
-            load(state, checkpoint_id=folder)
-        with calling("load_shared_state"):
-            successor.load_shared_state(state)
+            state = read_shares(successor, self._context.folder)
+        load_shares(successor, state)
 
     # Any: states are nested dicts and lists of tensors and other values.
-    def _load_whole(self, state: dict[str, Any], step: int, handed_out: str) -> None:
-        """Load, and note whether the ranks held what was handed out, hold it now, and left the state as it was."""
+    def _load_whole(self, state: dict[str, Any], step: int, noted: Mapping[str, str] | None = None) -> None:
+        """Load; note whether the ranks hold now what was handed out and left it as it was, beside ``noted``."""
         kept = copied(state)
         with calling("load_full_state"):
             self.prepared.load_full_state(state)
         lost = changed(tensors_of(kept), tensors_of(state))
         taken = self._difference_from(kept, step)
-        noted = {
-            HANDED_OUT: handed_out or AS_HELD,
+        facts = {
+            **(noted or {}),
             LOADED: f"{lost} changed" if lost else UNCHANGED,
             TAKEN: taken or AS_HANDED_OUT,
         }
-        self._facts = tuple(Fact(moment="", subject=subject, value=value) for subject, value in noted.items())
+        self._facts = tuple(Fact(moment="", subject=subject, value=value) for subject, value in facts.items())
 
     def _difference_from(self, state: dict[str, Any], step: int) -> str:
         """Return the first difference between a whole state and this rank's shards, under the model's own names."""
@@ -415,15 +340,3 @@ class _Loop:
 
     def _zero_grad(self, step: int) -> None:
         self.prepared.zero_grad(set_to_none=self._training.schedule.clears_to_none(step))
-
-
-def _mesh(context: RankContext, plan: Plan) -> DeviceMesh:
-    """Make the mesh of all axes; the engine is given that of its own, which tensors and stages are not."""
-    axes = plan.axes(context.size)
-    mesh = init_device_mesh(
-        context.device.type,
-        tuple(axis.size for axis in axes),
-        mesh_dim_names=tuple(axis.name for axis in axes),
-    )
-    context.recorder.name_axes({mesh.get_group(axis.name).group_name: axis.name for axis in axes})
-    return mesh

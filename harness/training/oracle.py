@@ -79,7 +79,7 @@ def run_oracle(
 def _rounds_coarsely(training: Training, exact: OracleObservation, noise: Mapping[TensorKey, float]) -> bool:
     """Whether the first gradients round far more than their reduction does: by the model's word, or as asked."""
     plan, schedule = training.plan, training.schedule
-    if not exact.steps or schedule.clip or plan.clip_in_step is not None:
+    if not exact.steps or schedule.clip or plan.clip_in_step is not None or training.origin is not None:
         return False
     if plan.compute_dtype is not None and schedule.microbatches == 1:
         return reduces_fully(plan, training.convert)

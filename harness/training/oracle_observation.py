@@ -102,6 +102,7 @@ class OracleObservation:
     says that forward or the loss draws random numbers; ``device`` is that of the ranks to compare with. ``untrained``
     are the parameters that the optimizer was not given. ``state_before`` is the optimizer state before the last step.
     ``first`` is None unless the model rounds far more than its dtype does; see [Note: rounding of one side].
+    ``is_trained_before`` says that ``initial`` are the parameters after the steps of a world before.
     ``explains`` says that what only explains a failure is there: contributions, what lags, and ``state_before``.
     """
 
@@ -120,6 +121,7 @@ class OracleObservation:
     device: str = "cpu"
     first: FirstStep | None = None
     is_widened: bool = True
+    is_trained_before: bool = False
     untrained: frozenset[str] = frozenset()
     state_before: Tensors = field(default_factory=dict)
     explains: bool = True

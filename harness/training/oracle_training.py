@@ -12,7 +12,13 @@ from torch import nn
 from shardproof.harness.cases.training import LoopOrder, Training
 from shardproof.harness.cases.user_model import StepSchedules
 from shardproof.harness.torch_compat.dtypes import cast_module
-from shardproof.harness.training.oracle_actor import Batches, OracleModels, StackedPieces, pieces_of_step
+from shardproof.harness.training.oracle_actor import (
+    Batches,
+    OracleModels,
+    Pieces,
+    StackedPieces,
+    pieces_of_step,
+)
 from shardproof.harness.training.oracle_observation import (
     INITIAL_STEP,
     LOSSES,
@@ -59,60 +65,21 @@ def train(
 
     What ``show`` returns of each tensor is what the observation has, which knows no noise.
     """
-    model = cast_module(training.problem.build(), summation.dtype)
-    parameters = dict(model.named_parameters())
-    initial, built = show(Quantity.INITIAL, INITIAL_STEP, parameters), copied(dict(model.named_buffers()))
-    schedules = StepSchedules(training.optimizer)
-    optimizer = schedules.factory(parameters.values())
-    workshop = OracleModels(model, world_size, summation, batches)
-    steps, last = [], training.schedule.steps - 1
-    state_before: Tensors = {}
-    is_disturbed = summation.seed is not None and not training.problem.is_widened
-    disturbing = rounding_anew(summation.seed or 0) if is_disturbed else nullcontext()
-    for step in range(training.schedule.steps):
-        with drawing, disturbing:
-            losses, contributions = pieces_of_step(training, workshop, step)
-        show(Quantity.LOSS, step, {LOSSES: losses})
-        is_skipped = training.schedule.is_skipped(step)
-        if is_skipped:
-            for name in contributions:  # what is there will be cleared, perhaps to zeros
-                parameters[name].grad = torch.zeros_like(parameters[name])
-            contributions = {}
-        for name, pieces in contributions.items():
-            # Cleared before, to None or to zeros, unless the optimizer was not given the parameter.
-            reduced, left = summation.reduce(pieces, training.plan), parameters[name].grad
-            parameters[name].grad = reduced if left is None else left + reduced
-        is_reference = summation.seed is None
-        sizes = {name: sizes_of(pieces) for name, pieces in contributions.items()} if is_reference else {}
-        kept_pieces = show(None, step, StackedPieces(contributions))
-        contributions.clear()  # the most that is in memory
-        norm = None if is_skipped else _clip(training, parameters)
-        found = {} if is_skipped else {name: parameter.grad for name, parameter in parameters.items()}
-        gradients = show(Quantity.GRADIENT, step, found)
-        show(Quantity.NORM, step, {} if norm is None else {NORM: norm})
-        if step == last:
-            state_before = show(None, step, _state(optimizer, parameters))
-        if training.plan.clip_in_step is not None and not is_skipped:
-            nn.utils.clip_grad_norm_(parameters.values(), training.plan.clip_in_step)
-        with disturbing:
-            _update(training, optimizer, step)
-        schedules.step()
-        seen = OracleStep(
-            losses=losses,
-            contributions=kept_pieces,
-            gradients=gradients,
-            parameters=show(Quantity.PARAMETER, step, parameters),
-            sizes=sizes,
-            norm=norm,
-        )
-        steps.append(seen)
+    trained = _Trained(training, summation, drawing)
+    if training.before is not None and training.origin is not None:
+        trained.train_before(training.before, training.origin.ranks.of(world_size), batches)
+    initial = show(Quantity.INITIAL, INITIAL_STEP, trained.parameters)
+    built = copied(dict(trained.model.named_buffers()))
+    workshop = OracleModels(trained.model, world_size, summation, batches)
+    last = training.schedule.steps - 1
+    steps = tuple(trained.step(training, workshop, step, show) for step in range(last + 1))
     of_ranks = workshop.buffers()
     return OracleObservation(
         world_size=world_size,
         plan=training.plan,
         initial=initial,
-        steps=tuple(steps),
-        optimizer_state=show(Quantity.OPTIMIZER_STATE, last, _state(optimizer, parameters)),
+        steps=steps,
+        optimizer_state=show(Quantity.OPTIMIZER_STATE, last, trained.state()),
         buffers=tuple(show(Quantity.BUFFER, last, buffers, rank) for rank, buffers in enumerate(of_ranks)),
         noise={},
         scales={},
@@ -123,11 +90,104 @@ def train(
         ),
         dtypes={},
         is_exact=False,
-        draws=workshop.draws,
+        draws=workshop.draws or trained.has_drawn_before,
         is_widened=training.problem.is_widened,
-        untrained=_not_given(optimizer, parameters),
-        state_before=state_before,
+        is_trained_before=training.origin is not None,
+        untrained=trained.untrained(),
+        state_before=trained.state_before,
     )
+
+
+class _Trained:
+    """A model and its optimizer, which are trained in one order of sums."""
+
+    def __init__(
+        self, training: Training, summation: Summation, drawing: AbstractContextManager[object]
+    ) -> None:
+        self.model = cast_module(training.problem.build(), summation.dtype)
+        self.parameters = dict(self.model.named_parameters())
+        self.state_before: Tensors = {}  # before the last step
+        self.has_drawn_before = False
+        self._schedules = StepSchedules(training.optimizer)
+        self._optimizer = self._schedules.factory(self.parameters.values())
+        self._summation, self._drawing = summation, drawing
+        is_disturbed = summation.seed is not None and not training.problem.is_widened
+        self._disturbing = rounding_anew(summation.seed or 0) if is_disturbed else nullcontext()
+
+    def train_before(self, before: Training, num_ranks: int, batches: Batches | None) -> None:
+        """Take the steps of the world before; what a fresh model loads of it has no gradients."""
+        workshop = OracleModels(self.model, num_ranks, self._summation, batches)
+        for step in range(before.schedule.steps):
+            self.step(before, workshop, step, _kept_nowhere)
+        self._optimizer.zero_grad(set_to_none=True)
+        self.has_drawn_before = workshop.draws
+        with torch.no_grad():
+            for name, buffer in workshop.buffers()[0].items():
+                self.model.get_buffer(name).copy_(buffer)
+
+    def step(self, training: Training, workshop: OracleModels, step: int, show: ShowTensors) -> OracleStep:
+        """Take one step."""
+        losses, contributions = self._pieces(training, workshop, step)
+        show(Quantity.LOSS, step, {LOSSES: losses})
+        is_skipped = training.schedule.is_skipped(step)
+        if is_skipped:
+            for name in contributions:  # what is there will be cleared, perhaps to zeros
+                self.parameters[name].grad = torch.zeros_like(self.parameters[name])
+            contributions = {}
+        self._reduce(training, contributions)
+        is_reference = self._summation.seed is None
+        sizes = {name: sizes_of(pieces) for name, pieces in contributions.items()} if is_reference else {}
+        kept_pieces = show(None, step, StackedPieces(contributions))
+        contributions.clear()  # the most that is in memory
+        norm = None if is_skipped else _clip(training, self.parameters)
+        found = {} if is_skipped else {name: parameter.grad for name, parameter in self.parameters.items()}
+        gradients = show(Quantity.GRADIENT, step, found)
+        show(Quantity.NORM, step, {} if norm is None else {NORM: norm})
+        if step == training.schedule.steps - 1:
+            self.state_before = show(None, step, self.state())
+        if training.plan.clip_in_step is not None and not is_skipped:
+            nn.utils.clip_grad_norm_(self.parameters.values(), training.plan.clip_in_step)
+        with self._disturbing:
+            _update(training, self._optimizer, step)
+        self._schedules.step()
+        return OracleStep(
+            losses=losses,
+            contributions=kept_pieces,
+            gradients=gradients,
+            parameters=show(Quantity.PARAMETER, step, self.parameters),
+            sizes=sizes,
+            norm=norm,
+        )
+
+    def _pieces(self, training: Training, workshop: OracleModels, step: int) -> tuple[torch.Tensor, Pieces]:
+        with self._drawing, self._disturbing:
+            return pieces_of_step(training, workshop, step)
+
+    def _reduce(self, training: Training, contributions: Pieces) -> None:
+        for name, pieces in contributions.items():
+            # Cleared before, to None or to zeros, unless the optimizer was not given the parameter.
+            reduced, left = self._summation.reduce(pieces, training.plan), self.parameters[name].grad
+            self.parameters[name].grad = reduced if left is None else left + reduced
+
+    def untrained(self) -> frozenset[str]:
+        """Return the names of the parameters that the optimizer was not given."""
+        given = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        return frozenset(name for name, parameter in self.parameters.items() if id(parameter) not in given)
+
+    def state(self) -> Tensors:
+        """Return the tensors of the optimizer's state, by parameter and key."""
+        return {
+            f"{name}/{key}": value
+            for name, p in self.parameters.items()
+            for key, value in self._optimizer.state.get(p, {}).items()
+            if isinstance(value, torch.Tensor)
+        }
+
+
+def _kept_nowhere(
+    quantity: Quantity | None, step: int, tensors: Mapping[str, _T], rank: int = 0, /
+) -> Mapping[str, _T]:
+    return {}
 
 
 def _clip(training: Training, parameters: Mapping[str, nn.Parameter]) -> torch.Tensor | None:
@@ -147,20 +207,6 @@ def _update(training: Training, optimizer: torch.optim.Optimizer, step: int) -> 
     else:
         optimizer.step()
         optimizer.zero_grad(set_to_none=clears_to_none)
-
-
-def _not_given(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
-    given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return frozenset(name for name, parameter in parameters.items() if id(parameter) not in given)
-
-
-def _state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> Tensors:
-    return {
-        f"{name}/{key}": value
-        for name, p in parameters.items()
-        for key, value in optimizer.state.get(p, {}).items()
-        if isinstance(value, torch.Tensor)
-    }
 
 
 def copied(tensors: Mapping[str, _T], /) -> dict[str, _T]:

@@ -115,9 +115,11 @@ class Sizes:
     name: str
     allows: Callable[[int], bool]
     kinds: frozenset[WorldKind] = _EXCHANGING
+    is_on_cpu: bool = False
 
     def suits(self, world: WorldSpec) -> bool:
-        return self.allows(world.size) and world.kind in self.kinds
+        is_on_device = world.device != "cpu"
+        return self.allows(world.size) and world.kind in self.kinds and not (self.is_on_cpu and is_on_device)
 
 
 ANY = Sizes(name="ranks that exchange data", allows=lambda size: True)
@@ -139,6 +141,19 @@ TOGETHER = Sizes(
 # For laws that need no numbers.
 SIMULATED = Sizes(
     name="ranks that are simulated", allows=lambda size: size > 1, kinds=frozenset({WorldKind.SIMULATED})
+)
+# After a world of half as many ranks, or of one more: a launcher starts one number of them, and a machine may have no
+# device for another one.
+AFTER_FEWER = Sizes(
+    name="two ranks or more, after a world of half as many",
+    allows=lambda size: size > 1,
+    kinds=frozenset(OWN_KINDS),
+)
+AFTER_MORE = Sizes(
+    name="ranks on a CPU, after a world of one more",
+    allows=lambda size: size < MAX_RANKS,
+    kinds=frozenset(OWN_KINDS),
+    is_on_cpu=True,
 )
 EVEN = Sizes(name="two replicas of equal size", allows=lambda size: size % 2 == 0)
 FOUR_OR_MORE_EVEN = Sizes(

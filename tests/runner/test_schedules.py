@@ -20,7 +20,7 @@ from shardproof.harness.cli.main import main
 from shardproof.harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor
 from shardproof.harness.runner.options import RunOptions
 from shardproof.harness.runner.schedules import explore, load_schedules
-from shardproof.harness.training.engine_loop import drive_rank
+from shardproof.harness.training.rank_body import drive_rank
 from shardproof.harness.worlds.launch import World, launch
 from shardproof.harness.worlds.rank import RankContext, journal_path
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec

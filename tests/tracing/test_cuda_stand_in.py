@@ -15,7 +15,7 @@ from shardproof.harness.runner.engines import EngineDescription
 from shardproof.harness.tracing.races.fake_cuda import cuda_stand_in
 from shardproof.harness.tracing.races.race_report import RaceKind, RaceReport
 from shardproof.harness.tracing.recorder import Recorder
-from shardproof.harness.training.engine_loop import drive_rank
+from shardproof.harness.training.rank_body import drive_rank
 from shardproof.harness.training.watches import watching
 
 RAW = RaceKind.READ_AFTER_WRITE

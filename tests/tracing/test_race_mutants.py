@@ -18,7 +18,7 @@ from shardproof.fixtures.optimizers import SGD
 from shardproof.harness.records.world_result import keep_result, load_kept
 from shardproof.harness.tracing.races import streams
 from shardproof.harness.tracing.races.race_report import RaceKind, RaceReport
-from shardproof.harness.training.engine_loop import drive_rank
+from shardproof.harness.training.rank_body import drive_rank
 
 SHARDED = Plan(
     layout=Layout.SHARD, units=CHAIN.units, grouping=Grouping.REQUIRED, reshard=Reshard.AFTER_FORWARD

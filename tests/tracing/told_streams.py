@@ -15,7 +15,7 @@ from torch.cuda import _gpu_trace as trace
 from shardproof import RankContext, Training
 from shardproof.harness.tracing.races import cuda_streams as cuda
 from shardproof.harness.tracing.recorder import Recorder
-from shardproof.harness.training import engine_loop
+from shardproof.harness.training import rank_body
 from shardproof.harness.training.watches import Watches, watching
 
 told_to_the_allocator: list[tuple[int, int]] = []
@@ -139,5 +139,5 @@ def _watching_told(asked: Any, recorder: Recorder, device_type: str, **options: 
 def drive_told(context: RankContext, training: Training, engine: str) -> str | None:
     """Train under the watch of CUDA, on such streams; a world's rank body, in a process of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_loop, "watching", _watching_told)
-        return engine_loop.drive_rank(context, training, engine)
+        patch.setattr(rank_body, "watching", _watching_told)
+        return rank_body.drive_rank(context, training, engine)

@@ -13,7 +13,7 @@ from shardproof.fixtures.problems import MLP_UNEVEN, TRANSFORMER
 from shardproof.harness.records.world_result import SavedResult, keep_result, load_kept
 from shardproof.harness.tracing import codec
 from shardproof.harness.tracing.ledger import Entry
-from shardproof.harness.training.engine_loop import drive_rank
+from shardproof.harness.training.rank_body import drive_rank
 from shardproof.harness.worlds.spec import ANY, SEVERAL, SIMULATED, WorldKind, WorldSpec
 from shardproof.suites.training import train
 

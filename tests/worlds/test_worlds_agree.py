@@ -10,7 +10,7 @@ from shardproof import Accumulation, Layout, Training, TrialSession, Verdict, la
 from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.harness.records.world_result import SavedResult, keep_result, load_kept
 from shardproof.harness.tracing.ledger import Entry, Op, Phase
-from shardproof.harness.training.engine_loop import drive_rank
+from shardproof.harness.training.rank_body import drive_rank
 from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec
 from shardproof.suites.training import train
 from tests.judging import judged

@@ -1,0 +1,197 @@
+"""The bodies of ranks: what each rank of a world does, from the engine's preparation to what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardproof.engine.contract import (
+    Capability,
+    Engine,
+    Plan,
+    PreparedModel,
+)
+from shardproof.engine.registry import resolve
+from shardproof.harness.cases.training import (
+    Training,
+    Watch,
+)
+from shardproof.harness.records.observation import (
+    Observation,
+    digest,
+    save_observation,
+)
+from shardproof.harness.records.world_result import arcs_path, observation_path
+from shardproof.harness.torch_compat.profiler_labels import idle_labels
+from shardproof.harness.tracing.arcs import counting_arcs
+from shardproof.harness.tracing.ledger import Phase
+from shardproof.harness.tracing.memory.census import Census
+from shardproof.harness.tracing.races.fake_cuda import cuda_stand_in
+from shardproof.harness.tracing.unit_hooks import watching_states, watching_units
+from shardproof.harness.training.engine_loop import RefusedError, refusing, train, train_and_save
+from shardproof.harness.training.layout_memory import Form
+from shardproof.harness.training.watches import Watches, watching
+from shardproof.harness.worlds.rank import RankContext
+from shardproof.harness.worlds.spec import DEVICES_OF_CUDA
+
+__all__ = ["BEFORE", "drive_rank", "leave_state"]
+
+BEFORE = "before"  # the folder of the world before, below that of a world
+
+# Where an engine draws from the default generator, ranks draw differently unless the engine sees to it.
+_RANK_SEED = 1000
+
+
+def drive_rank(
+    context: RankContext, training: Training, engine: str, before: Path | None = None
+) -> str | None:
+    """Train on this rank under the engine of that name and keep what was observed; a world's rank body.
+
+    ``before`` is the folder in which the world before left its state, if there was one.
+
+    Returns the engine's words if it refused the plan, which it may do until it has an optimizer, else None. A refusal
+    is not raised: that would stop the other ranks, and whether they refuse too is what has to be seen.
+    """
+    adapter = resolve(engine)
+    is_counted = Watch.ARCS in training.watch and context.rank == 0  # one counter to a process
+    with counting_arcs(adapter, arcs_path(context.folder)) if is_counted else nullcontext():
+        return _unfit(context, adapter) or _refusal_of(partial(_drive, context, training, adapter, before))
+
+
+def leave_state(context: RankContext, training: Training, engine: str) -> str | None:
+    """Train in the world before, and leave files of the state; a world's rank body. Returns what `drive_rank` does.
+
+    Nothing is observed: what is wrong here shows in the training that starts from it.
+    """
+    adapter = resolve(engine)
+    return _unfit(context, adapter) or _refusal_of(partial(_leave_state, context, training, adapter))
+
+
+def _unfit(context: RankContext, adapter: Engine) -> str | None:
+    """Return why the engine cannot be run in this world."""
+    if adapter.needs_processes and context.shares_a_process:
+        return "NeedsProcesses: ranks of this world are threads of one process"
+    if adapter.insists_on_cuda and context.device.type not in DEVICES_OF_CUDA:
+        return f"NeedsCuda: ranks of this world are on {context.device.type}"
+    return None
+
+
+def _refusal_of(body: Callable[[], None]) -> str | None:
+    """Return the words of the engine if it refuses in ``body``."""
+    try:
+        body()
+    except RefusedError as refusal:
+        return str(refusal)
+    return None
+
+
+def _leave_state(context: RankContext, training: Training, adapter: Engine) -> None:
+    before, origin = training.before, training.origin
+    assert before is not None
+    assert origin is not None
+    with idle_labels, _device_of(context, adapter):
+        torch.manual_seed(_RANK_SEED + context.rank)
+        prepared = _prepare(context, before, adapter, before.plan)
+        train_and_save(prepared, before, context, origin.form, context.folder)
+
+
+def _device_of(context: RankContext, adapter: Engine) -> AbstractContextManager[object]:
+    is_stood_in = adapter.insists_on_cuda and context.device.type == "cpu"
+    return cuda_stand_in() if is_stood_in else nullcontext()
+
+
+def _drive(context: RankContext, training: Training, adapter: Engine, before: Path | None) -> None:
+    is_measured = Watch.ALLOCATOR in training.watch and not context.shares_a_process
+    census = Census(context.recorder, is_process_measured=is_measured) if training.is_counted else None
+    schedule = training.schedule
+    with (
+        watching(training.watch, context.recorder, context.device.type, census=census) as watches,
+        idle_labels,
+        _device_of(context, adapter),
+    ):
+        # Numbers of a simulated rank mean nothing: what it holds in the end shows where its shards lie.
+        reads = [not context.is_simulated] + [schedule.are_repeats_read] * (schedule.repeats - 1)
+        first, *others = (_run(context, training, adapter, watches, before, is_read=read) for read in reads)
+    repeated = (first, *others) if others else ()
+    observation = replace(
+        first,
+        repeat_digests=tuple(
+            digest(seen if schedule.are_repeats_read else _end_of(seen)) for seen in repeated
+        ),
+        race_report=None if watches.races is None else watches.races.report(),
+        lifetime_report=None if watches.lifetimes is None else watches.lifetimes.report(),
+    )
+    save_observation(observation, observation_path(context.folder, context.rank))
+
+
+def _end_of(observation: Observation) -> Observation:
+    """Return what a training shows that is read at its end alone."""
+    *steps, last = observation.steps
+    unread = tuple(replace(step, gradients={}, parameters={}) for step in steps)
+    return replace(observation, initial={}, steps=(*unread, replace(last, gradients={})))
+
+
+def _run(
+    context: RankContext,
+    training: Training,
+    adapter: Engine,
+    watches: Watches,
+    before: Path | None,
+    *,
+    is_read: bool,
+) -> Observation:
+    torch.manual_seed(_RANK_SEED + context.rank)
+    prepared = _prepare(context, training, adapter, training.plan, watches)
+    with ExitStack() as stack:
+        stack.enter_context(watching_units(prepared.named, training.plan.units, context.recorder))
+        if Watch.UNITS in training.watch:
+            stack.enter_context(watching_states(prepared.units(), context.recorder))
+        prepare = partial(_prepare, context, training, adapter)
+        return train(prepared, training, context, prepare, watches, before=before, is_read=is_read)
+
+
+def _prepare(
+    context: RankContext, training: Training, adapter: Engine, plan: Plan, watches: Watches | None = None
+) -> PreparedModel:
+    # What the user's mesh knows of its ranks is not the engine's to explain.
+    with context.recorder.during(Phase.OBSERVE):
+        mesh = _mesh(context, plan)
+    data = mesh if mesh.mesh_dim_names == plan.data_axes else mesh[plan.data_axes]
+    with refusing():
+        if plan.pipeline_stages > 1:
+            from shardproof.harness.training.pipeline import (
+                prepare_pipeline,  # here, because torch's part of it imports slowly
+            )
+
+            return prepare_pipeline(context, training, adapter, mesh, data)
+        if watches is not None and watches.census is not None:
+            watches.census.measure_process()
+        has_memory = Capability.META not in plan.demands
+        model = training.problem.build().to(context.device if has_memory else "meta")
+        if plan.cut_axis is not None and training.problem.parallelize is not None:
+            training.problem.parallelize(model, mesh[plan.cut_axis])
+        if watches is not None:
+            watches.form = Form.of(model, training)
+        prepared = adapter.prepare(model, plan, data)
+        if not has_memory:
+            state = training.problem.build().state_dict() if context.rank == 0 else {}
+            prepared.materialize(context.device, state)
+        return prepared
+
+
+def _mesh(context: RankContext, plan: Plan) -> DeviceMesh:
+    """Make the mesh of all axes; the engine is given that of its own, which tensors and stages are not."""
+    axes = plan.axes(context.size)
+    mesh = init_device_mesh(
+        context.device.type,
+        tuple(axis.size for axis in axes),
+        mesh_dim_names=tuple(axis.name for axis in axes),
+    )
+    context.recorder.name_axes({mesh.get_group(axis.name).group_name: axis.name for axis in axes})
+    return mesh
