@@ -15,6 +15,8 @@ from shardproof.harness.laws.diagnosis import looks_like
 from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.laws.structure import (
     RankShard,
+    are_consecutive,
+    interval_of,
     num_declared_zeros,
     observed,
     pieces_of,
@@ -262,7 +264,14 @@ def _divergence(comparisons: list[_Comparison]) -> str | None:
     """Find two ranks that hold different values of one element: replicas must agree bit by bit."""
     if not comparisons:
         return None
-    first = comparisons[0].piece.shard
+    firsts, shards = dict[tuple[int, int, int], torch.Tensor](), [c.piece.shard for c in comparisons]
+    are_replicas = all(
+        torch.equal(firsts.setdefault(interval_of(shard), shard.tensor).flatten(), shard.tensor.flatten())
+        for shard in shards
+    )
+    if are_replicas and are_consecutive(shards):
+        return None
+    first = shards[0]
     holder = torch.full(first.global_shape, -1)
     held = torch.zeros(first.global_shape, dtype=first.tensor.dtype)
     for comparison in comparisons:

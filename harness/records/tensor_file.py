@@ -125,11 +125,15 @@ def _copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class _ReadFile:
-    """A file whose tensors were all read at once."""
+    """A file whose tensors were all read at once, or mapped at once where they are large."""
 
     def __init__(self, file: BinaryIO, end: int) -> None:
         file.seek(0)
-        self._data = bytearray(file.read(end))
+        self._data = (
+            mmap.mmap(file.fileno(), end, access=mmap.ACCESS_COPY)
+            if end >= _MAPPED_BYTES
+            else bytearray(file.read(end))
+        )
 
     def tree(self, found: dict[str, Any]) -> Any:
         """Return an object of the tree, or the tensor that it stands for."""

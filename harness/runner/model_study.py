@@ -38,6 +38,7 @@ from shardproof.harness.training.rounding import noticing_narrow, rounding_anew
 from shardproof.harness.verdicts.vacuity import ZERO_BESIDE, ZERO_BESIDE_NOISE
 
 _PLACES = tuple(product(range(3), range(NUM_RANKS)))  # steps and ranks whose gradients are looked at
+_NUM_EXACT = 2  # of them, which are looked at in float64 in any case
 _NUM_DISTURBED = 4
 _CHANGES = 1e3  # gradients grow and shrink in training: one that is hardly above zero now may be zero then
 _UPDATES = 2  # some optimizers only begin to divide by what they keep in the second
@@ -170,22 +171,34 @@ def _update(model: nn.Module, make: UserOptimizer) -> None:
 
 
 def _exact_sizes(problem: UserModel, optimizer: UserOptimizer | None) -> list[dict[str, float | None]]:
-    """Return the largest gradient of each parameter at each place, zero where it is zero but for rounding."""
+    """Return the largest gradient of each parameter at each place, zero where it is zero but for rounding.
+
+    Only the first places are in float64 if they show a gradient of each parameter. All that the others can add then is
+    where there is none, which the model's own dtypes show in a third of the time.
+    """
     model = cast_module(problem.build(), torch.float64)
-    found = [
-        {
-            name: None if g is None else largest(g)
-            for name, g in _gradients(problem, model, step, rank).items()
-        }
-        for step, rank in _PLACES
-    ]
+    found = [_sizes(problem, model, step, rank) for step, rank in _PLACES[:_NUM_EXACT]]
+    zero = _zero_beside(found)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    has_all = all(any((sizes[name] or 0.0) > zero for sizes in found) for name in trained)
+    other = problem.build() if has_all else model
+    found += [_sizes(problem, other, step, rank) for step, rank in _PLACES[_NUM_EXACT:]]
     if optimizer is not None:
         _update(model, optimizer)
-    zero = _CHANGES * ZERO_BESIDE * max(size or 0.0 for sizes in found for size in sizes.values())
+    zero = _zero_beside(found)
     return [
         {n: 0.0 if size is not None and size <= zero else size for n, size in sizes.items()}
         for sizes in found
     ]
+
+
+def _sizes(problem: UserModel, model: nn.Module, step: int, rank: int) -> dict[str, float | None]:
+    gradients = _gradients(problem, model, step, rank)
+    return {name: None if gradient is None else largest(gradient) for name, gradient in gradients.items()}
+
+
+def _zero_beside(found: list[dict[str, float | None]]) -> float:
+    return _CHANGES * ZERO_BESIDE * max(size or 0.0 for sizes in found for size in sizes.values())
 
 
 def _own_sizes(problem: UserModel) -> list[dict[str, float | None]]:

@@ -67,7 +67,9 @@ class Summation:
     def _divided(self, of_ranks: Sequence[torch.Tensor], divisor: float, dtype: torch.dtype) -> torch.Tensor:
         if self.divides_first:
             return cast(self._sum([cast(piece / divisor, self.reduce_dtype) for piece in of_ranks]), dtype)
-        return cast(self._sum([cast(piece, self.reduce_dtype) for piece in of_ranks]) / divisor, dtype)
+        total = self._sum([cast(piece, self.reduce_dtype) for piece in of_ranks])
+        # A sum of several is a tensor of its own, which costs a pass over memory less.
+        return cast(total.div_(divisor) if len(of_ranks) > 1 else total / divisor, dtype)
 
     def _sum(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         """Add one after the other, so that every addition rounds, or in pairs."""
