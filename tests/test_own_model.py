@@ -500,6 +500,29 @@ def test_the_first_lines_say_what_is_known_of_the_model(file: Path) -> None:
     assert "forward and backward take 0.5 s; a case that takes longer than 90 s counts as hung" in shown
 
 
+@pytest.mark.parametrize("factor, is_zero", [(1e-5, False), (1e-12, True)])
+def test_a_small_gradient_is_told_from_one_that_is_zero_but_for_rounding(
+    file: Path, factor: float, is_zero: bool
+) -> None:
+    text = GOOD.replace("keepdim=True))}", f"keepdim=True)) + {factor} * self.faint}}")
+    file.write_text(
+        text.replace(
+            "        self.out =", "        self.faint = nn.Parameter(torch.ones(2))\n        self.out ="
+        )
+    )
+    model, _ = read_model(f"{file}:Mine", limit_s=60)
+    assert set(model.idle) == {"normed.bias"} | ({"faint"} if is_zero else set())
+
+
+def test_a_layer_that_one_batch_leaves_out_is_known(file: Path) -> None:
+    """The first batches use all layers, and so the others are computed in float32: the last of the second step."""
+    text = GOOD.replace("self.normed(x)", "self.normed(x) if x[0, 0] > 0 else x")
+    file.write_text(text.replace("hidden - hidden.mean(0, keepdim=True)", "hidden"))
+    model, _ = read_model(f"{file}:Mine", limit_s=60)
+    assert model.facts.seldom == ("normed.bias", "normed.weight")
+    assert Capability.RANK_DEPENDENT in model.demands
+
+
 def test_a_deadline_grows_with_the_model() -> None:
     assert deadline_for(0.001, 2) == 61
     assert deadline_for(2.0, 2) == 60 + 30 * 9 * 2 * 2

@@ -339,22 +339,30 @@ def _arithmetic(training: Training) -> Training:
     scaling = asked.schedule.scaling
     if scaling is not None and scaling.overflows_at is None:  # what is multiplied is divided again
         asked = replace(asked, schedule=replace(asked.schedule, scaling=None))
-    origin = asked.origin
+    resume, origin = asked.resume, asked.origin
+    if resume is not None:
+        # A fresh model has no gradients. Where the step before left none either, the oracle need not know.
+        has_zeros = not asked.schedule.clears_to_none(resume.after_steps - 1)
+        resume = replace(resume, plan=None, form=StateForm.WHOLE) if has_zeros else None
     if origin is not None:
-        before = None if origin.plan is None else _arithmetic_plan(replace(asked, plan=origin.plan))
+        before = (
+            None
+            if origin.plan is None
+            else _arithmetic_plan(replace(asked, plan=origin.plan), hands_over=True)
+        )
         origin = replace(origin, plan=before, form=StateForm.WHOLE)
     return replace(
         asked,
-        plan=_arithmetic_plan(asked),
+        plan=_arithmetic_plan(asked, hands_over=resume is not None or origin is not None),
         origin=origin,
         schedule=replace(asked.schedule, steps_in_backward=False),
-        resume=None,
+        resume=resume,
         watch=frozenset(),
         schedules=1,
     )
 
 
-def _arithmetic_plan(training: Training) -> Plan:
+def _arithmetic_plan(training: Training, *, hands_over: bool) -> Plan:
     """Keep of a plan how gradients are divided and clipped, in what dtype and portions summed."""
     plan = training.plan
     # The loop refuses a script, a clipping, a loss scale or a conversion that its plan does not demand.
@@ -366,7 +374,7 @@ def _arithmetic_plan(training: Training) -> Plan:
     }
     if training.schedule.scaling is not None:
         asked |= {Capability.LOSS_SCALE}
-    handed_over = frozenset() if training.origin is None else StateForm.WHOLE.demands
+    handed_over = StateForm.WHOLE.demands if hands_over else frozenset()
     return Plan(
         divide_factor=plan.divide_factor,
         clip_in_step=plan.clip_in_step,

@@ -127,6 +127,8 @@ class _Trained:
 
     def step(self, training: Training, workshop: OracleModels, step: int, show: ShowTensors) -> OracleStep:
         """Take one step."""
+        if training.resume is not None and step == training.resume.after_steps:
+            self._optimizer.zero_grad(set_to_none=True)  # as a fresh model has it
         losses, contributions = self._pieces(training, workshop, step)
         show(Quantity.LOSS, step, {LOSSES: losses})
         is_skipped = training.schedule.is_skipped(step)
