@@ -56,6 +56,7 @@ class Capability(Enum):
     )
     CONVERT = "lets the model be converted to another dtype once prepared"
     COMPLEX = "trains parameters of complex numbers"
+    SPARSE_GRADIENTS = "reduces sparse gradients, as those of embeddings, and leaves them sparse"
     CLIP = "clips gradients by the norm over all parameters and ranks"
     CLIP_IN_STEP = "clips gradients by that norm in each optimizer step, to a limit that it is prepared with"
     LOSS_SCALE = (

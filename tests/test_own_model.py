@@ -54,6 +54,18 @@ class Mine:
 """
 
 
+_SPARSE = """
+import torch
+from torch import nn
+
+class Mine:
+    def build(self):
+        return nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Tanh(), nn.Linear(4, 2))
+    def batch(self, generator):
+        return torch.randint(11, (3, 5), generator=generator)
+    def loss(self, output, batch):
+        return (output - batch[..., None] / 11).square().mean()
+"""
 _LOSS = "    def loss("
 
 
@@ -215,13 +227,37 @@ def test_threads_are_refused_for_what_inductor_compiles(
         GOOD.replace("return Net()", f"net = Net()\n        net.compile({asked})\n        return net")
     )
     model, _ = read_model(f"{file}:Mine", limit_s=60)
-    assert model.facts.needs_processes == refused
+    assert model.facts.is_compiled == refused
     if refused:
         worlds = ("--world", "processes:2", "--world", "threads:3")
         assert _check(file, "torch.ddp", *worlds) == 2
         shown = capsys.readouterr().err
         assert "expected worlds of processes, because inductor compiles it" in shown
         assert "got threads:3; try --world processes:3" in shown
+
+
+def test_sparse_gradients_are_judged_where_ranks_are_processes(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(_SPARSE)
+    assert _check(file, "torch.ddp") == 2
+    assert "expected worlds of processes, because it has sparse gradients" in capsys.readouterr().err
+    assert _check(file, "torch.ddp", "--world", "processes:2", "-k", "trains or clips or resumes") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "optimizer SGD, the default" in shown
+    assert "proven trains as one process does proven resumes from its state" in shown
+    assert (
+        "left out clips by the norm of the whole: torch's clip_grad_norm_ takes no sparse gradient" in shown
+    )
+
+
+def test_a_wrong_reduction_of_sparse_gradients_is_caught(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(_SPARSE)
+    engine = next(m.engine_spec for m in shipped_mutants() if m.name == "KeepsItsOwnSparseGradients")
+    assert _check(file, engine, "--world", "processes:2", "-k", "trains") == 1
+    assert "gradient '0.weight'" in capsys.readouterr().out
 
 
 def test_a_count_of_steps_for_an_empty_shard_is_no_fault(file: Path) -> None:
@@ -500,7 +536,7 @@ def test_the_first_lines_say_what_is_known_of_the_model(file: Path) -> None:
     assert "forward and backward take 0.5 s; a case that takes longer than 90 s counts as hung" in shown
 
 
-@pytest.mark.parametrize("factor, is_zero", [(1e-5, False), (1e-12, True)])
+@pytest.mark.parametrize(("factor", "is_zero"), [(1e-5, False), (1e-12, True)])
 def test_a_small_gradient_is_told_from_one_that_is_zero_but_for_rounding(
     file: Path, factor: float, is_zero: bool
 ) -> None:

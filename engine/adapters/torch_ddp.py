@@ -50,6 +50,7 @@ class DistributedDataParallelEngine(Engine):
             Capability.RECOVER_KEEPING,
             Capability.CLIP,
             Capability.COMPLEX,
+            Capability.SPARSE_GRADIENTS,
             Capability.STATE,
             Capability.OWN_BUFFERS,
             Capability.EDIT_GRADIENTS,

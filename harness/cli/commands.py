@@ -76,8 +76,16 @@ def check(arguments: argparse.Namespace) -> int:
     draw_hash_seeds(arguments.schedule_seed)  # before the server starts: one with other seeds is ended
     forkserver_context()  # it starts while this process goes on
     model, optimizer = known_model(spec, arguments.deadline or _READING_S)
-    if model.facts.needs_processes:
-        _refuse_threads(arguments)
+    if model.facts.is_compiled:
+        _refuse_threads(
+            arguments,
+            "inductor compiles it and threads do not compile at the same time",
+            instead="backend='aot_eager'",
+        )
+    if model.facts.sparse:
+        _refuse_threads(
+            arguments, "it has sparse gradients and threads exchange dense tensors", instead="sparse=False"
+        )
     if arguments.deadline is None:
         arguments.deadline = deadline_for(pass_seconds(spec), most_ranks)
     found = model_summary(model, optimizer, pass_s=pass_seconds(spec), limit_s=arguments.deadline)
@@ -87,15 +95,15 @@ def check(arguments: argparse.Namespace) -> int:
     return _run(arguments, f"--model={spec}", f"--timeout={limit_s}", render=render, lists_all=True)
 
 
-def _refuse_threads(arguments: argparse.Namespace) -> None:
+def _refuse_threads(arguments: argparse.Namespace, because: str, *, instead: str) -> None:
     """Raise UsageError where ranks of some world are threads."""
     threads = [w for w in arguments.world or [DEFAULT_WORLD] if w.startswith("threads")]
     if threads:
         raise UsageError(
             f"model {arguments.model}",
-            expected="worlds of processes, because inductor compiles it and threads do not compile at the same time",
+            expected=f"worlds of processes, because {because}",
             got=", ".join(threads),
-            hint=f"--world {threads[0].replace('threads', 'processes')}, or backend='aot_eager'",
+            hint=f"--world {threads[0].replace('threads', 'processes')}, or {instead}",
         )
 
 

@@ -30,7 +30,7 @@ from shardproof.harness.cases.user_model import (
     definition,
 )
 from shardproof.harness.runner.unit_calls import NUM_RANKS, UnitCalls, calls_differ
-from shardproof.harness.torch_compat.dtypes import cast, cast_module, cast_parameters
+from shardproof.harness.torch_compat.dtypes import cast, cast_module, cast_parameters, dense
 from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.training.absolute_error import deviation, largest
 from shardproof.harness.training.draws import Seeds
@@ -88,6 +88,7 @@ def study(
     demands += [Capability.OWN_BUFFERS] if changes_buffers else []
     demands += [Capability.PARAMETER_SHAPES] if optimizer and _needs_shapes(problem, optimizer) else []
     facts, pass_s = called("a training step", lambda: _facts(problem, units, found))
+    demands += [Capability.SPARSE_GRADIENTS] if facts.sparse else []
     model = replace(
         problem,
         units=units,
@@ -244,17 +245,17 @@ def _gradients(
         if not bool(loss.isfinite()):
             raise ValueError(f"loss() is {loss.item()} in step {step} on rank {rank}, before any training")
         called("backward", loss.backward)
-    return {name: _gradient(name, parameter) for name, parameter in model.named_parameters()}
+    return {name: _gradient(parameter) for name, parameter in model.named_parameters()}
 
 
-def _gradient(name: str, parameter: nn.Parameter) -> torch.Tensor | None:
+def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     if not parameter.requires_grad:
         return parameter.new_zeros(0)
-    if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-        raise ValueError(
-            f"the gradient of {name!r} is sparse, and cannot be held against the reference; try sparse=False"
-        )
-    return None if parameter.grad is None else parameter.grad.detach().clone()
+    return None if parameter.grad is None else dense(parameter.grad.detach()).clone()
+
+
+def _is_sparse(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and gradient.layout is not torch.strided
 
 
 def _idle(found: list[dict[str, float | None]]) -> list[str]:
@@ -308,6 +309,8 @@ def _needs_shapes(problem: UserModel, optimizer: UserOptimizer) -> bool:
     """
     model = problem.build()
     _gradients(problem, model, step=0, rank=0)
+    if any(_is_sparse(parameter.grad) for parameter in model.parameters()):
+        return True  # a part of one has no form of its own
     whole = list(model.parameters())
     before = [parameter.detach().clone() for parameter in whole]
     pieces = [_piece(parameter) for parameter in whole]
@@ -354,16 +357,21 @@ def _facts(
         loss = _loss(problem, model, batch)
     loss.backward()  # type: ignore[no-untyped-call]  # of torch's
     pass_s = time.monotonic() - started
+    sparse = tuple(name for name, parameter in model.named_parameters() if _is_sparse(parameter.grad))
     facts = ModelFacts(
         frozen=tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
         seldom=tuple(sorted({name for sizes in found for name, size in sizes.items() if size is None})),
         slow=slow,
         evaluating=tuple(_evaluating(model)),
         outside=tuple(watch.outside),
-        uncounted=_uncounted(model, units, watch.calls),
+        uncounted="some gradients are sparse" if sparse else _uncounted(model, units, watch.calls),
         not_in_bfloat16=_not_in_bfloat16(problem, model, batch),
         unscaled=_unscaled(model),
-        needs_processes=bool(compiled),
+        unclipped=f"torch's clip_grad_norm_ takes no sparse gradient, as that of {sparse[0]!r}"
+        if sparse
+        else "",
+        sparse=sparse,
+        is_compiled=bool(compiled),
     )
     return facts, pass_s
 

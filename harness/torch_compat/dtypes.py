@@ -1,4 +1,4 @@
-"""Tensors of numbers in other dtypes: complex ones in the counterpart of the same precision, others as they are."""
+"""Tensors in other dtypes, complex ones in the counterpart of the same precision; and sparse ones as plain ones."""
 
 from __future__ import annotations
 
@@ -35,6 +35,11 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     for parameter in module.parameters():
         parameter.data = cast(parameter.data, dtype)
     return module
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a sparse tensor as a plain one, and any other as it is."""
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
 def is_rounded(dtype: torch.dtype) -> bool:

@@ -26,7 +26,7 @@ from shardproof.harness.training.oracle_observation import (
     TensorKey,
     Tensors,
 )
-from shardproof.harness.training.oracle_training import KeepTensors, copied, train
+from shardproof.harness.training.oracle_training import KeepTensors, copied, dense_tensors, train
 from shardproof.harness.training.reduction_orders import (
     EXACT_ORDER,
     OWN_ORDER,
@@ -107,9 +107,9 @@ def _first_step(training: Training, world_size: int) -> FirstStep:
     ]
     parameters = _stepped(training, EXACT_ORDER.dtype, exact)
     return FirstStep(
-        gradients=exact,
+        gradients=dense_tensors(exact),
         parameters=parameters,
-        noise=_noise(exact, reduced),
+        noise=_noise(dense_tensors(exact), [*map(dense_tensors, reduced)]),
         parameter_noise=_noise(parameters, [_stepped(training, dtype, gradients) for gradients in reduced]),
     )
 
@@ -145,7 +145,7 @@ def _with_lagging(
                 parameter.copy_(met[name])
         losses, contributions = pieces_of_step(training, workshop, step)
         reduced = {n: order.reduce(pieces, training.plan) for n, pieces in contributions.items()}
-        steps.append(replace(seen, lagging=keep(reduced), lagging_losses=losses))
+        steps.append(replace(seen, lagging=keep(dense_tensors(reduced)), lagging_losses=losses))
         met = exact.steps[step - 1].parameters
     return tuple(steps)
 

@@ -22,11 +22,19 @@ from shardproof.harness.cases.script import (
     with_gradients,
 )
 from shardproof.harness.cases.training import Problem, Training, loss_weight
-from shardproof.harness.torch_compat.dtypes import cast, cast_parameters
+from shardproof.harness.torch_compat.dtypes import cast, cast_parameters, dense
 from shardproof.harness.training.draws import Seeds, has_drawn
 from shardproof.harness.training.reduction_orders import Summation
 
-__all__ = ["Batches", "OracleActor", "OracleModels", "Pieces", "StackedPieces", "pieces_of_step"]
+__all__ = [
+    "Batches",
+    "OracleActor",
+    "OracleModels",
+    "Pieces",
+    "StackedPieces",
+    "dense_pieces",
+    "pieces_of_step",
+]
 
 
 class Batches:
@@ -237,6 +245,11 @@ class OracleActor(Actor):
 Pieces = dict[str, list[list[torch.Tensor]]]  # of each parameter: [microbatches][ranks]
 
 
+def dense_pieces(pieces: Pieces) -> Pieces:
+    """Return pieces as plain tensors, where some are sparse."""
+    return {name: [[*map(dense, of_ranks)] for of_ranks in rows] for name, rows in pieces.items()}
+
+
 class StackedPieces(Mapping[str, torch.Tensor]):
     """Pieces as one tensor [microbatches, ranks, ...] of each parameter, made when it is asked for."""
 
@@ -267,7 +280,8 @@ def pieces_of_step(training: Training, workshop: OracleModels, step: int) -> tup
         losses.append(torch.tensor(actor.losses, dtype=torch.float64))
         for (microbatch, name), gradient in actor.gradients.items():
             if name not in found:
-                zeros = gradient.new_zeros(()).expand_as(gradient)
+                is_plain = gradient.layout is torch.strided
+                zeros = gradient.new_zeros(()).expand_as(gradient) if is_plain else torch.zeros_like(gradient)
                 found[name] = [[zeros] * world_size for _ in range(num_microbatches)]
             found[name][microbatch][rank] = gradient
     return torch.stack(losses, dim=1), found

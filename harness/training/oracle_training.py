@@ -11,12 +11,13 @@ from torch import nn
 
 from shardproof.harness.cases.training import LoopOrder, Training
 from shardproof.harness.cases.user_model import StepSchedules
-from shardproof.harness.torch_compat.dtypes import cast_module
+from shardproof.harness.torch_compat.dtypes import cast_module, dense
 from shardproof.harness.training.oracle_actor import (
     Batches,
     OracleModels,
     Pieces,
     StackedPieces,
+    dense_pieces,
     pieces_of_step,
 )
 from shardproof.harness.training.oracle_observation import (
@@ -32,7 +33,7 @@ from shardproof.harness.training.piece_sizes import sizes_of
 from shardproof.harness.training.reduction_orders import Summation
 from shardproof.harness.training.rounding import rounding_anew
 
-__all__ = ["KeepTensors", "ShowTensors", "copied", "train"]
+__all__ = ["KeepTensors", "ShowTensors", "copied", "dense_tensors", "train"]
 
 _T = TypeVar("_T", torch.Tensor, torch.Tensor | None)
 
@@ -137,13 +138,14 @@ class _Trained:
                 self.parameters[name].grad = torch.zeros_like(self.parameters[name])
             contributions = {}
         self._reduce(training, contributions)
+        contributions = dense_pieces(contributions)
         is_reference = self._summation.seed is None
         sizes = {name: sizes_of(pieces) for name, pieces in contributions.items()} if is_reference else {}
         kept_pieces = show(None, step, StackedPieces(contributions))
         contributions.clear()  # the most that is in memory
         norm = None if is_skipped else _clip(training, self.parameters)
         found = {} if is_skipped else {name: parameter.grad for name, parameter in self.parameters.items()}
-        gradients = show(Quantity.GRADIENT, step, found)
+        gradients = show(Quantity.GRADIENT, step, dense_tensors(found))
         show(Quantity.NORM, step, {} if norm is None else {NORM: norm})
         if step == training.schedule.steps - 1:
             self.state_before = show(None, step, self.state())
@@ -178,12 +180,13 @@ class _Trained:
 
     def state(self) -> Tensors:
         """Return the tensors of the optimizer's state, by parameter and key."""
-        return {
+        found = {
             f"{name}/{key}": value
             for name, p in self.parameters.items()
             for key, value in self._optimizer.state.get(p, {}).items()
             if isinstance(value, torch.Tensor)
         }
+        return dense_tensors(found)
 
 
 def _kept_nowhere(
@@ -209,6 +212,11 @@ def _update(training: Training, optimizer: torch.optim.Optimizer, step: int) -> 
     else:
         optimizer.step()
         optimizer.zero_grad(set_to_none=clears_to_none)
+
+
+def dense_tensors(tensors: Mapping[str, _T]) -> dict[str, _T]:
+    """Return what is sparse as plain tensors."""
+    return {name: None if t is None else dense(t) for name, t in tensors.items()}
 
 
 def copied(tensors: Mapping[str, _T], /) -> dict[str, _T]:

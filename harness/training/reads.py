@@ -12,6 +12,7 @@ import torch
 
 from shardproof.engine.contract import PreparedModel, Shard
 from shardproof.harness.errors import EngineError
+from shardproof.harness.torch_compat.dtypes import dense
 from shardproof.harness.worlds.exception_outcome import IN
 
 __all__ = ["calling", "read_declared", "read_gradients", "read_norm", "read_shards"]
@@ -92,7 +93,7 @@ def _copied(method: str, name: str, shard: Any) -> Shard | None:
     if type(shard.tensor) not in {torch.Tensor, torch.nn.Parameter}:
         raise _fault(method, name, expected="a Shard of a plain tensor", got=shard.tensor)
     return Shard(
-        tensor=shard.tensor.detach().to("cpu", copy=True),
+        tensor=dense(shard.tensor.detach().to("cpu", copy=True)),
         offsets=_integers(method, name, "offsets", shard.offsets),
         global_shape=_integers(method, name, "global_shape", shard.global_shape),
         is_flat=bool(shard.is_flat),

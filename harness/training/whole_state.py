@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardproof.engine.contract import PreparedModel, Shard, shard_of
+from shardproof.harness.torch_compat.dtypes import dense
 from shardproof.harness.training.reads import read_shards
 
 __all__ = ["changed", "copied", "difference_of_state", "tensors_of"]
@@ -46,7 +47,7 @@ def _difference(what: str, shard: Shard, whole: Any) -> Iterator[str]:
         yield f"{what} is of type {type(whole).__name__}"
     elif whole.dtype != shard.tensor.dtype or tuple(whole.shape) != shard.global_shape:
         yield f"{what} has shape {tuple(whole.shape)} and dtype {whole.dtype}"
-    elif not torch.equal(shard.of(whole.detach().cpu()), shard.tensor):
+    elif not torch.equal(shard.of(dense(whole.detach().cpu())), shard.tensor):
         yield f"{what} has other values"
 
 
@@ -62,7 +63,7 @@ def copied(state: Any) -> Any:
 def tensors_of(state: Any, path: str = "state") -> dict[str, torch.Tensor]:
     """Find the tensors of nested dicts and lists, by the way to each; of a sharded tensor this rank's part."""
     if isinstance(state, torch.Tensor):
-        return {path: shard_of(state).tensor.detach()}
+        return {path: dense(shard_of(state).tensor.detach())}
     items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
     return {p: t for key, value in items for p, t in tensors_of(value, f"{path}[{key!r}]").items()}
 

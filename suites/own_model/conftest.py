@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import NamedOptimizer, UserModel, known_model
-from shardproof.fixtures.optimizers import ADAMW, COARSE_ADAMW
+from shardproof import Capability, NamedOptimizer, UserModel, known_model
+from shardproof.fixtures.optimizers import ADAMW, COARSE_ADAMW, SGD
 from shardproof.fixtures.own_model import OWN_MODEL
 
 
@@ -15,7 +15,9 @@ def _named(spec: str, limit_s: float) -> tuple[UserModel, NamedOptimizer]:
 
 
 def default_optimizer(model: UserModel) -> NamedOptimizer:
-    """Return AdamW, with larger steps where some parameter has fewer bits than float32."""
+    """Return AdamW, with larger steps where some parameter has fewer bits than float32; SGD for sparse gradients."""
+    if Capability.SPARSE_GRADIENTS in model.demands:
+        return SGD
     is_narrow = any(not t.is_buffer and t.dtype in {"bfloat16", "float16"} for t in model.outline)
     return COARSE_ADAMW if is_narrow else ADAMW
 

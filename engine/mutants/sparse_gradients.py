@@ -1,0 +1,65 @@
+"""Sparse gradients: reduced in the wrong place, in the wrong proportion, or with rows that got lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
+from shardproof.engine.contract import Capability, Plan, PreparedModel
+from shardproof.engine.mutants.mutant import mutant
+from shardproof.engine.mutants.plans import demanding
+
+_SPARSE = demanding(Capability.SPARSE_GRADIENTS)
+
+
+@mutant(after="pytorch/pytorch#31413", plan=_SPARSE)
+class KeepsItsOwnSparseGradients(DistributedDataParallelEngine):
+    """The sum of sparse gradients is computed and never written back."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        ignored = [name for name, _ in _sparse_parameters(model)]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)  # type: ignore[no-untyped-call]  # torch's
+        return super().prepare(model, plan, mesh)
+
+
+@mutant(after="pytorch/pytorch#61814", plan=_SPARSE)
+class SumsSparseGradients(DistributedDataParallelEngine):
+    """Sparse gradients are summed over ranks, while the others are averaged."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        _change(model, lambda gradient: gradient * mesh.size())
+        return super().prepare(model, plan, mesh)
+
+
+@mutant(after="dmlc/dgl#2596", world_size=1, plan=_SPARSE)
+class CountsEachRowOnce(DistributedDataParallelEngine):
+    """Of a row that a batch uses twice, the gradient of the last use alone is kept."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        _change(model, _last_of_each_row)
+        return super().prepare(model, plan, mesh)
+
+
+def _last_of_each_row(gradient: torch.Tensor) -> torch.Tensor:
+    rows, values = gradient._indices()[0], gradient._values()
+    kept = list({int(row): place for place, row in enumerate(rows)}.values())
+    return torch.sparse_coo_tensor(rows[kept].unsqueeze(0), values[kept], gradient.shape)
+
+
+def _change(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change what each rank has of a sparse gradient, before it is reduced."""
+    for _, parameter in _sparse_parameters(model):
+        parameter.register_hook(change)  # type: ignore[no-untyped-call]  # torch's
+
+
+def _sparse_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module.sparse:
+            yield from (
+                (f"{name}.{of_table}", parameter) for of_table, parameter in module.named_parameters()
+            )
