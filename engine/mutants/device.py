@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
+from shardproof.engine.adapters.reference_zero import Zero2Engine
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Buffers, Capability, Offload, Plan, PreparedModel
@@ -137,6 +138,38 @@ class DropsThePinnedCopy(FullyShardEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         is_pinned = plan.offload is Offload.PINNED
         return super().prepare(model, replace(plan, offload=Offload.CPU) if is_pinned else plan, mesh)
+
+
+@mutant(
+    after="pytorch/pytorch#106029",
+    world_size=1,
+    plan=_OFFLOAD,
+    because="without an accelerator there is no memory but the host's",
+    trace=Trace.STATE,
+)
+class KeepsOffloadedGradients(FullyShardEngine):
+    """The device keeps gradients whose copies are on the host."""
+
+    class Prepared(PreparedFullyShard):
+        _kept: list[torch.Tensor]
+
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            shards = (local(p.grad) for p in self.named.parameters() if p.grad is not None)
+            self._kept = [shard.to(loss.device) for shard in shards]
+
+
+@mutant(
+    after="pytorch/pytorch#144397",
+    world_size=1,
+    plan=Plan(offload=Offload.OPTIMIZER),
+    because="without an accelerator there is no memory but the host's",
+    trace=Trace.STATE,
+)
+class LeavesStateOnTheDevice(Zero2Engine):
+    """Optimizer state stays on the device although the host was asked to keep it."""
+
+    misreads = changing(offload=Offload.NONE)
 
 
 @mutant(

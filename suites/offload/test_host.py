@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import FOUR_OR_MORE_EVEN, HOMES, Accumulation, Layout, MatchesOracle, Notes, NotesForms
-from shardproof import Offload, RanksAgree, Trial
+from shardproof import FOUR_OR_MORE_EVEN, HOMES, SEVERAL, Accumulation, Layout, MatchesOracle
+from shardproof import MemoryIsExplained, Notes, NotesForms, Offload, RanksAgree, Trial
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_UNEVEN, TRANSFORMER
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
 
 LAWS = (MatchesOracle(), Notes(subject=HOMES, value="cpu"), RanksAgree())
@@ -20,6 +21,17 @@ LAWS = (MatchesOracle(), Notes(subject=HOMES, value="cpu"), RanksAgree())
 @pytest.mark.kills("OffloadsZeros", "OffloadsLastBackwardsGradients", "UpdatesACopy")
 def test_trains_the_same_transformer_from_the_host(trial: Trial) -> None:
     trial.holds(train(TRANSFORMER, ADAMW, offload=Offload.CPU, script=NotesForms()), *LAWS)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.rows("T10", "R07")
+@pytest.mark.kills("OffloadsZeros", "UpdatesACopy")
+@pytest.mark.kills("KeepsOffloadedGradients", world="processes:2:cuda")
+@parametrize("offload", Offload.CPU, param(Offload.PINNED, marks=pytest.mark.device("!cpu")))
+def test_shards_leave_the_device(trial: Trial, offload: Offload) -> None:
+    """Between steps an accelerator holds buffers alone."""
+    training = train(TRANSFORMER, ADAMW, layout=Layout.SHARD, offload=offload, script=NotesForms())
+    trial.holds(training, *LAWS, MemoryIsExplained())
 
 
 @pytest.mark.rows("T10", "R07")

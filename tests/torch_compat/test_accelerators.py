@@ -22,10 +22,14 @@ MUTANTS = "shardproof.engine.mutants"
 RACING = f"{MUTANTS}.races_fsdp2:ReducesBeforeGradientsAreThere"
 SUMMING = f"{MUTANTS}.gradient_scale:SumsInsteadOfAveraging"
 UNPINNED = f"{MUTANTS}.device:DropsThePinnedCopy"
+LEFT = f"{MUTANTS}.device:LeavesStateOnTheDevice"
+KEPT = f"{MUTANTS}.device:KeepsOffloadedGradients"
 PARITY = "smoke/test_smoke.py::test_trains_the_same_model"
 SHARE = "smoke/test_share.py::test_holds_its_share"
 RACES = "races/test_streams.py::test_streams_wait_whatever_the_layout"
 PINNED = "gpu/test_cuda.py::test_trains_the_same_transformer_from_pinned_memory"
+STATE = "zero/test_offload.py::test_trains_the_same_model_from_the_host[adamw-m3-zero2]"
+SHARDS = "offload/test_host.py::test_shards_leave_the_device[pinned]"
 BUFFERS = "composable/test_training.py::test_steps_leave_nothing_to_a_collector"
 GRAPHS = "gpu/test_cuda.py::test_a_replayed_graph_equals_the_eager_step"
 WORLD = "processes:2:hostmem"
@@ -156,20 +160,29 @@ def test_require_device_knows_the_cpu() -> None:
     require_device("cpu")
 
 
+def _node(engine: str, case: str) -> str:
+    """Name a case as pytest does: engine and world come before its own parameters."""
+    function, _, parameters = case.removesuffix("]").partition("[")
+    return f"suites/{function}[{'-'.join(filter(None, (f'{engine}@{WORLD}', parameters)))}]"
+
+
 def test_cases_and_mutants_on_host_memory(on_path: str, tmp_path: Path) -> None:
     honest = dict.fromkeys((PARITY, SHARE, RACES, PINNED), Verdict.PASSED) | {GRAPHS: Verdict.UNSUPPORTED}
     replicas = dict.fromkeys((SHARE, PINNED), Verdict.UNSUPPORTED)
     expected = {
         "torch.ddp": honest | replicas,
-        "torch.fsdp2": honest | {BUFFERS: Verdict.PASSED},
+        "torch.fsdp2": honest | {BUFFERS: Verdict.PASSED, SHARDS: Verdict.PASSED},
+        "reference.zero2": {STATE: Verdict.PASSED},
         "reference": honest | {BUFFERS: Verdict.PASSED},  # which once left buffers where they were
         SUMMING: {PARITY: Verdict.FAILED},
         RACING: {RACES: Verdict.FAILED},
         UNPINNED: {PINNED: Verdict.FAILED},
+        LEFT: {STATE: Verdict.FAILED},
+        KEPT: {SHARDS: Verdict.FAILED},
     }
     pairs = [(engine, case) for engine, verdicts in expected.items() for case in verdicts]
     chosen = [*(f"--engine={engine}" for engine in expected), f"--world={WORLD}", f"--out={tmp_path / 'run'}"]
-    nodes = [f"suites/{case}[{engine}@{WORLD}]" for engine, case in pairs]
+    nodes = [_node(engine, case) for engine, case in pairs]
     options = ("-m", "pytest", "-q", "-pno:cacheprovider", *chosen, *nodes)
     done = python(*options, limit_s=300, PYTHONPATH=on_path)
     records = {(record.engine, record.case): record for record in read_run(tmp_path / "run").records}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shardproof.engine.contract import Cut
+from shardproof.engine.contract import Cut, Offload
 from shardproof.harness.cases.training import Training
 from shardproof.harness.cases.units import shares_of
 from shardproof.harness.laws.law import Evidence, Ruling, rule
@@ -22,7 +22,8 @@ class MemoryIsExplained:
     """After each optimizer step the rank's storages together are no larger than its share of everything.
 
     The count comes from the census, so what an adapter shows plays no part. Numbers cannot show this, and neither
-    can the shards: an engine that holds everything whole may show slices of it.
+    can the shards: an engine that holds everything whole may show slices of it. On an accelerator what a plan keeps on
+    the host is explained there alone.
     """
 
     name: str = "memory between steps is explained by the layout"
@@ -46,6 +47,7 @@ class MemoryIsExplained:
                 if count.num_bytes > limit.num_bytes
             ]
             broken += list(_growth(evidence, observation.rank, counts, limit))
+            broken += list(_left_on_the_device(evidence, observation.rank, counts, limit))
             if len(observation.counts) != num_counts:
                 broken.append(
                     f"rank {observation.rank}: expected {num_counts} counts, as on rank 0, "
@@ -68,6 +70,25 @@ def _growth(evidence: Evidence, rank: int, counts: Sequence[CensusEntry], limit:
                 f"thread made {count.num_bytes}"
             )
             return
+
+
+def _left_on_the_device(
+    evidence: Evidence, rank: int, counts: Sequence[CensusEntry], limit: Explained
+) -> Iterator[str]:
+    """Compare what an accelerator holds where the plan keeps some of it on the host."""
+    offload = evidence.training.plan.offload
+    if offload is Offload.NONE:
+        return
+    most = limit.whole + limit.buffer
+    if offload is Offload.OPTIMIZER:
+        most += limit.parameters + limit.gradients
+    for count in counts:
+        if count.device_bytes > most:
+            largest = "; ".join(str(piece) for piece in count.largest if piece.device != "cpu")
+            yield (
+                f"rank {rank}, step {count.step}, {count.moment}: expected at most {most} bytes on the device, beside "
+                f"what the plan keeps on the host, got {count.device_bytes}; the largest: {largest}"
+            )
 
 
 def _breaches_in_sum(evidence: Evidence) -> Iterator[str]:

@@ -53,11 +53,12 @@ _MAX_RETRIES = (
 class _Seen(weakref.ref[torch.UntypedStorage]):
     """A weak reference that knows where its storage comes from, and whether the user holds it."""
 
-    __slots__ = ("is_users", "key", "operator", "shape", "site")
+    __slots__ = ("device", "is_users", "key", "operator", "shape", "site")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         super().__init__(storage)  # type: ignore[call-arg]  # its stub knows __new__ alone
         self.key = id(storage)
+        self.device = storage.device.type
         self.shape: tuple[int, ...] = ()
         self.operator = ""
         self.site = call_site(_BELOW)
@@ -135,6 +136,7 @@ class Census:
                 num_bytes=_total(sizes),
                 largest=pieces,
                 process_bytes=self._growth(),
+                device_bytes=sum(num_bytes for seen, num_bytes in sizes if seen.device != "cpu"),
             )
         )
 
@@ -176,4 +178,6 @@ def _total(sizes: Iterable[tuple[_Seen, int]]) -> int:
 
 
 def _piece(seen: _Seen, num_bytes: int) -> LiveStorage:
-    return LiveStorage(num_bytes=num_bytes, shape=seen.shape, operator=seen.operator, site=seen.site)
+    return LiveStorage(
+        num_bytes=num_bytes, shape=seen.shape, operator=seen.operator, site=seen.site, device=seen.device
+    )

@@ -22,9 +22,13 @@ class LiveStorage:
     shape: tuple[int, ...]
     operator: str
     site: str
+    device: str = "cpu"
 
     def __str__(self) -> str:
-        return f"{self.num_bytes} bytes of shape {list(self.shape)} from {self.operator} at {self.site}"
+        where = "" if self.device == "cpu" else f" on {self.device}"
+        return (
+            f"{self.num_bytes} bytes{where} of shape {list(self.shape)} from {self.operator} at {self.site}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +36,7 @@ class CensusEntry:
     """All memory that a rank holds at one moment of a step, and the largest pieces of it.
 
     ``process_bytes``: by how much its process has grown since before the model was built, observations left out;
-    None where that was not asked for, or ranks share a process.
+    None where that was not asked for, or ranks share a process. ``device_bytes`` are those on an accelerator.
     """
 
     step: int
@@ -40,3 +44,4 @@ class CensusEntry:
     num_bytes: int
     largest: tuple[LiveStorage, ...]
     process_bytes: int | None = None
+    device_bytes: int = 0
