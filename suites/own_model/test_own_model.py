@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardproof import EVEN, SEVERAL, Accumulation, AllWaited, Between, Bytes, Capability, Clip
+from shardproof import AFTER_MORE, EVEN, SEVERAL, Accumulation, AllWaited, Between, Bytes, Capability, Clip
 from shardproof import ComputesInTheDtypeAsked, Count, Dtype, Exactly, Grouping, HoldsItsShare, Layout
-from shardproof import LossScaling, MatchesOracle, NamedOptimizer, Nothing, OnlyThese, Op, Phase, Plan
-from shardproof import RanksAgree, Reshard, Resume, Schedule, Select, Training, Trial, UserModel
+from shardproof import LossScaling, MatchesOracle, NamedOptimizer, Nothing, OnlyThese, Op, Origin, Phase, Plan
+from shardproof import RanksAgree, RanksBefore, Reshard, Resume, Schedule, Select, StateForm, Training, Trial
+from shardproof import UserModel
 from shardproof.fixtures.optimizers import SGD
 from shardproof.suites.own_model.closed_forms import GATHERED, GATHERED_PADDED, NUM_GATHERED, NUM_REDUCED
 from shardproof.suites.own_model.closed_forms import NUM_REDUCED_LEAST, REDUCED_ALIGNED, REDUCED_LEAST
@@ -130,6 +131,14 @@ def test_resumes_from_its_state(trial: Trial, own: Own) -> None:
     plan = Plan(units=own[0].units, demands=own[0].demands | {Capability.STATE})
     training = _training(own, plan)
     trial.holds(replace(training, resume=Resume(after_steps=1, plan=training.plan)), *LAWS)
+
+
+@pytest.mark.worlds(AFTER_MORE)
+@pytest.mark.kills("LosesStateInAnotherWorld", "AlignsStateForTheWorldBefore")
+def test_starts_from_what_other_ranks_saved(trial: Trial, own: Own) -> None:
+    plan = Plan(demands=frozenset({Capability.STATE}))
+    origin = Origin(steps=1, ranks=RanksBefore.ONE_MORE, form=StateForm.WHOLE)
+    trial.holds(replace(_training(own, plan), origin=origin), *LAWS)
 
 
 @pytest.mark.worlds(SEVERAL)
