@@ -133,7 +133,8 @@ class TrialSession:
                 judgement = judged()
             if _is_unexplained(judgement, training, cell):
                 judgement = self._explained(judgement, case, cell, seed, declared)
-            if training.origin is not None and len(kept.result.outcomes) != cell.world.size:
+            is_of_before = training.origin is not None and len(kept.result.outcomes) != cell.world.size
+            if is_of_before and judgement.verdict is not Verdict.UNSUPPORTED:
                 where = f"in the world before, of {len(kept.result.outcomes)} rank(s): "
                 judgement = replace(judgement, headline=where + judgement.headline)
             found.append(_Judged(judgement=judgement, seed=seed, ledger=summarize(kept.ledgers_by_rank)))

@@ -124,7 +124,9 @@ def test_what_goes_wrong_before_is_said_to_be_there(
 
 
 def test_an_engine_without_state_refuses(judge: Callable[..., Any]) -> None:
-    assert judge("SavesNothing").verdict is Verdict.UNSUPPORTED
+    record = judge("SavesNothing")
+    assert record.verdict is Verdict.UNSUPPORTED
+    assert not record.headline.startswith("in the world before")
 
 
 def test_the_files_of_the_world_before_are_deleted(session: TrialSession, tmp_path: Path) -> None:
