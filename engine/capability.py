@@ -65,6 +65,8 @@ class Capability(Enum):
     META = "takes models without memory, and gives them memory and the state of the first rank"
     STATE = "hands out and takes whole state dicts of model and optimizer"
     SHARED_STATE = "hands out and takes each rank's share of the state, in memory and by files"
+    CHECKPOINTS = "writes checkpoints in a form of its own, and reads them on as many ranks"
+    RESIZED_CHECKPOINTS = "reads its own checkpoints on another number of ranks than wrote them"
     PARAMETER_SHAPES = "gives the optimizer parameters of as many dims as the model's have"
     OWN_BUFFERS = "leaves each rank the buffers that its own forwards made"
     # Control of one unit by the caller.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from enum import Enum
 from importlib import metadata
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -310,6 +311,14 @@ class PreparedModel:
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """Write model and optimizer into an empty folder, all ranks the same one; may communicate."""
+        raise NotImplementedError(f"{type(self).__name__} declares no checkpoints of its own")
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Take what `save_checkpoint` of the ranks of some world wrote, all of which have returned."""
+        raise NotImplementedError(f"{type(self).__name__} declares no checkpoints of its own")
 
     def recover(self) -> None:
         """Forget a forward that an exception ended, so that training can go on; called on every rank."""

@@ -37,10 +37,10 @@ def train(
         Capability.CLIP: clip is not None,
         Capability.LOSS_SCALE: scaling is not None,
         Capability.CONVERT: convert is not None,
-        Capability.STATE: resume is not None,
         Capability.UNIT_STATE: Watch.UNITS in watch,
     }
-    demands |= frozenset() if origin is None else origin.form.demands
+    demands |= frozenset() if origin is None else origin.demands
+    demands |= frozenset() if resume is None else resume.form.demands
     demands |= script.demands | {capability for capability, is_asked in asked.items() if is_asked}
     return Training(
         problem=problem,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine.contract import Capability, Engine, Masters, Offload, Plan, PreparedModel, Tuning
 from shardproof.engine.pieces import Piece, PreparedPieces
+from shardproof.engine.reference import zero_checkpoint
 from shardproof.engine.reference.zero import Zero2
 
 
@@ -45,6 +47,12 @@ class PreparedZero2(PreparedPieces):
         """Use the engine's own context."""
         return self.engine.no_sync()
 
+    def save_checkpoint(self, folder: Path) -> None:
+        zero_checkpoint.save(self.engine, self._built_optimizer(), folder, self.engine.rank)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        zero_checkpoint.load(self.engine, self._built_optimizer(), folder)
+
     def pieces(self) -> Iterator[Piece]:
         for name, piece in self.engine.pieces.items():
             yield Piece(name=name, shape=tuple(piece.parameter.shape), owner=piece.own, start=piece.start)
@@ -65,6 +73,8 @@ class Zero2Engine(Engine):
             Capability.ROUND_ROBIN,
             Capability.RANK_DEPENDENT_ORDER,
             Capability.OPTIMIZER_OFFLOAD,
+            Capability.CHECKPOINTS,
+            Capability.RESIZED_CHECKPOINTS,
         }
     )
     prepared_type: ClassVar[type[PreparedZero2]] = PreparedZero2

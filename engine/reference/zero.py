@@ -78,6 +78,11 @@ class Zero2:
         for piece in self._order if overlaps else ():
             piece.parameter.register_post_accumulate_grad_hook(partial(self.reduce_early, piece))
 
+    @property
+    def rank(self) -> int:
+        """The number of this rank in its group."""
+        return self._group.rank()
+
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward; outside `no_sync` reduce what has accumulated, and keep this rank's pieces of it alone."""
         loss.backward()

@@ -157,12 +157,18 @@ class StateForm(Enum):
     WHOLE = "whole tensors, on every rank"
     SHARES = "each rank's own shares"
     FILES = "files, to which each rank writes its shares"
+    CHECKPOINT = "a checkpoint in the engine's own form"
 
     @property
     def demands(self) -> frozenset[Capability]:
         """What it asks of an engine."""
-        is_whole = self is StateForm.WHOLE
-        return frozenset({Capability.STATE if is_whole else Capability.SHARED_STATE})
+        match self:
+            case StateForm.WHOLE:
+                return frozenset({Capability.STATE})
+            case StateForm.SHARES | StateForm.FILES:
+                return frozenset({Capability.SHARED_STATE})
+            case StateForm.CHECKPOINT:
+                return frozenset({Capability.CHECKPOINTS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +205,12 @@ class Origin:
     ranks: RanksBefore
     form: StateForm
     plan: Plan | None = None
+
+    @property
+    def demands(self) -> frozenset[Capability]:
+        """What it asks of an engine."""
+        is_own = self.form is StateForm.CHECKPOINT
+        return self.form.demands | ({Capability.RESIZED_CHECKPOINTS} if is_own else set())
 
 
 HANDED_OUT = "a whole state that was handed out"  # what the loop notes of it, in the first step after
@@ -292,7 +304,7 @@ class Training:
             Capability.LOSS_SCALE: self.schedule.scaling is not None,
             Capability.CONVERT: self.convert is not None,
             **({} if self.resume is None else dict.fromkeys(self.resume.form.demands, True)),
-            **({} if self.origin is None else dict.fromkeys(self.origin.form.demands, True)),
+            **({} if self.origin is None else dict.fromkeys(self.origin.demands, True)),
             Capability.UNIT_STATE: Watch.UNITS in self.watch,
             Capability.GRADIENT_HOOKS: self.schedule.steps_in_backward,
         }

@@ -42,12 +42,11 @@ from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.census_report import CensusTime
 from shardproof.harness.training.engine_actor import EngineActor
 from shardproof.harness.training.handover import (
+    leave,
     load_shares,
-    read_shares,
     read_whole,
     state_of,
-    write_shares,
-    write_whole,
+    take,
 )
 from shardproof.harness.training.layout_memory import Form, explained
 from shardproof.harness.training.loss_scale import ScaledSteps
@@ -132,17 +131,13 @@ def train(
 
 
 def train_and_save(
-    prepared: PreparedModel, training: Training, context: RankContext, form: StateForm, folder: Path
+    prepared: PreparedModel, training: Training, context: RankContext, form: StateForm
 ) -> None:
     """Run the whole schedule, and leave files of the state; nothing is observed."""
     loop = _started(prepared, training, context, None)
     for step in range(training.schedule.steps):
         loop.step(step, is_read=False)
-    state = state_of(prepared, form)
-    if form is StateForm.WHOLE:
-        write_whole(state, folder, context.rank)
-    else:
-        write_shares(state, folder)
+    leave(prepared, form, context)
 
 
 def _started(
@@ -216,16 +211,16 @@ class _Loop:
         if form is StateForm.WHOLE:
             self._load_whole(read_whole(before, self._context.device), step=0)
         else:
-            load_shares(self.prepared, read_shares(self.prepared, before))
+            take(self.prepared, form, before)
 
     def resume_in(self, successor: PreparedModel, step: int, form: StateForm) -> None:
         """Go on with another prepared model, or the same one anew, which takes over the state of this one."""
-        state = state_of(self.prepared, form)
-        noted = {}
+        in_files = form in {StateForm.FILES, StateForm.CHECKPOINT}
+        state, noted = {} if in_files else state_of(self.prepared, form), {}
+        if in_files:
+            leave(self.prepared, form, self._context)
         if form is StateForm.WHOLE:
             noted[HANDED_OUT] = self._difference_from(state, step) or AS_HELD
-        if form is StateForm.FILES:
-            write_shares(state, self._context.folder)
         self.schedules = StepSchedules(self._training.optimizer, steps_done=step)
         with refusing():
             successor.optimizer(self.schedules.factory)
@@ -236,12 +231,12 @@ class _Loop:
                 for parameter in successor.owned_parameters().values():
                     parameter.zero_()
         self.prepared = successor
-        if form is StateForm.WHOLE:
+        if in_files:
+            take(successor, form, self._context.folder)
+        elif form is StateForm.WHOLE:
             self._load_whole(state, step, noted)
-            return
-        if form is StateForm.FILES:
-            state = read_shares(successor, self._context.folder)
-        load_shares(successor, state)
+        else:
+            load_shares(successor, state)
 
     # Any: states are nested dicts and lists of tensors and other values.
     def _load_whole(self, state: dict[str, Any], step: int, noted: Mapping[str, str] | None = None) -> None:

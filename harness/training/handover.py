@@ -6,15 +6,37 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardproof.engine.contract import PreparedModel
 from shardproof.harness.cases.training import StateForm
 from shardproof.harness.training.reads import calling
+from shardproof.harness.worlds.rank import RankContext
 
-__all__ = ["load_shares", "read_shares", "read_whole", "state_of", "write_shares", "write_whole"]
+__all__ = ["leave", "load_shares", "read_whole", "state_of", "take"]
 
 _WHOLE = "whole.pt"
 _SHARES = "state"
+_CHECKPOINT = "checkpoint"
+
+
+def leave(prepared: PreparedModel, form: StateForm, context: RankContext) -> None:
+    """Write files of the state in that form into the folder of the world; all ranks do."""
+    if form is StateForm.CHECKPOINT:
+        _write_checkpoint(prepared, context)
+    elif form is StateForm.WHOLE:
+        _write_whole(state_of(prepared, form), context.folder, context.rank)
+    else:
+        _write_shares(state_of(prepared, form), context.folder)
+
+
+def take(prepared: PreparedModel, form: StateForm, folder: Path) -> None:
+    """Load what `leave` wrote, unless it is in whole tensors; all ranks do."""
+    if form is StateForm.CHECKPOINT:
+        with calling("load_checkpoint"):
+            prepared.load_checkpoint(folder / _CHECKPOINT)
+    else:
+        load_shares(prepared, _read_shares(prepared, folder))
 
 
 # Any, here and below: states are nested dicts and lists of tensors and other values.
@@ -27,29 +49,35 @@ def state_of(prepared: PreparedModel, form: StateForm) -> dict[str, Any]:
         return prepared.shared_state()
 
 
-def write_whole(state: dict[str, Any], folder: Path, rank: int) -> None:
-    """Write the state of whole tensors that the first rank has; the others have the same."""
-    if rank == 0:
-        torch.save(state, folder / _WHOLE)
+def load_shares(prepared: PreparedModel, state: dict[str, Any]) -> None:
+    """Give a model the state that `state_of` returned in shares."""
+    with calling("load_shared_state"):
+        prepared.load_shared_state(state)
 
 
 def read_whole(folder: Path, device: torch.device) -> dict[str, Any]:
-    """Read what `write_whole` wrote; each rank has a copy of its own."""
+    """Read the whole state that the first rank wrote; each rank has a copy of its own."""
     # The run's own file, which may hold what an engine likes.
     state: dict[str, Any] = torch.load(folder / _WHOLE, map_location=device, weights_only=False)
     return state
 
 
-def write_shares(state: dict[str, Any], folder: Path) -> None:
-    """Write the shares of all ranks, as torch's distributed checkpoints are; all ranks do."""
+def _write_whole(state: dict[str, Any], folder: Path, rank: int) -> None:
+    """Write the state of whole tensors that the first rank has; the others have the same."""
+    if rank == 0:
+        torch.save(state, folder / _WHOLE)
+
+
+def _write_shares(state: dict[str, Any], folder: Path) -> None:
+    """Write the shares of all ranks, as torch's distributed checkpoints are."""
     # Here and below, because they import slowly.
     from torch.distributed.checkpoint.state_dict_saver import save
 
     save(state, checkpoint_id=folder / _SHARES)
 
 
-def read_shares(prepared: PreparedModel, folder: Path) -> dict[str, Any]:
-    """Read this rank's shares, as ``prepared`` has them, of what `write_shares` wrote; all ranks do."""
+def _read_shares(prepared: PreparedModel, folder: Path) -> dict[str, Any]:
+    """Read this rank's shares, as ``prepared`` has them."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
     state = state_of(prepared, StateForm.SHARES)
@@ -57,7 +85,10 @@ def read_shares(prepared: PreparedModel, folder: Path) -> dict[str, Any]:
     return state
 
 
-def load_shares(prepared: PreparedModel, state: dict[str, Any]) -> None:
-    """Give a model the state that `state_of` returned in shares."""
-    with calling("load_shared_state"):
-        prepared.load_shared_state(state)
+def _write_checkpoint(prepared: PreparedModel, context: RankContext) -> None:
+    """Have the engine write a checkpoint, and wait until all ranks have."""
+    folder = context.folder / _CHECKPOINT
+    folder.mkdir(exist_ok=True)
+    with calling("save_checkpoint"):
+        prepared.save_checkpoint(folder)
+    dist.barrier()

@@ -98,7 +98,7 @@ def _leave_state(context: RankContext, training: Training, adapter: Engine) -> N
     with idle_labels, _device_of(context, adapter):
         torch.manual_seed(_RANK_SEED + context.rank)
         prepared = _prepare(context, before, adapter, before.plan)
-        train_and_save(prepared, before, context, origin.form, context.folder)
+        train_and_save(prepared, before, context, origin.form)
 
 
 def _device_of(context: RankContext, adapter: Engine) -> AbstractContextManager[object]:

@@ -1,0 +1,76 @@
+"""Checkpoints of an engine's own that lack something, or are read in the wrong place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from shardproof.engine.adapters.reference_zero import PreparedZero2, Zero2Engine
+from shardproof.engine.contract import Capability, Masters, Offload, Plan
+from shardproof.engine.mutants.mutant import Condition, mutant
+from shardproof.engine.mutants.plans import demanding
+
+_RESUMED = demanding(Capability.CHECKPOINTS)
+
+
+@mutant(after="deepspeedai/DeepSpeed#7786", world_size=1, steps=2, plan=_RESUMED)
+class LosesStateInItsCheckpoint(Zero2Engine):
+    """The optimizer starts anew after a checkpoint is loaded."""
+
+    class Prepared(PreparedZero2):
+        def load_checkpoint(self, folder: Path) -> None:
+            super().load_checkpoint(folder)
+            self._built_optimizer().state.clear()
+
+
+@mutant(after="deepspeedai/DeepSpeed#4396", world_size=1, steps=2, plan=_RESUMED)
+class RestartsTheCountInItsCheckpoint(Zero2Engine):
+    """The optimizer's count of steps, by which it corrects its moments, starts anew."""
+
+    class Prepared(PreparedZero2):
+        def load_checkpoint(self, folder: Path) -> None:
+            super().load_checkpoint(folder)
+            for state in self._built_optimizer().state.values():
+                if "step" in state:
+                    state["step"] = torch.zeros_like(state["step"])
+
+
+@mutant(
+    after="deepspeedai/DeepSpeed#762",
+    world_size=1,
+    steps=2,
+    plan=Plan(offload=Offload.OPTIMIZER, demands=_RESUMED.demands),
+)
+class RestoresNoMasters(Zero2Engine):
+    """Parameters are loaded, the copies that the optimizer updates are not, and overwrite them in the next step."""
+
+    class Prepared(PreparedZero2):
+        def load_checkpoint(self, folder: Path) -> None:
+            before = [piece.own.detach().clone() for piece in self.engine.pieces.values()]
+            super().load_checkpoint(folder)
+            if self.masters is Masters.SHARE:
+                with torch.no_grad():
+                    for piece, own in zip(self.engine.pieces.values(), before, strict=True):
+                        piece.own.copy_(own)
+
+
+@mutant(
+    after="deepspeedai/DeepSpeed#5105",
+    kills_on=Condition(
+        steps=2,
+        plan=demanding(Capability.CHECKPOINTS, Capability.RESIZED_CHECKPOINTS),
+        because="ranks of a world as large find their own shares in their files",
+    ),
+)
+class ReadsTheCheckpointOfItsRank(Zero2Engine):
+    """Each rank takes its share from the file of the rank of its number, of however many ranks."""
+
+    class Prepared(PreparedZero2):
+        def load_checkpoint(self, folder: Path) -> None:
+            super().load_checkpoint(folder)
+            own_file = torch.load(folder / f"rank{self.engine.rank}.pt")
+            with torch.no_grad():
+                for name, piece in self.engine.pieces.items():
+                    saved = own_file["pieces"][name]["value"][: piece.own.numel()]
+                    piece.own[: saved.numel()].copy_(saved)

@@ -1,0 +1,66 @@
+"""Checkpoints of `Zero2`: a file of each rank's pieces, which any number of ranks read and cut anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardproof.engine.reference.zero import OwnPiece, Zero2
+
+__all__ = ["load", "save"]
+
+# Of a piece: where it begins, its values, and the optimizer's state of it. Any: numbers and tensors.
+_Saved = Mapping[str, Any]
+
+
+def save(zero: Zero2, optimizer: torch.optim.Optimizer, folder: Path, rank: int) -> None:
+    """Write this rank's pieces, their optimizer state, and its buffers."""
+    pieces = {
+        name: {"start": piece.start, "value": piece.own.detach(), "state": optimizer.state.get(piece.own, {})}
+        for name, piece in zero.pieces.items()
+    }
+    rest = {name: p.detach() for name, p in zero.module.named_parameters() if name not in zero.pieces}
+    whole = rest | dict(zero.module.named_buffers())
+    torch.save({"pieces": pieces, "whole": whole}, folder / f"rank{rank}.pt")
+
+
+def load(zero: Zero2, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Take what the ranks of some world wrote; buffers, and what is not trained, are those of the first rank."""
+    first, *others = (
+        torch.load(folder / f"rank{rank}.pt") for rank in range(len(list(folder.glob("rank*.pt"))))
+    )
+    whole = dict(zero.module.named_parameters()) | dict(zero.module.named_buffers())
+    with torch.no_grad():
+        for name, value in first["whole"].items():
+            whole[name].copy_(value)
+        for name, piece in zero.pieces.items():
+            _load_piece(piece, optimizer, [saved["pieces"][name] for saved in (first, *others)])
+
+
+def _load_piece(piece: OwnPiece, optimizer: torch.optim.Optimizer, saved: list[_Saved]) -> None:
+    size, device = piece.parameter.numel(), piece.own.device
+    piece.parameter.copy_(_joined(saved, (s["value"] for s in saved), size).view_as(piece.parameter))
+    own = slice(piece.start, piece.start + piece.own.numel())
+    piece.own.copy_(piece.parameter.view(-1)[own])
+    state: dict[str, Any] = {}
+    for key, value in saved[0]["state"].items():
+        is_of_elements = isinstance(value, torch.Tensor) and value.shape == saved[0]["value"].shape
+        state[key] = (
+            _joined(saved, (s["state"][key] for s in saved), size)[own].to(device, copy=True)
+            if is_of_elements
+            else value
+        )
+    if state:
+        optimizer.state[piece.own] = state
+
+
+def _joined(saved: list[_Saved], values: Iterable[torch.Tensor], size: int) -> torch.Tensor:
+    """Lay the pieces of all ranks where they belong in the flattened whole."""
+    pieces = list(values)
+    whole = pieces[0].new_empty(size)
+    for place, value in zip(saved, pieces, strict=True):
+        whole[place["start"] : place["start"] + value.numel()] = value
+    return whole

@@ -1,0 +1,76 @@
+"""Checkpoints that an engine writes and reads by itself: training goes on as if nothing had been."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shardproof import AFTER_FEWER, AFTER_MORE, NamedOptimizer, Offload, Origin, Problem, RanksBefore, Resume
+from shardproof import Schedule, StateForm, Training, Trial, Tuning
+from shardproof.fixtures.optimizers import ADAMW, SGD
+from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
+from shardproof.fixtures.tied import TIED
+from shardproof.suites.params import param, parametrize
+from shardproof.suites.training import train
+from shardproof.suites.vocabulary import PARITY
+
+STEPS_BEFORE = 2
+OWN = StateForm.CHECKPOINT
+WORLDS_BEFORE = [param(RanksBefore.ONE_MORE, worlds=AFTER_MORE), param(RanksBefore.HALF, worlds=AFTER_FEWER)]
+
+
+@parametrize(
+    "optimizer",
+    param(SGD, kills="LosesStateInItsCheckpoint"),
+    param(ADAMW, kills=("LosesStateInItsCheckpoint", "RestartsTheCountInItsCheckpoint")),
+)
+@parametrize("problem", MLP_EVEN, MLP_UNEVEN, TIED)
+def test_resumes(trial: Trial, problem: Problem, optimizer: NamedOptimizer) -> None:
+    trial.holds(_resumed(problem, optimizer), *PARITY)
+
+
+@pytest.mark.kills("LosesStateInItsCheckpoint")
+def test_resumes_with_buffers(trial: Trial) -> None:
+    trial.holds(_resumed(MLP_BUFFERS, SGD), *PARITY)
+
+
+@pytest.mark.kills("RestoresNoMasters")
+def test_resumes_what_is_updated_on_the_host(trial: Trial) -> None:
+    """What the optimizer updates is a copy, which the parameters follow."""
+    trial.holds(_resumed(MLP_UNEVEN, ADAMW, offload=Offload.OPTIMIZER), *PARITY)
+
+
+@pytest.mark.kills("LosesStateInItsCheckpoint")
+def test_resumes_in_turns(trial: Trial) -> None:
+    """The ranks' shares do not follow each other."""
+    trial.holds(_resumed(MLP_UNEVEN, ADAMW, tuning=Tuning.ROUND_ROBIN), *PARITY)
+
+
+@parametrize("problem", MLP_UNEVEN, MLP_EVEN)
+@parametrize(
+    "ranks",
+    param(RanksBefore.ONE_MORE, worlds=AFTER_MORE, kills="ReadsTheCheckpointOfItsRank"),
+    param(RanksBefore.HALF, worlds=AFTER_FEWER, kills="LosesStateInItsCheckpoint"),
+)
+def test_goes_on_from_other_ranks(trial: Trial, ranks: RanksBefore, problem: Problem) -> None:
+    """Other ranks wrote it, so that a share is now in several of its files, or in a part of one."""
+    origin = Origin(steps=STEPS_BEFORE, ranks=ranks, form=OWN)
+    trial.holds(train(problem, ADAMW, origin=origin), *PARITY)
+
+
+@pytest.mark.kills("LosesStateInItsCheckpoint")
+@parametrize("ranks", *WORLDS_BEFORE)
+def test_goes_on_in_turns_from_other_ranks(trial: Trial, ranks: RanksBefore) -> None:
+    """Whose turn it is depends on the number of ranks."""
+    origin = Origin(steps=STEPS_BEFORE, ranks=ranks, form=OWN)
+    trial.holds(train(MLP_UNEVEN, ADAMW, origin=origin, tuning=Tuning.ROUND_ROBIN), *PARITY)
+
+
+# Any: options of a plan, by the names of its fields.
+def _resumed(problem: Problem, optimizer: NamedOptimizer, **asked: Any) -> Training:
+    """Make a training that goes on in a fresh model, of the same plan, after some of its steps."""
+    schedule = Schedule(steps=STEPS_BEFORE + 2)
+    training = train(problem, optimizer, schedule=schedule, demands=OWN.demands, **asked)
+    return replace(training, resume=Resume(after_steps=STEPS_BEFORE, plan=training.plan, form=OWN))
