@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, ClassVar
 
 import deepspeed
 import deepspeed.runtime.zero.muon.muon_optimizer  # else `initialize` does, and its memory is taken for the model's
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import safe_get_local_grad, safe_get_local_optimizer_state
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,6 +32,7 @@ from shardproof.engine.contract import (
 from shardproof.engine.pieces import Piece, PreparedPieces
 
 _NOTHING = torch.empty(0)
+_TAG, _UNIVERSAL = "state", "universal"  # of checkpoints
 _TUNING: Mapping[Tuning, Mapping[str, int]] = {
     Tuning.NATIVE: {},
     Tuning.OVERLAPPED: {"overlap_comm": True, "reduce_bucket_size": 64},
@@ -61,6 +65,7 @@ class PreparedDeepSpeed(PreparedPieces):
             **_OFFLOAD[plan.offload],
         }
         self._max_norm = plan.clip_in_step or 0.0
+        self._is_resized = Capability.RESIZED_CHECKPOINTS in plan.needs
 
     def optimizer(self, factory: OptimizerFactory) -> None:
         """Pass model and optimizer to DeepSpeed together; its default is to clip gradients at a norm of 1."""
@@ -70,6 +75,7 @@ class PreparedDeepSpeed(PreparedPieces):
             "gradient_clipping": self._max_norm,
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": self._zero_optimization,
+            "checkpoint": {"load_universal": self._is_resized},
         }
         given = factory(self.module.parameters())
         self._updated = {id(p) for group in given.param_groups for p in group["params"]}
@@ -85,6 +91,18 @@ class PreparedDeepSpeed(PreparedPieces):
     def accumulating(self) -> AbstractContextManager[None]:
         """Do nothing: `backward` has said it."""
         return nullcontext()
+
+    def save_checkpoint(self, folder: Path) -> None:
+        self._engine.save_checkpoint(folder, tag=_TAG)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Load it as it is, or, of another number of ranks, once it has been converted to a universal one."""
+        if self._is_resized and dist.get_rank() == 0:
+            workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
+            folders = {"input_folder": str(folder / _TAG), "output_folder": str(folder / _UNIVERSAL)}
+            ds_to_universal.main(Namespace(**folders, **workers, strict=True, inject_missing_state=True))
+        dist.barrier()
+        self._engine.load_checkpoint(folder, tag=_UNIVERSAL if self._is_resized else _TAG)
 
     def step(self) -> None:
         """Let the engine step, which also clears gradients."""
@@ -150,7 +168,15 @@ class PreparedDeepSpeedZero3(PreparedDeepSpeed):
         return safe_get_local_optimizer_state(p, key)
 
 
-_TUNED = frozenset({Capability.CLIP_IN_STEP, Capability.OVERLAP, Capability.OPTIMIZER_OFFLOAD})
+_TUNED = frozenset(
+    {
+        Capability.CLIP_IN_STEP,
+        Capability.OVERLAP,
+        Capability.OPTIMIZER_OFFLOAD,
+        Capability.CHECKPOINTS,
+        Capability.RESIZED_CHECKPOINTS,
+    }
+)
 
 
 class DeepSpeedZero1(Engine):
