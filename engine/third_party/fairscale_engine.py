@@ -150,6 +150,20 @@ class PreparedShardedDdp(PreparedPieces):
         """Use OSS's own: no rank has all gradients."""
         return float(self._oss.clip_grad_norm(max_norm, norm_type))
 
+    def full_state(self) -> dict[str, Any]:
+        """Gather the optimizer's state on each rank in turn, which must take it before the next one does."""
+        whole: dict[str, Any] = {}
+        for rank in range(self._group.size()):
+            self._oss.consolidate_state_dict(recipient_rank=rank)
+            if rank == self._group.rank():
+                whole = self._oss.state_dict()
+        return {"model": self.named.state_dict(), "optimizer": whole}
+
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        """Load the whole on every rank, of which it keeps its share."""
+        self.named.load_state_dict(state["model"])
+        self._oss.load_state_dict(state["optimizer"])
+
     def pieces(self) -> Iterator[Piece]:
         """Show nothing of what another rank owns."""
         for name, p in self.owned_parameters().items():
@@ -168,7 +182,13 @@ class ShardedDdpEngine(Engine):
     name = "fairscale.sdp"
     package = "fairscale"
     capabilities = frozenset(
-        {Capability.ZERO2, Capability.ACCUMULATE, Capability.CLIP, Capability.OWN_BUFFERS}
+        {
+            Capability.ZERO2,
+            Capability.ACCUMULATE,
+            Capability.CLIP,
+            Capability.OWN_BUFFERS,
+            Capability.STATE,
+        }
     )
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
