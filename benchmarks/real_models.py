@@ -36,7 +36,7 @@ if not _has_ops():
     for _name in ("nms", "qnms"):
         torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 """
-CASES = "trains or accumulates_until or frees or resumes or bfloat16"
+CASES = "trains or accumulates_until or frees or resumes or starts or bfloat16"
 _LIMIT_S = 900
 # What FSDP2 of torch 2.13 is known to do wrong, by the model in which it shows: text of the headline of the red case.
 _UNUSED = "Missing optimizer state for parameter"  # section 49 of docs/what-it-found.md
