@@ -314,11 +314,11 @@ class PreparedModel:
 
     def save_checkpoint(self, folder: Path) -> None:
         """Write model and optimizer into an empty folder, all ranks the same one; may communicate."""
-        raise NotImplementedError(f"{type(self).__name__} declares no checkpoints of its own")
+        raise MissingMethodError("save_checkpoint", Capability.CHECKPOINTS)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Take what `save_checkpoint` of the ranks of some world wrote, all of which have returned."""
-        raise NotImplementedError(f"{type(self).__name__} declares no checkpoints of its own")
+        raise MissingMethodError("load_checkpoint", Capability.CHECKPOINTS)
 
     def recover(self) -> None:
         """Forget a forward that an exception ended, so that training can go on; called on every rank."""

@@ -1,7 +1,7 @@
 """fairscale's OSS empties the state that it is given to load. Needs torch and fairscale.
 
-fairscale/optim/oss.py, load_state_dict, line 459: what another rank owns is replaced by an empty dict in the caller's own
-state, which can then be neither saved nor loaded again.
+fairscale/optim/oss.py, load_state_dict, line 459: what another rank owns is replaced by an empty dict in the caller's
+own state, which can then be neither saved nor loaded again.
 """
 
 import tempfile

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch
 from accelerate import (
@@ -48,6 +49,13 @@ class PreparedAccelerate(PreparedModel):
         context: AbstractContextManager[None] = self._accelerator.no_sync(self.module)
         return context
 
+    def save_checkpoint(self, folder: Path) -> None:
+        self._accelerator.save_state(str(folder))
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Load what it was given to prepare: model and optimizer."""
+        self._accelerator.load_state(str(folder))
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
         """Use accelerate's own."""
         norm = self._accelerator.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
@@ -70,6 +78,8 @@ class AccelerateDdpEngine(Engine):
             Capability.UNUSED,
             Capability.RANK_DEPENDENT,
             Capability.OWN_BUFFERS,
+            Capability.CHECKPOINTS,
+            Capability.RESIZED_CHECKPOINTS,
         }
     )
 
@@ -96,6 +106,8 @@ class AccelerateFsdp2Engine(AccelerateDdpEngine):
             Capability.ACCUMULATE,
             Capability.CLIP,
             Capability.UNUSED,
+            Capability.CHECKPOINTS,
+            Capability.RESIZED_CHECKPOINTS,
         }
     )
 

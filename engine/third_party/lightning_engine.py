@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
 
 import torch
 from lightning_fabric import Fabric
@@ -13,6 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardproof.engine.contract import Capability, Engine, OptimizerFactory, Plan, PreparedModel, Reshard
+
+_NAME = "checkpoint"  # a file or a folder, as the strategy likes
 
 
 class PreparedFabric(PreparedModel):
@@ -33,6 +37,16 @@ class PreparedFabric(PreparedModel):
         """Use Fabric's own context."""
         context: AbstractContextManager[None] = self._fabric.no_backward_sync(self.module)
         return context
+
+    def save_checkpoint(self, folder: Path) -> None:
+        self._fabric.save(folder / _NAME, self._state())
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Let Fabric load into model and optimizer."""
+        self._fabric.load(folder / _NAME, self._state())
+
+    def _state(self) -> dict[str, Any]:  # Any: as Fabric takes it
+        return {"model": self.module, "optimizer": self._built_optimizer()}
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
         """Use Fabric's own."""
@@ -58,6 +72,8 @@ class FabricDdpEngine(Engine):
             Capability.UNUSED,
             Capability.RANK_DEPENDENT,
             Capability.OWN_BUFFERS,
+            Capability.CHECKPOINTS,
+            Capability.RESIZED_CHECKPOINTS,
         }
     )
 
@@ -91,6 +107,8 @@ class FabricFsdp2Engine(FabricDdpEngine):
             Capability.ACCUMULATE,
             Capability.CLIP,
             Capability.UNUSED,
+            Capability.CHECKPOINTS,
+            Capability.RESIZED_CHECKPOINTS,
         }
     )
 
