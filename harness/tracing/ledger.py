@@ -113,12 +113,13 @@ class Entry:
     def signature(self) -> tuple[object, ...]:
         """What must agree over the ranks of the group for the collective to mean anything.
 
-        Shapes agree except where a rank's contribution may differ by nature (all-to-all, gather, scatter,
-        and the list form of all-gather, whose sizes the backend checks).
+        Shapes agree except where a rank's contribution may differ by nature: all-to-all, gather, scatter, and the list
+        form of all-gather. What all ranks contribute to an all-gather is as much on each of them.
         """
         ragged = self.op in {Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER, Op.ALL_GATHER, Op.BARRIER}
         numel = None if ragged else tuple(_numel(s) for s in self.shapes)
-        return (self.op, self.dtype, self.reduce_op, self.peer, numel)
+        gathered = self.num_bytes if self.op is Op.ALL_GATHER else None
+        return (self.op, self.dtype, self.reduce_op, self.peer, numel, gathered)
 
     def describe(self) -> str:
         """Format the call for a person, with where it was made."""

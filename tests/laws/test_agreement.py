@@ -42,6 +42,20 @@ def test_honest_world_agrees(world_size: int) -> None:
     assert first_disagreement(ledgers, Extent.COMPLETE) is None
 
 
+def is_gather(e: Entry) -> bool:
+    return e.op is Op.ALL_GATHER and e.step == 1
+
+
+def test_gathers_may_be_ragged_and_their_sum_is_the_same() -> None:
+    """Ranks may bring pieces of their own size; what they get together is the same for all."""
+    honest = sharding_ledger(world_size=2)
+    ragged = changed(honest, is_gather, shapes=((1, 5),))
+    assert first_disagreement({0: honest, 1: ragged}) is None
+    num_bytes = next(e.num_bytes for e in honest if is_gather(e))
+    short = changed(ragged, is_gather, num_bytes=num_bytes - 4)
+    assert "rank 1 called all_gather(float32[1, 5])" in (first_disagreement({0: honest, 1: short}) or "")
+
+
 @pytest.mark.parametrize("fields", ALWAYS_DIFFER, ids=str)
 @pytest.mark.parametrize("odd_rank", [0, 2])
 def test_call_that_differs_is_told_with_both_sides(fields: dict[str, object], odd_rank: int) -> None:
