@@ -223,7 +223,7 @@ class PreparedModel:
 
     def step(self) -> None:
         """Update the parameters from the gradients; must not clear the gradients."""
-        self._built_optimizer().step()
+        self.built_optimizer().step()
 
     def grad_scaler(self, *, init_scale: float, growth_interval: int) -> GradScaler:
         """Return the scaler for training by this engine; it unscales the gradients of `owned_parameters`."""
@@ -232,7 +232,7 @@ class PreparedModel:
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Clear the gradients before the next step."""
-        self._built_optimizer().zero_grad(set_to_none=set_to_none)
+        self.built_optimizer().zero_grad(set_to_none=set_to_none)
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Return a context around forward and backward of every microbatch but the last: no gradient sync.
@@ -285,14 +285,14 @@ class PreparedModel:
 
     def full_state(self) -> dict[str, Any]:
         """Gather whole state dicts of model and optimizer, on every rank; may communicate."""
-        model, optimizer = get_state_dict(self.module, self._built_optimizer(), options=_WHOLE)
+        model, optimizer = get_state_dict(self.module, self.built_optimizer(), options=_WHOLE)
         return {"model": model, "optimizer": optimizer}
 
     def load_full_state(self, state: dict[str, Any]) -> None:
         """Take what `full_state` of any prepared model of the same model gave; may communicate."""
         set_state_dict(
             self.module,
-            self._built_optimizer(),
+            self.built_optimizer(),
             model_state_dict=dict(state["model"]),  # it renames keys and replaces values in place
             optim_state_dict=state["optimizer"],
             options=_WHOLE,
@@ -300,14 +300,14 @@ class PreparedModel:
 
     def shared_state(self) -> dict[str, Any]:
         """Return state dicts of this rank's shares of model and optimizer, with room for all that may be loaded."""
-        model, optimizer = get_state_dict(self.module, self._built_optimizer())
+        model, optimizer = get_state_dict(self.module, self.built_optimizer())
         return {"model": model, "optimizer": optimizer}
 
     def load_shared_state(self, state: dict[str, Any]) -> None:
         """Take what `shared_state` of a model of the same layout gave."""
         set_state_dict(
             self.module,
-            self._built_optimizer(),
+            self.built_optimizer(),
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
@@ -347,7 +347,7 @@ class PreparedModel:
 
     def local_optimizer_state(self) -> Mapping[str, Shard]:
         """Read this rank's optimizer state as ``parameter/key``; never communicates."""
-        state = self._built_optimizer().state
+        state = self.built_optimizer().state
         return {
             f"{name}/{key}": shard_of(value)
             for name, p in self.owned_parameters().items()
@@ -362,7 +362,7 @@ class PreparedModel:
         """Leave out of a name what wrappers put there."""
         return ".".join(part for part in name.split(".") if part not in self.wrapped_as)
 
-    def _built_optimizer(self) -> torch.optim.Optimizer:
+    def built_optimizer(self) -> torch.optim.Optimizer:
         if self._optimizer is None:
             raise RuntimeError("PreparedModel: expected optimizer(factory) before step or zero_grad")
         return self._optimizer

@@ -75,7 +75,7 @@ class PreparedPieces(PreparedModel, ABC):
 
     def state_of(self, piece: Piece) -> Mapping[str, Any]:  # Any: what is no tensor is left out
         """Return the optimizer's state of the piece's owner, by key."""
-        state: Mapping[str, Any] = self._built_optimizer().state.get(piece.owner, {})
+        state: Mapping[str, Any] = self.built_optimizer().state.get(piece.owner, {})
         return state
 
     def shown_parameters(self) -> Mapping[str, Shard]:

@@ -51,7 +51,7 @@ class PreparedReference(PreparedComposable):
 
         Nor does it know of parameters without state: it refuses them, or makes them one of a step already taken.
         """
-        optimizer = self._built_optimizer()
+        optimizer = self.built_optimizer()
         model_part, optimizer_part = get_state_dict(self.module, optimizer)
         set_model_state_dict(self.module, _part_of(state["model"], model_part))
         set_optimizer_state_dict(

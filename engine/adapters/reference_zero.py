@@ -48,10 +48,10 @@ class PreparedZero2(PreparedPieces):
         return self.engine.no_sync()
 
     def save_checkpoint(self, folder: Path) -> None:
-        zero_checkpoint.save(self.engine, self._built_optimizer(), folder, self.engine.rank)
+        zero_checkpoint.save(self.engine, self.built_optimizer(), folder, self.engine.rank)
 
     def load_checkpoint(self, folder: Path) -> None:
-        zero_checkpoint.load(self.engine, self._built_optimizer(), folder)
+        zero_checkpoint.load(self.engine, self.built_optimizer(), folder)
 
     def pieces(self) -> Iterator[Piece]:
         for name, piece in self.engine.pieces.items():

@@ -78,7 +78,7 @@ class PreparedZero1(PreparedDdp):
         self._zero().load_state_dict(state["optimizer"])
 
     def _zero(self) -> ZeroRedundancyOptimizer:
-        zero = self._built_optimizer()
+        zero = self.built_optimizer()
         assert isinstance(zero, ZeroRedundancyOptimizer)
         return zero
 

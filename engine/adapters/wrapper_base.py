@@ -138,12 +138,12 @@ class PreparedWrapper(PreparedModel, ABC):
         with wrapper.state_dict_type(self._root, StateDictType.FULL_STATE_DICT):
             return {
                 "model": self._root.state_dict(),
-                "optimizer": wrapper.optim_state_dict(self._root, self._built_optimizer()),
+                "optimizer": wrapper.optim_state_dict(self._root, self.built_optimizer()),
             }
 
     def load_full_state(self, state: dict[str, Any]) -> None:
         """Use the wrapper's functions; may be given what another wrapping gave."""
-        wrapper, optimizer = self._names.FullyShardedDataParallel, self._built_optimizer()
+        wrapper, optimizer = self._names.FullyShardedDataParallel, self.built_optimizer()
         with wrapper.state_dict_type(self._root, StateDictType.FULL_STATE_DICT):
             self._root.load_state_dict(state["model"])
             made = wrapper.optim_state_dict_to_load(self._root, optimizer, state["optimizer"])
@@ -163,7 +163,7 @@ class PreparedWrapper(PreparedModel, ABC):
 
     def local_optimizer_state(self) -> Mapping[str, Shard]:
         """Read this rank's state: of pieces like the pieces, but for what is one number."""
-        state = self._built_optimizer().state
+        state = self.built_optimizer().state
         return {
             f"{name}/{key}": read(value)
             for name, owner, read in self._owned()

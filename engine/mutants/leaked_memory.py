@@ -227,7 +227,7 @@ class CutsStateFromWholeBuffers(ReferenceEngine):
     class Prepared(PreparedReference):
         def step(self) -> None:
             super().step()
-            for state in self._built_optimizer().state.values():
+            for state in self.built_optimizer().state.values():
                 for key, value in state.items():
                     if isinstance(value, DTensor):
                         state[key] = _cut_from_a_whole(value)

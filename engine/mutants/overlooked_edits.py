@@ -168,7 +168,7 @@ class OptimizesWhatItConverted(ReplicateEngine):
     class Prepared(PreparedFullyShard):
         def convert(self, dtype: torch.dtype) -> None:
             super().convert(dtype)
-            for group in self._built_optimizer().param_groups:
+            for group in self.built_optimizer().param_groups:
                 group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
 
 

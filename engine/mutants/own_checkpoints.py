@@ -21,7 +21,7 @@ class LosesStateInItsCheckpoint(Zero2Engine):
     class Prepared(PreparedZero2):
         def load_checkpoint(self, folder: Path) -> None:
             super().load_checkpoint(folder)
-            self._built_optimizer().state.clear()
+            self.built_optimizer().state.clear()
 
 
 @mutant(after="deepspeedai/DeepSpeed#4396", world_size=1, steps=2, plan=_RESUMED)
@@ -31,7 +31,7 @@ class RestartsTheCountInItsCheckpoint(Zero2Engine):
     class Prepared(PreparedZero2):
         def load_checkpoint(self, folder: Path) -> None:
             super().load_checkpoint(folder)
-            for state in self._built_optimizer().state.values():
+            for state in self.built_optimizer().state.values():
                 if "step" in state:
                     state["step"] = torch.zeros_like(state["step"])
 

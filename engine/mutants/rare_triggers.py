@@ -327,7 +327,7 @@ class ResumesWithoutSecondMoments(ReferenceEngine):
     class Prepared(Remembering):
         def load_full_state(self, state: dict[str, Any]) -> None:
             super().load_full_state(state)
-            for held in self._built_optimizer().state.values():
+            for held in self.built_optimizer().state.values():
                 if "exp_avg_sq" in held:
                     local(held["exp_avg_sq"]).zero_()
 

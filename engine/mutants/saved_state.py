@@ -50,7 +50,7 @@ class RoundsWhatItLoads(FullyShardEngine):
         def load_full_state(self, state: dict[str, Any]) -> None:
             super().load_full_state(state)
             dtype = self.plan.compute_dtype
-            moments = [t for of in self._built_optimizer().state.values() for t in of.values() if t.dim()]
+            moments = [t for of in self.built_optimizer().state.values() for t in of.values() if t.dim()]
             with torch.no_grad():
                 for tensor in [] if dtype is None else [*self.named.parameters(), *moments]:
                     tensor.copy_(tensor.to(dtype))
@@ -86,7 +86,7 @@ class LosesStateOfOtherRanks(ReferenceEngine):
             self._lose()
 
         def _lose(self) -> None:
-            for of_parameter in self._built_optimizer().state.values():
+            for of_parameter in self.built_optimizer().state.values():
                 for value in of_parameter.values():
                     if isinstance(value, DTensor) and torch.distributed.get_rank():
                         value.to_local().zero_()
@@ -177,7 +177,7 @@ class ResetsTheStepCount(FullyShardEngine):
     class Prepared(PreparedFullyShard):
         def load_full_state(self, state: dict[str, Any]) -> None:
             super().load_full_state(state)
-            for of_parameter in self._built_optimizer().state.values():
+            for of_parameter in self.built_optimizer().state.values():
                 if "step" in of_parameter:
                     of_parameter["step"] = torch.zeros_like(of_parameter["step"])
 
@@ -189,7 +189,7 @@ class PermutesOptimizerState(FullyShardEngine):
     class Prepared(PreparedFullyShard):
         def load_full_state(self, state: dict[str, Any]) -> None:
             super().load_full_state(state)
-            kept = self._built_optimizer().state
+            kept = self.built_optimizer().state
             parameters = [p for p in self.named.parameters() if p in kept]
             for index, one in enumerate(parameters):
                 twins = [p for p in parameters[index + 1 :] if p.shape == one.shape]
@@ -204,7 +204,7 @@ class StepsOldParametersAfterAResume(FullyShardEngine):
     class Prepared(PreparedFullyShard):
         def load_full_state(self, state: dict[str, Any]) -> None:
             super().load_full_state(state)
-            for group in self._built_optimizer().param_groups:
+            for group in self.built_optimizer().param_groups:
                 group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
 
 

@@ -120,7 +120,7 @@ class KeepsWholeOptimizerState(FullyShardEngine):
 
         def step(self) -> None:
             super().step()
-            state = self._built_optimizer().state
+            state = self.built_optimizer().state
             self._whole = {
                 f"{name}/{key}": shard_of(value.full_tensor())
                 for name, p in self.named.named_parameters()

@@ -58,7 +58,7 @@ class SharesNothing(Zero2Engine):
 
     class Prepared(PreparedZero2):
         def step(self) -> None:
-            self._built_optimizer().step()
+            self.built_optimizer().step()
 
 
 @mutant(after="NVIDIA/Megatron-LM#950", kills_on=_ZERO2)
@@ -68,7 +68,7 @@ class SharesBeforeTheUpdate(Zero2Engine):
     class Prepared(PreparedZero2):
         def step(self) -> None:
             self.engine.share()
-            self._built_optimizer().step()
+            self.built_optimizer().step()
 
 
 @mutant(after="deepspeedai/DeepSpeed#156", kills_on=_ZERO2, trace=Trace.COMMUNICATION)

@@ -46,12 +46,12 @@ class PreparedFabric(PreparedModel):
         self._fabric.load(folder / _NAME, self._state())
 
     def _state(self) -> dict[str, Any]:  # Any: as Fabric takes it
-        return {"model": self.module, "optimizer": self._built_optimizer()}
+        return {"model": self.module, "optimizer": self.built_optimizer()}
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
         """Use Fabric's own."""
         norm = self._fabric.clip_gradients(
-            self.module, self._built_optimizer(), max_norm=max_norm, norm_type=norm_type
+            self.module, self.built_optimizer(), max_norm=max_norm, norm_type=norm_type
         )
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 

@@ -62,7 +62,7 @@ class PreparedPipegooseZero1(PreparedModel):
         }
 
     def _zero(self) -> Any:  # Any: it is no optimizer of torch's
-        return self._built_optimizer()
+        return self.built_optimizer()
 
 
 class PipegooseDdpEngine(Engine):

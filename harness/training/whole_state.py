@@ -43,7 +43,9 @@ def _differences(prepared: PreparedModel, state: dict[str, Any], names: Collecti
 
 
 def _difference(what: str, shard: Shard, whole: Any) -> Iterator[str]:
-    if not isinstance(whole, torch.Tensor) or isinstance(whole, DTensor):
+    if whole is None:
+        yield f"{what} is missing, or has another name"
+    elif not isinstance(whole, torch.Tensor) or isinstance(whole, DTensor):
         yield f"{what} is of type {type(whole).__name__}"
     elif whole.dtype != shard.tensor.dtype or tuple(whole.shape) != shard.global_shape:
         yield f"{what} has shape {tuple(whole.shape)} and dtype {whole.dtype}"

@@ -1,1 +1,1 @@
-"""Accumulation: which units skip reductions, microbatches in other orders, and the communication that this costs."""
+"""Accumulation by units: which of them skip reductions, microbatches in other orders, and what this communicates."""
