@@ -364,7 +364,10 @@ class PreparedModel:
 
     def built_optimizer(self) -> torch.optim.Optimizer:
         if self._optimizer is None:
-            raise RuntimeError("PreparedModel: expected optimizer(factory) before step or zero_grad")
+            raise RuntimeError(
+                "PreparedModel: expected an optimizer by now, got none; an override of optimizer() ends with "
+                "super().optimizer(...)"
+            )
         return self._optimizer
 
 

@@ -105,7 +105,7 @@ def _fault(evidence: Evidence, observation: Observation, place: TensorKey) -> st
         return "unexpected name, the oracle has none such" if place.name in tensors else None
     reference, shard = _reference(evidence, observation, place), tensors.get(place.name)
     if shard is None:
-        return _absence(evidence, observation, place, reference, is_listed=place.name in tensors)
+        return _absence(evidence, observation, place, reference, tensors)
     if reference is None:
         return _excess(evidence, observation, place, shard)
     return _misfit(shard, reference, evidence, place)
@@ -147,17 +147,21 @@ def _absence(
     observation: Observation,
     place: TensorKey,
     reference: torch.Tensor | None,
-    *,
-    is_listed: bool,
+    tensors: Tensors,
 ) -> str | None:
     """Excuse a missing tensor where the oracle has none, or where this rank owns nothing of the parameter."""
+    is_listed = place.name in tensors
     if reference is None and is_listed:
         return None
     if place.quantity is Quantity.OPTIMIZER_STATE and not is_listed and _is_held(evidence, place):
         return None  # an engine may share the state out by parameter instead of by row
     if place.quantity in {Quantity.GRADIENT, Quantity.OPTIMIZER_STATE} and _owns_nothing(observation, place):
         return None
-    return "expected a tensor, got None" if is_listed else "expected a tensor, the name is missing"
+    if is_listed:
+        return "expected a tensor, got None"
+    strange = next((name for name in tensors if name.endswith(f".{place.name}")), None)
+    found = f"; the engine shows {strange!r}" if strange else ""
+    return f"expected a tensor, the name is missing{found}"
 
 
 def _owns_nothing(observation: Observation, place: TensorKey) -> bool:
