@@ -66,6 +66,24 @@ class Mine:
     def loss(self, output, batch):
         return (output - batch[..., None] / 11).square().mean()
 """
+_AUTOCAST = """
+import torch
+from torch import nn
+
+class Net(nn.Sequential):
+    @torch.autocast("cpu", dtype=torch.bfloat16)
+    def forward(self, x):
+        return super().forward(x).float()
+
+class Mine:
+    def build(self):
+        parts = [nn.Sequential(nn.Linear(n, 32), nn.LayerNorm(32), nn.GELU()) for n in (6, 32)]
+        return Net(*parts, nn.Linear(32, 2))
+    def batch(self, generator):
+        return torch.randn(3, 6, generator=generator)
+    def loss(self, output, batch):
+        return (output - batch[:, :2]).square().mean()
+"""
 _LOSS = "    def loss("
 
 
@@ -195,6 +213,22 @@ def test_a_model_is_read(file: Path) -> None:
     assert model.idle == ("normed.bias",)
     assert optimizer is None
     assert not model.demands
+
+
+@pytest.mark.parametrize(
+    ("engine", "code"),
+    [("torch.fsdp2", 0), ("LosesStateInAnotherWorld", 1), ("AlignsStateForTheWorldBefore", 1)],
+)
+def test_a_start_is_judged_however_noisy_the_steps_before_were(
+    file: Path, engine: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Autocast: a wrong factor of a gradient would hide in the noise, what was not loaded does not."""
+    file.write_text(_AUTOCAST)
+    spec = next((m.engine_spec for m in shipped_mutants() if m.name == engine), engine)
+    assert _check(file, spec, "-k", "starts") == code
+    shown = capsys.readouterr().out
+    assert ("proven        starts from what other ranks saved" in shown) == (code == 0)
+    assert "an error of" not in shown
 
 
 def test_a_schedule_follows_the_optimizer_and_is_resumed(

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardproof.harness.cases.user_model import still_parameters
+from shardproof.harness.cases.user_model import UserModel, still_parameters
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.structure import pieces_of
 from shardproof.harness.laws.tolerance import allowed_error, error_of_noise
@@ -65,6 +65,8 @@ def hidden_because(evidence: Evidence) -> str | None:
         return None
     if _computes_coarsely(evidence) and _coarse_first_step_agrees(evidence):
         return None
+    if _asks_for_the_start(evidence):
+        return _hidden_updates(evidence)
     return (
         _hidden_factor(evidence)
         or _hidden_rank(evidence)
@@ -73,13 +75,18 @@ def hidden_because(evidence: Evidence) -> str | None:
     )
 
 
+def _asks_for_the_start(evidence: Evidence) -> bool:
+    """Whether the steps of a world before have added their noise: other cases of the model ask for the rest."""
+    return evidence.oracle.is_trained_before and isinstance(evidence.training.problem, UserModel)
+
+
 _MOST_VISIBLE = 2  # tensors of a kind
 
 
 def least_visible(evidence: Evidence) -> tuple[VisibleError, ...]:
-    """Return the gradients and updates in which errors show least; none if the arithmetic itself is coarse."""
+    """Return the gradients and updates in which errors show least; none where the case does not claim to see them."""
     oracle = evidence.oracle
-    if _computes_coarsely(evidence) or not oracle.steps:
+    if _computes_coarsely(evidence) or _asks_for_the_start(evidence) or not oracle.steps:
         return ()
     found: list[VisibleError] = []
     for quantity, effects in (("gradient", _halved), ("update", _unmoved)):
