@@ -99,6 +99,11 @@ class UserModel:
     stages: None = None
     outline: tuple[TensorOutline, ...] = field(default=(), compare=False)
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether some parameter has fewer bits than float32."""
+        return any(not t.is_buffer and t.dtype in {"bfloat16", "float16"} for t in self.outline)
+
     def skeleton(self) -> nn.Module:
         """Return a module of the same names, shapes and dtypes, without values or code."""
         if not self.outline:

@@ -18,8 +18,7 @@ def default_optimizer(model: UserModel) -> NamedOptimizer:
     """Return AdamW, with larger steps where some parameter has fewer bits than float32; SGD for sparse gradients."""
     if Capability.SPARSE_GRADIENTS in model.demands:
         return SGD
-    is_narrow = any(not t.is_buffer and t.dtype in {"bfloat16", "float16"} for t in model.outline)
-    return COARSE_ADAMW if is_narrow else ADAMW
+    return COARSE_ADAMW if model.is_narrow else ADAMW
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -136,6 +136,8 @@ def test_resumes_from_its_state(trial: Trial, own: Own) -> None:
 @pytest.mark.worlds(AFTER_MORE)
 @pytest.mark.kills("LosesStateInAnotherWorld", "AlignsStateForTheWorldBefore")
 def test_starts_from_what_other_ranks_saved(trial: Trial, own: Own) -> None:
+    few_bits = "a step of parameters of so few bits differs by more than what is not loaded"
+    trial.applies(unless=few_bits if own[0].is_narrow else "")
     plan = Plan(demands=frozenset({Capability.STATE}))
     origin = Origin(steps=1, ranks=RanksBefore.ONE_MORE, form=StateForm.WHOLE)
     trial.holds(replace(_training(own, plan), origin=origin), *LAWS)
