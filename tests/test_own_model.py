@@ -270,6 +270,17 @@ def test_threads_are_refused_for_what_inductor_compiles(
         assert "got threads:3; try --world processes:3" in shown
 
 
+def test_a_fresh_model_has_no_gradients_of_what_the_optimizer_was_not_given(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing clears them, so they add up until the state goes to another model."""
+    some = "torch.optim.SGD([q for q in p if q.ndim == 2], lr=0.1, momentum=0.9)"
+    file.write_text(GOOD.replace(_LOSS, _optimizer(some)))
+    assert _check(file, "torch.ddp", "-k", "resumes or starts") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "proven resumes from its state proven starts from what other ranks saved" in shown
+
+
 def test_sparse_gradients_are_judged_where_ranks_are_processes(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,7 @@ from shardproof.harness.cases.content import content_digest
 from shardproof.harness.cases.script import EachMicrobatch
 from shardproof.harness.cases.scripts.interface import Exercise
 from shardproof.harness.cases.training import StateForm, Training, Watch
+from shardproof.harness.cases.user_model import UserOptimizer
 from shardproof.harness.errors import UnreadableError
 from shardproof.harness.records.world_result import check_kept, keep_result
 from shardproof.harness.runner.cell import Cell
@@ -341,9 +342,11 @@ def _arithmetic(training: Training) -> Training:
         asked = replace(asked, schedule=replace(asked.schedule, scaling=None))
     resume, origin = asked.resume, asked.origin
     if resume is not None:
-        # A fresh model has no gradients. Where the step before left none either, the oracle need not know.
-        has_zeros = not asked.schedule.clears_to_none(resume.after_steps - 1)
-        resume = replace(resume, plan=None, form=StateForm.WHOLE) if has_zeros else None
+        # A fresh model has no gradients. Where the step before left none either, the oracle need not know. An optimizer
+        # of the user's may clear some alone.
+        has_none = asked.schedule.clears_to_none(resume.after_steps - 1)
+        is_alike = has_none and not isinstance(asked.optimizer, UserOptimizer)
+        resume = None if is_alike else replace(resume, plan=None, form=StateForm.WHOLE)
     if origin is not None:
         before = (
             None

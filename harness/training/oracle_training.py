@@ -120,16 +120,21 @@ class _Trained:
         workshop = OracleModels(self.model, num_ranks, self._summation, batches)
         for step in range(before.schedule.steps):
             self.step(before, workshop, step, _kept_nowhere)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
         self.has_drawn_before = workshop.draws
         with torch.no_grad():
             for name, buffer in workshop.buffers()[0].items():
                 self.model.get_buffer(name).copy_(buffer)
 
+    def _forget_gradients(self) -> None:
+        """Leave none, as a fresh model has none: those of what the optimizer was not given have added up."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
     def step(self, training: Training, workshop: OracleModels, step: int, show: ShowTensors) -> OracleStep:
         """Take one step."""
         if training.resume is not None and step == training.resume.after_steps:
-            self._optimizer.zero_grad(set_to_none=True)  # as a fresh model has it
+            self._forget_gradients()
         losses, contributions = self._pieces(training, workshop, step)
         show(Quantity.LOSS, step, {LOSSES: losses})
         is_skipped = training.schedule.is_skipped(step)
