@@ -222,7 +222,7 @@ class PreparedModel:
         loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]  # as above
 
     def step(self) -> None:
-        """Update the parameters from the gradients; must not clear the gradients."""
+        """Update the parameters from the gradients."""
         self.built_optimizer().step()
 
     def grad_scaler(self, *, init_scale: float, growth_interval: int) -> GradScaler:
@@ -363,6 +363,7 @@ class PreparedModel:
         return ".".join(part for part in name.split(".") if part not in self.wrapped_as)
 
     def built_optimizer(self) -> torch.optim.Optimizer:
+        """Return what `optimizer` has built; RuntimeError before that."""
         if self._optimizer is None:
             raise RuntimeError(
                 "PreparedModel: expected an optimizer by now, got none; an override of optimizer() ends with "

@@ -48,7 +48,7 @@ class PreparedZero2(PreparedPieces):
         return self.engine.no_sync()
 
     def save_checkpoint(self, folder: Path) -> None:
-        zero_checkpoint.save(self.engine, self.built_optimizer(), folder, self.engine.rank)
+        zero_checkpoint.save(self.engine, self.built_optimizer(), folder)
 
     def load_checkpoint(self, folder: Path) -> None:
         zero_checkpoint.load(self.engine, self.built_optimizer(), folder)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from shardproof.engine.consolidation import consolidated_state
 from shardproof.engine.contract import Capability, Cut, OptimizerFactory, Shard, shard_of
 
 with warnings.catch_warnings():
@@ -63,14 +63,10 @@ class PreparedZero1(PreparedDdp):
         }
 
     def full_state(self) -> dict[str, Any]:
-        """Gather the state on each rank in turn: its owner alone can take it, and must before the next rank does."""
-        zero, group = self._zero(), self._zero().process_group
-        whole: dict[str, Any] = {}
-        for rank in range(dist.get_world_size(group)):
-            zero.consolidate_state_dict(to=rank)
-            if rank == dist.get_rank(group):
-                whole = zero.state_dict()
-        return {"model": self.named.state_dict(), "optimizer": whole}
+        """Gather the optimizer's state; the model is whole."""
+        zero = self._zero()
+        state = consolidated_state(zero, zero.process_group)
+        return {"model": self.named.state_dict(), "optimizer": state}
 
     def load_full_state(self, state: dict[str, Any]) -> None:
         """Load the whole on every rank, of which it keeps its share."""

@@ -9,7 +9,9 @@ import torch
 from shardproof.engine.adapters.reference_zero import PreparedZero2, Zero2Engine
 from shardproof.engine.contract import Capability, Masters, Offload, Plan
 from shardproof.engine.mutants.mutant import Condition, mutant
+from shardproof.engine.mutants.patches import restart_count
 from shardproof.engine.mutants.plans import demanding
+from shardproof.engine.reference.zero_checkpoint import file_of
 
 _RESUMED = demanding(Capability.CHECKPOINTS)
 
@@ -31,9 +33,7 @@ class RestartsTheCountInItsCheckpoint(Zero2Engine):
     class Prepared(PreparedZero2):
         def load_checkpoint(self, folder: Path) -> None:
             super().load_checkpoint(folder)
-            for state in self.built_optimizer().state.values():
-                if "step" in state:
-                    state["step"] = torch.zeros_like(state["step"])
+            restart_count(self.built_optimizer())
 
 
 @mutant(
@@ -69,7 +69,7 @@ class ReadsTheCheckpointOfItsRank(Zero2Engine):
     class Prepared(PreparedZero2):
         def load_checkpoint(self, folder: Path) -> None:
             super().load_checkpoint(folder)
-            own_file = torch.load(folder / f"rank{self.engine.rank}.pt")
+            own_file = torch.load(file_of(folder, self.engine.rank))
             with torch.no_grad():
                 for name, piece in self.engine.pieces.items():
                     saved = own_file["pieces"][name]["value"][: piece.own.numel()]

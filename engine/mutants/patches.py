@@ -114,6 +114,13 @@ def never_updating(prepared: PreparedModel, parameters: Iterable[nn.Parameter]) 
     return prepared
 
 
+def restart_count(optimizer: torch.optim.Optimizer) -> None:
+    """Set the count of steps of each parameter to zero, where the optimizer keeps one."""
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"] = torch.zeros_like(state["step"])
+
+
 def leave_out_of_ddp(model: nn.Module, names: Sequence[str]) -> None:
     """Make DDP, which is about to wrap the model, leave these parameters out of every reduction."""
     # DDP's documented way to leave a parameter out; it has neither a public name nor types.

@@ -21,14 +21,18 @@ _ELSEWHERE = "only a world of another size shows it"
 _RESIZED = Condition(world_size=1, plan=demanding(Capability.STATE), because=_ELSEWHERE)
 
 
+class _PreparedNotingRanks(PreparedFullyShard):
+    """Whole states say how many ranks saved them."""
+
+    def full_state(self) -> dict[str, Any]:
+        return super().full_state() | {_RANKS: dist.get_world_size()}
+
+
 @mutant(after="ServiceNow/Fast-LLM#436", kills_on=_RESIZED)
 class LosesStateInAnotherWorld(FullyShardEngine):
     """Optimizer state is not restored where another number of ranks saved it."""
 
-    class Prepared(PreparedFullyShard):
-        def full_state(self) -> dict[str, Any]:
-            return super().full_state() | {_RANKS: dist.get_world_size()}
-
+    class Prepared(_PreparedNotingRanks):
         def load_full_state(self, state: dict[str, Any]) -> None:
             if state[_RANKS] == dist.get_world_size():
                 super().load_full_state(state)
@@ -41,10 +45,7 @@ class LosesStateInAnotherWorld(FullyShardEngine):
 class AlignsStateForTheWorldBefore(FullyShardEngine):
     """Restored moments begin where the padding of the world that saved them lets them begin."""
 
-    class Prepared(PreparedFullyShard):
-        def full_state(self) -> dict[str, Any]:
-            return super().full_state() | {_RANKS: dist.get_world_size()}
-
+    class Prepared(_PreparedNotingRanks):
         def load_full_state(self, state: dict[str, Any]) -> None:
             shifted = {
                 name: {key: self._shifted(value, state[_RANKS]) for key, value in of_parameter.items()}

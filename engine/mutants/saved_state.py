@@ -18,7 +18,7 @@ from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, 
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Capability, Layout, OptimizerFactory, Plan, Reshard, Shard
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
-from shardproof.engine.mutants.patches import Stale, local, unchanged
+from shardproof.engine.mutants.patches import Stale, local, restart_count, unchanged
 from shardproof.engine.mutants.plans import SECOND_STEP, changing, demanding
 
 _STATE = demanding(Capability.STATE)
@@ -177,9 +177,7 @@ class ResetsTheStepCount(FullyShardEngine):
     class Prepared(PreparedFullyShard):
         def load_full_state(self, state: dict[str, Any]) -> None:
             super().load_full_state(state)
-            for of_parameter in self.built_optimizer().state.values():
-                if "step" in of_parameter:
-                    of_parameter["step"] = torch.zeros_like(of_parameter["step"])
+            restart_count(self.built_optimizer())
 
 
 @mutant(after="pytorch/pytorch#54736", kills_on=_RESUMED)

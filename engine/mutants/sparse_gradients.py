@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.engine.contract import Capability, Plan, PreparedModel
 from shardproof.engine.mutants.mutant import mutant
+from shardproof.engine.mutants.patches import leave_out_of_ddp
 from shardproof.engine.mutants.plans import demanding
 
 _SPARSE = demanding(Capability.SPARSE_GRADIENTS)
@@ -22,8 +22,7 @@ class KeepsItsOwnSparseGradients(DistributedDataParallelEngine):
     """The sum of sparse gradients is computed and never written back."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        ignored = [name for name, _ in _sparse_parameters(model)]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)  # type: ignore[no-untyped-call]  # torch's
+        leave_out_of_ddp(model, [name for name, _ in _sparse_parameters(model)])
         return super().prepare(model, plan, mesh)
 
 

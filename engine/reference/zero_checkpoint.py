@@ -10,13 +10,18 @@ import torch
 
 from shardproof.engine.reference.zero import OwnPiece, Zero2
 
-__all__ = ["load", "save"]
+__all__ = ["file_of", "load", "save"]
 
 # Of a piece: where it begins, its values, and the optimizer's state of it. Any: numbers and tensors.
 _Saved = Mapping[str, Any]
 
 
-def save(zero: Zero2, optimizer: torch.optim.Optimizer, folder: Path, rank: int) -> None:
+def file_of(folder: Path, rank: int) -> Path:
+    """Name the file that a rank writes."""
+    return folder / f"rank{rank}.pt"
+
+
+def save(zero: Zero2, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """Write this rank's pieces, their optimizer state, and its buffers."""
     pieces = {
         name: {"start": piece.start, "value": piece.own.detach(), "state": optimizer.state.get(piece.own, {})}
@@ -24,14 +29,13 @@ def save(zero: Zero2, optimizer: torch.optim.Optimizer, folder: Path, rank: int)
     }
     rest = {name: p.detach() for name, p in zero.module.named_parameters() if name not in zero.pieces}
     whole = rest | dict(zero.module.named_buffers())
-    torch.save({"pieces": pieces, "whole": whole}, folder / f"rank{rank}.pt")
+    torch.save({"pieces": pieces, "whole": whole}, file_of(folder, zero.rank))
 
 
 def load(zero: Zero2, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """Take what the ranks of some world wrote; buffers, and what is not trained, are those of the first rank."""
-    first, *others = (
-        torch.load(folder / f"rank{rank}.pt") for rank in range(len(list(folder.glob("rank*.pt"))))
-    )
+    num_ranks = len(list(folder.glob("rank*.pt")))
+    first, *others = (torch.load(file_of(folder, rank)) for rank in range(num_ranks))
     whole = dict(zero.module.named_parameters()) | dict(zero.module.named_buffers())
     with torch.no_grad():
         for name, value in first["whole"].items():

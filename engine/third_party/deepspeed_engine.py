@@ -168,7 +168,7 @@ class PreparedDeepSpeedZero3(PreparedDeepSpeed):
         return safe_get_local_optimizer_state(p, key)
 
 
-_TUNED = frozenset(
+_OF_ALL_STAGES = frozenset(
     {
         Capability.CLIP_IN_STEP,
         Capability.OVERLAP,
@@ -187,7 +187,7 @@ class DeepSpeedZero1(Engine):
     prepared_type: ClassVar[type[PreparedDeepSpeed]] = PreparedDeepSpeed
     needs_processes = True
     preload = (__name__,)
-    capabilities = _TUNED | {Capability.ZERO1, Capability.ACCUMULATE, Capability.ROUND_ROBIN}
+    capabilities = _OF_ALL_STAGES | {Capability.ZERO1, Capability.ACCUMULATE, Capability.ROUND_ROBIN}
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Refuse what is beyond it; DeepSpeed wants the optimizer with the model."""
@@ -199,7 +199,7 @@ class DeepSpeedZero2(DeepSpeedZero1):
     """Stage 2: gradients are shared out as well, in each microbatch."""
 
     name, stage = "deepspeed.zero2", 2
-    capabilities = _TUNED | {Capability.ZERO2, Capability.ROUND_ROBIN}
+    capabilities = _OF_ALL_STAGES | {Capability.ZERO2, Capability.ROUND_ROBIN}
 
 
 class DeepSpeedZero3(DeepSpeedZero1):
@@ -207,4 +207,4 @@ class DeepSpeedZero3(DeepSpeedZero1):
 
     name, stage = "deepspeed.zero3", 3
     prepared_type = PreparedDeepSpeedZero3
-    capabilities = _TUNED | {Capability.SHARD, Capability.UNUSED, Capability.CPU_OFFLOAD}
+    capabilities = _OF_ALL_STAGES | {Capability.SHARD, Capability.UNUSED, Capability.CPU_OFFLOAD}

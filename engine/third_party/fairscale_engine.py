@@ -14,6 +14,7 @@ from fairscale.optim.oss import OSS
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardproof.engine.consolidation import consolidated_state
 from shardproof.engine.contract import Capability, Cut, Engine, OptimizerFactory, Plan, PreparedModel, Reshard
 from shardproof.engine.pieces import Piece, PreparedPieces
 
@@ -151,13 +152,9 @@ class PreparedShardedDdp(PreparedPieces):
         return float(self._oss.clip_grad_norm(max_norm, norm_type))
 
     def full_state(self) -> dict[str, Any]:
-        """Gather the optimizer's state on each rank in turn, which must take it before the next one does."""
-        whole: dict[str, Any] = {}
-        for rank in range(self._group.size()):
-            self._oss.consolidate_state_dict(recipient_rank=rank)
-            if rank == self._group.rank():
-                whole = self._oss.state_dict()
-        return {"model": self.named.state_dict(), "optimizer": whole}
+        """Gather the optimizer's state; the model is whole."""
+        state = consolidated_state(self._oss, self._group)
+        return {"model": self.named.state_dict(), "optimizer": state}
 
     def load_full_state(self, state: dict[str, Any]) -> None:
         """Load the whole on every rank, of which it keeps its share."""

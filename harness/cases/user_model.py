@@ -55,8 +55,8 @@ class ModelFacts:
     ``frozen`` parameters require no gradient, ``seldom`` ones had none in some pass, and ``slow`` ones have gradients
     so small beside their values that plain descent hardly moves them. ``evaluating`` names the modules that are in
     evaluation mode, "" for the whole model, ``outside`` the parts of units that are called without their unit.
-    ``uncounted``, ``not_in_bfloat16``, ``unclipped`` and ``unscaled`` are why closed forms, bfloat16, clipping or a
-    gradient scaler do not apply to the model; empty if they do. ``sparse`` parameters have sparse gradients.
+    ``uncounted``, ``not_in_bfloat16`` and ``unscaled`` are why closed forms, bfloat16 or a gradient scaler do not
+    apply to the model; empty if they do. ``sparse`` parameters have sparse gradients.
     ``is_compiled``: inductor compiles the model, which rank threads of one process cannot do at the same time.
     """
 
@@ -67,10 +67,15 @@ class ModelFacts:
     outside: tuple[str, ...] = ()
     uncounted: str = ""
     not_in_bfloat16: str = ""
-    unclipped: str = ""
     unscaled: str = ""
     sparse: tuple[str, ...] = ()
     is_compiled: bool = False
+
+    @property
+    def unclipped(self) -> str:
+        """Why clipping does not apply to the model; empty if it does."""
+        refused = "torch's clip_grad_norm_ takes no sparse gradient, as that of"
+        return f"{refused} {self.sparse[0]!r}" if self.sparse else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

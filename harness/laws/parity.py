@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardproof.engine.shard import Shard
 from shardproof.harness.laws.diagnosis import looks_like
 from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.laws.structure import (
@@ -260,16 +261,19 @@ def _parts(got: complex, expected: complex) -> tuple[float, float]:
     return max(pairs, key=lambda pair: abs(pair[0] - pair[1]))
 
 
+def _replicas_are_equal(shards: list[Shard]) -> bool:
+    """Compare the shards that hold one interval."""
+    firsts: dict[tuple[int, int, int], torch.Tensor] = {}
+    pairs = ((firsts.setdefault(interval_of(shard), shard.tensor), shard.tensor) for shard in shards)
+    return all(one is other or torch.equal(one.flatten(), other.flatten()) for one, other in pairs)
+
+
 def _divergence(comparisons: list[_Comparison]) -> str | None:
     """Find two ranks that hold different values of one element: replicas must agree bit by bit."""
     if not comparisons:
         return None
-    firsts, shards = dict[tuple[int, int, int], torch.Tensor](), [c.piece.shard for c in comparisons]
-    are_replicas = all(
-        torch.equal(firsts.setdefault(interval_of(shard), shard.tensor).flatten(), shard.tensor.flatten())
-        for shard in shards
-    )
-    if are_replicas and are_consecutive(shards):
+    shards = [comparison.piece.shard for comparison in comparisons]
+    if are_consecutive(shards) and _replicas_are_equal(shards):
         return None
     first = shards[0]
     holder = torch.full(first.global_shape, -1)

@@ -367,9 +367,6 @@ def _facts(
         uncounted="some gradients are sparse" if sparse else _uncounted(model, units, watch.calls),
         not_in_bfloat16=_not_in_bfloat16(problem, model, batch),
         unscaled=_unscaled(model),
-        unclipped=f"torch's clip_grad_norm_ takes no sparse gradient, as that of {sparse[0]!r}"
-        if sparse
-        else "",
         sparse=sparse,
         is_compiled=bool(compiled),
     )

@@ -42,11 +42,11 @@ from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.census_report import CensusTime
 from shardproof.harness.training.engine_actor import EngineActor
 from shardproof.harness.training.handover import (
-    leave,
+    load_files,
     load_shares,
     read_whole,
     state_of,
-    take,
+    write_files,
 )
 from shardproof.harness.training.layout_memory import Form, explained
 from shardproof.harness.training.loss_scale import ScaledSteps
@@ -137,13 +137,13 @@ def train_and_save(
     loop = _started(prepared, training, context, None)
     for step in range(training.schedule.steps):
         loop.step(step, is_read=False)
-    leave(prepared, form, context)
+    write_files(prepared, form, context)
 
 
 def _started(
     prepared: PreparedModel, training: Training, context: RankContext, watches: Watches | None
 ) -> _Loop:
-    """Give the model its dtype and its optimizer, and make its loop."""
+    """Convert the model, build its optimizer, and make its loop."""
     if training.convert is not None:
         prepared.convert(training.convert)
     loop = _Loop(prepared, training, context, watches)
@@ -211,14 +211,14 @@ class _Loop:
         if form is StateForm.WHOLE:
             self._load_whole(read_whole(before, self._context.device), step=0)
         else:
-            take(self.prepared, form, before)
+            load_files(self.prepared, form, before)
 
     def resume_in(self, successor: PreparedModel, step: int, form: StateForm) -> None:
         """Go on with another prepared model, or the same one anew, which takes over the state of this one."""
         in_files = form in {StateForm.FILES, StateForm.CHECKPOINT}
         state, noted = {} if in_files else state_of(self.prepared, form), {}
         if in_files:
-            leave(self.prepared, form, self._context)
+            write_files(self.prepared, form, self._context)
         if form is StateForm.WHOLE:
             noted[HANDED_OUT] = self._difference_from(state, step) or AS_HELD
         self.schedules = StepSchedules(self._training.optimizer, steps_done=step)
@@ -232,7 +232,7 @@ class _Loop:
                     parameter.zero_()
         self.prepared = successor
         if in_files:
-            take(successor, form, self._context.folder)
+            load_files(successor, form, self._context.folder)
         elif form is StateForm.WHOLE:
             self._load_whole(state, step, noted)
         else:

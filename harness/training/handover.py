@@ -13,14 +13,14 @@ from shardproof.harness.cases.training import StateForm
 from shardproof.harness.training.reads import calling
 from shardproof.harness.worlds.rank import RankContext
 
-__all__ = ["leave", "load_shares", "read_whole", "state_of", "take"]
+__all__ = ["load_files", "load_shares", "read_whole", "state_of", "write_files"]
 
 _WHOLE = "whole.pt"
 _SHARES = "state"
 _CHECKPOINT = "checkpoint"
 
 
-def leave(prepared: PreparedModel, form: StateForm, context: RankContext) -> None:
+def write_files(prepared: PreparedModel, form: StateForm, context: RankContext) -> None:
     """Write files of the state in that form into the folder of the world; all ranks do."""
     if form is StateForm.CHECKPOINT:
         _write_checkpoint(prepared, context)
@@ -30,8 +30,8 @@ def leave(prepared: PreparedModel, form: StateForm, context: RankContext) -> Non
         _write_shares(state_of(prepared, form), context.folder)
 
 
-def take(prepared: PreparedModel, form: StateForm, folder: Path) -> None:
-    """Load what `leave` wrote, unless it is in whole tensors; all ranks do."""
+def load_files(prepared: PreparedModel, form: StateForm, folder: Path) -> None:
+    """Load what `write_files` wrote, unless it is in whole tensors; all ranks do."""
     if form is StateForm.CHECKPOINT:
         with calling("load_checkpoint"):
             prepared.load_checkpoint(folder / _CHECKPOINT)
@@ -50,7 +50,7 @@ def state_of(prepared: PreparedModel, form: StateForm) -> dict[str, Any]:
 
 
 def load_shares(prepared: PreparedModel, state: dict[str, Any]) -> None:
-    """Give a model the state that `state_of` returned in shares."""
+    """Load this rank's shares, as `state_of` returned them."""
     with calling("load_shared_state"):
         prepared.load_shared_state(state)
 
@@ -86,7 +86,7 @@ def _read_shares(prepared: PreparedModel, folder: Path) -> dict[str, Any]:
 
 
 def _write_checkpoint(prepared: PreparedModel, context: RankContext) -> None:
-    """Have the engine write a checkpoint, and wait until all ranks have."""
+    """Call the engine's own method, and wait for all ranks."""
     folder = context.folder / _CHECKPOINT
     folder.mkdir(exist_ok=True)
     with calling("save_checkpoint"):

@@ -106,10 +106,11 @@ def _first_step(training: Training, world_size: int) -> FirstStep:
         {n: order.reduce(pieces, training.plan) for n, pieces in contributions.items()} for order in orders
     ]
     parameters = _stepped(training, EXACT_ORDER.dtype, exact)
+    shown = dense_tensors(exact)
     return FirstStep(
-        gradients=dense_tensors(exact),
+        gradients=shown,
         parameters=parameters,
-        noise=_noise(dense_tensors(exact), [*map(dense_tensors, reduced)]),
+        noise=_noise(shown, [*map(dense_tensors, reduced)]),
         parameter_noise=_noise(parameters, [_stepped(training, dtype, gradients) for gradients in reduced]),
     )
 

@@ -68,7 +68,7 @@ class Summation:
         if self.divides_first:
             return cast(self._sum([cast(piece / divisor, self.reduce_dtype) for piece in of_ranks]), dtype)
         total = self._sum([cast(piece, self.reduce_dtype) for piece in of_ranks])
-        # A sum of several is a tensor of its own, which costs a pass over memory less.
+        # A sum of several is a new tensor: to divide it in place saves a pass over memory.
         return cast(total.div_(divisor) if len(of_ranks) > 1 else total / divisor, dtype)
 
     def _sum(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import APART, AllWaited, NamedOptimizer, Plan, Schedule, Select, Training, Trial, UserModel
-from shardproof import UserOptimizer
+from shardproof import APART, AllWaited, Capability, NamedOptimizer, Plan, Schedule, Select, Training, Trial
+from shardproof import UserModel, UserOptimizer
 from shardproof.fixtures.building_blocks import BLOCKS
 from shardproof.fixtures.few_bits import FEW_BITS
 from shardproof.fixtures.optimizers import ADAMW
@@ -15,7 +15,7 @@ from shardproof.suites.vocabulary import PARITY
 LAWS = (*PARITY, AllWaited(select=Select()))
 WITH_OPTIMIZER = {"LowRankAdapters", "OrthogonalUpdates", "SomeParameters", "SparseEmbeddings"}
 DRAWING = {"MaskedEncoder"}  # other devices draw other numbers than the oracle
-SPARSE = {"SparseEmbeddings"}  # threads exchange dense tensors
+SPARSE = [b for b in BLOCKS if Capability.SPARSE_GRADIENTS in b.demands]  # threads exchange dense tensors
 
 # Where the model itself rounds in bfloat16, a reduction in bfloat16 does not show: such a run is no pass.
 KILLS = {
@@ -30,7 +30,7 @@ KILLS = {
     *[
         param(block, id=block.name, marks=pytest.mark.device("cpu") if block.name in DRAWING else ())
         for block in BLOCKS
-        if block.name not in SPARSE
+        if block not in SPARSE
     ],
 )
 def test_trains_each_block(trial: Trial, block: UserModel) -> None:
@@ -39,7 +39,7 @@ def test_trains_each_block(trial: Trial, block: UserModel) -> None:
 
 @pytest.mark.worlds(APART)
 @pytest.mark.kills("KeepsItsOwnSparseGradients", "SumsSparseGradients", "CountsEachRowOnce")
-@parametrize("block", *[param(block, id=block.name) for block in BLOCKS if block.name in SPARSE])
+@parametrize("block", *[param(block, id=block.name) for block in SPARSE])
 def test_trains_what_has_sparse_gradients(trial: Trial, block: UserModel) -> None:
     trial.holds(_training(block, microbatches=2), *LAWS)
 

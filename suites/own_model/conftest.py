@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import Capability, NamedOptimizer, UserModel, known_model
+from shardproof import NamedOptimizer, UserModel, known_model
 from shardproof.fixtures.optimizers import ADAMW, COARSE_ADAMW, SGD
 from shardproof.fixtures.own_model import OWN_MODEL
 
@@ -16,7 +16,7 @@ def _named(spec: str, limit_s: float) -> tuple[UserModel, NamedOptimizer]:
 
 def default_optimizer(model: UserModel) -> NamedOptimizer:
     """Return AdamW, with larger steps where some parameter has fewer bits than float32; SGD for sparse gradients."""
-    if Capability.SPARSE_GRADIENTS in model.demands:
+    if model.facts.sparse:
         return SGD
     return COARSE_ADAMW if model.is_narrow else ADAMW
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import AFTER_FEWER, AFTER_MORE, AS_HANDED_OUT, TAKEN, Accumulation, Clip, Layout
-from shardproof import NamedOptimizer, Notes, Origin, Plan, Problem, RanksBefore, StateForm, Trial
+from shardproof import AS_HANDED_OUT, TAKEN, Accumulation, Clip, Layout, NamedOptimizer, Notes, Plan, Problem
+from shardproof import RanksBefore, StateForm, Trial
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
 from shardproof.fixtures.tied import TIED
-from shardproof.suites.params import param, parametrize
+from shardproof.suites.params import parametrize
+from shardproof.suites.state.worlds_before import WORLDS_BEFORE, saved_by
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
-STEPS_BEFORE = 2
-WORLDS_BEFORE = [param(RanksBefore.ONE_MORE, worlds=AFTER_MORE), param(RanksBefore.HALF, worlds=AFTER_FEWER)]
 TOOK_ALL = Notes(subject=TAKEN, value=AS_HANDED_OUT, step=0)
 
 
@@ -23,7 +22,7 @@ TOOK_ALL = Notes(subject=TAKEN, value=AS_HANDED_OUT, step=0)
 @parametrize("ranks", *WORLDS_BEFORE)
 def test_goes_on_from_whole_tensors(trial: Trial, ranks: RanksBefore, optimizer: NamedOptimizer) -> None:
     """The first of other ranks wrote them, and each rank finds its part of them now."""
-    origin = Origin(steps=STEPS_BEFORE, ranks=ranks, form=StateForm.WHOLE)
+    origin = saved_by(ranks, StateForm.WHOLE)
     trial.holds(train(MLP_UNEVEN, optimizer, origin=origin), *PARITY, TOOK_ALL)
 
 
@@ -32,7 +31,7 @@ def test_goes_on_from_whole_tensors(trial: Trial, ranks: RanksBefore, optimizer:
 @parametrize("ranks", *WORLDS_BEFORE)
 def test_goes_on_from_files(trial: Trial, ranks: RanksBefore, problem: Problem) -> None:
     """Each of other ranks wrote its shares, and the shares of a rank now are in several files, or in a part of one."""
-    origin = Origin(steps=STEPS_BEFORE, ranks=ranks, form=StateForm.FILES)
+    origin = saved_by(ranks, StateForm.FILES)
     trial.holds(train(problem, ADAMW, origin=origin), *PARITY)
 
 
@@ -48,7 +47,7 @@ def test_goes_on_from_files_under_another_layout(
     trial: Trial, ranks: RanksBefore, before: Layout, after: Layout
 ) -> None:
     plan = Plan(units=MLP_UNEVEN.units, layout=before, demands=StateForm.FILES.demands)
-    origin = Origin(steps=STEPS_BEFORE, ranks=ranks, form=StateForm.FILES, plan=plan)
+    origin = saved_by(ranks, StateForm.FILES, plan)
     trial.holds(train(MLP_UNEVEN, ADAMW, origin=origin, layout=after), *PARITY)
 
 
@@ -56,7 +55,7 @@ def test_goes_on_from_files_under_another_layout(
 @parametrize("ranks", *WORLDS_BEFORE)
 def test_goes_on_beside_accumulation_and_clipping(trial: Trial, ranks: RanksBefore) -> None:
     """What an engine holds of a step is by then reduced over other ranks."""
-    origin = Origin(steps=STEPS_BEFORE, ranks=ranks, form=StateForm.WHOLE)
+    origin = saved_by(ranks, StateForm.WHOLE)
     training = train(MLP_UNEVEN, SGD, microbatches=2, clip=Clip(max_norm=0.5), origin=origin)
     trial.holds(training, *PARITY, TOOK_ALL)
 
@@ -65,7 +64,7 @@ def test_goes_on_beside_accumulation_and_clipping(trial: Trial, ranks: RanksBefo
 @parametrize("ranks", *WORLDS_BEFORE)
 def test_goes_on_with_the_divisor_of_its_own_world(trial: Trial, ranks: RanksBefore) -> None:
     """The mean is over the ranks of now, with every microbatch reduced by itself as well."""
-    origin = Origin(steps=STEPS_BEFORE, ranks=ranks, form=StateForm.WHOLE)
+    origin = saved_by(ranks, StateForm.WHOLE)
     training = train(MLP_EVEN, SGD, microbatches=2, accumulation=Accumulation.EVERY_MICROBATCH, origin=origin)
     trial.holds(training, *PARITY, TOOK_ALL)
 
@@ -73,5 +72,5 @@ def test_goes_on_with_the_divisor_of_its_own_world(trial: Trial, ranks: RanksBef
 @pytest.mark.kills("LoadsNoBuffers")
 @parametrize("ranks", *WORLDS_BEFORE)
 def test_goes_on_with_the_buffers_of_the_first_rank(trial: Trial, ranks: RanksBefore) -> None:
-    origin = Origin(steps=STEPS_BEFORE, ranks=ranks, form=StateForm.WHOLE)
+    origin = saved_by(ranks, StateForm.WHOLE)
     trial.holds(train(MLP_BUFFERS, SGD, origin=origin), *PARITY)

@@ -7,18 +7,17 @@ from typing import Any
 
 import pytest
 
-from shardproof import AFTER_FEWER, AFTER_MORE, NamedOptimizer, Offload, Origin, Problem, RanksBefore, Resume
+from shardproof import AFTER_FEWER, AFTER_MORE, NamedOptimizer, Offload, Problem, RanksBefore, Resume
 from shardproof import Schedule, StateForm, Training, Trial, Tuning
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
 from shardproof.fixtures.tied import TIED
 from shardproof.suites.params import param, parametrize
+from shardproof.suites.state.worlds_before import STEPS_BEFORE, WORLDS_BEFORE, saved_by
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
-STEPS_BEFORE = 2
 OWN = StateForm.CHECKPOINT
-WORLDS_BEFORE = [param(RanksBefore.ONE_MORE, worlds=AFTER_MORE), param(RanksBefore.HALF, worlds=AFTER_FEWER)]
 
 
 @parametrize(
@@ -56,16 +55,14 @@ def test_resumes_in_turns(trial: Trial) -> None:
 )
 def test_goes_on_from_other_ranks(trial: Trial, ranks: RanksBefore, problem: Problem) -> None:
     """Other ranks wrote it, so that a share is now in several of its files, or in a part of one."""
-    origin = Origin(steps=STEPS_BEFORE, ranks=ranks, form=OWN)
-    trial.holds(train(problem, ADAMW, origin=origin), *PARITY)
+    trial.holds(train(problem, ADAMW, origin=saved_by(ranks, OWN)), *PARITY)
 
 
 @pytest.mark.kills("LosesStateInItsCheckpoint")
 @parametrize("ranks", *WORLDS_BEFORE)
 def test_goes_on_in_turns_from_other_ranks(trial: Trial, ranks: RanksBefore) -> None:
     """Whose turn it is depends on the number of ranks."""
-    origin = Origin(steps=STEPS_BEFORE, ranks=ranks, form=OWN)
-    trial.holds(train(MLP_UNEVEN, ADAMW, origin=origin, tuning=Tuning.ROUND_ROBIN), *PARITY)
+    trial.holds(train(MLP_UNEVEN, ADAMW, origin=saved_by(ranks, OWN), tuning=Tuning.ROUND_ROBIN), *PARITY)
 
 
 # Any: options of a plan, by the names of its fields.
