@@ -147,8 +147,8 @@ Counted = Callable[[Callable[[], object]], Ledger]
 def compare_as_process(rank: int, size: int, folder: Path, work: Work) -> None:
     """Measure on a rank that is a process of its own, and leave the result in ``rank_file``.
 
-    A plain gloo process, not one of a world: the door of a world keeps the tensors of recent collectives alive,
-    which would be charged to the engine. Here the door stands for one counted step alone.
+    A plain gloo process, not one of a world: the interceptor of a world keeps the tensors of recent collectives alive,
+    which would be charged to the engine. Here it stands for one counted step alone.
     """
     store = FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
@@ -171,7 +171,7 @@ def compare_as_process(rank: int, size: int, folder: Path, work: Work) -> None:
 def compare_as_thread(context: RankContext, work: Work) -> None:
     """Measure on a rank that is a thread, and leave the result in ``rank_file``.
 
-    The body of a threads world, whose door carries the data and stays.
+    The body of a threads world, whose interceptor has the transport and stays.
     """
 
     def counted(step: Callable[[], object]) -> Ledger:
@@ -241,7 +241,7 @@ def _contender(name: Name, work: Work) -> Contender:
 
 
 def _sharded(name: Name, model: Transformer, work: Work, fully_shard: Callable[..., Any]) -> Contender:
-    """Wrap with an engine that has FSDP2's front door."""
+    """Wrap with an engine that has FSDP2's interface."""
     keep: dict[str, bool] = {"reshard_after_forward": False} if work.reshard is Reshard.KEEP else {}
     for block in model.blocks:
         fully_shard(block, **keep)
@@ -259,7 +259,7 @@ def _sharded(name: Name, model: Transformer, work: Work, fully_shard: Callable[.
 
 
 def _wrapped(name: Name, model: Transformer, work: Work, wrapper: Any) -> Contender:
-    """Wrap with an engine that has FSDP1's front door; ``Any``, for the engines share no base class."""
+    """Wrap with an engine that has FSDP1's interface; ``Any``, for the engines share no base class."""
     is_kept = work.reshard is Reshard.KEEP
     wrap = partial(
         wrapper,

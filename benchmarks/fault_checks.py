@@ -21,7 +21,7 @@ Misses = list[tuple[Miss, str]]
 _CODES = {0, 1, 2, 3}
 _QUOTED = 3000  # characters: where a traceback begins is worth more than where it ends
 _END_LIMIT_S = 90.0
-# The keeper ends what is below it within a fraction of this.
+# The reaper ends what is below it within a fraction of this.
 _ORPHANS_LIMIT_S = 10.0
 _PROGRESS = re.compile(r"^([.FEsxX]+)(?: +\[ *\d+%\])?$")
 

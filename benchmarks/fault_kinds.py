@@ -65,7 +65,7 @@ _FATAL = (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT)
 STRIKES: dict[Kind, float] = {
     **{Kind(role="host", number=n, are_threads=t): 3.0 for n in _FATAL for t in (True, False)},
     **{Kind(role="host", number=signal.SIGSTOP, are_threads=t): 1.0 for t in (True, False)},
-    Kind(role="keeper", number=signal.SIGKILL): 1.0,
+    Kind(role="reaper", number=signal.SIGKILL): 1.0,
     Kind(role="server", number=signal.SIGKILL): 1.0,
     Kind(role="server", number=signal.SIGSTOP): 1.0,
     Kind(role="question", number=signal.SIGKILL): 1.0,

@@ -85,7 +85,7 @@ class Live:
         found = self.run.processes()
         if self._seen and not self.has_workers and not {"host", "question"} & {f.role for f in found}:
             # Each server holds one; a killed one comes back later.
-            num_servers = sum(f.role == "keeper" for f in found)
+            num_servers = sum(f.role == "reaper" for f in found)
             self._descriptors.append(self.run.num_descriptors() - num_servers)
         return found
 

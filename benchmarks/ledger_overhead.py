@@ -1,4 +1,4 @@
-"""What watching costs: a training step plain, under our ledger, with the course too, and under CommDebugMode, in turn.
+"""What watching costs: a training step plain, under our ledger, with unit events too, and under CommDebugMode, in turn.
 
 Times are those of the processor.
 
@@ -57,7 +57,7 @@ def _rank(rank: int, folder: str, num_turns: int) -> None:
         ratios = [median(map(truediv, taken[w], taken["plain"])) for w in taken]
         rows.append([name, *(f"{median(taken[w]) * 1e3:.2f}" for w in taken), *(f"{r:.2f}x" for r in ratios)])
     if rank == 0:
-        watches = ["plain", "ledger", "course", "CommDebugMode"]
+        watches = ["plain", "ledger", "events", "CommDebugMode"]
         print(tabulate(rows, headers=["step", *(f"{w} ms" for w in watches), *watches]))
     dist.destroy_process_group()
 
@@ -65,11 +65,11 @@ def _rank(rank: int, folder: str, num_turns: int) -> None:
 def _measure(model: nn.Module, width: int, num_turns: int, journal: Path) -> dict[str, list[float]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     recorder = Recorder(journal)
-    door = Interceptor(recorder=lambda: recorder, ranks_of=global_ranks)
+    interceptor = Interceptor(recorder=lambda: recorder, ranks_of=global_ranks)
     watches: dict[str, Watch] = {
         "plain": nullcontext,
-        "ledger": lambda: standing_in_c10d(door),
-        "course": lambda: _with_course(door, model, recorder),
+        "ledger": lambda: standing_in_c10d(interceptor),
+        "events": lambda: _with_events(interceptor, model, recorder),
         "CommDebugMode": CommDebugMode,
     }
     rows = torch.randn(16, width)
@@ -84,10 +84,14 @@ def _measure(model: nn.Module, width: int, num_turns: int, journal: Path) -> dic
 
 
 @contextmanager
-def _with_course(door: Interceptor, model: nn.Module, recorder: Recorder) -> Iterator[None]:
+def _with_events(interceptor: Interceptor, model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Watch each layer as a unit, and the phases of a loop, as a case does."""
     units = tuple(name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    with standing_in_c10d(door), watching_units(model, units, recorder), recorder.during(Phase.STEP, step=0):
+    with (
+        standing_in_c10d(interceptor),
+        watching_units(model, units, recorder),
+        recorder.during(Phase.STEP, step=0),
+    ):
         yield
 
 
@@ -100,7 +104,7 @@ def _watched(watch: Watch, step: Callable[[], float]) -> float:
                 taken.append(step())
         return median(taken)
     with watch():
-        step()  # the first step after the door opens fills the dispatcher's caches, once per case
+        step()  # the first step under an interceptor fills the dispatcher's caches, once per case
         return median(step() for _ in range(3))
 
 

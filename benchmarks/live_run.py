@@ -19,7 +19,7 @@ _POLL_S = 0.01
 # Torch keeps its compilation cache there, and pytest the folders of its last three sessions.
 _NOT_OURS = ("torchinductor_", "pytest-of-")
 
-Role = str  # run, worker, keeper, server, host, question (asked aside), tracker, other
+Role = str  # run, worker, reaper, server, host, question (asked aside), tracker, other
 
 
 class LateError(Exception):
@@ -169,7 +169,7 @@ class LiveRun:
         elif "multiprocessing.forkserver" in line:
             depth = _depth(pid, lines, parents)
             world = _world(pid) if depth == 2 else ""
-            role = ("keeper", "server", "host" if world else "question")[depth] if depth < 3 else "other"
+            role = ("reaper", "server", "host" if world else "question")[depth] if depth < 3 else "other"
         else:
             role = "worker" if parent == self.process.pid else "other"
         return Found(pid=pid, parent=parent, role=role, world=world)

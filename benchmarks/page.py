@@ -1,7 +1,8 @@
-"""Writes docs/benchmarks.md and its plots: runs the benchmarks one after the other, in about half an hour.
+"""Writes docs/benchmarks.md and its plots: runs the benchmarks one after the other, in about ten minutes.
 
-Run: ``python -m benchmarks.page [--outputs DIR]``. ``--outputs`` keeps what each benchmark printed, and takes what is
-there already instead of running it again. The text around the tables is in the page itself and stays as it is.
+Needs ``pip install -e '.[bench]'``. Run: ``python -m benchmarks.page [--outputs DIR]``. ``--outputs`` keeps what each
+benchmark printed, and takes what is there already instead of running it again. The text around the tables is in the
+page itself and stays as it is.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from tabulate import tabulate
 
 _DOCS = Path(__file__).resolve().parents[1] / "docs"
 _PAGE = _DOCS / "benchmarks.md"
+_OF_TORCHS_TESTS = "expecttest"
 _RUN = "{run}"  # in a command: a run with records
 _ROW, _LEFT, _BAR, _RIGHT = 22, 330, 300, 90  # pixels
 _NUMBER = re.compile(r"[\d,]*\.?\d+")
@@ -51,7 +54,7 @@ SECTIONS = (
     ),
     Section(
         name="worlds",
-        arguments=("benchmarks.world_cost", "--sizes", "2", "4", "--repeats", "1"),
+        arguments=("benchmarks.world_cost", "--sizes", "2", "4", "--repeats", "3"),
         plot=Plot(
             columns=("threads s", "processes s", "MultiProcessTestCase s"), labels=("ranks",), unit=" s"
         ),
@@ -59,7 +62,7 @@ SECTIONS = (
     Section(
         name="ledger",
         arguments=("benchmarks.ledger_overhead",),
-        plot=Plot(columns=("ledger", "course", "CommDebugMode"), labels=("step",), unit="x", aim=1.10),
+        plot=Plot(columns=("ledger", "events", "CommDebugMode"), labels=("step",), unit="x", aim=1.10),
     ),
     Section(
         name="watches",
@@ -68,8 +71,13 @@ SECTIONS = (
     ),
     Section(
         name="engines",
-        arguments=("benchmarks.engine_step", "--quick"),
-        plot=Plot(columns=("of processor",), labels=("world", "engine"), unit="x"),
+        arguments=("benchmarks.engine_step",),
+        plot=Plot(
+            columns=("of processor",),
+            labels=("world", "reshard", "accumulation", "engine"),
+            unit="x",
+            aim=1.0,
+        ),
     ),
     Section(
         name="growth",
@@ -97,6 +105,11 @@ def main() -> None:
     )
     parser.add_argument("--outputs", type=Path)
     arguments = parser.parse_args()
+    if find_spec(_OF_TORCHS_TESTS) is None:  # now, and not after minutes
+        parser.error(
+            f"expected the package {_OF_TORCHS_TESTS}, which torch's own test class imports; got none; "
+            "try pip install -e '.[bench]'"
+        )
     with tempfile.TemporaryDirectory() as scratch:
         outputs: Path = arguments.outputs or Path(scratch)
         outputs.mkdir(parents=True, exist_ok=True)

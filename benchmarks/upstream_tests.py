@@ -47,7 +47,7 @@ from shardproof.harness.cli.coverage import killed_in
 _LIMIT_S = 150
 _RANKS = 4
 _WORDS = ((r'"cuda(:0)?"', '"cpu"'), (r"\.cuda\([^()]*\)", ".cpu()"), (r"\btorch\.cuda\.", "torch.cpu."))
-_DOORS = {"torch.fsdp2": torch_fsdp2, "reference": reference}
+_ADAPTERS = {"torch.fsdp2": torch_fsdp2, "reference": reference}
 _MUTANTS = {mutant.name: mutant for mutant in MUTANTS}
 _KILLS = {"failed", "hung"}
 _CONTROL = "adopted."  # an honest engine that takes over what tests prepare, as mutants do
@@ -126,13 +126,13 @@ class Bridge(threading.local):
         spec = _MUTANTS[name].engine_spec if name in _MUTANTS else name.removeprefix(_CONTROL)
         self.engine: Any = resolve(spec)
         self.base = base_of(self.engine)
-        self.is_adopting = name not in _DOORS
+        self.is_adopting = name not in _ADAPTERS
         self.adopted: list[tuple[PreparedModel, set[Any]]] = []  # with the graph nodes of all its outputs
         self._is_inside = False
 
     def install(self, modules: Sequence[types.ModuleType]) -> None:
-        """Replace the names in the modules that tests see, and open no door once more."""
-        door, honest = self._door(), torch_fsdp2.FSDP2_DOOR
+        """Replace the names in the modules that tests see, once."""
+        api, honest = self._api(), torch_fsdp2.FSDP2_API
         kept = {
             "sharded_module",
             "register_forward_method",
@@ -140,19 +140,19 @@ class Bridge(threading.local):
             "mixed_precision",
             "cpu_offload",
         }
-        new = {getattr(honest, name): getattr(door, name) for name in kept}
-        new[honest.fully_shard] = self._adopting(door.fully_shard)
+        new = {getattr(honest, name): getattr(api, name) for name in kept}
+        new[honest.fully_shard] = self._adopting(api.fully_shard)
         for module in (*modules, common_fsdp, torch.distributed.fsdp):
             for name, value in list(vars(module).items()):
                 if isinstance(value, type | types.FunctionType) and value in new:
                     setattr(module, name, new[value])
         if self.is_adopting:
-            setattr(_DOORS[self.base], "open_door", self._opened)  # noqa: B010 - typed
+            setattr(_ADAPTERS[self.base], "apply_plan", self._opened)  # noqa: B010 - typed
             self._follow_backward_and_steps()
 
-    def _door(self) -> Any:
-        doors = (reference._DOOR,) if self.base == "reference" else ()
-        return self.engine.prepared_type(nn.Module(), Plan(), *doors).composable()
+    def _api(self) -> Any:
+        apis = (reference._API,) if self.base == "reference" else ()
+        return self.engine.prepared_type(nn.Module(), Plan(), *apis).composable()
 
     def _adopting(self, fully_shard: Any) -> Any:
         @functools.wraps(fully_shard)
@@ -166,15 +166,15 @@ class Bridge(threading.local):
 
         return call
 
-    def _opened(self, door: Any, model: nn.Module, plan: Plan, mesh: Any, shape: Any) -> None:
+    def _opened(self, api: Any, model: nn.Module, plan: Plan, mesh: Any, shape: Any) -> None:
         if plan != self._plan:
             self._unreachable.write_text("unreachable")
 
     def _adopt(self, root: nn.Module) -> None:
         if any(root in set(prepared.module.modules()) for prepared, _ in self.adopted):
             return
-        door = self._door()
-        units = [name for name, m in root.named_modules() if name and isinstance(m, door.sharded_module)]
+        api = self._api()
+        units = [name for name, m in root.named_modules() if name and isinstance(m, api.sharded_module)]
         mesh = next((p.device_mesh for p in root.parameters() if hasattr(p, "device_mesh")), None)
         self._plan = Plan(units=tuple(units))
         try:
@@ -257,7 +257,7 @@ def reachable() -> Iterator[str]:
 def base_of(engine: Engine) -> str:
     """Return the name of the engine that a mutant spoils."""
     modules = {c.__module__ for c in type(engine).__mro__}
-    return next((name for name, door in _DOORS.items() if door.__name__ in modules), "")
+    return next((name for name, api in _ADAPTERS.items() if api.__name__ in modules), "")
 
 
 def run(name: str, modules: Sequence[types.ModuleType], test: unittest.TestCase, scratch: Path) -> Result:
@@ -316,7 +316,7 @@ class Campaign:
 
     def run_honest(self) -> None:
         """Run everything on the engines that mutants spoil."""
-        for name in _DOORS:
+        for name in _ADAPTERS:
             for file, test in self._tests:
                 self._once(name, file, test)
 
@@ -387,7 +387,9 @@ def table(results: Sequence[Result]) -> str:
     ]
     for file in [*dict.fromkeys(r.file for r in results), ""]:
         own = [r for r in results if file in {"", r.file}]
-        of_torch, of_ours = ({r[1:3] for r in own if r.engine == n and r.state == "passed"} for n in _DOORS)
+        of_torch, of_ours = (
+            {r[1:3] for r in own if r.engine == n and r.state == "passed"} for n in _ADAPTERS
+        )
         seconds = [r.seconds for r in own if r.engine == "torch.fsdp2"]
         lines.append(
             f"| {file or 'all'} | {len(seconds)} | {len(of_torch)} | {len(of_torch & of_ours)} | {sum(seconds):.0f} |"

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardproof.engine.capability import Capability, MissingMethodError, UnsupportedError
-from shardproof.engine.front_door import FrontDoor
+from shardproof.engine.composable_api import ComposableApi
 from shardproof.engine.plan import (
     Accumulation,
     Axis,
@@ -50,9 +50,9 @@ __all__ = [
     "BackwardGather",
     "Buffers",
     "Capability",
+    "ComposableApi",
     "Cut",
     "Engine",
-    "FrontDoor",
     "Grouping",
     "Layout",
     "Masters",
@@ -270,7 +270,7 @@ class PreparedModel:
         """Return the engine's own class behind the name of ``DistributedDataParallel``, for cases that call it."""
         raise MissingMethodError("data_parallel", Capability.DATA_PARALLEL)
 
-    def composable(self) -> FrontDoor:
+    def composable(self) -> ComposableApi:
         """Return the engine's own things behind the names of ``fully_shard``, for cases that call them."""
         raise MissingMethodError("composable", Capability.COMPOSABLE)
 

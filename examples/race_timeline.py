@@ -63,8 +63,10 @@ def draw_picture(timeline: Timeline) -> str:
 def _without_lines(rank: RankTimeline) -> RankTimeline:
     return replace(
         rank,
-        passages=tuple(replace(p, entry=replace(p.entry, site=_file(p.entry.site))) for p in rank.passages),
-        clashes=tuple(replace(c, race=_race_without_lines(c.race)) for c in rank.clashes),
+        collectives=tuple(
+            replace(p, entry=replace(p.entry, site=_file(p.entry.site))) for p in rank.collectives
+        ),
+        races=tuple(replace(c, race=_race_without_lines(c.race)) for c in rank.races),
     )
 
 

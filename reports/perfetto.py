@@ -54,13 +54,13 @@ def trace_events(timeline: Timeline) -> list[_Event]:
         rank = process.rank
         events += process.names()
         events += (process.slice(_PHASES, s, "phase") for s in rank.phases)
-        events += (process.slice(COMPUTE, s, "compute") for s in rank.spells)
-        for passage in rank.passages:
-            events += _passage(process, passage)
-            arrows += _flight(process, passage)
-        for clash in rank.clashes:
-            events += _clash(process, clash)
-            arrows.append(_Arrow("race", "race", _touched(process, clash)))
+        events += (process.slice(COMPUTE, s, "compute") for s in rank.unit_spans)
+        for collective in rank.collectives:
+            events += _collective(process, collective)
+            arrows += _flight(process, collective)
+        for mark in rank.races:
+            events += _race_mark(process, mark)
+            arrows.append(_Arrow("race", "race", _touched(process, mark)))
     _shorten_points(events)
     for number, arrow in enumerate(arrows, start=1):
         events += arrow.events(number)
@@ -97,21 +97,21 @@ class _Clock:
         """Return a moment's time."""
         return self._us(moment.at_ns)
 
-    def landing_us(self, rank: int, passage: CollectiveSpan) -> float:
+    def landing_us(self, rank: int, collective: CollectiveSpan) -> float:
         """Return when a collective landed, or the end of its rank."""
-        return self._us(self._last[rank] if passage.landed is None else passage.landed.at_ns)
+        return self._us(self._last[rank] if collective.landed is None else collective.landed.at_ns)
 
     def _us(self, at_ns: int) -> float:
         return (at_ns - self._first) / 1000
 
 
 def _moments(rank: RankTimeline) -> Iterator[TimePoint]:
-    for spell in (*rank.phases, *rank.spells):
-        yield from (spell.first, spell.last)
-    for passage in rank.passages:
-        yield from (m for m in (passage.issued, passage.landed) if m is not None)
-    for clash in rank.clashes:
-        yield from (clash.first, clash.second)
+    for unit_span in (*rank.phases, *rank.unit_spans):
+        yield from (unit_span.first, unit_span.last)
+    for collective in rank.collectives:
+        yield from (m for m in (collective.issued, collective.landed) if m is not None)
+    for mark in rank.races:
+        yield from (mark.first, mark.second)
 
 
 class _Process:
@@ -134,10 +134,10 @@ class _Process:
             yield self.event("M", lane, 0.0, "thread_name", args={"name": lane})
             yield self.event("M", lane, 0.0, "thread_sort_index", args={"sort_index": place})
 
-    def slice(self, lane: str, spell: UnitSpan, cat: str) -> _Event:
-        first, last = self.clock.us(spell.first), self.clock.us(spell.last)
-        args = {"phase": spell.phase, "step": spell.step, "microbatch": spell.microbatch}
-        return self.event("X", lane, first, spell.name, cat=cat, dur=last - first, args=args)
+    def slice(self, lane: str, unit_span: UnitSpan, cat: str) -> _Event:
+        first, last = self.clock.us(unit_span.first), self.clock.us(unit_span.last)
+        args = {"phase": unit_span.phase, "step": unit_span.step, "microbatch": unit_span.microbatch}
+        return self.event("X", lane, first, unit_span.name, cat=cat, dur=last - first, args=args)
 
     def point(self, lane: str, ts: float, name: str, cat: str, **more: Any) -> _Event:
         """Return a slice that stands for a moment."""
@@ -167,9 +167,12 @@ class _Arrow(NamedTuple):
             yield process.event(ph, lane, ts, self.name, cat=self.cat, id=number, **ends)
 
 
-def _passage(process: _Process, passage: CollectiveSpan) -> Iterator[_Event]:
-    entry, lane = passage.entry, passage.lane
-    issued, landed = process.clock.us(passage.issued), process.clock.landing_us(process.rank.rank, passage)
+def _collective(process: _Process, collective: CollectiveSpan) -> Iterator[_Event]:
+    entry, lane = collective.entry, collective.lane
+    issued, landed = (
+        process.clock.us(collective.issued),
+        process.clock.landing_us(process.rank.rank, collective),
+    )
     args = {
         "unit": entry.unit,
         "phase": entry.phase,
@@ -179,35 +182,35 @@ def _passage(process: _Process, passage: CollectiveSpan) -> Iterator[_Event]:
         "dtype": entry.dtype,
         "num_bytes": entry.num_bytes,
         "site": entry.site,
-        "waited": passage.landed is not None,
+        "waited": collective.landed is not None,
     }
     name, local = str(entry.op), {"local": hex(entry.seq)}
     yield process.event("b", lane, issued, name, cat="collective", id2=local, args=args)
     yield process.event("e", lane, landed, name, cat="collective", id2=local)
     yield process.point(lane, issued, f"issue {name}", "issue", args=args)
-    if passage.landed is not None:
+    if collective.landed is not None:
         yield process.point(COMPUTE, landed, f"wait for {name}", "wait", args=args)
 
 
-def _flight(process: _Process, passage: CollectiveSpan) -> Iterator[_Arrow]:
+def _flight(process: _Process, collective: CollectiveSpan) -> Iterator[_Arrow]:
     """Draw an arrow from the issue of a collective to the wait for it, if there is one."""
-    if passage.landed is not None:
-        issued, landed = process.clock.us(passage.issued), process.clock.us(passage.landed)
-        places = (_Place(process, passage.lane, issued), _Place(process, COMPUTE, landed))
+    if collective.landed is not None:
+        issued, landed = process.clock.us(collective.issued), process.clock.us(collective.landed)
+        places = (_Place(process, collective.lane, issued), _Place(process, COMPUTE, landed))
         yield _Arrow("flight", "flight", places)
 
 
-def _clash(process: _Process, clash: RaceMark) -> Iterator[_Event]:
-    race = clash.race
-    for touch, (_, lane, at) in zip((race.first, race.second), _touched(process, clash), strict=True):
+def _race_mark(process: _Process, mark: RaceMark) -> Iterator[_Event]:
+    race = mark.race
+    for touch, (_, lane, at) in zip((race.first, race.second), _touched(process, mark), strict=True):
         args = {"touch": str(touch), "race": str(race)}
         name = f"race: {touch.operator} {'writes' if touch.is_write else 'reads'}"
         yield process.event("i", lane, at, name, cat="race", s="t", args=args)
         yield process.point(lane, at, name, "race", cname="terrible", args=args)
 
 
-def _touched(process: _Process, clash: RaceMark) -> list[_Place]:
-    moments = zip(clash.lanes, (clash.first, clash.second), strict=True)
+def _touched(process: _Process, mark: RaceMark) -> list[_Place]:
+    moments = zip(mark.lanes, (mark.first, mark.second), strict=True)
     return [_Place(process, lane, process.clock.us(moment)) for lane, moment in moments]
 
 
@@ -215,10 +218,10 @@ def _across_ranks(processes: Sequence[_Process]) -> Iterator[_Arrow]:
     """Draw an arrow through the issues of each collective, from the first rank that issued it to the last."""
     issues: dict[Any, list[_Place]] = defaultdict(list)
     for process in processes:
-        for passage in process.rank.passages:
-            if passage.key is not None:
-                place = _Place(process, passage.lane, process.clock.us(passage.issued))
-                issues[passage.key].append(place)
+        for collective in process.rank.collectives:
+            if collective.key is not None:
+                place = _Place(process, collective.lane, process.clock.us(collective.issued))
+                issues[collective.key].append(place)
     for places in issues.values():
         if len(places) > 1:  # what one rank alone issued has no arrow
             yield _Arrow("same collective", "ranks", sorted(places, key=lambda place: place.ts))

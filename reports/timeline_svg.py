@@ -52,7 +52,7 @@ class LaneRow:
     """Collectives of one lane of which no two are under way at once, so that one line holds them."""
 
     lane: str
-    passages: tuple[CollectiveSpan, ...]
+    collectives: tuple[CollectiveSpan, ...]
 
 
 def lay_out(timeline: Timeline) -> Columns:
@@ -69,13 +69,13 @@ def lay_out(timeline: Timeline) -> Columns:
 def rows_of(rank: RankTimeline, lane: str) -> tuple[LaneRow, ...]:
     """Spread the collectives of one lane over as few lines as hold them."""
     lines: list[list[CollectiveSpan]] = []
-    for passage in (p for p in rank.passages if p.lane == lane):
-        free = (line for line in lines if _is_over(line[-1], passage))
+    for collective in (p for p in rank.collectives if p.lane == lane):
+        free = (line for line in lines if _is_over(line[-1], collective))
         line = next(free, None)
         if line is None:
             lines.append(line := [])
-        line.append(passage)
-    return tuple(LaneRow(lane=lane, passages=tuple(line)) for line in lines)
+        line.append(collective)
+    return tuple(LaneRow(lane=lane, collectives=tuple(line)) for line in lines)
 
 
 def _is_over(earlier: CollectiveSpan, later: CollectiveSpan) -> bool:
@@ -89,10 +89,10 @@ class _Walk:
         self.rank = rank.rank
         self.columns: dict[int, int] = {}
         self.column = 0
-        self._issues = {p.issued.place: p for p in rank.passages}
-        self._begins = {s.first.place for s in rank.spells}
-        landings = (p.landed.place for p in rank.passages if p.landed is not None)
-        ends = (place for s in (*rank.phases, *rank.spells) for place in (s.first.place, s.last.place))
+        self._issues = {p.issued.place: p for p in rank.collectives}
+        self._begins = {s.first.place for s in rank.unit_spans}
+        landings = (p.landed.place for p in rank.collectives if p.landed is not None)
+        ends = (place for s in (*rank.phases, *rank.unit_spans) for place in (s.first.place, s.last.place))
         self._places = sorted({*self._issues, *landings, *ends})
         self._next = 0
 
@@ -165,7 +165,7 @@ def draw(timeline: Timeline) -> str:
         return ""
     shown = _shown(timeline.of_step(step))
     layout = lay_out(shown)
-    if layout.width > _MOST_COLUMNS or not any(rank.spells or rank.passages for rank in shown.ranks):
+    if layout.width > _MOST_COLUMNS or not any(rank.unit_spans or rank.collectives for rank in shown.ranks):
         return ""
     picture = _Picture(layout, step)
     body = list(picture.body(shown, len(timeline.ranks)))
@@ -189,7 +189,7 @@ def draw_alone(timeline: Timeline) -> str:
 
 def _shown(timeline: Timeline) -> Timeline:
     """Keep as many ranks as a picture holds, those with races first."""
-    ordered = sorted(timeline.ranks, key=lambda r: (not r.clashes, r.rank))
+    ordered = sorted(timeline.ranks, key=lambda r: (not r.races, r.rank))
     kept = {rank.rank for rank in ordered[:_MOST_RANKS]}
     return timeline.of_ranks(kept.__contains__)
 
@@ -209,8 +209,8 @@ class _Picture:
         """Draw every rank, then what the signs mean and each race in words."""
         for rank in timeline.ranks:
             yield from self._rank(rank)
-            for clash in rank.clashes[:_MOST_CLASHES]:
-                yield from self._clash(rank, clash)
+            for mark in rank.races[:_MOST_CLASHES]:
+                yield from self._race_mark(rank, mark)
             self.height += _GAP
         text = f"Step {self._step}. Left to right is order, not time. Dot: issued; tick: what computes waits."
         if len(timeline.ranks) < num_ranks:
@@ -222,7 +222,7 @@ class _Picture:
         texts = dict.fromkeys(
             f"{c.race.kind}: {c.race.first.operator} on {c.lanes[0]}, then {c.race.second.operator} on {c.lanes[1]}"
             for r in timeline.ranks
-            for c in r.clashes
+            for c in r.races
         )
         for text in list(texts)[:_MOST_TOLD]:
             yield self._line("alarm", text)
@@ -240,8 +240,8 @@ class _Picture:
         self.height += _HEAD
         yield _text("soft", _MARGIN, self.height + 17, COMPUTE)
         self._middles[rank.rank, COMPUTE] = self.height + _COMPUTE / 2
-        for spell in rank.spells:
-            yield from self._spell(rank, spell)
+        for unit_span in rank.unit_spans:
+            yield from self._unit_span(rank, unit_span)
         self.height += _COMPUTE + 4
         for row in rows_of(rank, COMPUTE):
             yield from self._row(rank, row)
@@ -251,7 +251,7 @@ class _Picture:
 
     def _lane(self, rank: RankTimeline, lane: str) -> Iterator[str]:
         rows = rows_of(rank, lane)
-        if not rows and not any(lane in clash.lanes for clash in rank.clashes):
+        if not rows and not any(lane in mark.lanes for mark in rank.races):
             return
         yield _text("soft", _MARGIN, self.height + 13, one_line(lane, 22))
         self._middles[rank.rank, lane] = self.height + _ROW / 2
@@ -266,28 +266,31 @@ class _Picture:
             _text("soft mid", (first + last) / 2, top - 4, name) if _fits(name, last - first) else ""
         )
 
-    def _spell(self, rank: RankTimeline, spell: UnitSpan) -> Iterator[str]:
-        first, last = self._x(rank, spell.first.place), self._x(rank, spell.last.place)
-        tone = "whole" if spell.unit else "around"
-        name = _first_that_fits((spell.name, spell.name.rpartition(".")[2]), last - first)
+    def _unit_span(self, rank: RankTimeline, unit_span: UnitSpan) -> Iterator[str]:
+        first, last = self._x(rank, unit_span.first.place), self._x(rank, unit_span.last.place)
+        tone = "whole" if unit_span.unit else "around"
+        name = _first_that_fits((unit_span.name, unit_span.name.rpartition(".")[2]), last - first)
+        title = _words(f"{unit_span.name} computes in {unit_span.phase}")
         yield (
             f'<rect class="unit {tone}" x="{first}" y="{self.height}" width="{max(last - first, 2)}"'
-            f' height="{_COMPUTE}" rx="3"><title>{_words(f"{spell.name} computes in {spell.phase}")}</title></rect>'
+            f' height="{_COMPUTE}" rx="3"><title>{title}</title></rect>'
         )
         if name:
             yield _text("mid", (first + last) / 2, self.height + 17, name)
 
     def _row(self, rank: RankTimeline, row: LaneRow) -> Iterator[str]:
-        for passage in row.passages:
-            yield from self._passage(rank, passage)
+        for collective in row.collectives:
+            yield from self._collective(rank, collective)
         self.height += _ROW
 
-    def _passage(self, rank: RankTimeline, passage: CollectiveSpan) -> Iterator[str]:
-        entry, top = passage.entry, self.height
+    def _collective(self, rank: RankTimeline, collective: CollectiveSpan) -> Iterator[str]:
+        entry, top = collective.entry, self.height
         self._heights[rank.rank, entry.seq] = top + _ROW / 2
-        first = self._x(rank, passage.issued.place)
-        is_open = passage.landed is None
-        last = self.width - 2 * _MARGIN if passage.landed is None else self._x(rank, passage.landed.place)
+        first = self._x(rank, collective.issued.place)
+        is_open = collective.landed is None
+        last = (
+            self.width - 2 * _MARGIN if collective.landed is None else self._x(rank, collective.landed.place)
+        )
         waited = "never waited for" if is_open else "waited for where it ends"
         words = f"{entry.describe()}, {entry.phase}, in the turn of {entry.unit or 'root'}; {waited}"
         name, weight = str(entry.op).replace("_", "-"), size(entry.num_bytes)
@@ -304,14 +307,14 @@ class _Picture:
         if label:
             yield _text("mid", (first + last) / 2, top + 13, label)
 
-    def _clash(self, rank: RankTimeline, clash: RaceMark) -> Iterator[str]:
-        touches = (clash.race.first, clash.race.second)
+    def _race_mark(self, rank: RankTimeline, mark: RaceMark) -> Iterator[str]:
+        touches = (mark.race.first, mark.race.second)
         points = [
             (self._x(rank, moment.place) + _COLUMN / 2, self._touched(rank, lane, touch))
-            for lane, moment, touch in zip(clash.lanes, (clash.first, clash.second), touches, strict=True)
+            for lane, moment, touch in zip(mark.lanes, (mark.first, mark.second), touches, strict=True)
         ]
         (x, y), (to_x, to_y) = points
-        yield f"<g><title>{_words(str(clash.race))}</title>"
+        yield f"<g><title>{_words(str(mark.race))}</title>"
         yield f'<path class="clash" d="M{x} {y} L{to_x} {to_y}"/>'
         for at_x, at_y in points:
             yield f'<circle class="touch" cx="{at_x}" cy="{at_y}" r="5"/>'
@@ -319,7 +322,9 @@ class _Picture:
 
     def _touched(self, rank: RankTimeline, lane: str, touch: Touch) -> float:
         """Return the height of a touch: that of the collective that it is, else that of its lane."""
-        issued = [p for p in rank.passages if p.entry.op == touch.operator and p.issued.at_ns <= touch.at_ns]
+        issued = [
+            p for p in rank.collectives if p.entry.op == touch.operator and p.issued.at_ns <= touch.at_ns
+        ]
         if issued:
             return self._heights[rank.rank, issued[-1].entry.seq]
         return self._middles.get((rank.rank, lane), self.height)

@@ -9,9 +9,9 @@ from shardproof.engine.contract import Axis as Axis
 from shardproof.engine.contract import BackwardGather as BackwardGather
 from shardproof.engine.contract import Buffers as Buffers
 from shardproof.engine.contract import Capability as Capability
+from shardproof.engine.contract import ComposableApi as ComposableApi
 from shardproof.engine.contract import Cut as Cut
 from shardproof.engine.contract import Engine as Engine
-from shardproof.engine.contract import FrontDoor as FrontDoor
 from shardproof.engine.contract import Grouping as Grouping
 from shardproof.engine.contract import Layout as Layout
 from shardproof.engine.contract import Masters as Masters

@@ -1,4 +1,4 @@
-"""What the engines with FSDP2's front door share: from a plan to calls of that door, and handles of its units."""
+"""What the engines with FSDP2's interface share: from a plan to calls of it, and handles of its units."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardproof.engine.contract import (
     Buffers,
     Capability,
-    FrontDoor,
+    ComposableApi,
     Layout,
     NoGradient,
     Offload,
@@ -39,10 +39,10 @@ _RESHARD: Mapping[Reshard, bool | int | None] = {
 class ComposableUnit(UnitHandle):
     """One group of modules; the methods of its first module speak for the group."""
 
-    def __init__(self, modules: tuple[Any, ...], door: FrontDoor) -> None:
+    def __init__(self, modules: tuple[Any, ...], api: ComposableApi) -> None:
         self._modules = modules
         self._first = modules[0]
-        self._door = door
+        self._api = api
 
     def unshard(self) -> None:
         self._first.unshard()
@@ -85,7 +85,7 @@ class ComposableUnit(UnitHandle):
             yield from (p for p in module.parameters() if p not in below)
 
     def _is_unit(self, module: nn.Module) -> bool:
-        return isinstance(module, self._door.sharded_module)
+        return isinstance(module, self._api.sharded_module)
 
 
 class PreparedComposable(PreparedModel):
@@ -93,10 +93,10 @@ class PreparedComposable(PreparedModel):
 
     unit_type: ClassVar[type[ComposableUnit]] = ComposableUnit
 
-    def __init__(self, module: nn.Module, plan: Plan, door: FrontDoor) -> None:
+    def __init__(self, module: nn.Module, plan: Plan, api: ComposableApi) -> None:
         super().__init__(module)
         self.plan = plan
-        self.door = door
+        self.api = api
         if Capability.RANK_DEPENDENT in plan.demands:
             # What `set_reduce_scatter_unused_params` promises, also where no rank has a gradient.
             self.no_gradient = NoGradient.ZEROS
@@ -110,14 +110,14 @@ class PreparedComposable(PreparedModel):
         finally:
             self._set_gradient_sync(is_on=True)
 
-    def composable(self) -> FrontDoor:
+    def composable(self) -> ComposableApi:
         """Return the names that made this model."""
-        return self.door
+        return self.api
 
     def units(self) -> Mapping[str, UnitHandle]:
         """Return the groups of the plan; the root is one of them unless each unit is its own."""
         names = self.plan.units if self.plan.roots is Roots.EACH_UNIT else (*self.plan.units, "")
-        return {name: self.unit_type(members(self.module, name), self.door) for name in names}
+        return {name: self.unit_type(members(self.module, name), self.api) for name in names}
 
     def step(self) -> None:
         """Update the parameters; then say so by an event where the plan demands it."""
@@ -152,8 +152,8 @@ def members(model: nn.Module, unit: str) -> tuple[nn.Module, ...]:
     return tuple(model.get_submodule(name) for name in unit.split(","))
 
 
-def open_door(door: FrontDoor, model: nn.Module, plan: Plan, mesh: DeviceMesh, shape: Layout) -> None:
-    """Put the model in the engine's hands; ``shape`` says which of the door's two functions does so."""
+def apply_plan(api: ComposableApi, model: nn.Module, plan: Plan, mesh: DeviceMesh, shape: Layout) -> None:
+    """Put the model in the engine's hands; ``shape`` decides which of the interface's two functions does so."""
     if shape is Layout.REPLICATE:
         plan.refuse_options_of_shards()
     ignored = {model.get_parameter(name) for name in plan.ignored}
@@ -163,24 +163,24 @@ def open_door(door: FrontDoor, model: nn.Module, plan: Plan, mesh: DeviceMesh, s
         "ignored_params": ignored,
     }
     if plan.offload is not Offload.NONE:
-        options["offload_policy"] = door.cpu_offload(pin_memory=plan.offload is Offload.PINNED)
+        options["offload_policy"] = api.cpu_offload(pin_memory=plan.offload is Offload.PINNED)
     of_shards: dict[str, Any] = {}
     if shape is not Layout.REPLICATE:
         of_shards["reshard_after_forward"] = _RESHARD[plan.reshard]
         of_shards["shard_placement_fn"] = _largest_dim if plan.placement is Placement.LARGEST else None
     if experts:
-        apart = door.placed_on(mesh["data"])
+        apart = api.placed_on(mesh["data"])
         of_shards["shard_placement_fn"] = lambda parameter: apart if parameter in experts else None
     for unit in (*plan.units, *([""] if plan.roots is Roots.MODEL else [])):
         modules = members(model, unit)
-        policy = _precision(door, plan, unit)
+        policy = _precision(api, plan, unit)
         is_replicated = shape is Layout.REPLICATE or unit in plan.replicated
-        apply, own = (door.replicate, {}) if is_replicated else (door.fully_shard, of_shards)
+        apply, own = (api.replicate, {}) if is_replicated else (api.fully_shard, of_shards)
         apply(modules[0] if len(modules) == 1 else list(modules), mp_policy=policy, **options, **own)
     if plan.roots is Roots.EACH_UNIT:
-        door.share_comm_ctx([_first(model, unit) for unit in plan.units])
+        api.share_comm_ctx([_first(model, unit) for unit in plan.units])
     num_shards = 1 if shape is Layout.REPLICATE else mesh.size(mesh.ndim - 1)
-    _set_options(door, model, plan, num_shards)
+    _set_options(api, model, plan, num_shards)
 
 
 def _all_ranks(mesh: DeviceMesh) -> DeviceMesh:
@@ -188,10 +188,10 @@ def _all_ranks(mesh: DeviceMesh) -> DeviceMesh:
     return init_device_mesh(mesh.device_type, (mesh.size(),), mesh_dim_names=("all",))
 
 
-def _precision(door: FrontDoor, plan: Plan, unit: str) -> Any:
+def _precision(api: ComposableApi, plan: Plan, unit: str) -> Any:
     default = UnitDtypes(unit=unit, compute_dtype=plan.compute_dtype, output_dtype=plan.output_dtype)
     own = next((dtypes for dtypes in plan.unit_dtypes if dtypes.unit == unit), default)
-    return door.mixed_precision(
+    return api.mixed_precision(
         param_dtype=own.compute_dtype,
         reduce_dtype=plan.reduce_dtype,
         output_dtype=own.output_dtype,
@@ -203,9 +203,9 @@ def _largest_dim(parameter: nn.Parameter) -> Shard:
     return Shard(max(range(parameter.dim()), key=lambda dim: parameter.shape[dim]))
 
 
-def _set_options(door: FrontDoor, model: nn.Module, plan: Plan, num_shards: int) -> None:
+def _set_options(api: ComposableApi, model: nn.Module, plan: Plan, num_shards: int) -> None:
     """Call the setters, most of which reach one module each."""
-    managed = [module for module in model.modules() if isinstance(module, door.sharded_module)]
+    managed = [module for module in model.modules() if isinstance(module, api.sharded_module)]
     for module in managed:
         if plan.buffers is Buffers.GROUP:
             module.set_allocate_memory_from_process_group_for_comm(True)
@@ -214,7 +214,7 @@ def _set_options(door: FrontDoor, model: nn.Module, plan: Plan, num_shards: int)
         if plan.wire is Wire.SUM:
             module.set_force_sum_reduction_for_comms(True)
         if plan.divide_factor is not None:
-            door.set_divide_factor(module, plan.divide_factor, num_shards)
+            api.set_divide_factor(module, plan.divide_factor, num_shards)
         if Capability.RANK_DEPENDENT in plan.demands:
             module.set_reduce_scatter_unused_params(True, recurse=False)
         if plan.max_reduce_buffers is not None:
@@ -227,7 +227,7 @@ def _set_options(door: FrontDoor, model: nn.Module, plan: Plan, num_shards: int)
         for unit, targets in plan.prefetch.backward:
             _first(model, unit).set_modules_to_backward_prefetch([_first(model, t) for t in targets])
     for path, method in plan.forward_methods:
-        door.register_forward_method(model.get_submodule(path), method)
+        api.register_forward_method(model.get_submodule(path), method)
 
 
 def _first(model: nn.Module, unit: str) -> Any:

@@ -1,4 +1,4 @@
-"""What the engines with FSDP2's front door declare alike; a new capability is theirs once it is listed here."""
+"""What the engines with FSDP2's interface declare alike; a new capability is theirs once it is listed here."""
 
 from __future__ import annotations
 

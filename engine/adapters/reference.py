@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardproof.engine import reference
-from shardproof.engine.adapters.composable import PreparedComposable, open_door
+from shardproof.engine.adapters.composable import PreparedComposable, apply_plan
 from shardproof.engine.adapters.composable_capabilities import COMPOSABLE_CAPABILITIES
 from shardproof.engine.adapters.torch_internals import has_mesh_dims
-from shardproof.engine.contract import Capability, Engine, FrontDoor, Plan, PreparedModel, shard_of
+from shardproof.engine.contract import Capability, ComposableApi, Engine, Plan, PreparedModel, shard_of
 from shardproof.engine.reference.fsdp_state import state_of
 
 
@@ -27,7 +27,7 @@ def _set_divide_factor(module: Any, factor: float, num_shards: int) -> None:
     module.set_gradient_divide_factor(factor)
 
 
-_DOOR = FrontDoor(
+_API = ComposableApi(
     fully_shard=reference.fully_shard,
     replicate=reference.replicate,
     sharded_module=reference.FSDPModule,
@@ -88,8 +88,8 @@ class ReferenceEngine(Engine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard or replicate every unit of the plan, then the root."""
         plan.refuse_beyond(self.capabilities)
-        open_door(_DOOR, model, plan, mesh, plan.layout)
-        return self.prepared_type(model, plan, _DOOR)
+        apply_plan(_API, model, plan, mesh, plan.layout)
+        return self.prepared_type(model, plan, _API)
 
 
 class ReferenceOnStreams(ReferenceEngine):

@@ -1,4 +1,4 @@
-"""Our own engine behind its wrapper front door, one flat parameter for each unit, on a 1-D or 2-D mesh."""
+"""Our own engine behind its wrapper, one flat parameter for each unit, on a 1-D or 2-D mesh."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardproof.engine.adapters.composable import PreparedComposable, open_door
+from shardproof.engine.adapters.composable import PreparedComposable, apply_plan
 from shardproof.engine.adapters.composable_capabilities import COMPOSABLE_CAPABILITIES
 from shardproof.engine.adapters.torch_internals import RELEASE, can_place, has_mesh_dims, placed_on, replicate
-from shardproof.engine.contract import Capability, Engine, FrontDoor, Layout, Plan, PreparedModel
+from shardproof.engine.contract import Capability, ComposableApi, Engine, Layout, Plan, PreparedModel
 
 # What a promise is kept by: a release without the method cannot make it.
 _METHODS = {
@@ -69,7 +69,7 @@ def _set_divide_factor(module: FSDPModule, factor: float, num_shards: int) -> No
         module.set_force_sum_reduction_for_comms(True)
 
 
-FSDP2_DOOR = FrontDoor(
+FSDP2_API = ComposableApi(
     fully_shard=torch_fsdp.fully_shard,
     replicate=replicate,
     sharded_module=FSDPModule,
@@ -86,7 +86,7 @@ class PreparedFullyShard(PreparedComposable):
     """FSDP2 swaps module classes in place and keeps names; parameters are DTensors."""
 
     def __init__(self, module: nn.Module, plan: Plan) -> None:
-        super().__init__(module, plan, FSDP2_DOOR)
+        super().__init__(module, plan, FSDP2_API)
         if Capability.ASYNC_GATHER in plan.demands:
             for root in self._roots():
                 root._set_unshard_async_op(True)  # private in torch, and the only way
@@ -105,5 +105,5 @@ class FullyShardEngine(Engine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         plan.refuse_beyond(self.capabilities)
-        open_door(FSDP2_DOOR, model, plan, mesh, Layout.SHARD)
+        apply_plan(FSDP2_API, model, plan, mesh, Layout.SHARD)
         return self.prepared_type(model, plan)

@@ -7,8 +7,8 @@ from typing import ClassVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.engine.adapters.composable import open_door
-from shardproof.engine.adapters.torch_fsdp2 import CAPABILITIES, FSDP2_DOOR, PreparedFullyShard
+from shardproof.engine.adapters.composable import apply_plan
+from shardproof.engine.adapters.torch_fsdp2 import CAPABILITIES, FSDP2_API, PreparedFullyShard
 from shardproof.engine.adapters.torch_internals import torch_replicate
 from shardproof.engine.contract import Capability, Engine, Layout, Plan, PreparedModel
 
@@ -38,5 +38,5 @@ class ReplicateEngine(Engine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         plan.refuse_beyond(self.capabilities)
-        open_door(FSDP2_DOOR, model, plan, mesh, Layout.REPLICATE)
+        apply_plan(FSDP2_API, model, plan, mesh, Layout.REPLICATE)
         return self.prepared_type(model, plan)

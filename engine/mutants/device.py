@@ -68,7 +68,7 @@ class OverwritesOffloadedGradients(ReferenceEngine):
         assert isinstance(honest, PreparedReference)
         if plan.offload is Offload.NONE:
             return honest
-        return _PreparedOverwriting(honest.module, plan, honest.door)
+        return _PreparedOverwriting(honest.module, plan, honest.api)
 
 
 @mutant(after="pytorch/pytorch#85048", world_size=1, plan=_OFFLOAD)

@@ -50,8 +50,8 @@ class NeverReducesGroupsRunInPart(ReferenceEngine):
     """A group of which one module did not run has no gradients."""
 
     class Prepared(PreparedReference):
-        def __init__(self, module: nn.Module, plan: Plan, door: Any) -> None:  # Any: as the base class says
-            super().__init__(module, plan, door)
+        def __init__(self, module: nn.Module, plan: Plan, api: Any) -> None:  # Any: as the base class says
+            super().__init__(module, plan, api)
             self._has_run: set[nn.Module] = set()
             self._groups = [members(module, unit) for unit in plan.units if "," in unit]
             for group in self._groups:

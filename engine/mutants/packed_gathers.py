@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine.adapters.reference import ReferenceEngine
 from shardproof.engine.contract import Capability
-from shardproof.engine.mutants.composable_door import Door, groups_of
+from shardproof.engine.mutants.fsdp2_interface import OwnFullyShard, groups_of
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.patches import after
 from shardproof.engine.mutants.plans import demanding
@@ -23,7 +23,7 @@ _PACKED = Condition(
 )
 
 
-class _PreparedPacking(Door):
+class _PreparedPacking(OwnFullyShard):
     """Spoils how the parameters of what a caller shards are laid out."""
 
     # Any: modules gain methods, and layouts are of two kinds.

@@ -17,7 +17,7 @@ from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFul
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.capability import Capability
 from shardproof.engine.contract import Layout, Plan, PreparedModel, UnitDtypes
-from shardproof.engine.mutants.composable_door import BothDoors, Door, groups_of
+from shardproof.engine.mutants.fsdp2_interface import OwnFullyShard, OwnFullyShardAndReplicate, groups_of
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.patches import Forgetful, after, in_each
 from shardproof.engine.mutants.plans import changing, demanding
@@ -208,7 +208,7 @@ _SETS_DTYPES = Condition(
 class ForgetsDtypesOfGradients(ReferenceEngine):
     """Gradients are in the dtypes of their parameters, whatever these set."""
 
-    class Prepared(BothDoors):
+    class Prepared(OwnFullyShardAndReplicate):
         def spoil_module(self, module: Any) -> None:
             for held in (held for group in groups_of(module) for held in group.parameters):
                 held.sharded_param.grad_dtype = held.local.dtype
@@ -220,7 +220,7 @@ class ForgetsDtypesOfGradients(ReferenceEngine):
 class AddsZerosOfAnyDtype(ReferenceEngine):
     """Zeros for unused parameters have the dtype of these where none is known, and ranks may differ."""
 
-    class Prepared(BothDoors):
+    class Prepared(OwnFullyShardAndReplicate):
         def spoil_module(self, module: Any) -> None:
             for group in groups_of(module):
                 group._check_zeros = lambda: None
@@ -235,7 +235,7 @@ class AddsZerosOfAnyDtype(ReferenceEngine):
 class ComputesAlikeWithAllParameters(ReferenceEngine):
     """The parameters of a unit are in one dtype, whichever a function chooses to leave in their own."""
 
-    class Prepared(Door):
+    class Prepared(OwnFullyShard):
         def fully_shard(self, module: Any, **options: Any) -> Any:
             if "mp_policy" in options:
                 options["mp_policy"] = replace(options["mp_policy"], param_dtype_override_fn=None)

@@ -300,4 +300,4 @@ def _behind(prepared: PreparedModel, *, is_behind: bool) -> PreparedModel:
     assert isinstance(prepared, PreparedReference)
     if not is_behind:
         return prepared
-    return _PreparedStaleReference(prepared.module, prepared.plan, prepared.door)
+    return _PreparedStaleReference(prepared.module, prepared.plan, prepared.api)

@@ -34,9 +34,7 @@ class ReducesBeforeTheCut(ReferenceEngine):
 class GathersWhileTheStepWrites(ReferenceEngine):
     """The reference engine begins an iteration without a wait for the optimizer."""
 
-    spoil = in_each(
-        comm_contexts_of, "wait_before_all_gather", lambda c: _unless_given(c.wait_before_all_gather)
-    )
+    spoil = in_each(comm_contexts_of, "order_all_gathers", lambda c: _unless_given(c.order_all_gathers))
 
 
 @mutant(after="NVIDIA/Megatron-LM#5788", plan=SHARDED_BLOCKS, trace=Trace.RACES)
@@ -65,12 +63,12 @@ class StepsWhileGradientsAreReduced(ReferenceOnStreams):
     spoil = in_each(comm_contexts_of, "finish", lambda _: _ignore)
 
 
-def _unless_given(wait_before_all_gather: Callable[..., None]) -> Callable[..., None]:
+def _unless_given(order_all_gathers: Callable[..., None]) -> Callable[..., None]:
     """Ignore the calls that name an event, or None: those at the start of an iteration."""
 
     def sometimes(*event: Any) -> None:
         if not event:
-            wait_before_all_gather()
+            order_all_gathers()
 
     return sometimes
 
@@ -78,11 +76,11 @@ def _unless_given(wait_before_all_gather: Callable[..., None]) -> Callable[..., 
 def _without_a_wait_after(group: FSDPParamGroup, wait: Callable[[], None]) -> Callable[[], None]:
     def hasty() -> None:
         comm_ctx: Any = group.comm_ctx
-        comm_ctx.wait_before_all_gather = _ignore
+        comm_ctx.order_all_gathers = _ignore
         try:
             wait()
         finally:
-            del comm_ctx.wait_before_all_gather  # the class's own again
+            del comm_ctx.order_all_gathers  # the class's own again
 
     return hasty
 

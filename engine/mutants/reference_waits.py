@@ -23,9 +23,7 @@ _BY_HAND = frozenset({Capability.UNIT_STATE, Capability.ASYNC_GATHER})
 
 def _gathers_freely_after(function: str) -> Spoil:
     """Let gathers skip the wait for the current stream that this function of the engine asks for."""
-    return in_each(
-        comm_contexts_of, "wait_before_all_gather", lambda c: _deaf_in(function, c.wait_before_all_gather)
-    )
+    return in_each(comm_contexts_of, "order_all_gathers", lambda c: _deaf_in(function, c.order_all_gathers))
 
 
 def _takes_as_done(position: int) -> Spoil:
@@ -69,7 +67,7 @@ class ReadsGathersUnderWay(ReferenceEngine):
 class SendsPartsBeforeTheyAreCut(ReferenceEngine):
     """The reference engine gathers what it kept for pairs of ranks without a wait for its cut."""
 
-    spoil = _gathers_freely_after("keep_shard_of_subgroup")
+    spoil = _gathers_freely_after("reshard_after_forward")
 
 
 @mutant(
@@ -124,10 +122,10 @@ class _Done:
         return True
 
 
-def _deaf_in(function: str, wait_before_all_gather: Callable[..., None]) -> Callable[..., None]:
+def _deaf_in(function: str, order_all_gathers: Callable[..., None]) -> Callable[..., None]:
     def sometimes(*event: Any) -> None:
         if sys._getframe(1).f_code.co_name != function:
-            wait_before_all_gather(*event)
+            order_all_gathers(*event)
 
     return sometimes
 

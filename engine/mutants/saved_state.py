@@ -375,8 +375,8 @@ class CountsRecomputedGradientsTwice(ReferenceEngine):
     """Gradients by way of a recomputed forward are doubled."""
 
     class Prepared(PreparedReference):
-        def __init__(self, module: nn.Module, plan: Plan, door: Any) -> None:  # Any: as the base class says
-            super().__init__(module, plan, door)
+        def __init__(self, module: nn.Module, plan: Plan, api: Any) -> None:  # Any: as the base class says
+            super().__init__(module, plan, api)
             self._is_in_backward = False
             self._recomputed: set[nn.Module] = set()
             for inner in module.modules():

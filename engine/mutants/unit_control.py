@@ -20,7 +20,7 @@ from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFul
 from shardproof.engine.contract import (
     Accumulation,
     Capability,
-    FrontDoor,
+    ComposableApi,
     Grouping,
     Layout,
     Plan,
@@ -57,7 +57,7 @@ class ReshardsTheRootAlone(ReferenceEngine):
         def units(self) -> Mapping[str, UnitHandle]:
             units = dict(super().units())
             for name in self.plan.units or ("",):
-                units[name] = _UnfreedUnit(members(self.module, name), self.door)
+                units[name] = _UnfreedUnit(members(self.module, name), self.api)
             return units
 
 
@@ -152,9 +152,9 @@ class GathersWhenWaitedFor(ReferenceEngine):
 
 class _StaleUnit(ComposableUnit):
     def __init__(
-        self, modules: tuple[nn.Module, ...], door: FrontDoor, known: dict[str, torch.Tensor]
+        self, modules: tuple[nn.Module, ...], api: ComposableApi, known: dict[str, torch.Tensor]
     ) -> None:
-        super().__init__(modules, door)
+        super().__init__(modules, api)
         self._known = known
 
     def unshard_async(self) -> Callable[[], None]:
@@ -191,13 +191,13 @@ class LeavesOthersRowsStale(ReferenceEngine):
     class Prepared(PreparedReference):
         """Remembers of each parameter what the asynchronous gather before brought."""
 
-        def __init__(self, module: nn.Module, plan: Plan, door: FrontDoor) -> None:
-            super().__init__(module, plan, door)
+        def __init__(self, module: nn.Module, plan: Plan, api: ComposableApi) -> None:
+            super().__init__(module, plan, api)
             self._known: dict[str, torch.Tensor] = {}
 
         def units(self) -> Mapping[str, UnitHandle]:
             names = super().units()
-            return {name: _StaleUnit(members(self.module, name), self.door, self._known) for name in names}
+            return {name: _StaleUnit(members(self.module, name), self.api, self._known) for name in names}
 
 
 @mutant(

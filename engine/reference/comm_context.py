@@ -85,8 +85,8 @@ class CommContext:
         """Issue what follows on the gather stream."""
         return self._on(self._gather_stream)
 
-    def wait_before_all_gather(self, event: Any | None = None) -> None:
-        """Hold up later gathers until ``event``, or until all that is issued on the current stream so far."""
+    def order_all_gathers(self, event: Any | None = None) -> None:
+        """Have later gathers start after ``event``, or after all issued so far on the current stream."""
         if event is None:
             self._gather_stream.wait_stream(self._module.current_stream())
         else:

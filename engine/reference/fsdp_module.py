@@ -62,7 +62,7 @@ class FSDPModule:
         With ``async_op`` returns at once: ``wait()`` on the handle, or the module's forward, waits for the rest.
         """
         state = _fsdp_state(self)
-        state.comm_ctx.wait_before_all_gather()  # shards may just have been written to
+        state.comm_ctx.order_all_gathers()  # shards may just have been written to
         state.unshard()
         handle = UnshardHandle(state)
         if async_op:

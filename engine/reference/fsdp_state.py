@@ -265,7 +265,7 @@ class FSDPState:
         self, root_state: RootState[FSDPState], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Order gathers after the optimizer step, and bring inputs to the device."""
-        root_state.comm_ctx.wait_before_all_gather(root_state.root.post_optim_event)
+        root_state.comm_ctx.order_all_gathers(root_state.root.post_optim_event)
         root_state.root.post_optim_event = None
         if self is root_state.root:
             for state in root_state.states:
@@ -303,7 +303,7 @@ class FSDPState:
     def _reshard_after_forward(self) -> None:
         for group in self.param_groups:
             if self.reshard_after_forward is not False:
-                group.keep_shard_of_subgroup()  # all of it is freed where no smaller group was chosen
+                group.reshard_after_forward()
 
     # Backward ---------------------------------------------------------------------------------------------
 

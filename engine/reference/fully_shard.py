@@ -1,4 +1,4 @@
-"""The composable front door: ``fully_shard`` and ``replicate`` change a module in place and return it."""
+"""The composable interface: ``fully_shard`` and ``replicate`` change a module in place and return it."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class ShardedState(Enum):
     SHARDED = "every rank holds its shard; unshard() -> GATHERING"
     GATHERING = "the gather is under way; wait() -> UNSHARDED"
     UNSHARDED = (
-        "modules see whole parameters; reshard() -> SHARDED, or keep_shard_of_subgroup() -> PARTIALLY_SHARDED"
+        "modules see whole parameters; reshard() -> SHARDED, or reshard_after_forward() -> PARTIALLY_SHARDED"
     )
     PARTIALLY_SHARDED = "this rank holds a larger part, gathered from fewer ranks; unshard() -> GATHERING"
 
@@ -140,7 +140,7 @@ class FSDPParamGroup:
         with without_autograd():
             self._unsharded.copy_out(gathered)
         # The next gather may be given the memory that this one was copied out of.
-        self.comm_ctx.wait_before_all_gather()
+        self.comm_ctx.order_all_gathers()
         if not self._unsharded.is_in(gathered) and isinstance(self.all_gather, DefaultAllGather):
             self.comm_ctx.recycle(gathered)
         for parameter in self.parameters:
@@ -151,21 +151,21 @@ class FSDPParamGroup:
         """Free whole parameters and let modules see the shards; a gather under way is waited for and dropped."""
         if self.state is ShardedState.GATHERING:
             self._wait_for_all_gather()
-            self.comm_ctx.wait_before_all_gather()  # as above
+            self.comm_ctx.order_all_gathers()  # as above
         self._kept_shard = None
         if self.state is not ShardedState.SHARDED:
             self._free()
         self.state = ShardedState.SHARDED
 
-    def keep_shard_of_subgroup(self) -> None:
-        """Free whole parameters but for this rank's part of the smaller group (see ``set_subgroup``)."""
+    def reshard_after_forward(self) -> None:
+        """Free whole parameters, but for this rank's part of the smaller group, if one was chosen (`set_subgroup`)."""
         if self.state is not ShardedState.UNSHARDED or self._subgroup is None:
             self.reshard()
             return
         assert self._unsharded is not None
         with without_autograd():
             self._kept_shard = self._unsharded.part(self._subgroup.rank(), self._subgroup.size())
-        self.comm_ctx.wait_before_all_gather()  # the next gather sends this part
+        self.comm_ctx.order_all_gathers()  # the next gather sends this part
         self._free()
         self.state = ShardedState.PARTIALLY_SHARDED
 
@@ -372,7 +372,7 @@ class FSDPParamGroup:
             parameter.to_sharded()
         assert self._unsharded is not None
         if self._unsharded.is_direct:
-            self.comm_ctx.wait_before_all_gather()  # the next gather may be given this memory
+            self.comm_ctx.order_all_gathers()  # the next gather may be given this memory
         if not self.keeps_storage:
             self._unsharded.free()
 

@@ -24,7 +24,7 @@ from shardproof.harness.cli.exit_codes import (
     OUR_FAULT,
     PYTEST_INTERRUPTED,
     USAGE,
-    conclude,
+    code_of_run,
 )
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.record import Verdict
@@ -164,7 +164,7 @@ def _run(
     except KeyboardInterrupt:  # raised after pytest's own handler was removed
         code = PYTEST_INTERRUPTED
     with uninterrupted():
-        return conclude(out, code, lambda: _show(out, _printer(arguments, render)))
+        return code_of_run(out, code, lambda: _show(out, _printer(arguments, render)))
 
 
 def _effort(arguments: argparse.Namespace) -> RunOptions:

@@ -48,7 +48,7 @@ def examine() -> list[Finding]:
         _torch(),
         _disk(),
         _accelerators(accelerator),
-        _leftovers(),
+        _leaked_processes(),
         *worlds,
         *(_engine(name) for name in sorted(known_engines()) if not what_is_missing(name)),
     ]
@@ -96,7 +96,7 @@ def _engine(name: str) -> Finding:
     return Finding(what=f"engine {name}", is_ok=True, detail=version)
 
 
-def _leftovers() -> Finding:
+def _leaked_processes() -> Finding:
     """Check that processes that a rank started are found after they have left its process group."""
     if can_adopt():
         detail = "every process that a rank starts is found and ended, in a session of its own too"

@@ -13,7 +13,7 @@ _PASSED, _FAILED, PYTEST_INTERRUPTED, PYTEST_USAGE, _NOTHING_COLLECTED = 0, 1, 2
 PYTEST_ENDED = (_PASSED, _FAILED, _NOTHING_COLLECTED)  # every case that was collected has been run
 
 
-def conclude(out: Path, pytest_code: int, show: Callable[[], int]) -> int:
+def code_of_run(out: Path, pytest_code: int, show: Callable[[], int]) -> int:
     """Return our exit code for pytest's; if cases ran, the records decide, which ``show`` prints and judges."""
     has_records = (out / "records.jsonl").exists()
     if pytest_code == PYTEST_USAGE:

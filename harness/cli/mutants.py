@@ -26,7 +26,7 @@ from shardproof.harness.runner.invoke import call_pytest
 from shardproof.harness.worlds.spec import WorldSpec
 from shardproof.reports.kills import render, write_kills
 
-__all__ = ["MutantsRequest", "conclude", "run_mutants", "shipped"]
+__all__ = ["MutantsRequest", "code_of_matrix", "run_mutants", "shipped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +78,10 @@ def run_mutants(request: MutantsRequest) -> int:
     for path in write_kills(request.out, matrix):
         print(f"wrote {path}")
     print(render(matrix, duration_s=time.monotonic() - started))
-    return conclude(matrix)
+    return code_of_matrix(matrix)
 
 
-def conclude(matrix: KillMatrix) -> int:
+def code_of_matrix(matrix: KillMatrix) -> int:
     """Turn the matrix into the exit code; a fault of the harness takes precedence over survivors."""
     if matrix.unknown:
         return OUR_FAULT

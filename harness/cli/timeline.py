@@ -43,13 +43,13 @@ def export(request: TimelineRequest) -> int:
     if not kept.ranks:
         raise UsageError(
             f"timeline of {record.engine} on {record.case}",
-            expected=f"journals of rank(s) {list(request.ranks) or 'of the world'} with a course of events",
+            expected=f"journals of rank(s) {list(request.ranks) or 'of the world'} with events",
             got=f"those of rank(s) {[rank.rank for rank in timeline.ranks]}",
             hint="another --rank, or running the case again with this release",
         )
     out = request.out or request.run / _FILE
     write_file(out, render(kept, title=f"{record.engine} in {record.world}: {record.case}"))
-    num_races = sum(len(rank.clashes) for rank in kept.ranks)
+    num_races = sum(len(rank.races) for rank in kept.ranks)
     print(f"{record.verdict} {record.engine} in {record.world}: {record.case}")
     print(f"{len(kept.ranks)} rank(s), {len(kept.steps)} step(s), {num_races} race(s)")
     print(f"wrote {out}; open it in https://ui.perfetto.dev or chrome://tracing")

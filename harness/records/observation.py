@@ -59,7 +59,7 @@ class Observation:
     ``input_digest`` is a hash of all data the rank was given, so that equal data on two ranks shows.
     ``repeat_digests`` are hashes of all that each of several repeated trainings observed. ``race_report`` is what the
     watch over streams found in all of them, and ``lifetime_report`` what that over memory saw; None where there
-    was none. ``course`` is empty where a training was kept before there was one. ``cut`` is what the engine says of
+    was none. ``events`` are empty where a training was kept before there were any. ``cut`` is what the engine says of
     its flat pieces, ``no_gradient`` what it shows for none, ``masters`` what its optimizer
     updates. ``counts`` is the census, empty where none was taken.
     """
@@ -74,7 +74,7 @@ class Observation:
     repeat_digests: tuple[str, ...] = ()
     race_report: RaceReport | None = None
     lifetime_report: LifetimeReport | None = None
-    course: EventLog = ()
+    events: EventLog = ()
     cut: Cut = Cut.EVENLY
     no_gradient: NoGradient = NoGradient.NONE
     masters: Masters = Masters.NONE
@@ -82,8 +82,8 @@ class Observation:
 
 
 def save_observation(observation: Observation, path: Path) -> None:
-    """Write all but ledger and course, which are kept as JSON lines of their own beside it."""
-    bare = replace(observation, ledger=(), course=())
+    """Write all but ledger and events, which are kept as JSON lines of their own beside it."""
+    bare = replace(observation, ledger=(), events=())
     write_tree(encode(bare, ROWS | {Shard}), path)
     if observation.race_report is not None:
         # Once more in plain text, for reports, which know no tensors.
@@ -114,11 +114,11 @@ def _tensors(observation: Observation) -> Iterator[tuple[str, Shard]]:
     yield from ((name, shard) for group in groups for name, shard in group.items() if shard is not None)
 
 
-def load_observation(path: Path, ledger: Ledger, course: EventLog = ()) -> Observation:
+def load_observation(path: Path, ledger: Ledger, events: EventLog = ()) -> Observation:
     """Read what `save_observation` wrote; raises UnreadableError for a missing or damaged file."""
     try:
         bare = decode(Observation, read_tree(path))
-        return replace(bare, ledger=ledger, course=course)
+        return replace(bare, ledger=ledger, events=events)
     except Exception as error:  # of what a file that is no observation lacks
         raise UnreadableError(
             f"{path.parent.name}/{path.name}",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardproof.harness.records.manifest import MANIFEST, changes
 from shardproof.harness.tracing.codec import UNREADABLE, decode
-from shardproof.harness.tracing.events import EventKind, EventLog, flights, stretches
+from shardproof.harness.tracing.events import EventKind, EventLog, collectives_in_flight, compute_spans
 from shardproof.harness.tracing.journal import read_journal
 from shardproof.harness.tracing.ledger import Entry, Op, Phase
 from shardproof.harness.tracing.races.race_report import RACES, Race, RaceReport, Touch
@@ -85,18 +85,18 @@ class RankTimeline:
     rank: int
     lanes: tuple[str, ...]
     phases: tuple[UnitSpan, ...]
-    spells: tuple[UnitSpan, ...]
-    passages: tuple[CollectiveSpan, ...]
-    clashes: tuple[RaceMark, ...]
+    unit_spans: tuple[UnitSpan, ...]
+    collectives: tuple[CollectiveSpan, ...]
+    races: tuple[RaceMark, ...]
 
     def of_step(self, step: int) -> RankTimeline:
         """Keep what began in one step; a race is kept where its second touch was."""
         return replace(
             self,
             phases=tuple(s for s in self.phases if s.step == step),
-            spells=tuple(s for s in self.spells if s.step == step),
-            passages=tuple(p for p in self.passages if p.entry.step == step),
-            clashes=tuple(c for c in self.clashes if c.race.second.step == step),
+            unit_spans=tuple(s for s in self.unit_spans if s.step == step),
+            collectives=tuple(p for p in self.collectives if p.entry.step == step),
+            races=tuple(c for c in self.races if c.race.second.step == step),
         )
 
 
@@ -110,12 +110,12 @@ class Timeline:
     @property
     def steps(self) -> tuple[int, ...]:
         """Return the steps there are; before the first one nothing is drawn step by step."""
-        return tuple(sorted({p.step for r in self.ranks for p in (*r.phases, *r.spells) if p.step >= 0}))
+        return tuple(sorted({p.step for r in self.ranks for p in (*r.phases, *r.unit_spans) if p.step >= 0}))
 
     @property
     def step_to_report(self) -> int | None:
         """Return which step says most: the one in which most races were first met, else the last."""
-        raced = Counter(c.race.second.step for r in self.ranks for c in r.clashes)
+        raced = Counter(c.race.second.step for r in self.ranks for c in r.races)
         return max(self.steps, key=lambda step: (raced[step], step), default=None)
 
     def of_step(self, step: int) -> Timeline:
@@ -127,7 +127,7 @@ class Timeline:
 
 
 def read_timeline(folder: Path) -> Timeline:
-    """Read what the ranks of one world left; no ranks where there are no journals, or where those hold no course."""
+    """Read what the ranks of one world left; no ranks where there are no journals, or where those hold no events."""
     found = sorted((int(m[1]), p) for p in folder.glob("rank*.jsonl") if (m := _JOURNAL.fullmatch(p.name)))
     problems = _changed(folder)
     ranks = [_read_rank(rank, journal, problems) for rank, journal in found]
@@ -143,89 +143,89 @@ def _changed(folder: Path) -> dict[str, str]:
 
 
 def _read_rank(rank: int, journal: Path, problems: dict[str, str]) -> RankTimeline | None:
-    ledger, course, damaged = read_journal(journal)
+    ledger, events, damaged = read_journal(journal)
     if damaged:
         problems[journal.name] = f"{len(damaged)} damaged line(s) skipped, the first in line {damaged[0]}"
-    if not course:
+    if not events:
         return None
-    passages = tuple(_passages(course, {entry.seq: entry for entry in ledger}))
-    lanes = tuple(dict.fromkeys((COMPUTE, *(p.lane for p in passages))))
-    clashes = _clashes(journal.with_name(f"rank{rank}{RACES}"), course, lanes, problems)
-    touched = (lane for clash in clashes for lane in clash.lanes)
+    collectives = tuple(_collectives(events, {entry.seq: entry for entry in ledger}))
+    lanes = tuple(dict.fromkeys((COMPUTE, *(p.lane for p in collectives))))
+    races = _races_in(journal.with_name(f"rank{rank}{RACES}"), events, lanes, problems)
+    touched = (lane for mark in races for lane in mark.lanes)
     return RankTimeline(
         rank=rank,
         lanes=tuple(dict.fromkeys((*lanes, *touched))),
-        phases=tuple(_phases(course)),
-        spells=tuple(_spells(course)),
-        passages=passages,
-        clashes=clashes,
+        phases=tuple(_phases(events)),
+        unit_spans=tuple(_unit_spans(events)),
+        collectives=collectives,
+        races=races,
     )
 
 
-def _clashes(
-    file: Path, course: EventLog, lanes: tuple[str, ...], problems: dict[str, str]
+def _races_in(
+    file: Path, events: EventLog, lanes: tuple[str, ...], problems: dict[str, str]
 ) -> tuple[RaceMark, ...]:
     """Read a report of races; a damaged one is left out, because a part of it would clear the rest."""
     if file.name in problems or not file.is_file():
         return ()
     try:
         races = decode(RaceReport, json.loads(file.read_text())).races
-        return tuple(_clash(race, course, lanes) for race in races if race.second.at_ns)
+        return tuple(_race_mark(race, events, lanes) for race in races if race.second.at_ns)
     except UNREADABLE:
         problems[file.name] = "damaged, left out"
         return ()
 
 
-def _phases(course: EventLog) -> Iterator[UnitSpan]:
+def _phases(events: EventLog) -> Iterator[UnitSpan]:
     began: list[int] = []
-    for at, mark in enumerate(course):
-        if mark.what is EventKind.BEGAN:
+    for at, event in enumerate(events):
+        if event.what is EventKind.BEGAN:
             began.append(at)
-        elif mark.what is EventKind.ENDED and began:
+        elif event.what is EventKind.ENDED and began:
             first = began.pop()
             # What lies between phases holds the others, and what the harness reads is none of the engine's.
-            if mark.phase not in {Phase.BETWEEN, Phase.OBSERVE}:
-                yield _spell(course, None, first, at)
+            if event.phase not in {Phase.BETWEEN, Phase.OBSERVE}:
+                yield _unit_span(events, None, first, at)
 
 
-def _spells(course: EventLog) -> Iterator[UnitSpan]:
-    for stretch in stretches(course):
-        yield _spell(course, stretch.unit, stretch.first, stretch.last)
+def _unit_spans(events: EventLog) -> Iterator[UnitSpan]:
+    for span in compute_spans(events):
+        yield _unit_span(events, span.unit, span.first, span.last)
 
 
-def _spell(course: EventLog, unit: str | None, first: int, last: int) -> UnitSpan:
-    mark = course[first]
+def _unit_span(events: EventLog, unit: str | None, first: int, last: int) -> UnitSpan:
+    event = events[first]
     return UnitSpan(
         unit=unit,
-        phase=mark.phase,
-        step=mark.step,
-        microbatch=mark.microbatch,
-        first=_moment(course, first),
-        last=_moment(course, last),
+        phase=event.phase,
+        step=event.step,
+        microbatch=event.microbatch,
+        first=_moment(events, first),
+        last=_moment(events, last),
     )
 
 
-def _passages(course: EventLog, entries: dict[int, Entry]) -> Iterator[CollectiveSpan]:
-    streams = {mark.seq: mark.stream for mark in course if mark.what is EventKind.PLACED}
-    for flight in flights(course):
-        entry = entries.get(flight.seq)
+def _collectives(events: EventLog, entries: dict[int, Entry]) -> Iterator[CollectiveSpan]:
+    streams = {event.seq: event.stream for event in events if event.what is EventKind.PLACED}
+    for in_flight in collectives_in_flight(events):
+        entry = entries.get(in_flight.seq)
         if entry is None or entry.phase is Phase.OBSERVE:
             continue
-        stream = streams.get(flight.seq)
+        stream = streams.get(in_flight.seq)
         yield CollectiveSpan(
             entry=entry,
             lane=_group_lane(entry) if stream is None else _stream_lane(stream),
-            issued=_moment(course, flight.issued),
-            landed=None if flight.landed is None else _moment(course, flight.landed),
+            issued=_moment(events, in_flight.issued),
+            landed=None if in_flight.landed is None else _moment(events, in_flight.landed),
         )
 
 
-def _clash(race: Race, course: EventLog, lanes: tuple[str, ...]) -> RaceMark:
+def _race_mark(race: Race, events: EventLog, lanes: tuple[str, ...]) -> RaceMark:
     return RaceMark(
         race=race,
         lanes=(_touch_lane(race.first, lanes), _touch_lane(race.second, lanes)),
-        first=_moment_at(course, race.first.at_ns),
-        second=_moment_at(course, race.second.at_ns),
+        first=_moment_at(events, race.first.at_ns),
+        second=_moment_at(events, race.second.at_ns),
     )
 
 
@@ -247,11 +247,11 @@ def _group_lane(entry: Entry) -> str:
     return f"axis {entry.axis}" if entry.axis else f"{len(entry.group)} ranks"
 
 
-def _moment(course: EventLog, at: int) -> TimePoint:
-    return TimePoint(at_ns=course[at].at_ns, place=at)
+def _moment(events: EventLog, at: int) -> TimePoint:
+    return TimePoint(at_ns=events[at].at_ns, place=at)
 
 
-def _moment_at(course: EventLog, at_ns: int) -> TimePoint:
+def _moment_at(events: EventLog, at_ns: int) -> TimePoint:
     """Return the place of the last thing before a time that the journal has no line for."""
-    before = [at for at, mark in enumerate(course) if mark.at_ns <= at_ns]
+    before = [at for at, event in enumerate(events) if event.at_ns <= at_ns]
     return TimePoint(at_ns=at_ns, place=before[-1] if before else 0)

@@ -124,7 +124,7 @@ def load_kept(folder: Path) -> SavedResult:
     damage = tuple(_damage(folder, outcomes, journals, has_all=has_all))
     ranks = (
         tuple(
-            load_observation(observation_path(folder, o.rank), journal.ledger, journal.course)
+            load_observation(observation_path(folder, o.rank), journal.ledger, journal.events)
             for o, journal in zip(outcomes, journals, strict=True)
         )
         if has_all and not damage

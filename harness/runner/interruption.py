@@ -2,7 +2,7 @@
 
 A launcher that ends its processes sends SIGTERM, also after Ctrl-C: it is then a first one, and never a second.
 
-A process that ends at once leaves nothing behind: the keeper of its fork server ends everything below it, and workers
+A process that ends at once leaves nothing behind: the reaper of its fork server ends everything below it, and workers
 of xdist die with the process that started them.
 """
 

@@ -28,9 +28,9 @@ from shardproof.harness.runner.engines import EngineDescription, describe, keep_
 from shardproof.harness.runner.options import Keep
 from shardproof.harness.runner.schedules import (
     Scheduled,
-    explore,
     is_trained,
     load_schedules,
+    run_schedules,
     schedule_folders,
 )
 from shardproof.harness.torch_compat.private_names import Feature, require
@@ -147,7 +147,7 @@ class ObservationCache:
     def observations(
         self, training: Training, cell: Cell, seeds: Iterable[int], case: str
     ) -> tuple[Scheduled, ...]:
-        """Return what was seen under the schedules of these seeds, as far as it differs; see `explore`.
+        """Return what was seen under the schedules of these seeds, as far as it differs; see `run_schedules`.
 
         ``case`` is the id of the case that asks; it matters where the training has no digest.
         """
@@ -266,7 +266,7 @@ class ObservationCache:
         job = (drive_rank, training, cell.engine, before)
         # Starting ranks is cheap on the CPU, where a fresh world per case shares nothing; on a device it is dear.
         if cell.world.device == "cpu":
-            explore(world, seeds, *job, folder=folder)
+            run_schedules(world, seeds, *job, folder=folder)
         else:
             keep_result(self._pool.run(world, *job, folder=folder), folder)
         if before is not None:

@@ -52,4 +52,4 @@ torch.manual_seed(torch.Generator().initial_seed())
 torch.set_num_threads(1)
 # What is here stays: the collector of a fork need not look at it again, and so does not copy its pages.
 gc.freeze()
-gc.enable()  # the keeper's module, which is imported first, has disabled it
+gc.enable()  # the reaper's module, which is imported first, has disabled it

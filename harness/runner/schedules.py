@@ -19,7 +19,7 @@ from shardproof.harness.worlds.launch import World
 from shardproof.harness.worlds.outcome import Returned, WorldResult
 from shardproof.harness.worlds.spec import WorldSpec
 
-__all__ = ["Scheduled", "explore", "is_trained", "load_schedules", "schedule_folders"]
+__all__ = ["Scheduled", "is_trained", "load_schedules", "run_schedules", "schedule_folders"]
 
 
 class Scheduled(NamedTuple):
@@ -30,7 +30,7 @@ class Scheduled(NamedTuple):
 
 
 # Any: the body's own arguments.
-def explore(
+def run_schedules(
     spec: WorldSpec, seeds: Iterable[int], body: Callable[..., Any], *args: Any, folder: Path
 ) -> None:
     """Run one job under one schedule after another, in one world, until it does not end well; keep what was seen.
@@ -58,14 +58,14 @@ def explore(
 
 
 def schedule_folders(folder: Path) -> tuple[Path, ...]:
-    """List where `explore` kept what it saw, in the order of seeds."""
+    """List where `run_schedules` kept what it saw, in the order of seeds."""
     found = (path for path in folder.glob("schedule-*") if path.name.partition("-")[2].isdecimal())
     others = sorted(found, key=lambda path: int(path.name.partition("-")[2]))
     return (folder, *others)
 
 
 def load_schedules(folder: Path) -> tuple[Scheduled, ...]:
-    """Read what `explore` kept, in the order of seeds; raises UnreadableError when it is not there or not whole."""
+    """Read what `run_schedules` kept, in the order of seeds; raises UnreadableError if it is missing or incomplete."""
     return tuple(Scheduled(kept_seed(place), load_kept(place)) for place in schedule_folders(folder))
 
 

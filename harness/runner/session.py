@@ -47,7 +47,7 @@ class TrialSession:
 
     def __init__(self, source: Source, effort: RunOptions | None = None) -> None:
         self._effort = effort or RunOptions()
-        self._archive = ObservationCache(source)
+        self._observations = ObservationCache(source)
         self._keeps_all = source.is_replay or source.keep is Keep.ALL
 
     def run(self, case: Case, cell: Cell, *, suite: str, command: str, lacks: str = "") -> Record:
@@ -58,7 +58,7 @@ class TrialSession:
         """
         started = time.monotonic()
         training = self._effort.applied(case.training)
-        engine = self._archive.engine(training, cell, case.id)
+        engine = self._observations.engine(training, cell, case.id)
         case = replace(case, training=training)
         if not training.needs <= engine.capabilities:
             training = unexercised(training)  # what it would call plays no part in whether a plan is refused
@@ -79,7 +79,7 @@ class TrialSession:
             )
         is_quiet = found.judgement.verdict in _QUIET
         if not is_quiet:
-            self._archive.want(training, cell, case.id)
+            self._observations.want(training, cell, case.id)
         judgement, under = found.judgement, f"under schedule {found.seed}: " if found.seed else ""
         return Record(
             engine=cell.engine,
@@ -98,21 +98,21 @@ class TrialSession:
             ledger=found.ledger,
             outcomes=judgement.outcomes,
             hang=judgement.hang,
-            output="" if is_quiet else printed(self._archive.folder(training, cell, case.id)),
+            output="" if is_quiet else printed(self._observations.folder(training, cell, case.id)),
             observation=""
             if is_quiet and not self._keeps_all
-            else self._archive.name(training, cell, case.id),
+            else self._observations.name(training, cell, case.id),
             command=" ".join((command, *self._effort.options(found.seed))),
             duration_s=round(time.monotonic() - started, 4),
         )
 
     def _is_fresh(self, error: UsageError) -> bool:
         """Whether a file that cannot be read was written by this session."""
-        return isinstance(error, UnreadableError) and not self._archive.is_replay
+        return isinstance(error, UnreadableError) and not self._observations.is_replay
 
     def close(self) -> None:
         """End pooled worlds."""
-        self._archive.close()
+        self._observations.close()
 
     def _judged(self, case: Case, training: Training, cell: Cell, engine: EngineDescription) -> _Judged:
         """Judge what was seen under each schedule; the first that did not pass, else the first."""
@@ -120,14 +120,14 @@ class TrialSession:
         lacks = engine.lacks_in(cell.world)
         oracle = self._oracle(case, cell)
         found: list[_Judged] = []
-        for seed, kept in self._archive.observations(
+        for seed, kept in self._observations.observations(
             training, cell, self._effort.seeds(training, cell.world), case.id
         ):
             judged = partial(judge, case, declared, kept, oracle, lacks=lacks, simulated=_num_simulated(cell))
             judgement = judged()
             # See [Note: what a kept oracle may decide].
             must_explain = any(not law.held for law in judgement.laws)
-            if judgement.verdict is not Verdict.PASSED and self._archive.forget_oracle(
+            if judgement.verdict is not Verdict.PASSED and self._observations.forget_oracle(
                 case.training, _data_size(case, cell), case.id, must_explain=must_explain
             ):
                 judgement = judged()
@@ -147,7 +147,7 @@ class TrialSession:
         limit_s = max(cell.world.deadline_s, _LEAST_FOR_ORACLE_S)
         device = cell.world.device
         return lambda: replace(
-            self._archive.oracle(case.training, data_size, case.id, limit_s=limit_s), device=device
+            self._observations.oracle(case.training, data_size, case.id, limit_s=limit_s), device=device
         )
 
     def _explained(
@@ -155,10 +155,10 @@ class TrialSession:
     ) -> Judgement:
         """Train once more under the watch, and add whom it saw reading what had not arrived."""
         watched = replace(case.training, watch=case.training.watch | {Watch.RACES}, schedules=1)
-        if not self._archive.holds(watched, cell, case.id):
+        if not self._observations.holds(watched, cell, case.id):
             return judgement
-        self._archive.want(watched, cell, case.id)
-        (again, *_) = self._archive.observations(watched, cell, (seed,), case.id)
+        self._observations.want(watched, cell, case.id)
+        (again, *_) = self._observations.observations(watched, cell, (seed,), case.id)
         asked = replace(case, training=watched, laws=())  # what the watch implies is all that is asked again
         second = judge(asked, declared, again.kept, self._oracle(case, cell))
         races = [law for law in second.laws if law.law == NoRaces().name and not law.held]

@@ -139,7 +139,7 @@ def owned_timers() -> Replacement:
 
 
 def fake_backend(rank: int, size: int) -> Any:  # Any: no stub declares it
-    """Return a backend that moves nothing: what a process group must have although the door answers for it."""
+    """Return a backend that moves nothing: what a process group must have although the interceptor answers for it."""
     return private(f"{_BINDINGS}:FakeProcessGroup")._create_internal(rank, size)
 
 

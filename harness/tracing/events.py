@@ -1,8 +1,8 @@
-"""The course of one rank: calls, waits, and when units computed, in the order in which they happened. No torch here.
+"""The event log of one rank: calls, waits, and when units computed, in the order in which they happened. No torch here.
 
-[Note: the course] A ledger says what crossed between ranks, and is the same wherever and whenever a training runs.
-The course puts its calls and waits in one order with what units did meanwhile, each with its time. It lies in the
-same journal, in lines of its own; its order is that of the lines. What was kept before there was a course has none.
+[Note: the event log] A ledger records what crossed between ranks, and is the same whenever a training runs. The
+event log puts its calls and waits in one order with what units did meanwhile, each with its time. It lies in the same
+journal, in lines of its own; its order is that of the lines. A journal of before event logs has none.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ EventLog = tuple[TraceEvent, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flight:
-    """One collective of a rank; ``issued`` and ``landed`` are positions in the course.
+class InFlight:
+    """One collective of a rank; ``issued`` and ``landed`` are positions in the event log.
 
     It lands when what computes waits for it: the host, or under a watch over streams the stream on which units
     compute. ``landed`` is None without a wait.
@@ -72,7 +72,7 @@ class Flight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeSpan:
-    """A unit computes from one position of the course to another, and nothing else of a unit's happens between."""
+    """A unit computes from one position of the event log to another, and no event of a unit lies between."""
 
     unit: str
     first: int
@@ -81,68 +81,68 @@ class ComputeSpan:
 
 
 # Any: JSON.
-def marks_of(line: Mapping[str, Any]) -> tuple[TraceEvent, ...]:
-    """Read the marks of one line of a rank's journal; raises what reading JSON raises."""
-    marks = decode(EventLog, line["marks"]) if "marks" in line else ()
+def events_of(line: Mapping[str, Any]) -> tuple[TraceEvent, ...]:
+    """Read the events of one line of a rank's journal; raises what reading JSON raises."""
+    events = decode(EventLog, line["marks"]) if "marks" in line else ()
     if "at_ns" not in line:
-        return marks
+        return events
     is_issue = "entry" in line
     place = line["entry"] if is_issue else line
     what, seq = (EventKind.ISSUED, place["seq"]) if is_issue else (EventKind.WAITED, line["wait"])
     where = (place["phase"], place["step"], place["microbatch"])
-    return (*marks, decode(TraceEvent, [what.name, line["at_ns"], *where, place.get("unit"), seq, None]))
+    return (*events, decode(TraceEvent, [what.name, line["at_ns"], *where, place.get("unit"), seq, None]))
 
 
-def flights(course: EventLog) -> tuple[Flight, ...]:
+def collectives_in_flight(events: EventLog) -> tuple[InFlight, ...]:
     """Return every collective with its issue and landing, in the order of issue."""
     # Where streams were watched, what the host waited for on another stream orders nothing that computes.
-    is_watched = any(mark.what is EventKind.JOINED for mark in course)
+    is_watched = any(event.what is EventKind.JOINED for event in events)
     landing = EventKind.JOINED if is_watched else EventKind.WAITED
-    landed = {mark.seq: at for at, mark in reversed([*enumerate(course)]) if mark.what is landing}
+    landed = {event.seq: at for at, event in reversed([*enumerate(events)]) if event.what is landing}
     return tuple(
-        Flight(seq=mark.seq, issued=at, landed=landed.get(mark.seq))
-        for at, mark in enumerate(course)
-        if mark.what is EventKind.ISSUED and mark.seq is not None
+        InFlight(seq=event.seq, issued=at, landed=landed.get(event.seq))
+        for at, event in enumerate(events)
+        if event.what is EventKind.ISSUED and event.seq is not None
     )
 
 
 @dataclass(slots=True)
 class _Frame:
-    """A unit that was entered; ``since`` is where its present stretch began, None while it does not compute."""
+    """A unit that was entered; ``since`` is where its present span began, None while it does not compute."""
 
     unit: str
     is_backward: bool
     since: int | None = None
 
 
-def stretches(course: Sequence[TraceEvent]) -> tuple[ComputeSpan, ...]:
+def compute_spans(events: Sequence[TraceEvent]) -> tuple[ComputeSpan, ...]:
     """Return when units computed, in order.
 
     A unit that calls another computes before and after it. In backward, what a unit around another computes after
-    the inner one cannot be seen from the outside, and is in no stretch; a forward that runs again in backward is
+    the inner one cannot be seen from the outside, and is in no span; a forward that runs again in backward is
     part of it.
     """
-    return tuple(sorted(_Stretches(course).found, key=lambda s: s.first))
+    return tuple(sorted(_ComputeSpans(events).found, key=lambda s: s.first))
 
 
-class _Stretches:
-    """Reads a course once; the frames are the units under way, the innermost last."""
+class _ComputeSpans:
+    """Reads an event log once; the frames are the units under way, the innermost last."""
 
-    def __init__(self, course: Sequence[TraceEvent]) -> None:
+    def __init__(self, events: Sequence[TraceEvent]) -> None:
         self.found: list[ComputeSpan] = []
         self._frames: list[_Frame] = []
-        for at, mark in enumerate(course):
-            self._read(at, mark)
+        for at, event in enumerate(events):
+            self._read(at, event)
 
-    def _read(self, at: int, mark: TraceEvent) -> None:
-        unit = mark.unit or ""
-        match mark.what:
+    def _read(self, at: int, event: TraceEvent) -> None:
+        unit = event.unit or ""
+        match event.what:
             case EventKind.BEGAN | EventKind.ENDED:
                 self._pause(at)
                 self._frames.clear()
             case EventKind.ENTERED:
                 self._pause(at)
-                self._frames.append(_Frame(unit, mark.phase is Phase.BACKWARD))
+                self._frames.append(_Frame(unit, event.phase is Phase.BACKWARD))
             case EventKind.TURNED:
                 self._pause(at)
                 self._frames = [_Frame(unit, is_backward=True)]

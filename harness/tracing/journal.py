@@ -1,4 +1,4 @@
-"""Reading what a rank wrote down as it happened: its ledger and its course, which lie in one file. No torch here."""
+"""Reading what a rank wrote down as it happened: its ledger and its events, which lie in one file. No torch here."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardproof.harness.tracing.codec import UNREADABLE, decode
-from shardproof.harness.tracing.events import EventLog, TraceEvent, marks_of
+from shardproof.harness.tracing.events import EventLog, TraceEvent, events_of
 from shardproof.harness.tracing.ledger import BufferViolation, Entry, Ledger, Wait, completed
 
 _MOST_BYTES = 2**30  # a rank can make a file of any size, as one hole, that no memory holds
 
 
 class Journal(NamedTuple):
-    """What one rank left; the course is empty where the file is older than courses.
+    """What one rank left; there are no events where the file is older than event logs.
 
     ``damaged`` are the numbers of lines that cannot be read, from 1; what they held is in neither.
     """
 
     ledger: Ledger
-    course: EventLog
+    events: EventLog
     damaged: tuple[int, ...] = ()
 
 
@@ -39,7 +39,7 @@ def read_journal(path: Path) -> Journal:
             reading.take(line)
         except UNREADABLE:
             damaged.append(number)
-    return Journal(reading.ledger(), tuple(reading.marks), tuple(damaged))
+    return Journal(reading.ledger(), tuple(reading.events), tuple(damaged))
 
 
 # Any, here and below: JSON.
@@ -62,13 +62,13 @@ class _Reading:
     """Takes one line after the other; a line that raises leaves nothing behind."""
 
     def __init__(self) -> None:
-        self.marks: list[TraceEvent] = []
+        self.events: list[TraceEvent] = []
         self._entries: list[Entry] = []
         self._waits: dict[int, Wait] = {}
         self._harms: dict[int, tuple[BufferViolation, ...]] = {}
 
     def take(self, line: Any) -> None:
-        marks = marks_of(line)
+        events = events_of(line)
         if "entry" in line:
             self._entries.append(decode(Entry, line["entry"]))
         elif "harm" in line:
@@ -78,7 +78,7 @@ class _Reading:
             self._waits[line["over"]] = replace(self._waits[line["over"]], is_over=True)
         elif "wait" in line:
             self._waits[line["wait"]] = decode(Wait, _without(line, "wait", "at_ns"))
-        self.marks += marks
+        self.events += events
 
     def ledger(self) -> Ledger:
         return completed(self._entries, self._waits, self._harms)

@@ -22,7 +22,7 @@ from shardproof.harness.tracing.collectives.call import Call
 from shardproof.harness.tracing.collectives.watched_work import is_inside_backend
 from shardproof.harness.tracing.current_rank import current_rank
 
-# The door sees what these carry; the operators only hand over.
+# The interceptor sees the tensors of these; the operators only pass them on.
 _COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
 _SILENT = frozenset({"profiler", "prim", "debugprims", "rngprims"})
 # Their schemas need not tell what they write, so what they call is looked at instead.
@@ -226,14 +226,14 @@ class Witness(OperatorObserver, Protocol):
         """Record a collective before it starts; ``seq`` is its place in the ledger, -1 where there is none."""
 
     def handed_over(self) -> None:
-        """Record that what carries the collective issued last on this thread has been given it."""
+        """Record that the transport of the collective issued last on this thread has it."""
 
     def waited(self, issued: Any) -> None:
         """Record a wait for a collective."""
 
 
 class _Witnesses:
-    """All witnesses of a rank, as the door's listener."""
+    """All witnesses of a rank, as the interceptor's observer."""
 
     def __init__(self, witnesses: Sequence[Witness]) -> None:
         self._witnesses = witnesses

@@ -64,7 +64,7 @@ class Recorder:
     """One rank's ledger in the making.
 
     Each entry is appended to ``journal`` (JSON lines, one unbuffered write each) when the call is made, so
-    that what a rank did survives its death; marks of the course go with the next of them. Thread-safe: a backend
+    that what a rank did survives its death; other events go with the next of them. Thread-safe: a backend
     may complete work on threads of its own.
     """
 
@@ -133,7 +133,7 @@ class Recorder:
         seq: int | None = None,
         stream: str | None = None,
     ) -> None:
-        """Note in the course what happened just now."""
+        """Record what happened just now."""
         self.look()
         self.note(what, unit, seq=seq, stream=stream)
 
@@ -212,7 +212,7 @@ class Recorder:
                 self._over.add(seq)
                 self._write_text(b'{"over":%d}\n' % seq)  # as short as it is frequent
 
-    def harmed(self, seq: int, kind: ViolationKind, site: str) -> None:
+    def record_violation(self, seq: int, kind: ViolationKind, site: str) -> None:
         """Write down what was done to the buffers of a call before its result was there; noticed now, at ``site``."""
         with self._lock:
             phase, step, microbatch, unit = self.place

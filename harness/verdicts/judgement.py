@@ -22,8 +22,8 @@ from shardproof.harness.records.world_result import SavedResult
 from shardproof.harness.training.oracle_observation import OracleObservation
 from shardproof.harness.verdicts.case import Case, Refusal
 from shardproof.harness.verdicts.hang_analysis import TRANSPORT_ERRORS, analyse_hang
+from shardproof.harness.verdicts.simple_defects import least_visible
 from shardproof.harness.verdicts.vacuity import incomparable_because, vacuous_because
-from shardproof.harness.verdicts.visibility import least_visible
 from shardproof.harness.worlds.outcome import (
     Abandoned,
     Died,

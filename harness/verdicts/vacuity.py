@@ -2,7 +2,7 @@
 
 An engine that leaves its gradients empty or its parameters unmoved fails parity; it must not be able to make
 the case vacuous. So nothing here reads an observed tensor: only the digests of what the ranks were given. The one
-exception is a model that rounds by itself, in `harness.verdicts.visibility`.
+exception is a model that rounds by itself, in `harness.verdicts.simple_defects`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.tolerance import MULTIPLE
 from shardproof.harness.training.absolute_error import is_finite, largest
 from shardproof.harness.training.oracle_observation import Quantity, TensorKey
-from shardproof.harness.verdicts.visibility import hidden_because
+from shardproof.harness.verdicts.simple_defects import hidden_because
 
 # In float64, a gradient so small beside the largest of its model is zero but for rounding: that of a bias before a
 # normalisation, or of a key's bias in attention.

@@ -29,7 +29,7 @@ from shardproof.harness.worlds.outcome import (
     WorldResult,
 )
 from shardproof.harness.worlds.processes.host_handle import HostHandle
-from shardproof.harness.worlds.processes.leftovers import Leftovers
+from shardproof.harness.worlds.processes.leaked_processes import LeakedProcesses
 from shardproof.harness.worlds.rank import journal_path
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
@@ -77,12 +77,12 @@ class World:
             TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if self._cluster else None
         )
         self._hosts: list[Host] = []
-        self._leftovers = Leftovers(())
+        self._leaked = LeakedProcesses(())
         self.is_usable = True
         try:
             for share in shares:
                 self._hosts.append(self._start(share, folder))
-            self._leftovers = Leftovers([host for host in self._hosts if isinstance(host, HostHandle)])
+            self._leaked = LeakedProcesses([host for host in self._hosts if isinstance(host, HostHandle)])
             self._await_ready()
         except BaseException:
             self._kill()
@@ -249,14 +249,14 @@ class World:
                 self._look(host)
             host.kill()
         far = [host for host in self._hosts if isinstance(host, RemoteHost)]
-        return (*self._leftovers.end(), *(leak for host in far for leak in host.end_leftovers()))
+        return (*self._leaked.end(), *(leak for host in far for leak in host.end_leaked()))
 
     def _look(self, host: Host) -> None:
         """Note what is below a host that is still alive."""
         if isinstance(host, RemoteHost):
             host.look()
         else:
-            self._leftovers.look(host)
+            self._leaked.look(host)
 
     def _release(self) -> None:
         self.is_usable = False

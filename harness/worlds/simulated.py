@@ -27,8 +27,8 @@ def simulating(recorder: Callable[[], Recorder | None]) -> Interceptor:
     return Interceptor(
         recorder=recorder,
         ranks_of=cache(global_ranks),  # a list of thousands, for each call
-        carrier=_OwnAnswers(),
-        listener=current_witnesses,
+        transport=_OwnAnswers(),
+        observer=current_witnesses,
         is_split=False,
     )
 
@@ -36,7 +36,9 @@ def simulating(recorder: Callable[[], Recorder | None]) -> Interceptor:
 class _OwnAnswers:
     """Answers each call at once."""
 
-    def carry(self, call: Call, on_harm: Callable[[ViolationKind, str], None] | None = None) -> dist.Work:
+    def start(
+        self, call: Call, on_violation: Callable[[ViolationKind, str], None] | None = None
+    ) -> dist.Work:
         """Fill the outputs from the rank's own inputs."""
         if call.op not in {Op.BARRIER, Op.SEND, Op.RECV}:
             with torch.no_grad():

@@ -23,13 +23,13 @@ class Bench(Claims):
 
     def __init__(self, given: InterfaceBench) -> None:
         super().__init__(given)
-        self.door = given.prepared.composable()
+        self.api = given.prepared.composable()
 
     # Any: modules gain methods, and options are what is put to the test.
     def shard(self, model: nn.Module, units: tuple[str, ...] = UNITS, **options: Any) -> Any:
         """Shard the units of a model, inner ones first, and the model."""
         for module in (*(model.get_submodule(name) for name in reversed(units)), model):
-            self.door.fully_shard(module, **{"mesh": self.mesh(), **options})
+            self.api.fully_shard(module, **{"mesh": self.mesh(), **options})
         return model
 
     def steps(self, root: Any, ranks: range | None = None, alone: nn.Module | None = None) -> None:

@@ -50,8 +50,8 @@ def _on_meta() -> nn.Module:
         return _linear()
 
 
-def _hook_on_a_stream_of_ours(door: Any) -> object:
-    model = door.fully_shard(_linear(), mesh=_mesh())
+def _hook_on_a_stream_of_ours(api: Any) -> object:
+    model = api.fully_shard(_linear(), mesh=_mesh())
     return model.set_all_reduce_hook(lambda reduced: None, stream=torch.cpu.Stream())
 
 
@@ -69,44 +69,44 @@ class _Tied(nn.Module):
         return result
 
 
-def _tied_across_groups(door: Any) -> object:
+def _tied_across_groups(api: Any) -> object:
     model = _Tied()
-    door.fully_shard(model.first)
-    door.fully_shard(model.second)
-    return door.fully_shard(model)(_inputs())
+    api.fully_shard(model.first)
+    api.fully_shard(model.second)
+    return api.fully_shard(model)(_inputs())
 
 
-def _child_before_root(door: Any) -> object:
+def _child_before_root(api: Any) -> object:
     model = nn.Sequential(_linear(), _linear())
-    door.fully_shard(model[0])
-    door.fully_shard(model)
+    api.fully_shard(model[0])
+    api.fully_shard(model)
     model[0](_inputs())
     return model(_inputs())
 
 
-def _list_as_root(door: Any) -> object:
+def _list_as_root(api: Any) -> object:
     layers = [_linear(), _linear()]
-    door.fully_shard(layers)
+    api.fully_shard(layers)
     return layers[0](_inputs())
 
 
-def _mixed_dtypes(door: Any) -> object:
+def _mixed_dtypes(api: Any) -> object:
     model = nn.Sequential(_linear(), _linear().to(torch.float64))
-    return door.fully_shard(model)(_inputs())
+    return api.fully_shard(model)(_inputs())
 
 
-def _reset_of_a_child(door: Any) -> object:
-    inner = door.fully_shard(_linear())
-    door.fully_shard(nn.Sequential(inner))(_inputs())
+def _reset_of_a_child(api: Any) -> object:
+    inner = api.fully_shard(_linear())
+    api.fully_shard(nn.Sequential(inner))(_inputs())
     return inner.reset_iter_state()
 
 
-def _reduced_in_whole_numbers(door: Any) -> None:
-    model = door.fully_shard(_linear(), mp_policy=door.mixed_precision(reduce_dtype=torch.int64))
+def _reduced_in_whole_numbers(api: Any) -> None:
+    model = api.fully_shard(_linear(), mp_policy=api.mixed_precision(reduce_dtype=torch.int64))
     model(_inputs()).sum().backward()
 
 
-# What is done to a door `d`, and words by which the refusal names what is wrong.
+# What is done through an interface `d`, and words by which the refusal names what is wrong.
 SCENARIOS: Mapping[str, tuple[Scenario, str]] = {
     "a list without forward": (lambda d: d.fully_shard(nn.ModuleList([_linear()])), r"forward"),
     "a dict without forward": (lambda d: d.fully_shard(nn.ModuleDict({"a": _linear()})), r"forward"),

@@ -38,23 +38,23 @@ class _Nested(nn.Module):
 
 @pytest.mark.kills("SumsWhatACallerPrepares")
 @parametrize("unit", "", "middle", ids=["root", "unit"])
-@parametrize("door", "fully_shard", "replicate")
+@parametrize("api", "fully_shard", "replicate")
 @expects(STEP)
-def test_one_group_trains_as_it_does_uncompiled(bench: Bench, door: str, unit: str) -> None:
+def test_one_group_trains_as_it_does_uncompiled(bench: Bench, api: str, unit: str) -> None:
     model = tower()
     for name in dict.fromkeys((unit, "")):
-        getattr(bench.door, door)(model.get_submodule(name), mesh=bench.mesh())
+        getattr(bench.api, api)(model.get_submodule(name), mesh=bench.mesh())
     model.get_submodule(unit).compile(backend="aot_eager")
     bench.steps(model)
 
 
 @pytest.mark.worlds(FOURS)
 @pytest.mark.kills("SumsWhatACallerPrepares", world="processes:4")
-@parametrize("door", "fully_shard", "replicate")
+@parametrize("api", "fully_shard", "replicate")
 @expects(STEP)
-def test_tensors_that_are_cut_train_as_they_do_uncompiled(bench: Bench, door: str) -> None:
+def test_tensors_that_are_cut_train_as_they_do_uncompiled(bench: Bench, api: str) -> None:
     model, mesh = cut(bench)
-    getattr(bench.door, door)(model, mesh=mesh["data"]).compile(backend="aot_eager")
+    getattr(bench.api, api)(model, mesh=mesh["data"]).compile(backend="aot_eager")
     steps_on_shared_rows(bench, model, layers(), 2)
 
 

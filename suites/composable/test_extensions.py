@@ -145,7 +145,7 @@ def test_classes_of_shards_pack_them(bench: Bench, start: str, frees: bool) -> N
         module, _, own = name.rpartition(".")
         boxed = nn.Parameter(_Boxed(parameter.detach(), wires[name]))
         model.get_submodule(module).register_parameter(own, boxed)
-    policy = bench.door.mixed_precision(torch.bfloat16 if is_empty else None, torch.float32)
+    policy = bench.api.mixed_precision(torch.bfloat16 if is_empty else None, torch.float32)
     bench.shard(model, reshard_after_forward=frees, mp_policy=policy)
     if is_empty:
         model.to_empty(device=bench.device)

@@ -26,7 +26,7 @@ def _prepared(bench: Bench, layout: str = "fully_shard") -> Any:
     """Make a tower of three units whose backwards the caller ends."""
     model: Any = tower()
     mesh = bench.mesh(2) if layout == "hybrid" else bench.mesh()
-    apply = bench.door.replicate if layout == "replicate" else bench.door.fully_shard
+    apply = bench.api.replicate if layout == "replicate" else bench.api.fully_shard
     for module in (*(model.get_submodule(unit) for unit in reversed(UNITS)), model):
         apply(module, mesh=mesh)
     model.set_manual_backward_finalization(True)
@@ -186,8 +186,8 @@ def test_chunks_of_a_loss_add_up(bench: Bench, units: tuple[str, ...]) -> None:
     model: Any = _Chunked()
     for unit in units:
         modules = [model.get_submodule(name) for name in unit.split(",")]
-        bench.door.fully_shard(modules if len(modules) > 1 else modules[0], mesh=bench.mesh())
-    bench.door.fully_shard(model, mesh=bench.mesh())
+        bench.api.fully_shard(modules if len(modules) > 1 else modules[0], mesh=bench.mesh())
+    bench.api.fully_shard(model, mesh=bench.mesh())
     model.set_manual_backward_finalization(True)
     model.set_requires_gradient_sync(False)
     for step in range(2):
@@ -213,7 +213,7 @@ def test_chunks_of_a_loss_add_up(bench: Bench, units: tuple[str, ...]) -> None:
 @expects("a forward", "a finalization", "a reset", GRADIENTS)
 def test_roots_that_share_streams_wait_for_each_other(bench: Bench) -> None:
     one, other = _prepared(bench), _prepared(bench)
-    bench.door.share_comm_ctx([one, other])
+    bench.api.share_comm_ctx([one, other])
     for model in (one, other):
         bench.train(model, step=1)
         model.finalize_backward()

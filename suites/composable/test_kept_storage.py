@@ -28,7 +28,7 @@ expects = partial(benches.expects, beside=frozenset({Capability.KEEP_STORAGE}))
 def test_stays_where_it_is_and_shows_the_newest_values(bench: Bench, kept: str) -> None:
     model, alone = tower(), tower()
     units = [*(model.get_submodule(unit) for unit in reversed(UNITS)), model]
-    apply = bench.door.replicate if kept == "replicas" else bench.door.fully_shard
+    apply = bench.api.replicate if kept == "replicas" else bench.api.fully_shard
     handles = [apply(unit, mesh=bench.mesh()) for unit in units]
     handles[-1].set_keep_unsharded_storage(True, recurse=kept != "root")
     optimizers = [torch.optim.SGD(m.parameters(), lr=LR / 64) for m in (model, alone)]

@@ -33,7 +33,7 @@ _with = partial(expects_of, Capability.COMPOSABLE, Bench)
 @expects("the scale", "what is not stepped", STEP)
 def test_all_ranks_skip_the_step_of_one_infinity(bench: Bench) -> None:
     model, mesh = cut(bench)
-    bench.door.fully_shard(model, mesh=mesh["data"])
+    bench.api.fully_shard(model, mesh=mesh["data"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     scaler = GradScaler(bench.device.type, init_scale=8.0)
     scaler.scale(model(shared_rows(bench, 2)[-1]).sum()).backward()
@@ -71,8 +71,8 @@ def test_what_no_rank_used_gets_zeros_where_asked_for(bench: Bench, is_expert: b
         model[2].weight = nn.Parameter(
             distribute_tensor(model[2].weight.detach(), mesh["expert"], [Shard(0)])
         )
-    places = {id(model[2].weight): bench.door.placed_on(mesh["data"])} if is_expert else {}
-    bench.door.fully_shard(model, mesh=bench.mesh(), shard_placement_fn=lambda p: places.get(id(p)))
+    places = {id(model[2].weight): bench.api.placed_on(mesh["data"])} if is_expert else {}
+    bench.api.fully_shard(model, mesh=bench.mesh(), shard_placement_fn=lambda p: places.get(id(p)))
     model.set_reduce_scatter_unused_params(True)
     steps_on_shared_rows(bench, model, _Sparing(), 1)
     gradient = shown_gradients(model).get("2.weight")
@@ -159,39 +159,39 @@ def test_tensors_on_one_mesh_train_like_replicas(bench: Bench, name: str, frees:
     axes, named = _LAYOUTS[name]
     mesh = _mesh(bench, axes)
     model = _spread(mesh)
-    bench.door.fully_shard(model, mesh=mesh, dp_mesh_dims=_dims(**named), reshard_after_forward=frees)
+    bench.api.fully_shard(model, mesh=mesh, dp_mesh_dims=_dims(**named), reshard_after_forward=frees)
     steps_on_shared_rows(bench, model, layers(), axes.get("tensor", 1))
 
 
 def _of_no_axes(bench: Bench, mesh: DeviceMesh) -> object:
     dims = _dims(shard="a")
     dims.shard = None
-    return bench.door.fully_shard(_spread(mesh), mesh=mesh, dp_mesh_dims=dims)
+    return bench.api.fully_shard(_spread(mesh), mesh=mesh, dp_mesh_dims=dims)
 
 
 # What is done with a mesh of all ranks, whose axes are a and one named tensor, and words of the refusal.
 _REFUSALS: dict[str, tuple[Callable[[Bench, DeviceMesh], object], str]] = {
     "a_tensor_that_is_cut": (
-        lambda b, mesh: b.door.fully_shard(
+        lambda b, mesh: b.api.fully_shard(
             _spread(mesh), mesh=mesh, dp_mesh_dims=_dims(shard=("a", "tensor"))
         ),
         "Replicate",
     ),
     "an_unknown_axis": (
-        lambda b, mesh: b.door.fully_shard(_spread(mesh), mesh=mesh, dp_mesh_dims=_dims(shard="b")),
+        lambda b, mesh: b.api.fully_shard(_spread(mesh), mesh=mesh, dp_mesh_dims=_dims(shard="b")),
         "not found",
     ),
     "another_mesh": (
-        lambda b, mesh: b.door.fully_shard(_spread(mesh["a"]), mesh=mesh, dp_mesh_dims=_dims(shard="a")),
+        lambda b, mesh: b.api.fully_shard(_spread(mesh["a"]), mesh=mesh, dp_mesh_dims=_dims(shard="a")),
         "same mesh",
     ),
     "no_axes": (_of_no_axes, "at least one"),
     "plain_tensors": (
-        lambda b, mesh: b.door.fully_shard(layers(), mesh=mesh, dp_mesh_dims=_dims(shard="a")),
+        lambda b, mesh: b.api.fully_shard(layers(), mesh=mesh, dp_mesh_dims=_dims(shard="a")),
         "plain tensor",
     ),
     "sharding_over_fewer_ranks": (
-        lambda b, mesh: b.door.fully_shard(
+        lambda b, mesh: b.api.fully_shard(
             _spread(mesh), mesh=mesh, dp_mesh_dims=_dims(shard="a"), reshard_after_forward=2
         ),
         "reshard_after_forward",
@@ -229,8 +229,8 @@ def test_copies_of_another_axis_are_added_in_the_dtype_of_reductions(bench: Benc
     """Their sum, 257, has no form in the dtype of computation; each of its parts has one."""
     mesh = init_device_mesh(bench.device.type, (bench.size // 2, 2), mesh_dim_names=("data", "tensor"))
     model = _Gain(mesh["tensor"])
-    policy = bench.door.mixed_precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    bench.door.fully_shard(model, mesh=mesh["data"], mp_policy=policy)
+    policy = bench.api.mixed_precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    bench.api.fully_shard(model, mesh=mesh["data"], mp_policy=policy)
     part = 256.0 if mesh["tensor"].get_local_rank() == 0 else 1.0
     own = torch.full((1, 4), part, dtype=torch.bfloat16, device=bench.device)
     output = model(DTensor.from_local(own, mesh["tensor"], [Shard(0)]))

@@ -30,18 +30,18 @@ def _each_of(scenarios: Mapping[str, Any]) -> pytest.MarkDecorator:
 @expects(REFUSAL)
 def test_refuses(bench: Bench, name: str) -> None:
     scenario, words = SCENARIOS[name]
-    bench.refuses(REFUSAL, lambda: scenario(bench.door), naming=words)
+    bench.refuses(REFUSAL, lambda: scenario(bench.api), naming=words)
 
 
 @_each_of(NUMBERS_OF_BUFFERS)
 @_with(REFUSAL, beside=frozenset({Capability.REDUCE_BUFFERS}))
 def test_refuses_numbers_of_buffers(bench: Bench, name: str) -> None:
     scenario, words = NUMBERS_OF_BUFFERS[name]
-    bench.refuses(REFUSAL, lambda: scenario(bench.door), naming=words)
+    bench.refuses(REFUSAL, lambda: scenario(bench.api), naming=words)
 
 
 @_each_of(RESETS)
 @_with(REFUSAL, beside=frozenset({Capability.RECOVER}))
 def test_refuses_to_reset(bench: Bench, name: str) -> None:
     scenario, words = RESETS[name]
-    bench.refuses(REFUSAL, lambda: scenario(bench.door), naming=words)
+    bench.refuses(REFUSAL, lambda: scenario(bench.api), naming=words)

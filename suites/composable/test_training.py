@@ -122,12 +122,12 @@ def _moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("ManagesWhatItShouldIgnore")
-@parametrize("door", "fully_shard", "replicate")
+@parametrize("api", "fully_shard", "replicate")
 @expects("gradients of what is ignored", "gradients of others")
-def test_gradients_of_what_is_ignored_are_each_ranks_own(bench: Bench, door: str) -> None:
+def test_gradients_of_what_is_ignored_are_each_ranks_own(bench: Bench, api: str) -> None:
     model = tower().to(bench.device)
     ignored = {*model.stem.parameters()}
-    getattr(bench.door, door)(model, mesh=bench.mesh(), ignored_params=ignored)
+    getattr(bench.api, api)(model, mesh=bench.mesh(), ignored_params=ignored)
     bench.train(model)
     own = {name: bench.size * g for name, g in gradients(tower(), [bench.rank]).items()}
     mean, shown, got = gradients(tower(), bench.ranks), shown_gradients(model), whole_gradients(model)
@@ -144,7 +144,7 @@ def _without(values: dict[str, torch.Tensor], names: set[str]) -> dict[str, torc
 @expects("what is sharded", STEP)
 def test_another_engine_trains_the_rest_and_what_is_ignored(bench: Bench) -> None:
     model = tower().to(bench.device)
-    bench.door.fully_shard(model.middle, mesh=bench.mesh(), ignored_params={*model.middle[0].parameters()})
+    bench.api.fully_shard(model.middle, mesh=bench.mesh(), ignored_params={*model.middle[0].parameters()})
     sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
     bench.same("what is sharded", sharded, ["middle.1.weight", "middle.1.bias"])
     for parameter in model.parameters():
@@ -177,12 +177,12 @@ class _Gained(nn.Module):
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("ManagesWhatItShouldIgnore")
-@parametrize("door", "fully_shard", "replicate")
+@parametrize("api", "fully_shard", "replicate")
 @expects("dtypes in forward", "gradients")
-def test_what_is_ignored_keeps_its_bits(bench: Bench, door: str) -> None:
+def test_what_is_ignored_keeps_its_bits(bench: Bench, api: str) -> None:
     model, alone = _Gained(), _Gained()
-    policy = bench.door.mixed_precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    getattr(bench.door, door)(model, mesh=bench.mesh(), mp_policy=policy, ignored_params={model.gain})
+    policy = bench.api.mixed_precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    getattr(bench.api, api)(model, mesh=bench.mesh(), mp_policy=policy, ignored_params={model.gain})
     bench.train(model)
     bench.same("dtypes in forward", model.seen, [(torch.bfloat16, torch.float32)])
     own = bench.size * gradients(alone, [bench.rank])["gain"]
@@ -283,16 +283,16 @@ class _Normed(nn.Sequential):
 
 
 @pytest.mark.kills("SumsWhatACallerPrepares")
-@parametrize("door", "fully_shard", "replicate")
+@parametrize("api", "fully_shard", "replicate")
 @parametrize("dtype", torch.bfloat16, torch.float16)
 @pytest.mark.worlds(SEVERAL)
 @parametrize(
     "is_apart", param(False, id="buffers_cast"), param(True, id="policy_of_its_own", kills="IgnoresPolicies")
 )
 @expects("the dtype of the output", "gradients", "statistics")
-def test_norms_run_in_units_of_few_bits(bench: Bench, is_apart: bool, dtype: torch.dtype, door: str) -> None:
+def test_norms_run_in_units_of_few_bits(bench: Bench, is_apart: bool, dtype: torch.dtype, api: str) -> None:
     model, alone = _Normed(), _Normed()
-    apply, policy = getattr(bench.door, door), bench.door.mixed_precision
+    apply, policy = getattr(bench.api, api), bench.api.mixed_precision
     if is_apart:
         apply(model[1], mesh=bench.mesh(), mp_policy=policy(param_dtype=torch.float32, output_dtype=dtype))
     else:

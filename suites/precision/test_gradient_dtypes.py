@@ -61,7 +61,7 @@ def _prepared(bench: Bench, layout: str = "fully_shard", dtype: torch.dtype = LO
     dtypes = {"first": HIGH, **given.pop("dtypes", {})}
     for name, wanted in dtypes.items():
         getattr(model, name).grad_dtype = wanted
-    apply = bench.door.replicate if layout == "replicate" else bench.door.fully_shard
+    apply = bench.api.replicate if layout == "replicate" else bench.api.fully_shard
     mesh = bench.mesh(2) if layout == "hybrid" else bench.mesh()
     apply(model, mesh=mesh, **given)
     return model
@@ -162,7 +162,7 @@ def test_zeros_without_a_dtype_are_refused_on_every_rank(bench: Bench) -> None:
     model.first.requires_grad_(True)
     model.used = ("first", "second") if bench.rank == 0 else ("second",)
     bench.refuses("thawed", lambda: _train(bench, model), ValueError, naming="dtype")
-    policy = bench.door.mixed_precision(reduce_dtype=HIGH)
+    policy = bench.api.mixed_precision(reduce_dtype=HIGH)
     model = _prepared(bench, dtypes={"first": None}, mp_policy=policy)
     model.set_reduce_scatter_unused_params(True)
     model.used = ("first", "second") if bench.rank == 0 else ("second",)

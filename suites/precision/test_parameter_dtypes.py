@@ -48,8 +48,8 @@ def test_parameters_keep_the_dtype_that_a_function_chooses(bench: Bench) -> None
         asked.append(parameter)
         return parameter.dtype if parameter is scale else None
 
-    policy = bench.door.mixed_precision(LOW, torch.float32, param_dtype_override_fn=own)
-    bench.door.fully_shard(model, mesh=bench.mesh(), mp_policy=policy)
+    policy = bench.api.mixed_precision(LOW, torch.float32, param_dtype_override_fn=own)
+    bench.api.fully_shard(model, mesh=bench.mesh(), mp_policy=policy)
     bench.same(
         "asked of", [[p is one for one in (weight, scale)] for p in asked], [[True, False], [False, True]]
     )
@@ -69,6 +69,6 @@ def test_parameters_keep_the_dtype_that_a_function_chooses(bench: Bench) -> None
 @parametrize("chosen", torch.float16, "bfloat16", ids=["another_dtype", "no_dtype"])
 @expects("the refusal")
 def test_refuses(bench: Bench, chosen: Any) -> None:
-    policy = bench.door.mixed_precision(LOW, param_dtype_override_fn=lambda _: chosen)
-    shard = partial(bench.door.fully_shard, _Mixed(), mesh=bench.mesh(), mp_policy=policy)
+    policy = bench.api.mixed_precision(LOW, param_dtype_override_fn=lambda _: chosen)
+    shard = partial(bench.api.fully_shard, _Mixed(), mesh=bench.mesh(), mp_policy=policy)
     bench.refuses("the refusal", shard, ValueError, naming="param_dtype_override_fn")

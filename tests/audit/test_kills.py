@@ -30,7 +30,7 @@ from shardproof.harness.audit.marks import (
     write_selection,
 )
 from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT
-from shardproof.harness.cli.mutants import conclude, shipped
+from shardproof.harness.cli.mutants import code_of_matrix, shipped
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.reports.kills import render, render_json, render_markdown, summary
 from tests import sample_records
@@ -189,7 +189,7 @@ def test_only_its_own_verdict_kills_a_mutant(verdict: Verdict) -> None:
 def test_a_run_in_which_all_are_killed_is_proven() -> None:
     matrix = a_matrix(a_record(a_pair(), Verdict.FAILED))
     assert matrix.is_proven
-    assert conclude(matrix) == CONFORMS
+    assert code_of_matrix(matrix) == CONFORMS
     assert summary(matrix, duration_s=182).startswith(
         "1 of 1 mutants killed, 1 of 1 cases kill at least one; 1"
     )
@@ -201,7 +201,7 @@ def test_a_mutant_that_survives_one_case_fails_though_another_kills_it() -> None
     assert [result.pair for result in matrix.survivors] == [both[1]]
     assert matrix.unkilled == ()
     assert [idle.case for idle in matrix.harmless] == [OTHER]
-    assert conclude(matrix) == DOES_NOT_CONFORM
+    assert code_of_matrix(matrix) == DOES_NOT_CONFORM
 
 
 def test_a_mutant_that_refuses_one_case_must_die_of_others() -> None:
@@ -210,7 +210,7 @@ def test_a_mutant_that_refuses_one_case_must_die_of_others() -> None:
     refused = a_record(both[1], Verdict.UNSUPPORTED)
     matrix = a_matrix(*died, refused, pairs=both)
     assert [result.pair for result in matrix.refused] == [both[1]]
-    assert conclude(matrix) == CONFORMS
+    assert code_of_matrix(matrix) == CONFORMS
     assert "1 pairs refused" in summary(matrix, duration_s=1)
     assert f"{both[1].mutant} in threads:2 on {OTHER}: UNSUPPORTED" in render_markdown(matrix)
     survived = a_matrix(a_record(both[0], Verdict.PASSED), *died[1:], refused, pairs=both)
@@ -220,7 +220,7 @@ def test_a_mutant_that_refuses_one_case_must_die_of_others() -> None:
 def test_a_mutant_and_a_case_of_which_all_pairs_are_refused_do_not_count() -> None:
     matrix = a_matrix(a_record(a_pair(), Verdict.UNSUPPORTED))
     assert (matrix.unkilled, matrix.harmless) == ((), ())
-    assert conclude(matrix) == CONFORMS
+    assert code_of_matrix(matrix) == CONFORMS
     assert "1 pairs refused" in summary(matrix, duration_s=1)
 
 
@@ -228,7 +228,7 @@ def test_a_mutant_that_is_not_named_may_survive() -> None:
     both = (a_pair(), a_pair(case=OTHER), a_pair("B"), a_pair("B", case=OTHER, must_kill=False))
     died = [a_record(pair, Verdict.FAILED) for pair in both[:3]]
     matrix = a_matrix(*died, a_record(both[3], Verdict.PASSED), pairs=both)
-    assert conclude(matrix) == CONFORMS
+    assert code_of_matrix(matrix) == CONFORMS
 
 
 def test_a_mutant_without_a_pair_counts_only_in_a_whole_run() -> None:
@@ -236,21 +236,21 @@ def test_a_mutant_without_a_pair_counts_only_in_a_whole_run() -> None:
     targets = [a_target(), a_target("B")]
     whole = kill_matrix(targets, selection, records, is_whole=True)
     assert [target.name for target in whole.unkilled] == ["B"]
-    assert conclude(whole) == DOES_NOT_CONFORM
-    assert conclude(kill_matrix(targets, selection, records, is_whole=False)) == CONFORMS
+    assert code_of_matrix(whole) == DOES_NOT_CONFORM
+    assert code_of_matrix(kill_matrix(targets, selection, records, is_whole=False)) == CONFORMS
 
 
 def test_a_mutant_that_some_cases_do_not_name_cases_may_survive_them_all() -> None:
     both = (a_pair(), a_pair("B", must_kill=False))
     records = [a_record(both[0], Verdict.FAILED), a_record(both[1], Verdict.PASSED)]
-    assert conclude(a_matrix(*records, pairs=both, is_whole=False)) == CONFORMS
-    assert conclude(a_matrix(*records, pairs=both, is_whole=True)) == DOES_NOT_CONFORM
+    assert code_of_matrix(a_matrix(*records, pairs=both, is_whole=False)) == CONFORMS
+    assert code_of_matrix(a_matrix(*records, pairs=both, is_whole=True)) == DOES_NOT_CONFORM
 
 
 def test_a_case_without_mutants_fails() -> None:
     matrix = a_matrix(a_record(a_pair(), Verdict.FAILED), idle=(Idle(case=OTHER, why="no kills mark"),))
     assert matrix.harmless == (Idle(case=OTHER, why="no kills mark"),)
-    assert conclude(matrix) == DOES_NOT_CONFORM
+    assert code_of_matrix(matrix) == DOES_NOT_CONFORM
 
 
 def test_what_needs_another_machine_is_told_and_not_held_against_anyone() -> None:
@@ -258,7 +258,7 @@ def test_what_needs_another_machine_is_told_and_not_held_against_anyone() -> Non
     selection = Selection(pairs=(a_pair(),), elsewhere=(away,))
     targets = [a_target(), a_target("B")]
     matrix = kill_matrix(targets, selection, [a_record(a_pair(), Verdict.FAILED)], is_whole=True)
-    assert conclude(matrix) == CONFORMS
+    assert code_of_matrix(matrix) == CONFORMS
     assert "processes:2:cuda" in render_markdown(matrix)
 
 
@@ -269,7 +269,7 @@ def test_a_pair_without_a_verdict_is_our_fault(records: tuple[Record, ...]) -> N
     matrix = a_matrix(*records)
     assert len(matrix.unknown) == 1
     assert matrix.survivors == ()
-    assert conclude(matrix) == OUR_FAULT
+    assert code_of_matrix(matrix) == OUR_FAULT
 
 
 def test_every_form_tells_what_is_wrong() -> None:

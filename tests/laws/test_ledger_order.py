@@ -132,20 +132,20 @@ def test_what_happens_together_has_nothing_else_in_between(order: tuple[str, ...
 
 def with_frees(ledger: Ledger, frees: Mapping[int, str], phase: Phase = Phase.BACKWARD) -> Observation:
     """Return what rank 1 saw: in each step the units of ``frees`` are freed after so many calls."""
-    marks = []
+    events = []
     for step in range(2):
         calls = [call for call in ledger if call.step == step]
         for index in range(len(calls) + 1):
             if index in frees:
-                marks.append(_mark(EventKind.RESHARDED, step, phase, unit=frees[index]))
+                events.append(_event(EventKind.RESHARDED, step, phase, unit=frees[index]))
             if index < len(calls):
-                marks.append(_mark(EventKind.ISSUED, step, calls[index].phase, seq=calls[index].seq))
-        marks += [_mark(EventKind.WAITED, step, call.phase, seq=call.seq) for call in calls]
+                events.append(_event(EventKind.ISSUED, step, calls[index].phase, seq=calls[index].seq))
+        events += [_event(EventKind.WAITED, step, call.phase, seq=call.seq) for call in calls]
     _, observation = chain_evidence(ledger, ledger).ranks
-    return replace(observation, course=tuple(marks))
+    return replace(observation, events=tuple(events))
 
 
-def _mark(
+def _event(
     what: EventKind, step: int, phase: Phase, *, unit: str | None = None, seq: int | None = None
 ) -> TraceEvent:
     return TraceEvent(what=what, at_ns=0, phase=phase, step=step, microbatch=0, unit=unit, seq=seq)
@@ -186,17 +186,17 @@ def test_frees_of_other_phases_are_left_out_of_account() -> None:
         with_frees(ledger, {1: "blocks.3", 2: ""}),
         with_frees(ledger, {0: ""}, phase=Phase.FORWARD),
     )
-    frees = [mark for mark in forward.course if mark.what is EventKind.RESHARDED]
-    assert judged(replace(backward, course=(*frees, *backward.course)))[0]
-    assert not judged(replace(backward, course=tuple(_in(Phase.FORWARD, m) for m in backward.course)))[0]
+    frees = [event for event in forward.events if event.what is EventKind.RESHARDED]
+    assert judged(replace(backward, events=(*frees, *backward.events)))[0]
+    assert not judged(replace(backward, events=tuple(_in(Phase.FORWARD, m) for m in backward.events)))[0]
     everywhere = replace(FREED, select=Select())
     plain = chain_evidence(ledger, ledger)
-    ranks = tuple(replace(backward, rank=rank, course=(*frees, *backward.course)) for rank in range(2))
+    ranks = tuple(replace(backward, rank=rank, events=(*frees, *backward.events)) for rank in range(2))
     assert "got free the root" in everywhere.judge(replace(plain, ranks=ranks)).record.summary
 
 
-def _in(phase: Phase, mark: TraceEvent) -> TraceEvent:
-    return replace(mark, phase=phase) if mark.what is EventKind.RESHARDED else mark
+def _in(phase: Phase, event: TraceEvent) -> TraceEvent:
+    return replace(event, phase=phase) if event.what is EventKind.RESHARDED else event
 
 
 def test_one_rank_alone_need_not_communicate() -> None:

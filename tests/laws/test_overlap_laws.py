@@ -25,10 +25,10 @@ WRONG_ONE = ("G", "W", "C", "G3", "W3", "G1", "C3", "D3", "G2", "W2", "C2", "D2"
 
 
 def chain(*order: str, phase: Phase = Phase.BACKWARD) -> tuple[tuple[Entry, ...], EventLog]:
-    """Write two steps of a chain's backward, or forward, as a ledger and a course."""
+    """Write two steps of a chain's backward, or forward, as a ledger and events."""
     is_forward = phase is Phase.FORWARD
     entries: list[Entry] = []
-    course: list[TraceEvent] = []
+    events: list[TraceEvent] = []
     for step in range(2):
         issued: dict[str, int] = {}
         for word in order:
@@ -46,24 +46,24 @@ def chain(*order: str, phase: Phase = Phase.BACKWARD) -> tuple[tuple[Entry, ...]
                 "F": EventKind.RESHARDED,
             }[word[0]]
             if word[0] == "C":
-                course.append(_mark(EventKind.ENTERED if is_forward else EventKind.TURNED, step, unit))
-            course.append(_mark(what, step, unit, issued[unit] if word[0] == "W" else seq))
-    return numbered(entries), tuple(replace(mark, phase=phase) for mark in course)
+                events.append(_event(EventKind.ENTERED if is_forward else EventKind.TURNED, step, unit))
+            events.append(_event(what, step, unit, issued[unit] if word[0] == "W" else seq))
+    return numbered(entries), tuple(replace(event, phase=phase) for event in events)
 
 
-def _mark(what: EventKind, step: int, unit: str, seq: int | None = None) -> TraceEvent:
+def _event(what: EventKind, step: int, unit: str, seq: int | None = None) -> TraceEvent:
     return TraceEvent(what=what, at_ns=1, phase=Phase.BACKWARD, step=step, microbatch=0, unit=unit, seq=seq)
 
 
 def seen(*ranks: Sequence[str], phase: Phase = Phase.BACKWARD) -> Evidence:
     """Return the evidence of a watched training, rank by rank."""
-    told = [chain(*order, phase=phase) for order in ranks]
-    plain = chain_evidence(*(ledger for ledger, _ in told))
-    courses = zip(plain.ranks, told, strict=True)
+    reported = [chain(*order, phase=phase) for order in ranks]
+    plain = chain_evidence(*(ledger for ledger, _ in reported))
+    event_logs = zip(plain.ranks, reported, strict=True)
     return replace(
         plain,
         training=replace(plain.training, watch=frozenset({Watch.RACES})),
-        ranks=tuple(replace(o, course=course) for o, (_, course) in courses),
+        ranks=tuple(replace(o, events=events) for o, (_, events) in event_logs),
     )
 
 
@@ -97,15 +97,15 @@ def test_what_nobody_waits_for_is_in_flight_to_the_end() -> None:
 
 
 def test_a_collective_that_no_unit_is_the_size_of_is_exposed_by_itself() -> None:
-    told = seen(AHEAD, WAITS_AT_ONCE)
-    first, second = told.ranks
+    reported = seen(AHEAD, WAITS_AT_ONCE)
+    first, second = reported.ranks
     odd = tuple(
         replace(e, num_bytes=4) if e.step == 1 and e.num_bytes == BYTES_OF["blocks.2"] else e
         for e in second.ledger
     )
     record = (
         Overlaps(select=GATHERS, but_for=(ROOT, "blocks.3"))
-        .judge(replace(told, ranks=(first, replace(second, ledger=odd))))
+        .judge(replace(reported, ranks=(first, replace(second, ledger=odd))))
         .record
     )
     assert "all_gather for what no unit is the size of" in record.summary
@@ -147,8 +147,8 @@ def test_overlap_that_nobody_saw_proves_nothing() -> None:
     watched = seen(AHEAD, AHEAD)
     unwatched = replace(watched, training=replace(watched.training, watch=frozenset()))
     assert "expected a watch over streams" in law.judge(unwatched).record.summary
-    blind = replace(watched, ranks=tuple(replace(o, course=()) for o in watched.ranks))
-    assert "got no course of it" in law.judge(blind).record.summary
+    blind = replace(watched, ranks=tuple(replace(o, events=()) for o in watched.ranks))
+    assert "got no events" in law.judge(blind).record.summary
     idle = seen(AHEAD, [word for word in AHEAD if word[0] not in "CD"])
     assert not law.judge(idle).record.held
     silent = replace(watched, ranks=tuple(replace(o, ledger=()) for o in watched.ranks))

@@ -70,8 +70,8 @@ def test_a_ledger_that_lost_a_line_is_an_error_even_if_the_engine_hides_it(
     with monkeypatch.context() as patched:
         patched.setattr("os.write", lambda _, text: len(text) - 1)
         with pytest.raises(OSError, match="is the disk full"):
-            recorder.harmed(0, ViolationKind.INPUT_FREED, "here")
-    recorder.harmed(0, ViolationKind.INPUT_FREED, "here")
+            recorder.record_violation(0, ViolationKind.INPUT_FREED, "here")
+    recorder.record_violation(0, ViolationKind.INPUT_FREED, "here")
     with pytest.raises(OSError, match="is the disk full"):
         recorder.close()
     assert (tmp_path / "journal").read_bytes() == b"", "nothing follows half a line"

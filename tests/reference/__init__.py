@@ -1,1 +1,1 @@
-"""Tests of the reference engine on its own: the front doors, called as a user calls them."""
+"""Tests of the reference engine on its own: its interfaces, called as a user calls them."""

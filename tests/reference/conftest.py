@@ -1,6 +1,6 @@
 """pytest glue: worlds to run ranks in, and the mark ``twin`` for tests of torch's own engine.
 
-Twins show that what the tests demand holds for FSDP2 too, through the same front door, and what torch gets wrong;
+Twins show that what the tests demand holds for FSDP2 too, through the same interface, and what torch gets wrong;
 `make twins` runs them.
 """
 
@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from shardproof.harness.worlds.launch import WorldPool
-from tests.reference.front_doors import TORCH
+from tests.reference.apis import TORCH
 from tests.reference.ranks import Ranks
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark by the parameter that names the door."""
+    """Mark by the parameter that names the interface."""
     for item in items:
         parameters = getattr(item, "callspec", None)
-        if parameters is not None and parameters.params.get("door") == TORCH.name:
+        if parameters is not None and parameters.params.get("api") == TORCH.name:
             item.add_marker(pytest.mark.twin)
 
 

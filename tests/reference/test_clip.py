@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from shardproof.engine.reference import clip_grad_norm_
 from shardproof.harness.worlds.rank import RankContext
-from tests.reference.front_doors import BY_NAME, REFERENCE, TORCH, each_door
+from tests.reference.apis import BY_NAME, REFERENCE, TORCH, each_door
 from tests.reference.models import hybrid_mesh, whole
 from tests.reference.ranks import Ranks
 
@@ -37,12 +37,12 @@ def _plain() -> nn.Sequential:
     return model
 
 
-def _sharded(door: str, mesh: DeviceMesh, *, ignores: Sequence[int] = ()) -> nn.Sequential:
+def _sharded(api: str, mesh: DeviceMesh, *, ignores: Sequence[int] = ()) -> nn.Sequential:
     """Shard the model, and its gradients alike; those of ``ignores`` stay plain."""
     model, plain = _plain(), _plain()
     ignored = {parameter for index in ignores for parameter in model[index].parameters()}
     for module in (model[0], model[2], model):
-        BY_NAME[door].fully_shard(module, mesh=mesh, ignored_params=ignored)
+        BY_NAME[api].fully_shard(module, mesh=mesh, ignored_params=ignored)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert theirs.grad is not None
         mine.grad = _like(mine, theirs.grad)
@@ -56,7 +56,7 @@ def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _assert_clips_like_one_process(
-    door: str, ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor], **options: object
+    api: str, ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor], **options: object
 ) -> None:
     """Compare norm and clipped gradients with torch's on whole tensors: above the limit, below it, and far below."""
     __tracebackhide__ = True
@@ -67,7 +67,7 @@ def _assert_clips_like_one_process(
             for side, gradients in zip((mine, plain), before, strict=True):
                 for parameter, gradient in zip(side, gradients, strict=True):
                     parameter.grad = None if gradient is None else gradient.clone()
-            found = CLIPS[door](mine, max_norm, norm_type=order, **options)
+            found = CLIPS[api](mine, max_norm, norm_type=order, **options)
             expected = torch.nn.utils.clip_grad_norm_(plain, max_norm, norm_type=order)
             pairs = [(found, expected), *((p.grad, q.grad) for p, q in zip(mine, plain, strict=True))]
             for i, (ours_, theirs_) in enumerate(pairs):
@@ -144,12 +144,12 @@ def test_a_sum_that_was_never_taken_is_refused(ranks: Ranks) -> None:
     ranks.run(2, _refuse_partial)
 
 
-def _clip_with(context: RankContext, door: str, hybrid: bool) -> None:
+def _clip_with(context: RankContext, api: str, hybrid: bool) -> None:
     mesh = hybrid_mesh(2, 2) if hybrid else init_device_mesh("cpu", (context.size,))
-    model, plain = _sharded(door, mesh), _plain()
+    model, plain = _sharded(api, mesh), _plain()
     for foreach in (True, False):
-        _assert_clips_like_one_process(door, model.parameters(), plain.parameters(), foreach=foreach)
-    clip, clip_plain = CLIPS[door], torch.nn.utils.clip_grad_norm_
+        _assert_clips_like_one_process(api, model.parameters(), plain.parameters(), foreach=foreach)
+    clip, clip_plain = CLIPS[api], torch.nn.utils.clip_grad_norm_
     name = "0.weight"
     one, expected = clip(model.get_parameter(name), 1e-4), clip_plain(plain.get_parameter(name), 1e-4)
     _assert_close(whole(one), expected, "one parameter alone")
@@ -157,32 +157,32 @@ def _clip_with(context: RankContext, door: str, hybrid: bool) -> None:
     _assert_close(whole(once), expected, "an iterator that can be walked once")
     for side in (model, plain):  # parameters without gradients, the same ones on every rank
         side[1].weight.grad = side[2].bias.grad = None
-    _assert_clips_like_one_process(door, model.parameters(), plain.parameters())
+    _assert_clips_like_one_process(api, model.parameters(), plain.parameters())
 
 
 @each_door
 @pytest.mark.parametrize("hybrid", [False, True], ids=["flat", "hybrid"])
-def test_takes_what_torch_takes(hybrid: bool, door: str, ranks: Ranks) -> None:
-    ranks.run(4 if hybrid else 3, _clip_with, door, hybrid)
+def test_takes_what_torch_takes(hybrid: bool, api: str, ranks: Ranks) -> None:
+    ranks.run(4 if hybrid else 3, _clip_with, api, hybrid)
 
 
-def _clip_nothing(context: RankContext, door: str) -> None:
-    model = _sharded(door, init_device_mesh("cpu", (context.size,)))
+def _clip_nothing(context: RankContext, api: str) -> None:
+    model = _sharded(api, init_device_mesh("cpu", (context.size,)))
     model.zero_grad()
     for parameters in (list(model.parameters()), []):
-        total = whole(CLIPS[door](parameters, 1.0, error_if_nonfinite=True))
+        total = whole(CLIPS[api](parameters, 1.0, error_if_nonfinite=True))
         assert total.shape == ()
         assert total == 0
     assert all(p.grad is None for p in model.parameters())
 
 
 @each_door
-def test_no_gradients_have_norm_zero(door: str, ranks: Ranks) -> None:
-    ranks.run(2, _clip_nothing, door)
+def test_no_gradients_have_norm_zero(api: str, ranks: Ranks) -> None:
+    ranks.run(2, _clip_nothing, api)
 
 
-def _clip_nonfinite(context: RankContext, door: str, bad: float) -> None:
-    model = _sharded(door, init_device_mesh("cpu", (context.size,)))
+def _clip_nonfinite(context: RankContext, api: str, bad: float) -> None:
+    model = _sharded(api, init_device_mesh("cpu", (context.size,)))
     gradient = model[2].weight.grad
     assert isinstance(gradient, DTensor)
     local = gradient.to_local()
@@ -191,12 +191,12 @@ def _clip_nonfinite(context: RankContext, door: str, bad: float) -> None:
     before = local.clone()
     for order in ORDERS:
         with pytest.raises(RuntimeError, match="finite"):
-            CLIPS[door](model.parameters(), 1.0, norm_type=order, error_if_nonfinite=True)
+            CLIPS[api](model.parameters(), 1.0, norm_type=order, error_if_nonfinite=True)
     assert torch.equal(local.nan_to_num(), before.nan_to_num()), "an error must leave gradients alone"
-    assert not whole(CLIPS[door](model.parameters(), 1.0)).isfinite()
+    assert not whole(CLIPS[api](model.parameters(), 1.0)).isfinite()
 
 
 @each_door
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
-def test_a_bad_number_on_one_rank_raises_on_every_rank(bad: float, door: str, ranks: Ranks) -> None:
-    ranks.run(3, _clip_nonfinite, door, bad)
+def test_a_bad_number_on_one_rank_raises_on_every_rank(bad: float, api: str, ranks: Ranks) -> None:
+    ranks.run(3, _clip_nonfinite, api, bad)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardproof.harness.tracing.ledger import Op, Phase
 from shardproof.harness.worlds.rank import RankContext
-from tests.reference.front_doors import BY_NAME, each_door
+from tests.reference.apis import BY_NAME, each_door
 from tests.reference.models import (
     WIDTH,
     Chain,
@@ -74,9 +74,9 @@ def _doubled(times: int = 1) -> dict[str, torch.Tensor]:
     return {name: g * (2 if name.startswith(f"units.{UNIT}.") else 1) for name, g in plain.items()}
 
 
-def _train_with_custom(context: RankContext, door: str) -> tuple[list[Call], list[Call], dict[Op, int]]:
+def _train_with_custom(context: RankContext, api: str) -> tuple[list[Call], list[Call], dict[Op, int]]:
     chain, gather, scatter = Chain(), Gather(), Scatter()
-    model = apply_to(chain, BY_NAME[door].fully_shard)
+    model = apply_to(chain, BY_NAME[api].fully_shard)
     model.units[UNIT].set_custom_all_gather(gather)
     model.units[UNIT].set_custom_reduce_scatter(scatter)
     train(context, model)
@@ -86,9 +86,9 @@ def _train_with_custom(context: RankContext, door: str) -> tuple[list[Call], lis
 
 
 @each_door
-def test_custom_collectives_carry_one_unit(door: str, ranks: Ranks) -> None:
+def test_custom_collectives_carry_one_unit(api: str, ranks: Ranks) -> None:
     shard = NUMEL // SIZE
-    for gathers, scatters, backward in ranks.run(SIZE, _train_with_custom, door):
+    for gathers, scatters, backward in ranks.run(SIZE, _train_with_custom, api):
         once = [("allocate", NUMEL), ("gather", (shard, NUMEL, SIZE))]
         assert gathers == once * 2, "once in forward, once in backward"
         assert set(scatters[:-1]) == {("allocate", NUMEL), ("allocate", shard)}
@@ -97,7 +97,7 @@ def test_custom_collectives_carry_one_unit(door: str, ranks: Ranks) -> None:
 
 
 def _train_with_hook(context: RankContext, door_name: str, layout: str) -> tuple[list[int], list[int]]:
-    door, chain, numels, num_sums = BY_NAME[door_name], Chain(), list[int](), list[int]()
+    api, chain, numels, num_sums = BY_NAME[door_name], Chain(), list[int](), list[int]()
 
     def double(reduced: torch.Tensor) -> None:
         numels.append(reduced.numel())
@@ -105,9 +105,9 @@ def _train_with_hook(context: RankContext, door_name: str, layout: str) -> tuple
         reduced.mul_(2)
 
     if layout == "replicas":
-        model = apply_to(chain, door.replicate)
+        model = apply_to(chain, api.replicate)
     else:
-        model = apply_to(chain, door.fully_shard, mesh=hybrid_mesh(2, 2) if layout == "hybrid" else None)
+        model = apply_to(chain, api.fully_shard, mesh=hybrid_mesh(2, 2) if layout == "hybrid" else None)
     model.units[UNIT].set_all_reduce_hook(double)
     for reduces in (False, True):
         model.set_requires_gradient_sync(reduces)
@@ -121,18 +121,18 @@ def _train_with_hook(context: RankContext, door_name: str, layout: str) -> tuple
     ("layout", "num_shards", "num_all_reduces"), [("flat", 4, 0), ("hybrid", 2, 2), ("replicas", 1, 2)]
 )
 def test_a_hook_sees_the_reduced_shard_once_and_may_change_it(
-    layout: str, num_shards: int, num_all_reduces: int, door: str, ranks: Ranks
+    layout: str, num_shards: int, num_all_reduces: int, api: str, ranks: Ranks
 ) -> None:
-    for numels, num_sums in ranks.run(SIZE, _train_with_hook, door, layout):
+    for numels, num_sums in ranks.run(SIZE, _train_with_hook, api, layout):
         assert numels == [NUMEL // num_shards]
         # Unit 2 and the hook's own are all-reduced by then; more may be, where reductions overlap.
         assert num_sums[0] >= num_all_reduces
 
 
-def _separate_groups(context: RankContext, door: str, hybrid: bool) -> list[int]:
+def _separate_groups(context: RankContext, api: str, hybrid: bool) -> list[int]:
     """Count the numbers that reductions and gathers have in common: a group numbers all its collectives."""
     mesh = hybrid_mesh(2, 2) if hybrid else None
-    model = apply_to(Chain(), BY_NAME[door].fully_shard, mesh=mesh)
+    model = apply_to(Chain(), BY_NAME[api].fully_shard, mesh=mesh)
     counts = []
     for step, enable in enumerate((True, False)):
         model.zero_grad()
@@ -148,9 +148,9 @@ def _separate_groups(context: RankContext, door: str, hybrid: bool) -> list[int]
 
 @each_door
 @pytest.mark.parametrize("hybrid", [False, True], ids=["flat", "hybrid"])
-def test_reductions_may_have_a_group_of_their_own(hybrid: bool, door: str, ranks: Ranks) -> None:
-    if not hasattr(BY_NAME[door].sharded_module, "set_separate_reduce_scatter_group"):
-        pytest.skip(f"{door} leaves set_separate_reduce_scatter_group out")
-    for apart, together in ranks.run(SIZE, _separate_groups, door, hybrid):
+def test_reductions_may_have_a_group_of_their_own(hybrid: bool, api: str, ranks: Ranks) -> None:
+    if not hasattr(BY_NAME[api].sharded_module, "set_separate_reduce_scatter_group"):
+        pytest.skip(f"{api} leaves set_separate_reduce_scatter_group out")
+    for apart, together in ranks.run(SIZE, _separate_groups, api, hybrid):
         assert apart > 0, "two groups count each for itself, so numbers repeat"
         assert together == 0, "one group numbers all"

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardproof.harness.worlds.rank import RankContext
 from shardproof.suites.composable.refusals import SCENARIOS
-from tests.reference.front_doors import BY_NAME, each_door
+from tests.reference.apis import BY_NAME, each_door
 from tests.reference.models import WIDTH, Chain, apply_to, inputs_of
 from tests.reference.ranks import Ranks, each
 
@@ -18,8 +18,8 @@ class Refusal(Exception):  # noqa: N818 - it says that nothing was refused
     """Raised by the test where the engine accepted what it must refuse."""
 
 
-def _provoke(door: str, name: str) -> str:
-    SCENARIOS[name][0](BY_NAME[door])
+def _provoke(api: str, name: str) -> str:
+    SCENARIOS[name][0](BY_NAME[api])
     raise Refusal("nothing was refused")
 
 
@@ -33,34 +33,34 @@ def test_refusals_say_what_was_expected_what_came_and_what_to_try(ranks: Ranks) 
         assert curt == {}
 
 
-def _recover(context: RankContext, door: str) -> None:
+def _recover(context: RankContext, api: str) -> None:
     """Provoke an error at first forward on a model of its own; another one trains as ever."""
     for name in ("a weight tied across groups", "a child before its root", "two dtypes in a group"):
-        observed = each([name], lambda name: _provoke(door, name))
+        observed = each([name], lambda name: _provoke(api, name))
         assert "Refusal" not in observed[name]
-        model = apply_to(Chain(), BY_NAME[door].fully_shard)
+        model = apply_to(Chain(), BY_NAME[api].fully_shard)
         model(inputs_of(0)).sum().backward()
         assert all(param.grad is not None for param in model.parameters())
 
 
 @each_door
-def test_a_refusal_leaves_other_models_alone(door: str, ranks: Ranks) -> None:
-    ranks.run(2, _recover, door)
+def test_a_refusal_leaves_other_models_alone(api: str, ranks: Ranks) -> None:
+    ranks.run(2, _recover, api)
 
 
-def _accept(context: RankContext, door: str) -> list[bool]:
+def _accept(context: RankContext, api: str) -> list[bool]:
     """Shard over a mesh of one axis without a name; groups of one rank mean False, of all ranks True."""
     mesh = init_device_mesh("cpu", (SIZE,))
-    BY_NAME[door].fully_shard(nn.Linear(WIDTH, WIDTH), mesh=mesh)(inputs_of(0))
-    BY_NAME[door].replicate(nn.Linear(WIDTH, WIDTH), mesh=mesh)(inputs_of(0))
+    BY_NAME[api].fully_shard(nn.Linear(WIDTH, WIDTH), mesh=mesh)(inputs_of(0))
+    BY_NAME[api].replicate(nn.Linear(WIDTH, WIDTH), mesh=mesh)(inputs_of(0))
     is_kept = []
     for reshard in (1, SIZE):
-        model = BY_NAME[door].fully_shard(nn.Linear(WIDTH, WIDTH), reshard_after_forward=reshard)
+        model = BY_NAME[api].fully_shard(nn.Linear(WIDTH, WIDTH), reshard_after_forward=reshard)
         model(inputs_of(0))
         is_kept.append(type(model.weight) is nn.Parameter)
     return is_kept
 
 
 @each_door
-def test_one_axis_needs_no_name_and_a_number_at_either_end_is_a_bool(door: str, ranks: Ranks) -> None:
-    assert ranks.run(SIZE, _accept, door) == [[True, False]] * SIZE
+def test_one_axis_needs_no_name_and_a_number_at_either_end_is_a_bool(api: str, ranks: Ranks) -> None:
+    assert ranks.run(SIZE, _accept, api) == [[True, False]] * SIZE

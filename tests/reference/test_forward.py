@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.harness.worlds.rank import RankContext
-from tests.reference.front_doors import BY_NAME, each_door
+from tests.reference.apis import BY_NAME, each_door
 from tests.reference.models import assert_gradients, whole
 from tests.reference.ranks import Ranks
 
@@ -230,14 +230,14 @@ def _rows(step: int, rank: int) -> Rows:
     return torch.randn(2, 3, 5, generator=generator, dtype=torch.float64).unbind()
 
 
-def _trains_alike(context: RankContext, door: str, table: str, name: str) -> None:
+def _trains_alike(context: RankContext, api: str, table: str, name: str) -> None:
     training = {"all": TRAININGS, "empty": EMPTY}[table][name]
     torch.manual_seed(0)
     plain = training.model().double()
     model = copy.deepcopy(plain)
     options = {} if training.call == "replicate" else {"reshard_after_forward": training.reshard}
     for unit in (*training.units, ""):
-        getattr(BY_NAME[door], training.call)(model.get_submodule(unit), **options)
+        getattr(BY_NAME[api], training.call)(model.get_submodule(unit), **options)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.125, momentum=0.9) for m in (model, plain)]
     for step in range(3):
         seen = training.schedule(model, _rows(step, context.rank))
@@ -259,8 +259,8 @@ def _trains_alike(context: RankContext, door: str, table: str, name: str) -> Non
 
 @each_door
 @pytest.mark.parametrize("name", TRAININGS)
-def test_trains_as_one_plain_model_does(name: str, door: str, ranks: Ranks) -> None:
-    ranks.run(4 if TRAININGS[name].reshard == 2 else 2, _trains_alike, door, "all", name)
+def test_trains_as_one_plain_model_does(name: str, api: str, ranks: Ranks) -> None:
+    ranks.run(4 if TRAININGS[name].reshard == 2 else 2, _trains_alike, api, "all", name)
 
 
 @pytest.mark.parametrize("call", EMPTY)
@@ -291,14 +291,14 @@ class Containers(nn.Module):
 
 
 def _casts(context: RankContext, door_name: str, casts: bool) -> None:
-    door = BY_NAME[door_name]
-    policy = door.mixed_precision(
+    api = BY_NAME[door_name]
+    policy = api.mixed_precision(
         param_dtype=torch.bfloat16,
         reduce_dtype=torch.float32,
         output_dtype=torch.float64,
         cast_forward_inputs=casts,
     )
-    model = door.fully_shard(Containers(), mp_policy=policy)
+    model = api.fully_shard(Containers(), mp_policy=policy)
     leaves = [torch.full((2, 3), float(i + 1), requires_grad=True) for i in range(5)]
     rows, listed, in_tuple, main, aside = leaves
     table = {"rows": rows, "list": [listed], "ids": torch.arange(2)}
@@ -319,5 +319,5 @@ def _casts(context: RankContext, door_name: str, casts: bool) -> None:
 
 @each_door
 @pytest.mark.parametrize("casts", [True, False], ids=["cast", "left"])
-def test_containers_are_searched_for_floats(casts: bool, door: str, ranks: Ranks) -> None:
-    ranks.run(2, _casts, door, casts)
+def test_containers_are_searched_for_floats(casts: bool, api: str, ranks: Ranks) -> None:
+    ranks.run(2, _casts, api, casts)

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardproof.harness.tracing.ledger import Op, Phase
 from shardproof.harness.worlds.rank import RankContext
-from tests.reference.front_doors import BY_NAME, each_door
+from tests.reference.apis import BY_NAME, each_door
 from tests.reference.models import (
     Chain,
     apply_to,
@@ -42,13 +42,13 @@ def _assert_original(model: nn.Module) -> None:
 
 
 def _unshard(context: RankContext, door_name: str, is_async: bool) -> dict[Op, int]:
-    door, chain = BY_NAME[door_name], Chain()
-    model = apply_to(chain, door.fully_shard)
+    api, chain = BY_NAME[door_name], Chain()
+    model = apply_to(chain, api.fully_shard)
     unit = model.units[1]
     with context.recorder.during(Phase.FORWARD, step=7):
         handle = unit.unshard(async_op=is_async)  # before any forward
         if is_async:
-            assert isinstance(handle, door.unshard_handle)
+            assert isinstance(handle, api.unshard_handle)
             assert not is_whole(unit), "nothing is registered before the wait"
             handle.wait()
             handle.wait()  # a second wait is a no-op
@@ -70,16 +70,16 @@ def _unshard(context: RankContext, door_name: str, is_async: bool) -> dict[Op, i
 @each_door
 @pytest.mark.parametrize("is_async", [False, True])
 def test_unshard_gathers_one_module_once_even_before_any_forward(
-    door: str, is_async: bool, ranks: Ranks
+    api: str, is_async: bool, ranks: Ranks
 ) -> None:
-    assert ranks.run(SIZE, _unshard, door, is_async) == [{Op.ALL_GATHER: 1}] * SIZE
+    assert ranks.run(SIZE, _unshard, api, is_async) == [{Op.ALL_GATHER: 1}] * SIZE
 
 
 # --- gradients ----------------------------------------------------------------------------------------------------
 
 
-def _divide_one(context: RankContext, door: str) -> None:
-    model = apply_to(Chain(), BY_NAME[door].fully_shard)
+def _divide_one(context: RankContext, api: str) -> None:
+    model = apply_to(Chain(), BY_NAME[api].fully_shard)
     model.set_gradient_divide_factor(2.0 * context.size)  # not of the units
     model.set_force_sum_reduction_for_comms(True)  # else torch asks for PREMUL_SUM, which only NCCL has
     train(context, model)
@@ -88,18 +88,18 @@ def _divide_one(context: RankContext, door: str) -> None:
 
 
 @each_door
-def test_a_divide_factor_is_of_one_group_only(door: str, ranks: Ranks) -> None:
-    ranks.run(SIZE, _divide_one, door)
+def test_a_divide_factor_is_of_one_group_only(api: str, ranks: Ranks) -> None:
+    ranks.run(SIZE, _divide_one, api)
 
 
 # --- several roots ------------------------------------------------------------------------------------------------
 
 
 def _share_streams(context: RankContext, door_name: str, in_turn: bool) -> None:
-    door, size = BY_NAME[door_name], context.size
-    door.share_comm_ctx([])
-    models = [apply_to(Chain(), door.fully_shard) for _ in range(2)]
-    door.share_comm_ctx(models)
+    api, size = BY_NAME[door_name], context.size
+    api.share_comm_ctx([])
+    models = [apply_to(Chain(), api.fully_shard) for _ in range(2)]
+    api.share_comm_ctx(models)
     for step in range(3):
         losses = []
         for model in models:
@@ -115,7 +115,7 @@ def _share_streams(context: RankContext, door_name: str, in_turn: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("in_turn", "door"),
+    ("in_turn", "api"),
     [
         pytest.param(True, "reference", id="in turn"),
         pytest.param(True, "torch", id="in turn-torch"),
@@ -123,9 +123,9 @@ def _share_streams(context: RankContext, door_name: str, in_turn: bool) -> None:
         pytest.param(False, "reference", id="all forwards first"),
     ],
 )
-def test_roots_may_share_streams(in_turn: bool, door: str, ranks: Ranks) -> None:
+def test_roots_may_share_streams(in_turn: bool, api: str, ranks: Ranks) -> None:
     """Upstream row T37."""
-    ranks.run(2, _share_streams, door, in_turn)
+    ranks.run(2, _share_streams, api, in_turn)
 
 
 # --- accidents ----------------------------------------------------------------------------------------------------
@@ -169,11 +169,11 @@ def _fail_while_accumulating(context: RankContext, model: Any) -> None:
 Fail = Callable[[RankContext, Any], None]
 
 
-def _recover(context: RankContext, door: str, fail: Fail, hybrid: bool) -> list[str]:
+def _recover(context: RankContext, api: str, fail: Fail, hybrid: bool) -> list[str]:
     """Raise in a forward, reset, train; returns the parameters whose gradients are then wrong."""
     chain = Chain()
     mesh = hybrid_mesh(2, 2) if hybrid else None
-    model = apply_to(chain, BY_NAME[door].fully_shard, mesh=mesh)
+    model = apply_to(chain, BY_NAME[api].fully_shard, mesh=mesh)
     train(context, model, step=0)
     model.zero_grad()
     with pytest.raises(Accident):
@@ -193,7 +193,7 @@ def _recover(context: RankContext, door: str, fail: Fail, hybrid: bool) -> list[
 
 @pytest.mark.parametrize("hybrid", [False, True], ids=["flat", "hybrid"])
 @pytest.mark.parametrize(
-    ("fail", "door"),
+    ("fail", "api"),
     [
         pytest.param(_fail_in_forward, "reference", id="forward"),
         pytest.param(_fail_in_forward, "torch", id="forward-torch"),
@@ -201,14 +201,14 @@ def _recover(context: RankContext, door: str, fail: Fail, hybrid: bool) -> list[
         pytest.param(_fail_while_accumulating, "reference", id="accumulating"),
     ],
 )
-def test_training_goes_on_after_an_accident(fail: Fail, door: str, hybrid: bool, ranks: Ranks) -> None:
-    assert ranks.run(SIZE, _recover, door, fail, hybrid) == [[]] * SIZE
+def test_training_goes_on_after_an_accident(fail: Fail, api: str, hybrid: bool, ranks: Ranks) -> None:
+    assert ranks.run(SIZE, _recover, api, fail, hybrid) == [[]] * SIZE
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="measured with torch 2.13; look again")
 @pytest.mark.parametrize("fail", [_fail_in_backward, _fail_while_accumulating])
-@pytest.mark.parametrize("door", ["torch"])
-def test_torch_adds_the_failed_iteration_to_the_next(fail: Fail, door: str, ranks: Ranks) -> None:
+@pytest.mark.parametrize("api", ["torch"])
+def test_torch_adds_the_failed_iteration_to_the_next(fail: Fail, api: str, ranks: Ranks) -> None:
     # "The failed iteration's gradients are discarded", says reset_iter_state.
-    for wrong in ranks.run(SIZE, _recover, door, fail, False):
+    for wrong in ranks.run(SIZE, _recover, api, fail, False):
         assert "scale" in wrong

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardproof.harness.worlds.rank import RankContext
-from tests.reference.front_doors import BY_NAME, each_door
+from tests.reference.apis import BY_NAME, each_door
 from tests.reference.models import (
     Chain,
     Unit,
@@ -27,29 +27,29 @@ SIZE = 2
 
 
 def _classes(context: RankContext, door_name: str) -> list[str]:
-    door = BY_NAME[door_name]
+    api = BY_NAME[door_name]
     sharded, replicated, other, plain = (Unit(index) for index in range(4))
-    assert door.fully_shard(sharded) is sharded
-    assert door.replicate(replicated) is replicated
+    assert api.fully_shard(sharded) is sharded
+    assert api.replicate(replicated) is replicated
     assert isinstance(sharded, Unit)
-    assert isinstance(sharded, door.sharded_module)
-    assert isinstance(replicated, door.sharded_module)
-    assert not isinstance(plain, door.sharded_module)
-    assert type(door.fully_shard(other)) is type(sharded), "one class per class"
+    assert isinstance(sharded, api.sharded_module)
+    assert isinstance(replicated, api.sharded_module)
+    assert not isinstance(plain, api.sharded_module)
+    assert type(api.fully_shard(other)) is type(sharded), "one class per class"
     return [type(sharded).__name__, type(replicated).__name__]
 
 
 @each_door
-def test_the_class_is_named_after_what_it_was(door: str, ranks: Ranks) -> None:
-    assert ranks.run(1, _classes, door) == [["FSDPUnit", "ReplicateUnit"]]
+def test_the_class_is_named_after_what_it_was(api: str, ranks: Ranks) -> None:
+    assert ranks.run(1, _classes, api) == [["FSDPUnit", "ReplicateUnit"]]
 
 
 # --- parameters ---------------------------------------------------------------------------------------------------
 
 
 def _placements(context: RankContext, door_name: str) -> list[set[tuple[Placement, ...]]]:
-    door = BY_NAME[door_name]
-    shard, replicate = door.fully_shard, door.replicate
+    api = BY_NAME[door_name]
+    shard, replicate = api.fully_shard, api.replicate
     models = [
         apply_to(Chain(), shard),
         apply_to(Chain(), shard, mesh=hybrid_mesh(2, 2)),
@@ -67,13 +67,13 @@ def _placements(context: RankContext, door_name: str) -> list[set[tuple[Placemen
 
 
 @each_door
-def test_shards_say_where_they_are(door: str, ranks: Ranks) -> None:
+def test_shards_say_where_they_are(api: str, ranks: Ranks) -> None:
     hybrid = {(Replicate(), Shard(0))}
-    assert ranks.run(4, _placements, door) == [[{(Shard(0),)}, hybrid, hybrid, {(Replicate(),)}]] * 4
+    assert ranks.run(4, _placements, api) == [[{(Shard(0),)}, hybrid, hybrid, {(Replicate(),)}]] * 4
 
 
-def _identities(context: RankContext, door: str) -> None:
-    model = apply_to(Chain(), BY_NAME[door].fully_shard)
+def _identities(context: RankContext, api: str) -> None:
+    model = apply_to(Chain(), BY_NAME[api].fully_shard)
     before = list(model.parameters())
     for _ in range(2):
         model(inputs_of(context.rank)).sum().backward()
@@ -81,17 +81,17 @@ def _identities(context: RankContext, door: str) -> None:
 
 
 @each_door
-def test_parameters_keep_their_identity(door: str, ranks: Ranks) -> None:
+def test_parameters_keep_their_identity(api: str, ranks: Ranks) -> None:
     """Else an optimizer made before the step would hold others (BUGS C6-03)."""
-    ranks.run(SIZE, _identities, door)
+    ranks.run(SIZE, _identities, api)
 
 
 # --- values -------------------------------------------------------------------------------------------------------
 
 
-def _cast(context: RankContext, door: str, unshards: bool) -> None:
+def _cast(context: RankContext, api: str, unshards: bool) -> None:
     chain = Chain()
-    model = apply_to(chain, BY_NAME[door].fully_shard, reshard_after_forward=False)
+    model = apply_to(chain, BY_NAME[api].fully_shard, reshard_after_forward=False)
     if unshards:
         for module in (model, *model.units):
             module.unshard()
@@ -106,9 +106,9 @@ def _cast(context: RankContext, door: str, unshards: bool) -> None:
 
 
 @each_door
-def test_a_model_may_be_cast_after_sharding(door: str, ranks: Ranks) -> None:
+def test_a_model_may_be_cast_after_sharding(api: str, ranks: Ranks) -> None:
     """Upstream rows T06, R04."""
-    ranks.run(3, _cast, door, False)
+    ranks.run(3, _cast, api, False)
 
 
 def test_a_model_may_be_cast_after_it_was_gathered(ranks: Ranks) -> None:
@@ -116,12 +116,12 @@ def test_a_model_may_be_cast_after_it_was_gathered(ranks: Ranks) -> None:
     ranks.run(3, _cast, "reference", True)
 
 
-def _share(context: RankContext, door: str, is_apart: bool) -> None:
+def _share(context: RankContext, api: str, is_apart: bool) -> None:
     layer, plain_layer = Unit(0), Unit(0)
     model, plain = nn.Sequential(layer, nn.Tanh(), layer), nn.Sequential(plain_layer, nn.Tanh(), plain_layer)
     if is_apart:
-        BY_NAME[door].fully_shard(layer)
-    BY_NAME[door].fully_shard(model)
+        BY_NAME[api].fully_shard(layer)
+    BY_NAME[api].fully_shard(model)
     for _ in range(2):
         model.zero_grad()
         model(inputs_of(context.rank)).sum().backward()
@@ -132,5 +132,5 @@ def _share(context: RankContext, door: str, is_apart: bool) -> None:
 
 @each_door
 @pytest.mark.parametrize("is_apart", [True, False], ids=["a unit", "in the root"])
-def test_a_layer_of_two_names_is_one(is_apart: bool, door: str, ranks: Ranks) -> None:
-    ranks.run(SIZE, _share, door, is_apart)
+def test_a_layer_of_two_names_is_one(is_apart: bool, api: str, ranks: Ranks) -> None:
+    ranks.run(SIZE, _share, api, is_apart)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardproof.harness.worlds.rank import RankContext
-from tests.reference.front_doors import BY_NAME, each_door
+from tests.reference.apis import BY_NAME, each_door
 from tests.reference.ranks import Ranks
 
 NUM_ROWS = 12  # divisible by every world size here, so that the mean of the ranks' means is the batch's
@@ -66,11 +66,11 @@ def _plain(*, seed: int = 0) -> nn.Module:
 
 
 # Any: the two engines' sharded modules share no base class.
-def _sharded(door: str, mesh: DeviceMesh, *, seed: int = 0, **options: object) -> Any:
+def _sharded(api: str, mesh: DeviceMesh, *, seed: int = 0, **options: object) -> Any:
     model = _plain(seed=seed)
     for name in UNITS:
-        BY_NAME[door].fully_shard(model.get_submodule(name), mesh=mesh, **options)
-    return BY_NAME[door].fully_shard(model, mesh=mesh, **options)
+        BY_NAME[api].fully_shard(model.get_submodule(name), mesh=mesh, **options)
+    return BY_NAME[api].fully_shard(model, mesh=mesh, **options)
 
 
 def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
@@ -126,19 +126,17 @@ def _assert_values(found: Mapping[str, Any], expected: Mapping[str, torch.Tensor
 
 
 def _save_after_two_steps(
-    context: RankContext, door: str, optimizer: Optimizer, shape: tuple[int, ...], checkpoint: Path
+    context: RankContext, api: str, optimizer: Optimizer, shape: tuple[int, ...], checkpoint: Path
 ) -> None:
-    model = _sharded(door, _mesh(shape))
+    model = _sharded(api, _mesh(shape))
     optim = optimizer.over(model)
     _train(model, optim, range(2), rank=context.rank, size=context.size)
     state, optim_state = get_state_dict(model, optim)
     save({"model": state, "optim": optim_state}, checkpoint_id=checkpoint)
 
 
-def _load_and_train_the_third(
-    context: RankContext, door: str, optimizer: Optimizer, checkpoint: Path
-) -> None:
-    model = _sharded(door, _mesh((context.size,)), seed=1)
+def _load_and_train_the_third(context: RankContext, api: str, optimizer: Optimizer, checkpoint: Path) -> None:
+    model = _sharded(api, _mesh((context.size,)), seed=1)
     optim = optimizer.over(model)
     state, optim_state = get_state_dict(model, optim)
     loaded: dict[str, Any] = {"model": state, "optim": optim_state}  # Any: the loader fills both in place
@@ -154,16 +152,16 @@ def _load_and_train_the_third(
     ("optimizer", "shape"), [(Optimizer.ADAMW, (4,)), (Optimizer.MOMENTUM, (2, 2))], ids=["flat", "hybrid"]
 )
 def test_a_checkpoint_is_trained_on_in_worlds_of_other_sizes(
-    door: str, optimizer: Optimizer, shape: tuple[int, ...], ranks: Ranks, tmp_path: Path
+    api: str, optimizer: Optimizer, shape: tuple[int, ...], ranks: Ranks, tmp_path: Path
 ) -> None:
     saved = tmp_path / "checkpoint"
-    ranks.run(4, _save_after_two_steps, door, optimizer, shape, saved)
+    ranks.run(4, _save_after_two_steps, api, optimizer, shape, saved)
     for size in (2, 3):
-        ranks.run(size, _load_and_train_the_third, door, optimizer, saved)
+        ranks.run(size, _load_and_train_the_third, api, optimizer, saved)
 
 
-def _load_what_is_incomplete(context: RankContext, door: str) -> None:
-    model = _sharded(door, _mesh((context.size,)))
+def _load_what_is_incomplete(context: RankContext, api: str) -> None:
+    model = _sharded(api, _mesh((context.size,)))
     state = model.state_dict()
     del state["last.bias"]
     with pytest.raises(RuntimeError, match=r"Missing key.*last\.bias"):
@@ -174,15 +172,15 @@ def _load_what_is_incomplete(context: RankContext, door: str) -> None:
 
 
 @each_door
-def test_strict_loading_names_what_is_missing(door: str, ranks: Ranks) -> None:
-    ranks.run(2, _load_what_is_incomplete, door)
+def test_strict_loading_names_what_is_missing(api: str, ranks: Ranks) -> None:
+    ranks.run(2, _load_what_is_incomplete, api)
 
 
 # --- plain state_dict and load_state_dict -------------------------------------------------------------------------
 
 
-def _save_at_every_moment(context: RankContext, door: str, reshard: bool, shape: tuple[int, ...]) -> None:
-    model = _sharded(door, _mesh(shape), reshard_after_forward=reshard)
+def _save_at_every_moment(context: RankContext, api: str, reshard: bool, shape: tuple[int, ...]) -> None:
+    model = _sharded(api, _mesh(shape), reshard_after_forward=reshard)
     before, after = _plain().state_dict(), _oracle(Optimizer.MOMENTUM, 1).state_dict()
     _assert_values(model.state_dict(), before)
     loss = _loss(model, 0, rank=context.rank, size=context.size)
@@ -202,10 +200,10 @@ def _save_at_every_moment(context: RankContext, door: str, reshard: bool, shape:
 @pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=str)
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
 def test_state_dict_gives_shards_at_every_moment(
-    door: str, reshard: bool, shape: tuple[int, ...], ranks: Ranks
+    api: str, reshard: bool, shape: tuple[int, ...], ranks: Ranks
 ) -> None:
     size = torch.Size(shape).numel()
-    ranks.run(size, _save_at_every_moment, door, reshard, shape)
+    ranks.run(size, _save_at_every_moment, api, reshard, shape)
 
 
 class Moment(StrEnum):
@@ -216,11 +214,11 @@ class Moment(StrEnum):
     AFTER_TRAINING = "after training"  # gradients were there, and an optimizer stepped
 
 
-def _load(context: RankContext, door: str, moment: Moment, assign: bool) -> None:
+def _load(context: RankContext, api: str, moment: Moment, assign: bool) -> None:
     mesh, place = _mesh((context.size,)), {"rank": context.rank, "size": context.size}
-    trained = _sharded(door, mesh)
+    trained = _sharded(api, mesh)
     _train(trained, Optimizer.MOMENTUM.over(trained), range(1), **place)
-    model = _sharded(door, mesh, seed=1, reshard_after_forward=False)
+    model = _sharded(api, mesh, seed=1, reshard_after_forward=False)
     if moment is Moment.AFTER_FORWARD:
         with torch.no_grad():
             _loss(model, 5, **place)
@@ -239,22 +237,22 @@ def _load(context: RankContext, door: str, moment: Moment, assign: bool) -> None
 @each_door
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
 @pytest.mark.parametrize("moment", Moment)
-def test_a_loaded_state_is_what_is_trained_on(door: str, moment: Moment, assign: bool, ranks: Ranks) -> None:
-    ranks.run(3, _load, door, moment, assign)
+def test_a_loaded_state_is_what_is_trained_on(api: str, moment: Moment, assign: bool, ranks: Ranks) -> None:
+    ranks.run(3, _load, api, moment, assign)
 
 
-def _load_on_meta(context: RankContext, door: str) -> None:
+def _load_on_meta(context: RankContext, api: str) -> None:
     mesh = _mesh((context.size,))
-    state = {name: value.detach().clone() for name, value in _sharded(door, mesh).state_dict().items()}
+    state = {name: value.detach().clone() for name, value in _sharded(api, mesh).state_dict().items()}
     with torch.device("meta"):
         model = Net().double()
     for module in (model.first, model.last, model):
-        BY_NAME[door].fully_shard(module, mesh=mesh)
+        BY_NAME[api].fully_shard(module, mesh=mesh)
     model.load_state_dict(state, assign=True)
     _train(model, Optimizer.ADAMW.over(model), range(2), rank=context.rank, size=context.size)
     _assert_is(model, _oracle(Optimizer.ADAMW, 2))
 
 
 @each_door
-def test_a_model_on_meta_is_made_real_by_loading(door: str, ranks: Ranks) -> None:
-    ranks.run(3, _load_on_meta, door)
+def test_a_model_on_meta_is_made_real_by_loading(api: str, ranks: Ranks) -> None:
+    ranks.run(3, _load_on_meta, api)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardproof.harness.tracing.ledger import Op, Phase
 from shardproof.harness.worlds.rank import RankContext
-from tests.reference.front_doors import BY_NAME, REFERENCE, each_door
+from tests.reference.apis import BY_NAME, REFERENCE, each_door
 from tests.reference.models import (
     Chain,
     apply_to,
@@ -51,11 +51,11 @@ class Checkpointed(Chain):
         return inputs * self.scale
 
 
-def _recompute(context: RankContext, door: str, is_reentrant: bool) -> dict[Op, int]:
+def _recompute(context: RankContext, api: str, is_reentrant: bool) -> dict[Op, int]:
     """Count a backward's collectives where each unit prefetches the next one in forward."""
     chain = Checkpointed()
     chain.is_reentrant = is_reentrant
-    model = apply_to(chain, BY_NAME[door].fully_shard, reshard_after_forward=True)
+    model = apply_to(chain, BY_NAME[api].fully_shard, reshard_after_forward=True)
     for unit, following in pairwise(model.units):
         unit.set_modules_to_forward_prefetch([following])
     for step in range(2):
@@ -71,10 +71,10 @@ def _recompute(context: RankContext, door: str, is_reentrant: bool) -> dict[Op, 
 
 @each_door
 @pytest.mark.parametrize("is_reentrant", [False, True], ids=["", "reentrant"])
-def test_a_recomputed_forward_prefetches_nothing(is_reentrant: bool, door: str, ranks: Ranks) -> None:
-    if door == "torch" and is_reentrant and not torch.__version__.startswith("2.13."):
+def test_a_recomputed_forward_prefetches_nothing(is_reentrant: bool, api: str, ranks: Ranks) -> None:
+    if api == "torch" and is_reentrant and not torch.__version__.startswith("2.13."):
         pytest.skip("measured with torch 2.13; look again")
     # torch takes a forward that a nested backward recomputes for one of the training (pytorch/pytorch#169349 is near),
     # and gathers a unit whose backward is over.
-    num_more = 2 if door == "torch" and is_reentrant else 0
-    assert ranks.run(2, _recompute, door, is_reentrant) == [{AG: 4 + num_more, RS: 4}] * 2
+    num_more = 2 if api == "torch" and is_reentrant else 0
+    assert ranks.run(2, _recompute, api, is_reentrant) == [{AG: 4 + num_more, RS: 4}] * 2

@@ -65,10 +65,10 @@ def test_a_world_is_read_rank_by_rank(folder: Path) -> None:
     assert [rank.rank for rank in timeline.ranks] == [0, 1]
     for rank in timeline.ranks:
         assert rank.lanes[:2] == (COMPUTE, "all_gather_stream")
-        assert rank.clashes
-        assert {s.unit for s in rank.spells} == {"", "blocks.0", "blocks.1", "blocks.2", "blocks.3"}
-        assert all(s.first.at_ns <= s.last.at_ns for s in rank.spells)
-        assert any(p.landed is not None for p in rank.passages)
+        assert rank.races
+        assert {s.unit for s in rank.unit_spans} == {"", "blocks.0", "blocks.1", "blocks.2", "blocks.3"}
+        assert all(s.first.at_ns <= s.last.at_ns for s in rank.unit_spans)
+        assert any(p.landed is not None for p in rank.collectives)
     assert read_timeline(folder / "nowhere").ranks == ()
 
 
@@ -89,11 +89,11 @@ def test_times_are_microseconds_from_the_first(folder: Path) -> None:
     timeline = _timeline(folder)
     events = trace_events(timeline)
     assert min(e["ts"] for e in events) == 0
-    spell, *_ = timeline.ranks[0].spells
+    unit_span, *_ = timeline.ranks[0].unit_spans
     of_first_rank = min(e["pid"] for e in events)
     slices = [e for e in events if e["ph"] == "X" and e["cat"] == "compute" and e["pid"] == of_first_rank]
     first = min(slices, key=lambda e: e["ts"])
-    assert first["dur"] == pytest.approx((spell.last.at_ns - spell.first.at_ns) / 1000)
+    assert first["dur"] == pytest.approx((unit_span.last.at_ns - unit_span.first.at_ns) / 1000)
 
 
 def test_ends_match_beginnings_and_arrows_start_and_end_in_slices(folder: Path) -> None:
@@ -103,10 +103,10 @@ def test_ends_match_beginnings_and_arrows_start_and_end_in_slices(folder: Path) 
         if event["ph"] in "bestf":
             by_id[event["cat"], _identifier(event)].append(event)
     assert {cat for cat, _ in by_id} == {"collective", "flight", "ranks", "race"}
-    for told in by_id.values():
-        kinds = "".join(e["ph"] for e in told)
+    for reported in by_id.values():
+        kinds = "".join(e["ph"] for e in reported)
         assert kinds in {"be", "sf"} or set(kinds[1:-1]) == {"t"}, kinds
-        assert len({e["name"] for e in told}) == 1
+        assert len({e["name"] for e in reported}) == 1
     slices = [(e["pid"], e["tid"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
     for event in (e for e in events if e["ph"] in "stf"):
         place = (event["pid"], event["tid"])
@@ -134,23 +134,23 @@ def _crowded(timeline: Timeline) -> Timeline:
     def at_once(moment: TimePoint) -> TimePoint:
         return replace(moment, at_ns=moment.place)
 
-    def spell(it: UnitSpan) -> UnitSpan:
+    def unit_span(it: UnitSpan) -> UnitSpan:
         return replace(it, first=at_once(it.first), last=at_once(it.last))
 
-    def passage(it: CollectiveSpan) -> CollectiveSpan:
+    def collective(it: CollectiveSpan) -> CollectiveSpan:
         return replace(it, issued=at_once(it.issued), landed=it.landed and at_once(it.landed))
 
-    def clash(it: RaceMark) -> RaceMark:
+    def mark(it: RaceMark) -> RaceMark:
         return replace(it, first=at_once(it.first), second=at_once(it.second))
 
     return Timeline(
         ranks=tuple(
             replace(
                 rank,
-                phases=tuple(map(spell, rank.phases)),
-                spells=tuple(map(spell, rank.spells)),
-                passages=tuple(map(passage, rank.passages)),
-                clashes=tuple(map(clash, rank.clashes)),
+                phases=tuple(map(unit_span, rank.phases)),
+                unit_spans=tuple(map(unit_span, rank.unit_spans)),
+                collectives=tuple(map(collective, rank.collectives)),
+                races=tuple(map(mark, rank.races)),
             )
             for rank in timeline.ranks
         )
@@ -158,10 +158,10 @@ def _crowded(timeline: Timeline) -> Timeline:
 
 
 @pytest.mark.parametrize("told", [lambda t: t, _crowded], ids=["as_it_was", "crowded"])
-def test_slices_of_a_thread_nest(folder: Path, told: Callable[[Timeline], Timeline]) -> None:
+def test_slices_of_a_thread_nest(folder: Path, reported: Callable[[Timeline], Timeline]) -> None:
     """Viewers drop a slice that begins inside another and ends after it."""
     threads: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for event in trace_events(told(_timeline(folder))):
+    for event in trace_events(reported(_timeline(folder))):
         if event["ph"] == "X":
             first, last = (round(1000 * us) for us in (event["ts"], event["ts"] + event["dur"]))
             threads[event["tid"]].append((first, last))
@@ -176,8 +176,8 @@ def test_slices_of_a_thread_nest(folder: Path, told: Callable[[Timeline], Timeli
 def test_both_touches_of_each_race_are_marked(folder: Path) -> None:
     timeline = _timeline(folder)
     instants = [e for e in trace_events(timeline) if e["ph"] == "i"]
-    assert len(instants) == 2 * sum(len(rank.clashes) for rank in timeline.ranks)
-    assert {e["args"]["race"] for e in instants} == {str(c.race) for r in timeline.ranks for c in r.clashes}
+    assert len(instants) == 2 * sum(len(rank.races) for rank in timeline.ranks)
+    assert {e["args"]["race"] for e in instants} == {str(c.race) for r in timeline.ranks for c in r.races}
 
 
 def test_the_same_collective_is_in_the_same_column_of_every_rank(folder: Path) -> None:
@@ -185,12 +185,12 @@ def test_the_same_collective_is_in_the_same_column_of_every_rank(folder: Path) -
     layout = lay_out(timeline)
     columns = defaultdict(set)
     for rank in timeline.ranks:
-        places = [s.first.place for s in rank.spells]
+        places = [s.first.place for s in rank.unit_spans]
         assert [layout.column(rank.rank, p) for p in sorted(places)] == sorted(
             layout.column(rank.rank, p) for p in places
         )
-        for passage in rank.passages:
-            columns[passage.key].add(layout.column(rank.rank, passage.issued.place))
+        for collective in rank.collectives:
+            columns[collective.key].add(layout.column(rank.rank, collective.issued.place))
     assert columns
     assert all(len(found) == 1 for found in columns.values())
 
@@ -198,7 +198,7 @@ def test_the_same_collective_is_in_the_same_column_of_every_rank(folder: Path) -
 def test_ranks_that_disagree_are_drawn_all_the_same(folder: Path) -> None:
     timeline = _timeline(folder).of_step(1)
     one, other = timeline.ranks
-    part = Timeline(ranks=(one, replace(other, passages=other.passages[3:])))
+    part = Timeline(ranks=(one, replace(other, collectives=other.collectives[3:])))
     assert lay_out(part).width > 0
     assert lay_out(Timeline(ranks=(one,))).width > 0
 
@@ -247,10 +247,10 @@ def test_the_command_writes_the_trace(
     assert (
         main(["timeline", str(tmp_path / "run"), "--case", "test_it", "--rank", "1", "--out", str(out)]) == 0
     )
-    told = json.loads(out.read_text())
-    names = [e["args"]["name"] for e in told["traceEvents"] if e["name"] == "process_name"]
+    reported = json.loads(out.read_text())
+    names = [e["args"]["name"] for e in reported["traceEvents"] if e["name"] == "process_name"]
     assert names == ["rank 1"]
-    assert len({e["pid"] for e in told["traceEvents"]}) == 1
+    assert len({e["pid"] for e in reported["traceEvents"]}) == 1
     assert "race(s)" in capsys.readouterr().out
     assert main(["timeline", str(tmp_path / "run"), "--case", "test_if"]) == 2
     assert "try --case 'races/x.py::test_it[one]'" in capsys.readouterr().err

@@ -133,14 +133,14 @@ def _select(monkeypatch: pytest.MonkeyPatch, call: Callable[[], int]) -> list[in
     """Let a run call this instead of pytest; returns the exit codes that it concluded from."""
     concluded: list[int] = []
 
-    def conclude(out: Path, code: int, _render: object) -> int:
+    def code_of_run(out: Path, code: int, _render: object) -> int:
         if not concluded:
             os.kill(os.getpid(), signal.SIGINT)
         concluded.append(code)
         return 0
 
     monkeypatch.setattr(commands, "call_pytest", lambda *arguments: call())
-    monkeypatch.setattr(commands, "conclude", conclude)
+    monkeypatch.setattr(commands, "code_of_run", code_of_run)
     return concluded
 
 

@@ -19,7 +19,7 @@ from shardproof.harness.cases.training import Schedule, Training, Watch
 from shardproof.harness.cli.main import main
 from shardproof.harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor
 from shardproof.harness.runner.options import RunOptions
-from shardproof.harness.runner.schedules import explore, load_schedules
+from shardproof.harness.runner.schedules import load_schedules, run_schedules
 from shardproof.harness.training.rank_body import drive_rank
 from shardproof.harness.worlds.launch import World, launch
 from shardproof.harness.worlds.rank import RankContext, journal_path
@@ -127,9 +127,9 @@ def test_exploring_finds_the_seed_and_says_how_to_come_back(tmp_path: Path) -> N
 
 
 def test_schedules_that_come_to_the_same_are_kept_once(tmp_path: Path) -> None:
-    explore(THREADS, range(4), drive_rank, TRAINING, "torch.ddp", folder=tmp_path / "honest")
+    run_schedules(THREADS, range(4), drive_rank, TRAINING, "torch.ddp", folder=tmp_path / "honest")
     assert [s.seed for s in load_schedules(tmp_path / "honest")] == [0]
-    explore(THREADS, range(4), drive_rank, TRAINING, ARRIVAL.engine, folder=tmp_path / "mutant")
+    run_schedules(THREADS, range(4), drive_rank, TRAINING, ARRIVAL.engine, folder=tmp_path / "mutant")
     assert SEED_THAT_FAILS in [s.seed for s in load_schedules(tmp_path / "mutant")]
 
 
@@ -140,7 +140,7 @@ def _fails_under_seed_2(context: RankContext, training: Training) -> str | None:
 
 
 def test_exploring_stops_where_a_world_ends_badly(tmp_path: Path) -> None:
-    explore(THREADS, range(5), _fails_under_seed_2, TRAINING, folder=tmp_path)
+    run_schedules(THREADS, range(5), _fails_under_seed_2, TRAINING, folder=tmp_path)
     assert [s.seed for s in load_schedules(tmp_path)] == [0, 2]
     assert not load_schedules(tmp_path)[1].kept.result.is_clean
 

@@ -166,9 +166,9 @@ def _all_reduce(tensor: torch.Tensor, group: str = "world", *, is_async: bool = 
     return made_call(Op.ALL_REDUCE, whole, whole, group_name=group, is_async=is_async)
 
 
-def _by_nccl(watch: CudaRaceWatch, call: Call, carrier: int = NCCL) -> tuple[Clock | None, ToldEvent]:
-    """Issue a call as nccl carries it; give what the door would tell a wait by, and the event of its end."""
-    stream = ToldStream(handle=carrier)
+def _by_nccl(watch: CudaRaceWatch, call: Call, transport: int = NCCL) -> tuple[Clock | None, ToldEvent]:
+    """Issue a call as nccl carries it; return what the interceptor knows a wait by, and the event of its end."""
+    stream = ToldStream(handle=transport)
     done = watch.issued(call)
     stream.wait_stream(torch.cuda.current_stream())
     end = stream.record_event()
@@ -196,7 +196,7 @@ def _waits_for_the_wrong_one(watch: CudaRaceWatch, done: Clock | None, end: Told
         (_waits_for_the_wrong_one, [(RAW, "all_reduce", "sum")]),
         (lambda watch, done, end: None, [(RAW, "all_reduce", "sum")]),
     ],
-    ids=["door", "c++", "wrong", "none"],
+    ids=["interceptor", "c++", "wrong", "none"],
 )
 def test_the_result_of_a_collective_is_waited_for(
     wait: Callable[[CudaRaceWatch, Clock | None, ToldEvent], None], expected: Found
@@ -228,10 +228,10 @@ def test_an_earlier_event_of_the_carrier_is_no_wait_for_a_later_collective() -> 
 def test_collectives_of_one_group_are_in_order_and_those_of_two_are_not(group: str, expected: Found) -> None:
     def body(watch: CudaRaceWatch) -> None:
         tensor = torch.ones(4)
-        carrier = {"world": NCCL, "pairs": NCCL + 1}
-        _by_nccl(watch, _all_reduce(torch.ones(4), group), carrier[group])
+        transport = {"world": NCCL, "pairs": NCCL + 1}
+        _by_nccl(watch, _all_reduce(torch.ones(4), group), transport[group])
         _by_nccl(watch, _all_reduce(tensor), NCCL)
-        _by_nccl(watch, _all_reduce(tensor, group), carrier[group])
+        _by_nccl(watch, _all_reduce(tensor, group), transport[group])
 
     kinds = {(first, second) for _, first, second in _races(body)}
     assert kinds == {(first, second) for _, first, second in expected}

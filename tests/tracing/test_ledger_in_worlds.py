@@ -1,4 +1,4 @@
-"""What the door writes down of real engines: beside CommDebugMode where that works, and right where it does not."""
+"""What is recorded of real engines: beside CommDebugMode where that works, and right where it does not."""
 
 from __future__ import annotations
 

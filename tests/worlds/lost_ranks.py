@@ -36,7 +36,7 @@ class _PreparedHang(_PreparedDeath):
 
 class _PreparedLauncherDeath(_PreparedDeath):
     def lose(self) -> None:
-        """Kill the process that the launcher started, above the fork server and its keeper; the first time only."""
+        """Kill the process that the launcher started, above the fork server and its reaper; the first time only."""
         try:
             Path(os.environ["TMPDIR"], "lost").touch(exist_ok=False)
         except FileExistsError:

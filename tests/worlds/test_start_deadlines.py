@@ -79,10 +79,10 @@ def test_a_stopped_server_costs_one_deadline_and_is_replaced(server: int) -> Non
 def test_a_server_that_is_stopped_in_its_imports_has_no_minute(server: int) -> None:
     end_server()
     forkserver._ensure_server()
-    keeper = forkserver._pid()
-    assert keeper is not None
+    reaper = forkserver._pid()
+    assert reaper is not None
     limit = time.monotonic() + SOON_S
-    while not (found := below(keeper)):
+    while not (found := below(reaper)):
         assert time.monotonic() < limit
     os.kill(found[0].pid, signal.SIGSTOP)
     begun = time.monotonic()
@@ -102,7 +102,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.skipif(not can_adopt(), reason="there is no keeper without a subreaper")
+@pytest.mark.skipif(not can_adopt(), reason="there is no reaper without a subreaper")
 def test_a_server_whose_session_ended_before_it_began_ends_in_its_imports(tmp_path: Path) -> None:
     (tmp_path / "takes_long.py").write_text("import time; time.sleep(120)")
     path = os.pathsep.join([str(tmp_path), *sys.path])
@@ -110,10 +110,10 @@ def test_a_server_whose_session_ended_before_it_began_ends_in_its_imports(tmp_pa
     said = tmp_path / "said"
     with said.open("wb") as file:  # a pipe would be open as long as the server is
         subprocess.run(script, env={**os.environ, "PYTHONPATH": path}, stdout=file, check=False)
-    keeper, limit = int(said.read_text()), time.monotonic() + 30.0
-    while not has_ended(keeper) and time.monotonic() < limit:
+    reaper, limit = int(said.read_text()), time.monotonic() + 30.0
+    while not has_ended(reaper) and time.monotonic() < limit:
         time.sleep(0.05)
-    assert has_ended(keeper)
+    assert has_ended(reaper)
 
 
 def test_a_world_on_a_stopped_server_is_our_error(server: int, tmp_path: Path) -> None:
@@ -135,22 +135,22 @@ def test_a_server_that_stops_during_a_case_is_not_the_ranks_fault(server: int, t
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_server_that_ends_is_replaced_whatever_its_keeper_does(server: int, number: signal.Signals) -> None:
-    keeper = parent_of(server)
-    assert keeper is not None
-    os.kill(keeper, number)
+    reaper = parent_of(server)
+    assert reaper is not None
+    os.kill(reaper, number)
     if number is signal.SIGSTOP:
         os.kill(server, signal.SIGKILL)
     assert ask(60.0, 10, _answer) == b"here"
-    assert has_ended(keeper)
+    assert has_ended(reaper)
     assert has_ended(server)
 
 
 def test_a_process_that_lost_server_and_keeper_is_ended(server: int) -> None:
     process = started(_wait, limit_s=60.0)
-    pid, keeper = process.pid, parent_of(server)
+    pid, reaper = process.pid, parent_of(server)
     assert pid is not None
-    assert keeper is not None
-    os.kill(keeper, signal.SIGKILL)
+    assert reaper is not None
+    os.kill(reaper, signal.SIGKILL)
     process.join(SOON_S)
     assert process.exitcode == STATUS_WITHOUT_SERVER
     assert not has_ended(pid)
@@ -170,10 +170,10 @@ def _threads() -> bytes:
 
 
 def test_a_signal_to_the_group_of_the_session_reaches_no_server(server: int) -> None:
-    keeper = parent_of(server)
-    assert keeper is not None
-    assert os.getpgid(server) == os.getpgid(keeper) != os.getpgid(0)
-    assert forkserver._pid() == keeper
+    reaper = parent_of(server)
+    assert reaper is not None
+    assert os.getpgid(server) == os.getpgid(reaper) != os.getpgid(0)
+    assert forkserver._pid() == reaper
 
 
 def test_an_engine_that_never_answers_is_named_at_the_deadline(

@@ -212,7 +212,7 @@ def test_nothing_outlives_a_session_that_is_killed(
     child = int((tmp_path / "child").read_text())
     assert list(temporary.glob("pymp-*"))
     session.send_signal(number)
-    session.communicate()  # the keeper, the server and the ranks hold its standard error: all have ended
+    session.communicate()  # the reaper, the server and the ranks hold its standard error: all have ended
     assert has_ended(child)
     assert list(temporary.glob("pymp-*")) == []
 

@@ -1,4 +1,4 @@
-"""The wrapper front door: ``FullyShardedDataParallel``, with the interface of torch's class of that name."""
+"""The wrapper: ``FullyShardedDataParallel``, with the interface of torch's class of that name."""
 
 from __future__ import annotations
 

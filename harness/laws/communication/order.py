@@ -145,20 +145,20 @@ class Order:
         return rule(self.name, broken, held=f"in order on every rank in {len(moments)} microbatches")
 
     def _happened(self, observation: Observation, evidence: Evidence) -> Sequence[Entry | TraceEvent]:
-        """Return what is asked for in order; without a course, which tells of frees alone, the calls by themselves."""
+        """Return what is asked for in order; without events, which alone show frees, the calls by themselves."""
         picked = [e for e in pick(self.select, observation.ledger, evidence) if self._is_asked(e)]
         if not self._asks_for(Reshards):
             return picked
         by_seq: dict[int | None, Entry] = {entry.seq: entry for entry in picked}
         return [
-            mark if mark.what is EventKind.RESHARDED else by_seq[mark.seq]
-            for mark in observation.course
-            if (mark.what is EventKind.RESHARDED and self._covers(mark))
-            or (mark.what is EventKind.ISSUED and mark.seq in by_seq)
+            event if event.what is EventKind.RESHARDED else by_seq[event.seq]
+            for event in observation.events
+            if (event.what is EventKind.RESHARDED and self._covers(event))
+            or (event.what is EventKind.ISSUED and event.seq in by_seq)
         ]
 
-    def _covers(self, mark: TraceEvent) -> bool:
-        return not self.select.phases or mark.phase in self.select.phases
+    def _covers(self, event: TraceEvent) -> bool:
+        return not self.select.phases or event.phase in self.select.phases
 
     def _is_asked(self, entry: Entry) -> bool:
         kind = _KINDS.get(entry.op)

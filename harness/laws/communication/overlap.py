@@ -27,10 +27,17 @@ from shardproof.harness.laws.communication.order import group_of, mistakable, sp
 from shardproof.harness.laws.communication.select import LoopStep, Per, Select
 from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.records.observation import Observation
-from shardproof.harness.tracing.events import ComputeSpan, EventKind, Flight, TraceEvent, flights, stretches
+from shardproof.harness.tracing.events import (
+    ComputeSpan,
+    EventKind,
+    InFlight,
+    TraceEvent,
+    collectives_in_flight,
+    compute_spans,
+)
 from shardproof.harness.tracing.ledger import Entry, Ledger, Op, Phase
 
-_NO_COURSE = "expected to see units compute, got no course of it"
+_NO_EVENTS = "expected to see units compute, got no events"
 _NO_WATCH = "expected a watch over streams, got none; try watch=frozenset({Watch.RACES})"
 
 
@@ -60,9 +67,9 @@ class Overlaps:
             picked = pick(self.select, observation.ledger, evidence)
             if not picked:
                 broken.append(f"rank {observation.rank}: expected {self.select}, got none")
-            if not observation.course:
-                broken.append(f"rank {observation.rank}: {_NO_COURSE}")
-            spans = [s for s in stretches(observation.course) if s.unit != ROOT]
+            if not observation.events:
+                broken.append(f"rank {observation.rank}: {_NO_EVENTS}")
+            spans = [s for s in compute_spans(observation.events) if s.unit != ROOT]
             hidden = _hidden(observation, spans)
             exposed = [entry for entry in picked if entry.seq not in hidden]
             num_seen, num_exposed = num_seen + len(picked), num_exposed + len(exposed)
@@ -101,9 +108,9 @@ class OverlapsBackward:
         num_hidden, num_seen = 0, 0
         for observation in evidence.ranks if evidence.world_size > 1 else ():
             picked = pick(self.select, observation.ledger, evidence)
-            spans = [s for s in stretches(observation.course) if s.unit != ROOT and s.is_backward]
+            spans = [s for s in compute_spans(observation.events) if s.unit != ROOT and s.is_backward]
             if not spans:
-                broken.append(f"rank {observation.rank}: {_NO_COURSE}")
+                broken.append(f"rank {observation.rank}: {_NO_EVENTS}")
             hidden = _hidden(observation, spans)
             num_seen += len(picked)
             num_hidden += sum(entry.seq in hidden for entry in picked)
@@ -132,13 +139,18 @@ class OverlapsBackward:
 
 def _hidden(observation: Observation, spans: Sequence[ComputeSpan]) -> set[int]:
     """Return the numbers of the collectives that are in flight during one of these spans."""
-    return {flight.seq for flight in flights(observation.course) if _is_hidden(flight, spans)}
+    return {
+        in_flight.seq
+        for in_flight in collectives_in_flight(observation.events)
+        if _is_hidden(in_flight, spans)
+    }
 
 
-def _is_hidden(flight: Flight, spans: Sequence[ComputeSpan]) -> bool:
+def _is_hidden(in_flight: InFlight, spans: Sequence[ComputeSpan]) -> bool:
     # A collective that is never waited for is in flight to the end; another law covers it.
     return any(
-        flight.issued < span.first and (flight.landed is None or span.last <= flight.landed) for span in spans
+        in_flight.issued < span.first and (in_flight.landed is None or span.last <= in_flight.landed)
+        for span in spans
     )
 
 
@@ -170,7 +182,7 @@ class PrefetchDistance:
             for moment in moments:
                 turns = list(_turns(observation, moment, self.phase, groups, evidence))
                 if all(turn.unit == ROOT for turn in turns):
-                    broken.append(f"rank {observation.rank} {moment}: {_NO_COURSE} of any that was gathered")
+                    broken.append(f"rank {observation.rank} {moment}: {_NO_EVENTS} of any that was gathered")
                 most = max([most, *(len(turn.ahead) for turn in turns)])
                 broken += [
                     f"rank {observation.rank} {moment}: {text}" for text in self._breaches(turns, evidence)
@@ -222,18 +234,18 @@ def _turns(
     begins = EventKind.COMPUTES if phase is Phase.FORWARD else EventKind.GRADES
     gathered: dict[str, None] = {}
     begun: set[str] = set()
-    for mark in observation.course:
-        if mark.what is EventKind.ISSUED and mark.seq in carried:
-            gathered[carried[mark.seq]] = None
-        elif _begins(mark, begins, moment, phase):
-            unit = unit_with.get(mark.unit or "")
+    for event in observation.events:
+        if event.what is EventKind.ISSUED and event.seq in carried:
+            gathered[carried[event.seq]] = None
+        elif _begins(event, begins, moment, phase):
+            unit = unit_with.get(event.unit or "")
             if unit is not None and unit in carried.values() and unit not in begun:
                 begun.add(unit)
                 yield _Turn(unit=unit, ahead=tuple(u for u in gathered if u not in begun))
 
 
-def _begins(mark: TraceEvent, what: EventKind, moment: LoopStep, phase: Phase) -> bool:
-    return mark.what is what and mark.phase is phase and moment.holds(mark)
+def _begins(event: TraceEvent, what: EventKind, moment: LoopStep, phase: Phase) -> bool:
+    return event.what is what and event.phase is phase and moment.holds(event)
 
 
 def _named(group: UnitParameters | None) -> str:

@@ -146,7 +146,7 @@ def _barrier(a: Arguments, rank: int, size: int) -> CollectiveTensors:
     return CollectiveTensors()
 
 
-SPELLINGS: Mapping[str, CollectiveSchema] = {
+SCHEMAS: Mapping[str, CollectiveSchema] = {
     "allreduce_": CollectiveSchema(op=Op.ALL_REDUCE, exchanged=_all_reduce, returned="tensors"),
     "allreduce_coalesced_": CollectiveSchema(op=Op.ALL_REDUCE, exchanged=_all_reduce),
     "broadcast_": CollectiveSchema(op=Op.BROADCAST, exchanged=_broadcast, returned="tensors"),

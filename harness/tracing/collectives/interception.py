@@ -4,7 +4,7 @@
 reaches its backend through an operator of the ``c10d`` namespace. Kernels of ours before the backends' own, of
 those few operators, see all of them, in any thread and any autograd mode, and cost nothing per ordinary operator,
 where a dispatch mode costs Python time for each of them. The backend's kernel is called from there, so gloo and
-nccl do exactly what they did; in the threads world a carrier of ours takes its place.
+nccl do exactly what they did; in the threads world a transport of ours takes its place.
 
 [Note: the GIL] A backend's kernel must run without the GIL, as it does when torch calls it. gloo's own threads
 let go of works, and so of Python objects, while they hold the lock that its kernels take: a thread that came to that
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from shardproof.harness.torch_compat.dispatch import are_of_meta, kernels_before_backends
 from shardproof.harness.torch_compat.private_names import optional
-from shardproof.harness.tracing.collectives.c10d_ops import SPELLINGS, CollectiveSchema, process_group
+from shardproof.harness.tracing.collectives.c10d_ops import SCHEMAS, CollectiveSchema, process_group
 from shardproof.harness.tracing.collectives.call import Call, short_name
 from shardproof.harness.tracing.collectives.call_site import call_site
 from shardproof.harness.tracing.collectives.futures import late_futures
@@ -38,7 +38,7 @@ _REDUCE_OP_NAMES = {op: name.lower() for name, op in dist.ReduceOp.RedOpType.__m
 class CollectiveTransport(Protocol):
     """What moves the data of a call; the backend itself where there is none."""
 
-    def carry(self, call: Call, on_harm: Callable[[ViolationKind, str], None] | None) -> dist.Work:
+    def start(self, call: Call, on_violation: Callable[[ViolationKind, str], None] | None) -> dist.Work:
         """Start the call and return its work; a synchronous call is complete on return.
 
         ``on_harm`` receives, with the site, what was done to the buffers of an asynchronous one too early.
@@ -48,7 +48,7 @@ class CollectiveTransport(Protocol):
 class CollectiveObserver(Protocol):
     """Receives calls, and waits for them, besides the recorder."""
 
-    # Any: whatever the listener knows a call by.
+    # Any: whatever the observer knows a call by.
     def issued(self, call: Call, seq: int) -> Any:
         """Record a call before it starts; what it returns is handed back at the wait.
 
@@ -56,46 +56,46 @@ class CollectiveObserver(Protocol):
         """
 
     def handed_over(self) -> None:
-        """Record that what carries the call issued last on this thread has been given it, or is done with it."""
+        """Record that the transport of the call issued last on this thread has the call, or is done with it."""
 
     def waited(self, issued: Any) -> None:
         """Record a wait, of which there may be several for one call."""
 
 
-def _no_observer() -> CollectiveObserver | None:
+def _nothing() -> CollectiveObserver | None:
     return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interceptor:
-    """The recorder of calls made on this thread, other listeners, the carrier of a call, and the ranks of a group.
+    """The recorder of calls made on this thread, another observer, the transport, and the ranks of a group.
 
     ``is_split`` has flat buffers cut into a piece for each rank, which takes long where there are thousands.
     """
 
     recorder: Callable[[], Recorder | None]
     ranks_of: Callable[[dist.ProcessGroup], tuple[int, ...]]
-    carrier: CollectiveTransport | None = None
-    listener: Callable[[], CollectiveObserver | None] = _no_observer
+    transport: CollectiveTransport | None = None
+    observer: Callable[[], CollectiveObserver | None] = _nothing
     is_split: bool = True
 
 
 @contextmanager
-def standing_in_c10d(door: Interceptor) -> Iterator[None]:
+def standing_in_c10d(interceptor: Interceptor) -> Iterator[None]:
     """Stand before the backends' kernels of all c10d operators, of whatever device, until exit.
 
-    Process-wide: ranks that are threads share one door, and ``door.recorder`` tells them apart.
+    Process-wide: ranks that are threads share one interceptor, and its ``recorder`` distinguishes them.
     """
     works = Works()
-    kernels = {name: partial(_untraced, name, spelling, door, works) for name, spelling in SPELLINGS.items()}
+    kernels = {name: partial(_untraced, name, schema, interceptor, works) for name, schema in SCHEMAS.items()}
     with late_futures, kernels_before_backends("c10d", kernels):
         yield
 
 
 # Any: a kernel, as the dispatcher calls it.
-def _untraced(name: str, spelling: CollectiveSchema, door: Interceptor, works: Works, go_on: Any) -> Any:
+def _untraced(name: str, schema: CollectiveSchema, interceptor: Interceptor, works: Works, go_on: Any) -> Any:
     """Make a kernel that compilers leave alone: an engine's collective may be called inside a compiled forward."""
-    kernel = _Kernel(name, spelling, door, works, go_on)
+    kernel = _Kernel(name, schema, interceptor, works, go_on)
     dynamo = optional("torch._dynamo")
     return kernel if dynamo is None else dynamo.disable(kernel.__call__)
 
@@ -105,11 +105,11 @@ class _Kernel:
 
     # Any: calls the kernel of the backend.
     def __init__(
-        self, name: str, spelling: CollectiveSchema, door: Interceptor, works: Works, go_on: Any
+        self, name: str, schema: CollectiveSchema, interceptor: Interceptor, works: Works, go_on: Any
     ) -> None:
-        self._spelling = spelling
+        self._schema = schema
         self._go_on = go_on
-        self._door = door
+        self._interceptor = interceptor
         self._works = works
         arguments = getattr(torch.ops.c10d, name).default._schema.arguments
         self._names = tuple(a.name for a in arguments)
@@ -117,67 +117,67 @@ class _Kernel:
 
     # Any: boxed arguments and results; the operator's schema fixes them, not Python.
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder = self._door.recorder()
-        if (recorder is None and self._door.carrier is None) or are_of_meta(keyset):
+        recorder = self._interceptor.recorder()
+        if (recorder is None and self._interceptor.transport is None) or are_of_meta(keyset):
             return self._go_on(keyset, *args, **kwargs)
         # The dispatcher leaves trailing defaults out.
         arguments = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
-        call = _read(self._spelling, arguments, self._door)
+        call = _read(self._schema, arguments, self._interceptor)
         seq = -1 if recorder is None else recorder.issued(_summary(call))
-        hearing = self._announce(call, recorder, seq)
+        observers = self._announce(call, recorder, seq)
         inner: dist.Work | None
-        if self._door.carrier is not None:
-            inner = self._door.carrier.carry(
-                call, None if recorder is None else partial(recorder.harmed, seq)
+        if self._interceptor.transport is not None:
+            inner = self._interceptor.transport.start(
+                call, None if recorder is None else partial(recorder.record_violation, seq)
             )
         else:
             inner = _work_in(self._go_on(keyset, *args, **kwargs))
-        hearing.handed_over()
-        if not self._spelling.returns_work or inner is None:
-            hearing.waits(is_over=True)
+        observers.handed_over()
+        if not self._schema.returns_work or inner is None:
+            observers.waits(is_over=True)
             return None
         outputs = [tensor for piece in call.outputs for tensor in piece]
-        boxed = self._works.watch(inner, hearing, _valuer(self._door, call.device), outputs).boxed()
-        return boxed if self._spelling.returned is None else (arguments[self._spelling.returned], boxed)
+        boxed = self._works.watch(inner, observers, _valuer(self._interceptor, call.device), outputs).boxed()
+        return boxed if self._schema.returned is None else (arguments[self._schema.returned], boxed)
 
-    def _announce(self, call: Call, recorder: Recorder | None, seq: int) -> _Hearing:
-        """Report a call to the listener before it starts; return what receives the waits for it."""
-        listener = self._door.listener()
-        issued = None if listener is None else listener.issued(call, seq)
-        return _Hearing(recorder, seq, listener, issued)
+    def _announce(self, call: Call, recorder: Recorder | None, seq: int) -> _Observers:
+        """Report a call to the observer before it starts; return what receives the waits for it."""
+        observer = self._interceptor.observer()
+        issued = None if observer is None else observer.issued(call, seq)
+        return _Observers(recorder, seq, observer, issued)
 
 
-class _Hearing:
-    """The recorder and the listener, as they know one call."""
+class _Observers:
+    """The recorder and the observer of one call."""
 
-    # Any: whatever the listener knows the call by.
+    # Any: whatever the observer knows the call by.
     def __init__(
-        self, recorder: Recorder | None, seq: int, listener: CollectiveObserver | None, issued: Any
+        self, recorder: Recorder | None, seq: int, observer: CollectiveObserver | None, issued: Any
     ) -> None:
         self._recorder = recorder
         self._seq = seq
-        self._listener = listener
+        self._observer = observer
         self._issued = issued
 
     def handed_over(self) -> None:
-        if self._listener is not None:
-            self._listener.handed_over()
+        if self._observer is not None:
+            self._observer.handed_over()
 
     def waits(self, *, is_over: bool | None) -> None:
         if self._recorder is not None:
             self._recorder.waited(self._seq, is_over=is_over)
-        if self._listener is not None:
-            self._listener.waited(self._issued)
+        if self._observer is not None:
+            self._observer.waited(self._issued)
 
     def over(self) -> None:
         if self._recorder is not None:
             self._recorder.over(self._seq)
 
 
-def _valuer(door: Interceptor, device: torch.device) -> Valuer | None:
+def _valuer(interceptor: Interceptor, device: torch.device) -> Valuer | None:
     if device.type != "cpu":
         return None
-    return _value_of_own_future if door.carrier is None else _outputs
+    return _value_of_own_future if interceptor.transport is None else _outputs
 
 
 # Any: the list of a work's outputs.
@@ -195,15 +195,15 @@ def _work_in(result: Any) -> dist.Work | None:
     return dist.Work.unbox(boxed) if isinstance(boxed, torch.ScriptObject) else None
 
 
-def _read(spelling: CollectiveSchema, a: dict[str, Any], door: Interceptor) -> Call:
+def _read(schema: CollectiveSchema, a: dict[str, Any], interceptor: Interceptor) -> Call:
     group = process_group(a)
-    ranks = door.ranks_of(group)
-    exchanged = spelling.exchanged(a, group.rank(), len(ranks) if door.is_split else 1)
+    ranks = interceptor.ranks_of(group)
+    exchanged = schema.exchanged(a, group.rank(), len(ranks) if interceptor.is_split else 1)
     reduce_op = dist.ReduceOp.RedOpType(a["reduce_op"].op()) if "reduce_op" in a else None
     timeout_ms = a.get("timeout", -1)
     first = next((t for piece in (*exchanged.inputs, *exchanged.outputs) for t in piece), None)
     return Call(
-        op=spelling.op,
+        op=schema.op,
         group=group,
         group_name=group.group_name,
         ranks=ranks,

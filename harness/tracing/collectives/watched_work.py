@@ -1,4 +1,4 @@
-"""The works that the door hands out: they report waits, and stay as long as a wait may come."""
+"""The works that an interceptor returns: they report waits, and stay as long as a wait may come."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class WatchedWork(dist.Work):
     def __init__(
         self,
         inner: dist.Work,
-        hearing: WaitObserver,
+        observer: WaitObserver,
         works: Works,
         valuer: Valuer | None,
         outputs: Sequence[torch.Tensor],
@@ -49,7 +49,7 @@ class WatchedWork(dist.Work):
         # C++ may ask a work for single numbers when it is over and all others have let go of them, as DDP's join does.
         self._numbers = [*outputs] if sum(t.numel() for t in outputs) == 1 else None
         self._inner = inner
-        self._hearing = hearing
+        self._observer = observer
         self._works = works
         self._valuer = valuer
         self._is_over = False
@@ -126,11 +126,11 @@ class WatchedWork(dist.Work):
         return self._inner._source_rank()
 
     def _begin(self, *, is_over: bool | None) -> None:
-        self._hearing.waits(is_over=is_over)
+        self._observer.waits(is_over=is_over)
         self._works.waited(self)
 
     def _end(self) -> None:
-        self._hearing.over()
+        self._observer.over()
         self._is_over = True
         if self._numbers is not None:
             with inside_backend():  # copies, which no census counts: the engine's own it may let go of
@@ -154,7 +154,7 @@ class Works:
     def watch(
         self,
         inner: dist.Work,
-        hearing: WaitObserver,
+        observer: WaitObserver,
         valuer: Valuer | None,
         outputs: Sequence[torch.Tensor] = (),
     ) -> WatchedWork:
@@ -162,7 +162,7 @@ class Works:
         if valuer is None:  # of a device, where futures are taken that are not over
             for kept in tuple(self._kept):
                 kept.let_go()
-        work = WatchedWork(inner, hearing, self, valuer, outputs)
+        work = WatchedWork(inner, observer, self, valuer, outputs)
         self._waiting[id(work)] = work
         return work
 

@@ -98,16 +98,16 @@ class Census:
         if self._recorder.phase is Phase.OBSERVE:
             return
         if isinstance(result, torch.Tensor):  # nearly always
-            self._meet(result, operator)
+            self._note(result, operator)
             return
         for tensor in _tensors(result):
-            self._meet(tensor, operator)
+            self._note(tensor, operator)
 
     def holds(self, tensors: Iterable[torch.Tensor]) -> None:
         """Leave out the storages of tensors that the user holds."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if (seen := self._meet(local, "unknown")) is not None:
+            if (seen := self._note(local, "unknown")) is not None:
                 seen.is_users = True
 
     def take(self, step: int, moment: CensusTime, explained: Callable[[], int]) -> None:
@@ -146,7 +146,7 @@ class Census:
         gc.collect()
         return self._in_use() - self._base - self.observed_bytes
 
-    def _meet(self, tensor: torch.Tensor, operator: str) -> _Seen | None:
+    def _note(self, tensor: torch.Tensor, operator: str) -> _Seen | None:
         if tensor.layout is not torch.strided or tensor.is_meta:
             return None
         storage = tensor.untyped_storage()

@@ -99,7 +99,7 @@ class CudaRaceWatch(RaceDetector):
     def host_read(self) -> None:
         """Ignore it: to read a number the host waits for a stream, which torch tells."""
 
-    # What the door tells --------------------------------------------------------------------------------------
+    # Called by the interceptor -----------------------------------------------------------------------------
 
     def issued(self, call: Call, seq: int = -1) -> Clock | None:
         """Note a collective; which stream carries it is heard while it is handed over."""
@@ -113,8 +113,8 @@ class CudaRaceWatch(RaceDetector):
 
     def _before(self, call: Call) -> Clock:
         before = super()._before(call)
-        carrier = self._stream_of_group.get(call.group_name)
-        return before if carrier is None else before.joined(self._order.clock(carrier))
+        own_stream = self._stream_of_group.get(call.group_name)
+        return before if own_stream is None else before.joined(self._order.clock(own_stream))
 
 
 @contextmanager

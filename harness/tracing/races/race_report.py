@@ -24,7 +24,7 @@ class RaceKind(StrEnum):
 class Touch:
     """One operator or collective that touched memory: on which stream, in whose turn, and where it was called.
 
-    ``at_ns`` is when, by the clock of the course; two touches are no other for it. 0 in reports kept without it.
+    ``at_ns`` is when, by the clock of the event log; two touches are no other for it. 0 in reports kept without it.
     """
 
     operator: str

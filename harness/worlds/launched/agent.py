@@ -24,7 +24,7 @@ from shardproof.harness.worlds.launched.launcher import LaunchedProcess
 from shardproof.harness.worlds.messages import FilePiece, Hello, HostSpec, HostState, send
 from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, server_of, warm_up
 from shardproof.harness.worlds.processes.host_handle import HostHandle
-from shardproof.harness.worlds.processes.leftovers import Leftovers
+from shardproof.harness.worlds.processes.leaked_processes import LeakedProcesses
 
 _PIECE_BYTES = 3 * 2**15  # of which base64 makes a text that messages do not shorten
 
@@ -45,7 +45,7 @@ class _Agent:
         self._token = token
         self._folder = folder
         self._host: HostHandle | None = None
-        self._leftovers = Leftovers(())
+        self._leaked = LeakedProcesses(())
         self._job_folder = folder
         self._state = HostState(answered=0)
         self._is_over = False
@@ -118,7 +118,7 @@ class _Agent:
         spec.folder.mkdir()
         self._state = HostState(answered=self._state.answered)
         self._host = HostHandle(spec)
-        self._leftovers = Leftovers([self._host])
+        self._leaked = LeakedProcesses([self._host])
 
     def begin(self, job: bytes, folder: Path) -> None:
         """Pass a job on."""
@@ -150,15 +150,15 @@ class _Agent:
     def look(self) -> None:
         """Note what is below the host."""
         if not self._known.is_over:
-            self._leftovers.look(self._known)
+            self._leaked.look(self._known)
 
     def kill(self) -> None:
         """End the host itself."""
         self._known.kill()
         self._known.listen()
 
-    def end_leftovers(self) -> None:
-        self._state = replace(self._state, leaks=self._leftovers.end())
+    def end_leaked(self) -> None:
+        self._state = replace(self._state, leaks=self._leaked.end())
 
     def send_files(self) -> None:
         """Send what the rank wrote in its last job."""

@@ -111,7 +111,7 @@ def cluster() -> Cluster | None:
 def open_cluster(process: LaunchedProcess, seed: int) -> Cluster:
     """Meet all agents, once per process; raises UsageError where some do not come, or have other releases."""
     if not _cluster:
-        _cluster.append(Cluster(process, _meet(process)))
+        _cluster.append(Cluster(process, _join(process)))
         for agent in _cluster[0].links.values():
             agent.send("warm", seed)
         atexit.register(_cluster[0].close)
@@ -141,7 +141,7 @@ def releases() -> str:
     return f"python {platform.python_version()}, torch {version('torch')}, shardproof {version('shardproof')}"
 
 
-def _meet(process: LaunchedProcess) -> dict[int, AgentLink]:
+def _join(process: LaunchedProcess) -> dict[int, AgentLink]:
     token, links = secrets.token_hex(16), dict[int, AgentLink]()
     limit = time.monotonic() + _MEETING_LIMIT_S
     store = _store(process)  # which ends with this name, where it is ours

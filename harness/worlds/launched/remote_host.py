@@ -126,9 +126,9 @@ class RemoteHost:
         """End the process itself."""
         self._agent.send("kill")
 
-    def end_leftovers(self) -> tuple[str, ...]:
+    def end_leaked(self) -> tuple[str, ...]:
         """End what the rank left behind; returns what a world returns of it."""
-        self._agent.ask("end_leftovers")
+        self._agent.ask("end_leaked")
         return self._agent.state.leaks
 
     def release(self) -> None:

@@ -7,7 +7,7 @@ needed; what is not a rank is a fork of the first. From rank 16 on ranks share t
 large world does not import torch a hundred times. Threads of one process share a seed.
 
 [Note: a server that does not answer] A server may be stopped, killed, or stuck in its imports. So each wait for it has
-a limit. A server that misses one is ended with its keeper and everything below them. The next call starts another.
+a limit. A server that misses one is ended with its reaper and everything below them. The next call starts another.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardproof.harness.worlds.processes.lineage import below, has_ended, signal
 # What multiprocessing reports for a process whose end it cannot learn, because the fork server has ended first.
 STATUS_WITHOUT_SERVER = 255
 
-_KEEPER = "shardproof.harness.worlds.processes.keeper"
+_REAPER = "shardproof.harness.worlds.processes.reaper"
 _WARM = "shardproof.harness.runner.preload"
 _ROOT = Path(__file__).parents[4]  # where the package is
 # The imports of a new server take seconds; on a cold disk tens of them.
@@ -102,7 +102,7 @@ def started(function: Callable[..., None], *args: Any, limit_s: float, server: i
     """
     try:
         return _start(function, args, limit_s, server)
-    except (OSError, EOFError):  # the server has ended, and its keeper had perhaps not
+    except (OSError, EOFError):  # the server has ended, and its reaper had perhaps not
         end_server(server)
     try:
         return _start(function, args, limit_s, server)
@@ -130,21 +130,21 @@ def kill(process: ForkServerProcess) -> None:
         end_server(_server_of.get(process, 0))
         process.join(_END_LIMIT_S)
     if process.exitcode == STATUS_WITHOUT_SERVER and not has_ended(pid):
-        signalled(pid, signal.SIGKILL)  # multiprocessing takes it for ended; its keeper was killed too
+        signalled(pid, signal.SIGKILL)  # multiprocessing takes it for ended; its reaper was killed too
 
 
 def end_server(server: int = 0) -> None:
-    """End a server, its keeper and everything below them, whatever state they are in."""
-    keeper = _pid(server)
-    if keeper is None:
+    """End a server, its reaper and everything below them, whatever state they are in."""
+    reaper = _pid(server)
+    if reaper is None:
         return
     limit = time.monotonic() + _END_LIMIT_S
-    while time.monotonic() < limit and (rest := below(keeper)):
+    while time.monotonic() < limit and (rest := below(reaper)):
         for process in rest:
             signalled(process.pid, signal.SIGKILL)
         time.sleep(_POLL_S)
-    signalled(keeper, signal.SIGKILL)
-    while time.monotonic() < limit and not has_ended(keeper):
+    signalled(reaper, signal.SIGKILL)
+    while time.monotonic() < limit and not has_ended(reaper):
         time.sleep(_POLL_S)
 
 
@@ -190,8 +190,8 @@ class _Patience(threading.Thread):
         self._is_answered.set()
 
 
-def _is_stopped(keeper: int | None) -> bool:
-    return keeper is not None and any(process.is_stopped for process in below(keeper))
+def _is_stopped(reaper: int | None) -> bool:
+    return reaper is not None and any(process.is_stopped for process in below(reaper))
 
 
 _answered: set[int] = set()  # the servers that have done their imports, by pid
@@ -228,8 +228,8 @@ def _start(
 
 
 def _to_import(server: Any, modules: Iterable[str] = ()) -> Any:
-    """Set what a server imports, in this order: see [Note: the keeper]; `_WARM` draws no seed that others change."""
-    server.set_forkserver_preload([_KEEPER, *modules, _WARM])
+    """Set what a server imports, in this order: see [Note: the reaper]; `_WARM` draws no seed that others change."""
+    server.set_forkserver_preload([_REAPER, *modules, _WARM])
     return server
 
 
@@ -268,7 +268,7 @@ def _ensure_server(number: int = 0) -> None:
 
 
 def _pid(number: int = 0) -> int | None:
-    """Return the process that multiprocessing started: the keeper where there is one, else the server."""
+    """Return the process that multiprocessing started: the reaper where there is one, else the server."""
     pid: int | None = _servers[number]._forkserver_pid
     return pid
 

@@ -92,7 +92,7 @@ class HostHandle:
 
     @property
     def ended_by_itself(self) -> bool:
-        """Whether no rank was stopped by us; what a rank has below it while it runs is no leftover."""
+        """Whether no rank was stopped by us; what a rank has below it while it runs is no leak."""
         return self.is_over or not any(isinstance(o, Abandoned | TimedOut) for o in self.outcomes.values())
 
     def check_start(self) -> None:
@@ -180,7 +180,7 @@ class HostHandle:
             )
 
     def kill(self) -> None:
-        """End the process itself; what it started is ended by `Leftovers`."""
+        """End the process itself; what it started is ended by `LeakedProcesses`."""
         kill(self._process)
 
     def release(self) -> None:
@@ -237,7 +237,7 @@ class HostHandle:
                 )
 
     def _exit_code(self) -> int:
-        """Return how the process ended; its keeper kills what has lost its fork server."""
+        """Return how the process ended; its reaper kills what has lost its fork server."""
         is_unknown = self._process.exitcode is None or self._has_lost_its_server
         return -signal.SIGKILL if is_unknown else int(self._process.exitcode or 0)
 

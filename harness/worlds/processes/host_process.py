@@ -110,12 +110,12 @@ def _host_process(link: SupervisorLink, spec: HostSpec) -> None:
             make_current(device)
             _join(world, backends_for(world.device), _store(spec), rank)
 
-    door = Interceptor(
+    interceptor = Interceptor(
         recorder=lambda: recorders[-1] if recorders else None,
         ranks_of=global_ranks,
-        listener=current_witnesses,
+        observer=current_witnesses,
     )
-    with standing_in_c10d(door):
+    with standing_in_c10d(interceptor):
         link.send(Ready())
         while (job := link.jobs.get()) is not None:
             link.send(Started(rank=rank, thread_ident=threading.get_ident()))
@@ -158,18 +158,23 @@ def _host_threads(link: SupervisorLink, spec: HostSpec) -> None:
     with isolate_threads(), _last_words(link):
         link.send(Ready())
         while (job := link.jobs.get()) is not None:
-            turns = store.turns = Scheduler(
+            scheduler = store.scheduler = Scheduler(
                 world.size, job.seed, longest_s=world.deadline_s / _TURNS_TO_DEADLINE
             )
-            exchange = InMemoryTransport(world.size, turns)
+            transport = InMemoryTransport(world.size, scheduler)
             contexts = [_context(world, rank, torch.device("cpu"), job) for rank in range(world.size)]
             recorders.update({c.rank: c.recorder for c in contexts})
-            door = Interceptor(
-                recorder=recorder, ranks_of=global_ranks, carrier=exchange, listener=current_witnesses
+            interceptor = Interceptor(
+                recorder=recorder, ranks_of=global_ranks, transport=transport, observer=current_witnesses
             )
-            with standing_in_c10d(door):
+            with standing_in_c10d(interceptor):
                 _run_threads(
-                    link, job, contexts, turns, exchange, lambda rank: _join(world, "threads", store, rank)
+                    link,
+                    job,
+                    contexts,
+                    scheduler,
+                    transport,
+                    lambda rank: _join(world, "threads", store, rank),
                 )
         await_threads(link)
 
@@ -195,26 +200,26 @@ def _run_threads(
     link: SupervisorLink,
     job: Job,
     contexts: list[RankContext],
-    turns: Scheduler,
-    exchange: InMemoryTransport,
+    scheduler: Scheduler,
+    transport: InMemoryTransport,
     join: Callable[[int], None],
 ) -> None:
     def live(context: RankContext) -> None:
         bind_rank(context.rank)
         torch.set_num_threads(1)  # per thread under OpenMP
         link.send(Started(rank=context.rank, thread_ident=threading.get_ident()))
-        turns.begin(context.rank)
+        scheduler.begin(context.rank)
         try:
             outcome = _report(
                 link, context, job, lambda: None if dist.is_initialized() else join(context.rank)
             )
             match outcome:
                 case Returned():
-                    exchange.leave(context.rank)
+                    transport.leave(context.rank)
                 case Raised(is_symptom=False):
-                    exchange.abort(f"rank {context.rank} raised {outcome.kind}: {outcome.message}")
+                    transport.abort(f"rank {context.rank} raised {outcome.kind}: {outcome.message}")
         finally:
-            turns.end(context.rank)
+            scheduler.end(context.rank)
 
     threads = [threading.Thread(target=live, args=(c,), name=f"rank{c.rank}", daemon=True) for c in contexts]
     for thread in threads:

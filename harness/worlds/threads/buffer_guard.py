@@ -64,7 +64,7 @@ class BufferGuard:
         self._inputs = inputs
         self._seed = seed
 
-    def harms(self) -> Iterator[ViolationKind]:
+    def violations(self) -> Iterator[ViolationKind]:
         """Yield what was done to the buffers since; each kind once. To be asked before results are written."""
         inputs = [t for part in self._call.inputs for t in part]
         outputs = [t for part in self._call.outputs for t in part]

@@ -36,7 +36,7 @@ class DeadlockDetector:
     """All blocked threads of a world, and the ranks that have returned; guarded by the turns' lock."""
 
     world_size: int
-    turns: Scheduler
+    scheduler: Scheduler
     left: set[int] = field(default_factory=set)
     _waiters: dict[Waiter, None] = field(default_factory=dict)
     _threads: dict[int, set[int]] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class DeadlockDetector:
 
     def enter(self, awaited: PendingOp, call: Call) -> Waiter:
         """Note that the calling thread is about to block."""
-        sleeper = self.turns.sleeper()
+        sleeper = self.scheduler.sleeper()
         waiter = Waiter(awaited=awaited, call=call, thread=threading.get_ident(), sleeper=sleeper)
         self._waiters[waiter] = None
         return waiter
@@ -65,7 +65,7 @@ class DeadlockDetector:
         for waiter in [w for w in self._waiters if awaited is None or w.awaited is awaited]:
             waiter.is_released = True
             del self._waiters[waiter]
-            self.turns.wake(waiter.sleeper)
+            self.scheduler.wake(waiter.sleeper)
 
     def resolve(self) -> None:
         """Fail what can never complete, and release who waits for it."""

@@ -38,25 +38,25 @@ class WorkOwner(Protocol):
     def give_way(self) -> None:
         """Let other ranks run: this one asks over and over."""
 
-    def delivered(self, work: DelayedWork, loan: BufferGuard | None) -> None:
-        """Record that a result is about to be written; the loan of an asynchronous call ends."""
+    def delivered(self, work: DelayedWork, guard: BufferGuard | None) -> None:
+        """Record that a result is about to be written; the guard of an asynchronous call's buffers ends."""
 
 
 class DelayedWork(dist.Work):
     """One rank's part in something awaited; results are written by the rank's own thread, when it waits.
 
-    Or earlier, where its lateness says so.
+    Or earlier, where its delay says so.
     """
 
     def __init__(
-        self, call: Call, awaited: PendingOp, office: WorkOwner, loan: BufferGuard | None, lateness: Delay
+        self, call: Call, awaited: PendingOp, owner: WorkOwner, guard: BufferGuard | None, delay: Delay
     ) -> None:
         super().__init__()
         self._pending: Call | None = call  # None once delivered, so that the tensors can go
         self._awaited: PendingOp | None = awaited
-        self._office = office
-        self._loan = loan
-        self._lateness = lateness
+        self._owner = owner
+        self._guard = guard
+        self._delay = delay
         self._delivering = threading.RLock()
         # Weak: a work that is still referenced must not keep the tensors that the engine has let go of.
         self._results = [weakref.ref(t) for part in call.outputs for t in part]
@@ -71,13 +71,13 @@ class DelayedWork(dist.Work):
             if call is None:
                 return True
             if awaited is not None:
-                self._office.block(awaited, call, limit_s or call.timeout_s)
+                self._owner.block(awaited, call, limit_s or call.timeout_s)
                 if isinstance(awaited, PostedReceive):
                     self._source = awaited.source
                 with raw_access():
-                    self._office.delivered(self, self._loan)
+                    self._owner.delivered(self, self._guard)
                     _deliver(awaited, call)
-            self._pending = self._awaited = self._loan = None
+            self._pending = self._awaited = self._guard = None
         return True
 
     @property
@@ -87,10 +87,10 @@ class DelayedWork(dist.Work):
 
     def pass_call(self) -> None:
         """Note that the rank makes another call: the result comes now, if it is as late as it shall be."""
-        if self._lateness.num_calls is None or self._awaited is None or not self._awaited.is_over:
+        if self._delay.num_calls is None or self._awaited is None or not self._awaited.is_over:
             return
-        self._lateness.num_calls -= 1
-        if self._lateness.num_calls < 0 and self._awaited.error is None:
+        self._delay.num_calls -= 1
+        if self._delay.num_calls < 0 and self._awaited.error is None:
             self.wait()
 
     def get_future(self) -> Any:  # Any: torch.futures.Future over a list of tensors
@@ -116,11 +116,11 @@ class DelayedWork(dist.Work):
         """Return whether a wait would return at once; if so write the outputs, as a polling loop expects."""
         awaited = self._awaited
         is_over = awaited is None or awaited.is_over
-        if is_over and (awaited is None or self._lateness.num_polls <= 0):
+        if is_over and (awaited is None or self._delay.num_polls <= 0):
             self.wait()
             return True
-        self._lateness.num_polls -= is_over
-        self._office.give_way()
+        self._delay.num_polls -= is_over
+        self._owner.give_way()
         return False
 
     def is_success(self) -> bool:
@@ -142,7 +142,9 @@ class DelayedWork(dist.Work):
 
 def _deliver(awaited: PendingOp, call: Call) -> None:
     for i, outputs in enumerate(call.outputs):
-        if not outputs or any(map(is_freed, outputs)):  # to write there would end the process; the loan tells
+        if not outputs or any(
+            map(is_freed, outputs)
+        ):  # to write there would end the process; the guard reports it
             continue
         sources = awaited.sources(i, call.rank)
         shaped = [s if o.dim() == 1 else s.view(o.shape) for s, o in zip(sources, outputs, strict=True)]

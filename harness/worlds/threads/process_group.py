@@ -24,13 +24,13 @@ class MemoryStore(Store):
 
     def __init__(self) -> None:
         super().__init__()
-        self.turns = Scheduler(0)
+        self.scheduler = Scheduler(0)
         self._values: dict[str, bytes] = {}
         self._sleepers: dict[SleepingRank, Sequence[str]] = {}  # and the keys that each waits for
 
     def set(self, key: str, value: bytes | str) -> None:
         """Set a value; ranks that wait for the key go on."""
-        with self.turns.lock:
+        with self.scheduler.lock:
             self._put(key, value if isinstance(value, bytes) else value.encode())
 
     def get(self, key: str) -> bytes:
@@ -40,14 +40,14 @@ class MemoryStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, which is 0 at first; gives the sum."""
-        with self.turns.lock:
+        with self.scheduler.lock:
             total = int(self._values.get(key, b"0")) + amount
             self._put(key, str(total).encode())
             return total
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:  # type: ignore[override]
         """Set a value where the old one is as expected, or where both are missing; gives what is there then."""
-        with self.turns.lock:
+        with self.scheduler.lock:
             if self._values.get(key, b"") == bytes(expected):
                 self._put(key, bytes(desired))
             return self._values.get(key, bytes(expected))
@@ -57,12 +57,14 @@ class MemoryStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta = _TIMEOUT) -> None:
         """Wait for all keys; raises DistStoreError where they do not come in time."""
-        with self.turns.lock:
+        with self.scheduler.lock:
             if self.check(keys):
                 return
-            sleeper = self.turns.sleeper()
+            sleeper = self.scheduler.sleeper()
             self._sleepers[sleeper] = keys
-            self.turns.sleep(sleeper, lambda: self.check(keys), time.monotonic() + timeout.total_seconds())
+            self.scheduler.sleep(
+                sleeper, lambda: self.check(keys), time.monotonic() + timeout.total_seconds()
+            )
             del self._sleepers[sleeper]
             if not self.check(keys):
                 raise dist.DistStoreError(f"timeout: no {list(keys)} within {timeout.total_seconds()} s")
@@ -78,7 +80,7 @@ class MemoryStore(Store):
         self._values[key] = value
         for sleeper, keys in self._sleepers.items():
             if self.check(keys):
-                self.turns.wake(sleeper)
+                self.scheduler.wake(sleeper)
 
 
 def split_group(

@@ -1,4 +1,4 @@
-"""What a rank may block on: a meeting of a whole group, or the receipt of a message; and their data."""
+"""What a rank may block on: a rendezvous of a whole group, or a message to receive; and their data."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def snapshot(call: Call) -> Pieces:
 
 
 class PendingOp:
-    """Something that completes or fails once; the exchange's lock guards it."""
+    """Something that completes or fails once; the transport's lock guards it."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -96,7 +96,7 @@ class Rendezvous(PendingOp):
             raise CollectiveRefusedError(
                 self.where, expected="tensors that can be combined", got=str(error), hint="another dtype"
             ) from error
-        self.arrivals.clear()  # each work keeps this meeting until it took its part; the calls can go now
+        self.arrivals.clear()  # each work keeps this rendezvous until it took its part; the calls can go now
 
     def absent(self) -> tuple[int, ...]:
         """Members that have not deposited their call."""
@@ -202,22 +202,22 @@ class Mailbox:
     """Messages and receives of one destination and tag that have not met; first come, first served."""
 
     messages: deque[Message] = field(default_factory=deque)
-    receipts: list[PostedReceive] = field(default_factory=list)
+    receives: list[PostedReceive] = field(default_factory=list)
 
     def deliver(self, message: Message) -> PostedReceive | None:
         """Return the earliest receive that a message is for, if one was posted; else keep the message."""
-        for receipt in self.receipts:
-            if receipt.accepts(message.source):
-                self.receipts.remove(receipt)
-                return receipt
+        for posted in self.receives:
+            if posted.accepts(message.source):
+                self.receives.remove(posted)
+                return posted
         self.messages.append(message)
         return None
 
-    def post(self, receipt: PostedReceive) -> Message | None:
+    def post(self, posted: PostedReceive) -> Message | None:
         """Return the earliest message for a receive, if one came; else keep the receive."""
         for message in self.messages:
-            if receipt.accepts(message.source):
+            if posted.accepts(message.source):
                 self.messages.remove(message)
                 return message
-        self.receipts.append(receipt)
+        self.receives.append(posted)
         return None

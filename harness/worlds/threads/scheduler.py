@@ -1,6 +1,6 @@
 """Whose turn it is: rank threads run one at a time and change places where they communicate, in an order from a seed.
 
-[Note: why turns] What differs from run to run of rank threads is which of them comes first to a meeting. If only
+[Note: why turns] What differs from run to run of rank threads is which of them comes first to a rendezvous. If only
 one of them runs, and hands over at nothing but communication, then that is decided here and nowhere else: the same
 seed gives the same run, whatever else the machine does. Threads of one process share the interpreter's lock, so
 little is lost by it.

@@ -6,7 +6,7 @@ a while, and one that never waits trains on NaN. When the result is there, the c
 input that changed or is gone, or an output that is not poison any more, was touched while it was the transport's.
 
 [Note: schedules] Which rank runs, and how late each result is, is drawn from the seed of the turns, and from nothing
-else: of the first one, by the exchange's own order of calls; of the second, by each rank's. Under the seed
+else: of the first one, by the transport's own order of calls; of the second, by each rank's. Under the seed
 RUN_UNTIL_BLOCKED every result is as late as can be.
 """
 
@@ -48,39 +48,39 @@ from shardproof.harness.worlds.threads.validation import check_alone
 
 _GroupKey = tuple[str, tuple[int, ...]]
 _BoxKey = tuple[_GroupKey, int, int]
-# What is drawn from for each asynchronous call; see Lateness. As late as can be finds most, so it has half.
+# The delay of each asynchronous call is drawn from these; see Delay. The longest finds most, so it has half.
 _NUM_CALLS = (None, None, None, 0, 1, 3)
 _NUM_POLLS = (0, 0, 1, 3)
-OnHarm = Callable[[ViolationKind, str], None] | None
+OnViolation = Callable[[ViolationKind, str], None] | None
 
 
 class _Open(NamedTuple):
     """An asynchronous work whose result is not written yet, and the receiver of its harms."""
 
     work: DelayedWork
-    on_harm: OnHarm
+    on_violation: OnViolation
 
 
 class InMemoryTransport:
-    """What the rank threads of one world share; carries every call that the door hands over."""
+    """What the rank threads of one world share; moves the data of every intercepted call."""
 
-    def __init__(self, world_size: int, turns: Scheduler | None = None) -> None:
-        self._turns = turns or Scheduler(world_size)
-        self._lock = self._turns.lock
-        self._blockage = DeadlockDetector(world_size=world_size, turns=self._turns)
-        self._meetings: dict[tuple[_GroupKey, int], Rendezvous] = {}
+    def __init__(self, world_size: int, scheduler: Scheduler | None = None) -> None:
+        self._scheduler = scheduler or Scheduler(world_size)
+        self._lock = self._scheduler.lock
+        self._detector = DeadlockDetector(world_size=world_size, scheduler=self._scheduler)
+        self._unfinished: dict[tuple[_GroupKey, int], Rendezvous] = {}
         self._next_seq: Counter[tuple[_GroupKey, int]] = Counter()
         self._mailboxes: dict[_BoxKey, Mailbox] = {}
         self._open: dict[int, _Open] = {}
-        self._draws = {rank: random.Random(f"{self._turns.seed} {rank}") for rank in range(world_size)}
+        self._draws = {rank: random.Random(f"{self._scheduler.seed} {rank}") for rank in range(world_size)}
         self._abandoned: str | None = None
 
-    def carry(self, call: Call, on_harm: OnHarm = None) -> dist.Work:
+    def start(self, call: Call, on_violation: OnViolation = None) -> dist.Work:
         """Start a call and return its work; a synchronous call has completed by then.
 
         ``on_harm`` receives what becomes of the buffers of an asynchronous one before its result is there.
         """
-        self._turns.offer()
+        self._scheduler.offer()
         self._pass_call(call.global_rank)
         check_alone(call, f"{call.op} of group {list(call.ranks)} at {call.site}")
         with raw_access():
@@ -91,41 +91,41 @@ class InMemoryTransport:
                 case Op.RECV:
                     awaited = self._receive(call)
                 case _:
-                    awaited = self._meet(arrival)
-            loan = None
+                    awaited = self._join(arrival)
+            guard = None
             if call.is_async:
-                poison(call, self._turns.seed)
-                loan = BufferGuard(call, arrival.inputs, self._turns.seed)
-        work = DelayedWork(call, awaited, self, loan, self._lateness(call))
+                poison(call, self._scheduler.seed)
+                guard = BufferGuard(call, arrival.inputs, self._scheduler.seed)
+        work = DelayedWork(call, awaited, self, guard, self._delay(call))
         if call.is_async:
             with self._lock:
-                self._open[id(work)] = _Open(work, on_harm)
+                self._open[id(work)] = _Open(work, on_violation)
         else:
             work.wait()
         return work
 
     def give_way(self) -> None:
-        self._turns.give_way()
+        self._scheduler.give_way()
 
-    def delivered(self, work: DelayedWork, loan: BufferGuard | None) -> None:
+    def delivered(self, work: DelayedWork, guard: BufferGuard | None) -> None:
         with self._lock:
             found = self._open.pop(id(work), None)
-        if found is not None and found.on_harm is not None and loan is not None:
-            for kind in loan.harms():
-                found.on_harm(kind, call_site())
+        if found is not None and found.on_violation is not None and guard is not None:
+            for kind in guard.violations():
+                found.on_violation(kind, call_site())
 
     def leave(self, rank: int) -> None:
         """Note that a rank's body has returned: it will bring nothing more."""
         with self._lock:
-            self._blockage.left.add(rank)
-            self._blockage.resolve()
+            self._detector.left.add(rank)
+            self._detector.resolve()
 
     def abort(self, reason: BaseException | str) -> None:
         """Wake every blocked rank, now and later, with WorldAbandonedError."""
         with self._lock:
             self._abandoned = self._abandoned or str(reason) or type(reason).__name__
-            self._turns.give_up("the world ends")
-            self._blockage.release(None)
+            self._scheduler.give_up("the world ends")
+            self._detector.release(None)
 
     def open_works(self) -> list[str]:
         """Describe the asynchronous works that were not waited for, by rank."""
@@ -135,7 +135,7 @@ class InMemoryTransport:
 
     def _pass_call(self, rank: int) -> None:
         """Complete this rank's results whose delay is over."""
-        if self._turns.seed == RUN_UNTIL_BLOCKED:
+        if self._scheduler.seed == RUN_UNTIL_BLOCKED:
             return
         with self._lock:
             works = [o.work for o in self._open.values()]
@@ -143,47 +143,47 @@ class InMemoryTransport:
             if work.pending is not None and work.pending.global_rank == rank:
                 work.pass_call()
 
-    def _lateness(self, call: Call) -> Delay:
+    def _delay(self, call: Call) -> Delay:
         draw = self._draws.get(call.global_rank)
-        if self._turns.seed == RUN_UNTIL_BLOCKED or draw is None:
+        if self._scheduler.seed == RUN_UNTIL_BLOCKED or draw is None:
             return Delay()
         return Delay(num_calls=draw.choice(_NUM_CALLS), num_polls=draw.choice(_NUM_POLLS))
 
-    def _meet(self, arrival: Contribution) -> Rendezvous:
+    def _join(self, arrival: Contribution) -> Rendezvous:
         call = arrival.call
         group = (call.group_name, call.ranks)
         with self._lock:
             self._enter(call)
             seq = self._next_seq[group, call.rank]
             self._next_seq[group, call.rank] = seq + 1
-            meeting = self._meetings.get((group, seq))
-            if meeting is None:
-                meeting = Rendezvous(
+            rendezvous = self._unfinished.get((group, seq))
+            if rendezvous is None:
+                rendezvous = Rendezvous(
                     f"collective #{seq} of group {call.group_name} {list(call.ranks)}", call.ranks
                 )
-                self._meetings[group, seq] = meeting
-            if meeting.error is not None:
-                raise copy.copy(meeting.error)
+                self._unfinished[group, seq] = rendezvous
+            if rendezvous.error is not None:
+                raise copy.copy(rendezvous.error)
             try:
-                meeting.add(arrival)
+                rendezvous.add(arrival)
             except CollectiveMismatchError as error:
-                self._finish(meeting, error)
+                self._finish(rendezvous, error)
                 raise
-            if not meeting.is_full:
-                return meeting
-            del self._meetings[group, seq]
-        self._settle(meeting)
-        return meeting
+            if not rendezvous.is_full:
+                return rendezvous
+            del self._unfinished[group, seq]
+        self._settle(rendezvous)
+        return rendezvous
 
-    def _settle(self, meeting: Rendezvous) -> None:
+    def _settle(self, rendezvous: Rendezvous) -> None:
         """Compute outside the lock, so that other groups go on; then let all ranks take their part."""
         error: CollectiveError | None = None
         try:
-            meeting.settle()
+            rendezvous.settle()
         except CollectiveError as e:
             error = e
         with self._lock:
-            self._finish(meeting, error)
+            self._finish(rendezvous, error)
 
     def _send(self, arrival: Contribution) -> Message:
         call = arrival.call
@@ -192,30 +192,28 @@ class InMemoryTransport:
         message = Message(where, arrival)
         with self._lock:
             self._enter(call)
-            receipt = self._mailbox(call, call.peer).deliver(message)
-            if receipt is not None:
-                self._hand_over(receipt, message)
+            posted = self._mailbox(call, call.peer).deliver(message)
+            if posted is not None:
+                self._hand_over(posted, message)
         return message
 
     def _receive(self, call: Call) -> PostedReceive:
         source = "any rank" if call.peer is None else f"rank {call.ranks[call.peer]}"
-        receipt = PostedReceive(
-            f"a message from {source} in group {call.group_name} {list(call.ranks)}", call
-        )
+        posted = PostedReceive(f"a message from {source} in group {call.group_name} {list(call.ranks)}", call)
         with self._lock:
             self._enter(call)
-            message = self._mailbox(call, call.rank).post(receipt)
+            message = self._mailbox(call, call.rank).post(posted)
             if message is not None:
-                self._hand_over(receipt, message)
-        return receipt
+                self._hand_over(posted, message)
+        return posted
 
-    def _hand_over(self, receipt: PostedReceive, message: Message) -> None:
+    def _hand_over(self, posted: PostedReceive, message: Message) -> None:
         error: CollectiveError | None = None
         try:
-            receipt.take(message)
+            posted.take(message)
         except CollectiveMismatchError as e:
             error = e
-        self._finish(receipt, error)
+        self._finish(posted, error)
         self._finish(message, error)
 
     def _mailbox(self, call: Call, destination: int | None) -> Mailbox:
@@ -225,31 +223,31 @@ class InMemoryTransport:
     def _enter(self, call: Call) -> None:
         if self._abandoned is not None:
             raise WorldAbandonedError(self._abandoned)
-        self._blockage.seen(call.global_rank)
+        self._detector.seen(call.global_rank)
 
     def _finish(self, awaited: PendingOp, error: CollectiveError | None) -> None:
         awaited.error = error
         awaited.is_over = True
-        self._blockage.release(awaited)
+        self._detector.release(awaited)
 
     def block(self, awaited: PendingOp, call: Call, timeout_s: float | None) -> None:
         with self._lock:
             if not awaited.is_over:
                 if self._abandoned is not None:
                     raise WorldAbandonedError(self._abandoned)
-                self._blockage.seen(call.global_rank)
+                self._detector.seen(call.global_rank)
                 self._sleep(awaited, call, timeout_s)
             error = awaited.error
         if error is not None:
             raise copy.copy(error)  # each rank its own, with its own traceback
 
     def _sleep(self, awaited: PendingOp, call: Call, timeout_s: float | None) -> None:
-        waiter = self._blockage.enter(awaited, call)
-        self._blockage.resolve()
+        waiter = self._detector.enter(awaited, call)
+        self._detector.resolve()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._turns.sleep(waiter.sleeper, lambda: waiter.is_released, deadline)
+        self._scheduler.sleep(waiter.sleeper, lambda: waiter.is_released, deadline)
         if not waiter.is_released:
-            self._blockage.leave(waiter)
+            self._detector.leave(waiter)
             self._finish(awaited, _timeout(awaited, call, timeout_s))
             return
         if not awaited.is_over and self._abandoned is not None:

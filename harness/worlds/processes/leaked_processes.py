@@ -1,6 +1,6 @@
 """What ranks leave behind: found wherever it went in the tree of processes, named, and ended.
 
-While a host lives it is the parent of all orphans below it; once it has ended the keeper is (see [Note: the keeper]).
+While a host lives it is the parent of all orphans below it; once it has ended the reaper is (see [Note: the reaper]).
 Where no process can adopt orphans only the process group of a host is looked at.
 """
 
@@ -31,14 +31,14 @@ _POLL_S = 0.005
 _LONGEST_NAME = 60
 
 
-class Leftovers:
+class LeakedProcesses:
     """The processes that the ranks of one world started, while they run."""
 
     def __init__(self, hosts: Sequence[HostHandle]) -> None:
         self._hosts = tuple(hosts)
         servers = {server for host in hosts if (server := parent_of(host.pid)) is not None}
         self._servers = tuple(sorted(servers))
-        self._keepers = {s: keeper for s in self._servers if (keeper := _keeper_of(s)) is not None}
+        self._reapers = {s: reaper for s in self._servers if (reaper := _reaper_of(s)) is not None}
         self._seen: dict[HostHandle, list[Process]] = {}
         self._before = {process.pid for process in self._orphans()}
 
@@ -68,16 +68,16 @@ class Leftovers:
 
     @property
     def _is_restarting(self) -> bool:
-        """Whether a server has ended and its keeper has not: no server can be started until it has."""
-        return any(not command(server) and is_running(keeper) for server, keeper in self._keepers.items())
+        """Whether a server has ended and its reaper has not: no server can be started until it has."""
+        return any(not command(server) and is_running(reaper) for server, reaper in self._reapers.items())
 
     def _left(self) -> dict[tuple[int, ...], list[str]]:
-        """Name what ranks left, by rank; what is below a rank that was stopped is no leftover."""
+        """Name what ranks left, by rank; what is below a rank that was stopped is no leak."""
         found: dict[tuple[int, ...], list[str]] = {}
         for host, process in self._running_by_host():
             if host.ended_by_itself:
                 found.setdefault(host.spec.ranks, []).append(self._name(process))
-        for host in () if self._keepers else self._hosts:
+        for host in () if self._reapers else self._hosts:
             if host.is_over and host.ended_by_itself and _has_group(host):
                 found.setdefault(host.spec.ranks, ["some in its process group"])
         return found
@@ -102,9 +102,9 @@ class Leftovers:
     def _orphans(self) -> list[Process]:
         return [
             process
-            for server, keeper in self._keepers.items()
-            if is_running(keeper)
-            for process in below(keeper.pid, without=server)
+            for server, reaper in self._reapers.items()
+            if is_running(reaper)
+            for process in below(reaper.pid, without=server)
         ]
 
     def _name(self, process: Process) -> str:
@@ -115,14 +115,14 @@ class Leftovers:
         return f"{name} in a session of its own" if is_detached else name
 
 
-def _keeper_of(server: int) -> Process | None:
-    """Return the keeper of a server: its parent, and our child.
+def _reaper_of(server: int) -> Process | None:
+    """Return the reaper of a server: its parent, and our child.
 
-    Without a keeper the server itself is our child, and our other children are not ours to end. Where the keeper was
+    Without a reaper the server itself is our child, and our other children are not ours to end. Where the reaper was
     killed just now, the server's parent is the machine's first process, below which is everything that runs.
     """
-    keeper = process_of(parent_of(server) or 0)
-    return keeper if keeper is not None and keeper.parent == os.getpid() else None
+    reaper = process_of(parent_of(server) or 0)
+    return reaper if reaper is not None and reaper.parent == os.getpid() else None
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

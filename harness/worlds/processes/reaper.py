@@ -1,10 +1,10 @@
-"""The keeper of the fork server: a small process between the session and the server; imported for its effect.
+"""The reaper of the fork server: a small process between the session and the server; imported for its effect.
 
-[Note: the keeper] The server imports this module before all others. The import forks: the child goes on as the
-server, the parent stays as its keeper. A keeper adopts every orphan below it, so a process that leaves its session
-and whose parents have ended, or whose rank was killed, is still found, as a child of the keeper. When the session
-or the server ends, however it ends, the keeper ends everything below it. No engine's code runs here. There is one
-keeper per session, made before anything large is imported, so that it costs a world nothing.
+[Note: the reaper] The server imports this module before all others. The import forks: the child goes on as the
+server, the parent stays as its reaper. A reaper adopts every orphan below it, so a process that leaves its session
+and whose parents have ended, or whose rank was killed, is still found, as a child of the reaper. When the session
+or the server ends, however it ends, the reaper ends everything below it. No engine's code runs here. There is one
+reaper per session, made before anything large is imported, so that it costs a world nothing.
 
 Where the kernel lets no process adopt orphans the import does nothing.
 """
@@ -26,20 +26,20 @@ from typing import NoReturn
 
 from shardproof.harness.worlds.processes.lineage import adopt_orphans, below, die_with_parent, signalled
 
-# SIGKILL needs no cooperation; a process that the kernel cannot end just now must not keep the keeper for ever.
+# SIGKILL needs no cooperation; a process that the kernel cannot end just now must not keep the reaper for ever.
 _END_LIMIT_S = 5.0
 _POLL_S = 0.01
-# How often the keeper looks whether its session has ended, where the kernel cannot wake it for that.
+# How often the reaper looks whether its session has ended, where the kernel cannot wake it for that.
 _LOOK_S = 1.0
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def _keep() -> None:
-    """Split into the keeper, which never returns, and the server, which goes on."""
+    """Split into the reaper, which never returns, and the server, which goes on."""
     session = os.getppid()
     if not adopt_orphans():
         return
-    keeper = os.getpid()
+    reaper = os.getpid()
     folder, alive = _folder_of_listener(), _alive_pipe()
     # A signal to the session's whole group, Ctrl-C in a terminal included, reaches neither: the session ends first.
     os.setsid()
@@ -47,7 +47,7 @@ def _keep() -> None:
     if server:
         _watch(session, server, folder, alive)
     die_with_parent()
-    if os.getppid() != keeper:
+    if os.getppid() != reaper:
         os._exit(1)
 
 
@@ -56,7 +56,7 @@ def _watch(session: int, server: int, folder: Path | None, alive: int) -> NoRetu
 
     A session that had ended before this process asked for its parent is known by the end of ``alive``.
     """
-    for number in _IGNORED:  # they are meant for the session, whose end is what the keeper waits for
+    for number in _IGNORED:  # they are meant for the session, whose end is what the reaper waits for
         signal.signal(number, signal.SIG_IGN)
     os.closerange(3, alive)
     os.closerange(alive + 1, os.sysconf("SC_OPEN_MAX"))

@@ -37,16 +37,16 @@ _HANG_S = 20.0
 class Rank:
     """One rank's end of an exchange, with calls spelt short."""
 
-    def __init__(self, exchange: InMemoryTransport, rank: int, size: int) -> None:
-        self.exchange = exchange
+    def __init__(self, transport: InMemoryTransport, rank: int, size: int) -> None:
+        self.transport = transport
         self.rank = rank
         self.size = size
 
     def call(self, op: Op, inputs: Pieces = (), outputs: Pieces = (), **fields: Any) -> dist.Work:
-        heard = {"on_harm": fields.pop("on_harm")} if "on_harm" in fields else {}
+        heard = {"on_violation": fields.pop("on_violation")} if "on_violation" in fields else {}
         fields = {"ranks": tuple(range(self.size)), "site": call_site(), **fields}
         fields["rank"] = fields["ranks"].index(self.rank)
-        return self.exchange.carry(made_call(op, inputs, outputs, **fields), **heard)
+        return self.transport.start(made_call(op, inputs, outputs, **fields), **heard)
 
     def all_reduce(self, tensor: Tensor, reduce_op: Any = RedOp.SUM, **fields: Any) -> dist.Work:
         return self.call(Op.ALL_REDUCE, ((tensor,),), ((tensor,),), reduce_op=reduce_op, **fields)
@@ -75,16 +75,16 @@ class Rank:
 Body = Callable[[Rank], Any]
 
 
-def outcomes(size: int, body: Body, exchange: InMemoryTransport | None = None) -> list[Any]:
+def outcomes(size: int, body: Body, transport: InMemoryTransport | None = None) -> list[Any]:
     """Run ``body`` on each rank's thread; give what it returned or raised, in rank order."""
-    exchange = exchange or InMemoryTransport(size)
+    transport = transport or InMemoryTransport(size)
     results: list[Any] = [None] * size
 
     def live(rank: int) -> None:
         bind_rank(rank)
         try:
-            results[rank] = body(Rank(exchange, rank, size))
-            exchange.leave(rank)
+            results[rank] = body(Rank(transport, rank, size))
+            transport.leave(rank)
         except BaseException as error:
             results[rank] = error
 
@@ -227,7 +227,7 @@ def test_an_asynchronous_result_is_garbage_until_waited_for(dtype: torch.dtype) 
 
 
 def test_a_result_nobody_waits_for_stays_garbage_and_is_reported() -> None:
-    exchange = InMemoryTransport(2)
+    transport = InMemoryTransport(2)
 
     def body(me: Rank) -> tuple[bool, str]:
         tensor = torch.ones(2)
@@ -235,16 +235,16 @@ def test_a_result_nobody_waits_for_stays_garbage_and_is_reported() -> None:
         me.barrier()
         return bool(tensor.isnan().all()), type(work).__name__
 
-    assert [r[0] for r in outcomes(2, body, exchange)] == [True, True]
-    works = exchange.open_works()
+    assert [r[0] for r in outcomes(2, body, transport)] == [True, True]
+    works = transport.open_works()
     assert [w.split(": ")[0] for w in works] == ["rank 0", "rank 1"]
-    assert "all_reduce(sum, float32[2]) at tests/worlds/test_exchange.py" in works[0]
+    assert "all_reduce(sum, float32[2]) at tests/worlds/test_transport.py" in works[0]
 
 
 def test_waiting_closes_a_work() -> None:
-    exchange = InMemoryTransport(2)
-    outcomes(2, lambda me: me.all_reduce(torch.ones(2), is_async=True).wait(), exchange)
-    assert exchange.open_works() == []
+    transport = InMemoryTransport(2)
+    outcomes(2, lambda me: me.all_reduce(torch.ones(2), is_async=True).wait(), transport)
+    assert transport.open_works() == []
 
 
 def test_what_stays_legal_to_read_is_not_poisoned() -> None:
@@ -290,7 +290,7 @@ def test_a_result_whose_memory_is_gone_is_not_written() -> None:
     def body(me: Rank) -> list[float]:
         pieces = (torch.empty(1000), torch.empty(1000))
         work = me.all_gather(
-            pieces, torch.ones(1000), is_async=True, on_harm=lambda kind, _: told.append(kind)
+            pieces, torch.ones(1000), is_async=True, on_violation=lambda kind, _: told.append(kind)
         )
         pieces[0].untyped_storage().resize_(0)
         work.wait()
@@ -345,8 +345,8 @@ def test_keeps_no_tensor_once_everybody_took_their_part() -> None:
         pieces = tuple(torch.empty(odd) for _ in range(me.size))
         return [first, me.all_gather(pieces, tensor), me.all_reduce(tensor)]
 
-    exchange = InMemoryTransport(2)
-    works = outcomes(2, body, exchange)
+    transport = InMemoryTransport(2)
+    works = outcomes(2, body, transport)
     gc.collect()
     # type(), because asking some of torch's modules for their class warns.
     assert not [o for o in gc.get_objects() if issubclass(type(o), Tensor) and o.numel() == odd]
@@ -468,8 +468,8 @@ def test_disagreement_is_diagnosed_on_every_rank(body: Body, this: str, that: st
         assert isinstance(error, CollectiveMismatchError)
         text = str(error)
         assert "collective #1 of group everybody [0, 1, 2]" in text
-        assert f"on rank(s) [1] {that} at tests/worlds/test_exchange.py:" in text
-        assert f"{this} at tests/worlds/test_exchange.py:" in text
+        assert f"on rank(s) [1] {that} at tests/worlds/test_transport.py:" in text
+        assert f"{this} at tests/worlds/test_transport.py:" in text
 
 
 def test_disagreement_wakes_those_who_wait_without_waiting_for_the_rest() -> None:
@@ -618,18 +618,18 @@ def test_a_thread_of_a_blocked_rank_may_still_bring_what_is_missing() -> None:
 
 
 def test_abort_wakes_the_blocked_past_any_except_exception() -> None:
-    exchange = InMemoryTransport(3)
+    transport = InMemoryTransport(3)
 
     def body(me: Rank) -> None:
         if me.rank == 2:
-            exchange.abort(ValueError("the weights are wrong"))
+            transport.abort(ValueError("the weights are wrong"))
             raise ValueError("the weights are wrong")
         try:
             me.barrier()
         except Exception:
             return
 
-    first, second, third = outcomes(3, body, exchange)
+    first, second, third = outcomes(3, body, transport)
     assert isinstance(first, WorldAbandonedError)
     assert isinstance(second, WorldAbandonedError)
     assert "the weights are wrong" in str(first)
@@ -638,9 +638,9 @@ def test_abort_wakes_the_blocked_past_any_except_exception() -> None:
 
 
 def test_nothing_starts_after_an_abort() -> None:
-    exchange = InMemoryTransport(1)
-    exchange.abort("over")
-    (error,) = outcomes(1, lambda me: me.barrier(), exchange)
+    transport = InMemoryTransport(1)
+    transport.abort("over")
+    (error,) = outcomes(1, lambda me: me.barrier(), transport)
     assert isinstance(error, WorldAbandonedError)
 
 

@@ -1,4 +1,4 @@
-"""The two engines with one front door: torch's composable FSDP2 and our reference, name for name."""
+"""Two engines with one interface: torch's composable FSDP2 and our reference, name for name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardproof.engine import reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrontDoor:
+class ComposableApi:
     """The public names of one engine; ``Any`` because the two engines share no base class."""
 
     name: str
@@ -28,7 +28,7 @@ class FrontDoor:
     share_comm_ctx: Callable[..., None]
 
 
-TORCH = FrontDoor(
+TORCH = ComposableApi(
     name="torch",
     fully_shard=torch_fsdp.fully_shard,
     replicate=torch_replicate,
@@ -39,7 +39,7 @@ TORCH = FrontDoor(
     register_forward_method=torch_fsdp.register_fsdp_forward_method,
     share_comm_ctx=torch_fsdp.share_comm_ctx,
 )
-REFERENCE = FrontDoor(
+REFERENCE = ComposableApi(
     name="reference",
     fully_shard=reference.fully_shard,
     replicate=reference.replicate,
@@ -50,5 +50,5 @@ REFERENCE = FrontDoor(
     register_forward_method=reference.register_fsdp_forward_method,
     share_comm_ctx=reference.share_comm_ctx,
 )
-BY_NAME = {door.name: door for door in (TORCH, REFERENCE)}
-each_door = pytest.mark.parametrize("door", sorted(BY_NAME))
+BY_NAME = {api.name: api for api in (TORCH, REFERENCE)}
+each_door = pytest.mark.parametrize("api", sorted(BY_NAME))

@@ -1,4 +1,4 @@
-"""The door leaves calls as they were: what a backend's kernel does without the GIL, and what is no call at all."""
+"""An interceptor leaves calls as they were: what a kernel does without the GIL, and what is no call at all."""
 
 from __future__ import annotations
 

@@ -21,15 +21,15 @@ Body = Callable[[int, Scheduler], None]
 
 def live(size: int, body: Body, seed: int = 0, longest_s: float = 5.0) -> Scheduler:
     """Run a body on each rank's thread between its beginning and its end."""
-    turns = Scheduler(size, seed, longest_s)
+    scheduler = Scheduler(size, seed, longest_s)
 
     def run(rank: int) -> None:
         bind_rank(rank)
-        turns.begin(rank)
+        scheduler.begin(rank)
         try:
-            body(rank, turns)
+            body(rank, scheduler)
         finally:
-            turns.end(rank)
+            scheduler.end(rank)
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads[::-1]:  # the order in which threads start must not matter
@@ -37,17 +37,17 @@ def live(size: int, body: Body, seed: int = 0, longest_s: float = 5.0) -> Schedu
     for thread in threads:
         thread.join(_HANG_S)
     assert not any(thread.is_alive() for thread in threads), "a rank never had its turn"
-    return turns
+    return scheduler
 
 
 def order(size: int, seed: int) -> list[int]:
     """Return whose turn it was, where each rank offers its own four times."""
     taken: list[int] = []
 
-    def body(rank: int, turns: Scheduler) -> None:
+    def body(rank: int, scheduler: Scheduler) -> None:
         for _ in range(4):
             taken.append(rank)
-            turns.offer()
+            scheduler.offer()
 
     live(size, body, seed)
     return taken
@@ -65,12 +65,12 @@ def test_a_seed_decides_and_nothing_else() -> None:
 def test_a_rank_that_polls_lets_the_others_run() -> None:
     is_there = False
 
-    def body(rank: int, turns: Scheduler) -> None:
+    def body(rank: int, scheduler: Scheduler) -> None:
         nonlocal is_there
         if rank:
             is_there = True
         while not is_there:
-            turns.give_way()
+            scheduler.give_way()
 
     assert live(2, body).given_up is None
 
@@ -79,17 +79,17 @@ def test_who_sleeps_is_woken_in_the_order_of_the_seed() -> None:
     woken: list[int] = []
     is_open = False
 
-    def body(rank: int, turns: Scheduler) -> None:
+    def body(rank: int, scheduler: Scheduler) -> None:
         nonlocal is_open
-        with turns.lock:
+        with scheduler.lock:
             if rank < 3:
-                sleepers[rank] = turns.sleeper()
-                turns.sleep(sleepers[rank], lambda: is_open)
+                sleepers[rank] = scheduler.sleeper()
+                scheduler.sleep(sleepers[rank], lambda: is_open)
                 woken.append(rank)
             else:
                 is_open = True
                 for sleeper in (sleepers[2], sleepers[0], sleepers[1]):
-                    turns.wake(sleeper)
+                    scheduler.wake(sleeper)
 
     sleepers: dict[int, module.SleepingRank] = {}
     live(4, body)
@@ -101,7 +101,7 @@ def test_turns_end_where_a_rank_waits_for_another_by_itself(monkeypatch: pytest.
     monkeypatch.setattr(module, "_STALLED_AFTER_S", 0.05)
     is_there = threading.Event()
 
-    def body(rank: int, turns: Scheduler) -> None:
+    def body(rank: int, scheduler: Scheduler) -> None:
         if rank:
             is_there.set()
         assert is_there.wait(_HANG_S)
@@ -115,15 +115,17 @@ def test_turns_end_where_a_rank_waits_for_one_that_has_slept(monkeypatch: pytest
     is_over, is_there = False, threading.Event()
     sleepers: dict[int, module.SleepingRank] = {}
 
-    def body(rank: int, turns: Scheduler) -> None:
+    def body(rank: int, scheduler: Scheduler) -> None:
         nonlocal is_over
-        with turns.lock:
+        with scheduler.lock:
             if rank == 0:
-                sleepers[rank] = turns.sleeper()
-                turns.sleep(sleepers[rank], lambda: is_over)
+                sleepers[rank] = scheduler.sleeper()
+                scheduler.sleep(sleepers[rank], lambda: is_over)
             else:
                 is_over = True
-                turns.wake(sleepers[0])  # which is not woken before its turn, and has to look all the same
+                scheduler.wake(
+                    sleepers[0]
+                )  # which is not woken before its turn, and has to look all the same
         if rank == 0:
             is_there.set()
         assert is_there.wait(_HANG_S)
@@ -135,7 +137,7 @@ def test_turns_end_where_a_rank_computes_for_too_long(monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.01)
     is_over = threading.Event()
 
-    def body(rank: int, turns: Scheduler) -> None:
+    def body(rank: int, scheduler: Scheduler) -> None:
         if rank:
             is_over.set()
         while not is_over.is_set():
@@ -145,12 +147,12 @@ def test_turns_end_where_a_rank_computes_for_too_long(monkeypatch: pytest.Monkey
 
 
 def test_turns_end_where_a_rank_communicates_on_another_thread() -> None:
-    def body(rank: int, turns: Scheduler) -> None:
+    def body(rank: int, scheduler: Scheduler) -> None:
         def communicate() -> None:
             adopt_rank(rank)
-            turns.offer()
-            with turns.lock:
-                turns.sleeper()
+            scheduler.offer()
+            with scheduler.lock:
+                scheduler.sleeper()
 
         if rank == 0:
             thread = threading.Thread(target=communicate)
@@ -162,7 +164,7 @@ def test_turns_end_where_a_rank_communicates_on_another_thread() -> None:
 
 def test_a_rank_that_ends_hands_its_turn_on() -> None:
     ended: list[int] = []
-    live(4, lambda rank, turns: ended.append(rank))
+    live(4, lambda rank, scheduler: ended.append(rank))
     assert ended == [0, 1, 2, 3]
 
 
@@ -172,8 +174,8 @@ def test_a_rank_that_ends_hands_its_turn_on() -> None:
 def test_a_store_lets_others_run_until_a_key_is_there() -> None:
     store = MemoryStore()
 
-    def body(rank: int, turns: Scheduler) -> None:
-        store.turns = turns
+    def body(rank: int, scheduler: Scheduler) -> None:
+        store.scheduler = scheduler
         mine = PrefixStore("group", store)  # as torch hands it on, through C++
         if rank == 0:
             assert mine.get("key") == b"value"
@@ -188,16 +190,16 @@ def test_a_store_lets_others_run_until_a_key_is_there() -> None:
 def test_a_store_wakes_who_waits_for_several_keys_once_all_are_there() -> None:
     store = MemoryStore()
 
-    def body(rank: int, turns: Scheduler) -> None:
-        store.turns = turns
+    def body(rank: int, scheduler: Scheduler) -> None:
+        store.scheduler = scheduler
         if rank == 0:
             store.wait(["one", "two"])
         elif rank == 1:
-            turns.give_way()  # to rank 2, which then gives way to the first that can go on: not yet rank 0
+            scheduler.give_way()  # to rank 2, which then gives way to the first that can go on: not yet rank 0
             store.set("two", "value")
         else:
             store.set("one", "value")
-            turns.give_way()
+            scheduler.give_way()
 
     assert live(3, body).given_up is None
 

@@ -17,7 +17,7 @@ from tests.calls import made_call
 Tensor = torch.Tensor
 
 
-def loan(op: Op, inputs: Pieces, outputs: Pieces, rank: int = 0, peer: int | None = None) -> BufferGuard:
+def guard(op: Op, inputs: Pieces, outputs: Pieces, rank: int = 0, peer: int | None = None) -> BufferGuard:
     """Issue a call: take its snapshot, poison its outputs."""
     call = made_call(op, inputs, outputs, rank=rank, peer=peer, is_async=True)
     kept = snapshot(call)
@@ -27,25 +27,25 @@ def loan(op: Op, inputs: Pieces, outputs: Pieces, rank: int = 0, peer: int | Non
 
 def test_nothing_is_told_where_nothing_was_done() -> None:
     whole, row = torch.arange(6.0), torch.empty(3)
-    assert [*loan(Op.REDUCE_SCATTER, ((whole[:3], whole[3:]),), ((row,),)).harms()] == []
+    assert [*guard(Op.REDUCE_SCATTER, ((whole[:3], whole[3:]),), ((row,),)).violations()] == []
     buffer = torch.arange(6.0)  # a gather in place: the own row is input and part of the output
-    assert [*loan(Op.ALL_GATHER, ((buffer[:3],),), ((buffer[:3], buffer[3:]),)).harms()] == []
+    assert [*guard(Op.ALL_GATHER, ((buffer[:3],),), ((buffer[:3], buffer[3:]),)).violations()] == []
     summed = torch.arange(6.0)
-    assert [*loan(Op.ALL_REDUCE, ((summed,),), ((summed,),)).harms()] == []
-    assert [*loan(Op.BARRIER, (), ()).harms()] == []
+    assert [*guard(Op.ALL_REDUCE, ((summed,),), ((summed,),)).violations()] == []
+    assert [*guard(Op.BARRIER, (), ()).violations()] == []
 
 
 @pytest.mark.parametrize("fill", [0.0, torch.nan, 2.0], ids=["zero", "nan", "other"])
 def test_an_input_that_changed_is_told(fill: float) -> None:
     whole, row = torch.arange(6.0), torch.empty(3)
-    lent = loan(Op.REDUCE_SCATTER, ((whole[:3], whole[3:]),), ((row,),))
+    lent = guard(Op.REDUCE_SCATTER, ((whole[:3], whole[3:]),), ((row,),))
     whole[4] = fill
-    assert [*lent.harms()] == [ViolationKind.INPUT_OVERWRITTEN]
+    assert [*lent.violations()] == [ViolationKind.INPUT_OVERWRITTEN]
 
 
 def test_a_nan_that_stayed_is_no_change() -> None:
     whole, row = torch.full((6,), torch.nan), torch.empty(3)
-    assert [*loan(Op.REDUCE_SCATTER, ((whole[:3], whole[3:]),), ((row,),)).harms()] == []
+    assert [*guard(Op.REDUCE_SCATTER, ((whole[:3], whole[3:]),), ((row,),)).violations()] == []
 
 
 @pytest.mark.parametrize(
@@ -64,32 +64,32 @@ def test_a_nan_that_stayed_is_no_change() -> None:
 def test_an_output_that_was_written_to_is_told_in_any_dtype(dtype: torch.dtype) -> None:
     mine, pieces = torch.zeros(3).to(dtype), tuple(torch.zeros(3).to(dtype) for _ in range(2))
     for byte in (0, -1):
-        lent = loan(Op.ALL_GATHER, ((mine,),), (pieces,))
-        assert [*lent.harms()] == []
+        lent = guard(Op.ALL_GATHER, ((mine,),), (pieces,))
+        assert [*lent.violations()] == []
         pieces[1].view(torch.uint8)[byte] = 1
-        assert [*lent.harms()] == [ViolationKind.OUTPUT_OVERWRITTEN]
+        assert [*lent.violations()] == [ViolationKind.OUTPUT_OVERWRITTEN]
 
 
 def test_what_is_gathered_in_place_must_stay_too() -> None:
     buffer = torch.arange(6.0)
-    lent = loan(Op.ALL_GATHER, ((buffer[:3],),), ((buffer[:3], buffer[3:]),))
+    lent = guard(Op.ALL_GATHER, ((buffer[:3],),), ((buffer[:3], buffer[3:]),))
     buffer[0] = 7
-    assert [*lent.harms()] == [ViolationKind.INPUT_OVERWRITTEN]
+    assert [*lent.violations()] == [ViolationKind.INPUT_OVERWRITTEN]
 
 
 def test_what_is_reduced_in_place_is_poison_until_it_comes() -> None:
     summed = torch.arange(6.0)
-    lent = loan(Op.ALL_REDUCE, ((summed,),), ((summed,),))
+    lent = guard(Op.ALL_REDUCE, ((summed,),), ((summed,),))
     summed.zero_()
-    assert [*lent.harms()] == [ViolationKind.OUTPUT_OVERWRITTEN]
+    assert [*lent.violations()] == [ViolationKind.OUTPUT_OVERWRITTEN]
 
 
 def test_a_scatter_into_its_own_input_leaves_the_other_rows() -> None:
     whole = torch.arange(6.0)
-    lent = loan(Op.REDUCE_SCATTER, ((whole[:3], whole[3:]),), ((whole[:3],),))
-    assert [*lent.harms()] == []
+    lent = guard(Op.REDUCE_SCATTER, ((whole[:3], whole[3:]),), ((whole[:3],),))
+    assert [*lent.violations()] == []
     whole[5] = 0
-    assert [*lent.harms()] == [ViolationKind.INPUT_OVERWRITTEN]
+    assert [*lent.violations()] == [ViolationKind.INPUT_OVERWRITTEN]
 
 
 @pytest.mark.parametrize(
@@ -102,22 +102,22 @@ def test_a_scatter_into_its_own_input_leaves_the_other_rows() -> None:
 )
 def test_memory_that_is_gone_is_told(pick: Callable[[Tensor, Tensor], Tensor], kind: ViolationKind) -> None:
     whole, row = torch.arange(6.0), torch.empty(3)
-    lent = loan(Op.REDUCE_SCATTER, ((whole[:3], whole[3:]),), ((row,),))
+    lent = guard(Op.REDUCE_SCATTER, ((whole[:3], whole[3:]),), ((row,),))
     pick(whole, row).untyped_storage().resize_(0)
-    assert [*lent.harms()] == [kind]
+    assert [*lent.violations()] == [kind]
 
 
 def test_both_are_told_where_both_were_harmed() -> None:
     mine, pieces = torch.zeros(2), (torch.zeros(2), torch.zeros(2))
-    lent = loan(Op.ALL_GATHER, ((mine,),), (pieces,))
+    lent = guard(Op.ALL_GATHER, ((mine,),), (pieces,))
     mine.fill_(1)
     pieces[0].fill_(1)
-    assert [*lent.harms()] == [ViolationKind.INPUT_OVERWRITTEN, ViolationKind.OUTPUT_OVERWRITTEN]
+    assert [*lent.violations()] == [ViolationKind.INPUT_OVERWRITTEN, ViolationKind.OUTPUT_OVERWRITTEN]
 
 
 def test_a_message_may_be_of_any_shape() -> None:
     message: Any = torch.arange(6.0).view(2, 3).t()
-    lent = loan(Op.SEND, ((message,),), ((),), peer=1)
-    assert [*lent.harms()] == []
+    lent = guard(Op.SEND, ((message,),), ((),), peer=1)
+    assert [*lent.violations()] == []
     message[0, 0] = 9
-    assert [*lent.harms()] == [ViolationKind.INPUT_OVERWRITTEN]
+    assert [*lent.violations()] == [ViolationKind.INPUT_OVERWRITTEN]

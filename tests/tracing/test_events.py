@@ -1,4 +1,4 @@
-"""The course of a rank: read as it was written, in one order with calls and waits, and no part of the ledger."""
+"""The events of a rank: read as written, in one order with calls and waits, and no part of the ledger."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from shardproof.harness.tracing.codec import encode
-from shardproof.harness.tracing.events import EventKind, EventLog, TraceEvent, flights, stretches
+from shardproof.harness.tracing.events import (
+    EventKind,
+    EventLog,
+    TraceEvent,
+    collectives_in_flight,
+    compute_spans,
+)
 from shardproof.harness.tracing.journal import read_journal
 from shardproof.harness.tracing.ledger import Op, Phase
 from shardproof.harness.tracing.recorder import CallSummary, Recorder
@@ -33,8 +39,8 @@ def a_call() -> CallSummary:
     )
 
 
-def told(course: EventLog) -> list[str]:
-    return [mark.what.name + (f" {mark.unit}" if mark.unit else "") for mark in course]
+def reported(events: EventLog) -> list[str]:
+    return [event.what.name + (f" {event.unit}" if event.unit else "") for event in events]
 
 
 def test_marks_calls_and_waits_lie_in_one_order(tmp_path: Path) -> None:
@@ -47,13 +53,13 @@ def test_marks_calls_and_waits_lie_in_one_order(tmp_path: Path) -> None:
         recorder.waited(seq)
         recorder.leave_unit("a")
     recorder.close()
-    course = read_journal(tmp_path / "journal").course
+    events = read_journal(tmp_path / "journal").events
     order = ["BEGAN", "ENTERED a", "ISSUED a", "PLACED", "COMPUTES a", "WAITED", "LEFT a", "ENDED"]
-    assert told(course) == order
-    assert {(m.phase, m.step, m.microbatch) for m in course} == {(Phase.FORWARD, 3, 1)}
-    assert [m.seq for m in course if m.seq is not None] == [0, 0, 0]
-    assert course[3].stream == "s"
-    times = [m.at_ns for m in course]
+    assert reported(events) == order
+    assert {(m.phase, m.step, m.microbatch) for m in events} == {(Phase.FORWARD, 3, 1)}
+    assert [m.seq for m in events if m.seq is not None] == [0, 0, 0]
+    assert events[3].stream == "s"
+    times = [m.at_ns for m in events]
     assert times == sorted(times)
     assert times[0] > 0
 
@@ -73,10 +79,10 @@ def test_an_entry_is_written_as_the_codec_writes_it(tmp_path: Path, group: tuple
 
 
 def test_times_and_marks_are_no_part_of_the_ledger(tmp_path: Path) -> None:
-    for name, marks in (("plain", 0), ("marked", 5)):
+    for name, events in (("plain", 0), ("marked", 5)):
         recorder = Recorder(tmp_path / name)
         seq = recorder.issued(a_call())
-        for _ in range(marks):
+        for _ in range(events):
             recorder.mark(EventKind.COMPUTES, "a")
         recorder.waited(seq)
         recorder.close()
@@ -91,8 +97,8 @@ def test_a_journal_without_a_course_is_read(tmp_path: Path) -> None:
     old = [{k: v for k, v in line.items() if k != "at_ns"} for line in lines]
     (tmp_path / "old").write_text("".join(json.dumps(line) + "\n" for line in old))
     assert read_journal(tmp_path / "old").ledger == read_journal(tmp_path / "journal").ledger
-    assert read_journal(tmp_path / "old").course == ()
-    assert read_journal(tmp_path / "nowhere").course == ()
+    assert read_journal(tmp_path / "old").events == ()
+    assert read_journal(tmp_path / "nowhere").events == ()
 
 
 def test_what_a_killed_rank_had_called_is_there_with_the_marks_before_it(tmp_path: Path) -> None:
@@ -100,7 +106,7 @@ def test_what_a_killed_rank_had_called_is_there_with_the_marks_before_it(tmp_pat
     recorder.mark(EventKind.COMPUTES, "a")
     recorder.issued(a_call())
     recorder.mark(EventKind.LEFT, "a")  # never written: nothing was called after it
-    assert told(read_journal(tmp_path / "journal").course) == ["COMPUTES a", "ISSUED"]
+    assert reported(read_journal(tmp_path / "journal").events) == ["COMPUTES a", "ISSUED"]
     recorder.close()
 
 
@@ -112,12 +118,12 @@ def test_a_watcher_looks_before_each_call_and_mark_but_not_while_the_harness_rea
             recorder.issued(a_call())
     recorder.issued(a_call())
     recorder.close()
-    looked = told(read_journal(tmp_path / "journal").course)
+    looked = reported(read_journal(tmp_path / "journal").events)
     assert looked == ["RESHARDED a", "ISSUED", "BEGAN", "ISSUED", "ENDED", "ISSUED"]
 
 
-def marks(*words: str) -> EventLog:
-    """Write a course: ``computes a`` and the like, in backward where a word is in capitals."""
+def events(*words: str) -> EventLog:
+    """Write events: ``computes a`` and the like, in backward where a word is in capitals."""
     made = []
     for at, word in enumerate(words):
         what, _, unit = word.partition(" ")
@@ -165,7 +171,7 @@ def marks(*words: str) -> EventLog:
     ],
 )
 def test_stretches_of_compute(words: tuple[str, ...], expected: list[tuple[str, int, int]]) -> None:
-    assert [(s.unit, s.first, s.last) for s in stretches(marks(*words))] == expected
+    assert [(s.unit, s.first, s.last) for s in compute_spans(events(*words))] == expected
 
 
 def test_a_flight_ends_where_streams_say_so_if_they_were_watched(tmp_path: Path) -> None:
@@ -173,12 +179,12 @@ def test_a_flight_ends_where_streams_say_so_if_they_were_watched(tmp_path: Path)
     first, second = recorder.issued(a_call()), recorder.issued(a_call())
     recorder.waited(first)
     recorder.close()
-    unwatched = flights(read_journal(tmp_path / "journal").course)
+    unwatched = collectives_in_flight(read_journal(tmp_path / "journal").events)
     assert [(f.seq, f.issued, f.landed) for f in unwatched] == [(0, 0, 2), (1, 1, None)]
     recorder = Recorder(tmp_path / "journal")
     recorder.mark(EventKind.JOINED, seq=second)
     recorder.close()
-    watched = flights(read_journal(tmp_path / "journal").course)
+    watched = collectives_in_flight(read_journal(tmp_path / "journal").events)
     assert [(f.seq, f.landed) for f in watched] == [(0, None), (1, 3)]
 
 
@@ -201,7 +207,7 @@ def test_units_tell_when_they_compute(tmp_path: Path) -> None:
         with recorder.during(Phase.BACKWARD, step=0):
             loss.backward()
     recorder.close()
-    course = read_journal(tmp_path / "journal").course
-    computed = [(s.unit, s.is_backward) for s in stretches(course)]
+    events = read_journal(tmp_path / "journal").events
+    computed = [(s.unit, s.is_backward) for s in compute_spans(events)]
     # The root's own output is its last child's, so that its backward is not told.
     assert [c for c in computed if c[0]] == [("0", False), ("1", False), ("1", True), ("0", True)]

@@ -1,4 +1,4 @@
-"""Nothing but what ranks left is taken for a leftover, whatever became of the processes between."""
+"""Nothing but what ranks left is taken for a leak, whatever became of the processes between."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from shardproof.harness.worlds.processes import leftovers, lineage
+from shardproof.harness.worlds.processes import leaked_processes, lineage
 from shardproof.harness.worlds.processes.host_handle import HostHandle
-from shardproof.harness.worlds.processes.leftovers import Leftovers
+from shardproof.harness.worlds.processes.leaked_processes import LeakedProcesses
 from shardproof.harness.worlds.processes.lineage import Process, below, signalled
 
-SESSION, KEEPER, SERVER, HOST, ORPHAN, STRANGER = (
+SESSION, REAPER, SERVER, HOST, ORPHAN, STRANGER = (
     os.getpid(),
     1_000_002,
     1_000_003,
@@ -22,7 +22,7 @@ SESSION, KEEPER, SERVER, HOST, ORPHAN, STRANGER = (
     1_000_005,
     1_000_006,
 )
-WHOLE = {SESSION: 1, KEEPER: SESSION, SERVER: KEEPER, HOST: SERVER, ORPHAN: KEEPER, STRANGER: 1, 1: 0}
+WHOLE = {SESSION: 1, REAPER: SESSION, SERVER: REAPER, HOST: SERVER, ORPHAN: REAPER, STRANGER: 1, 1: 0}
 
 
 def seen_in(monkeypatch: pytest.MonkeyPatch, parents: dict[int, int]) -> list[int]:
@@ -34,12 +34,12 @@ def seen_in(monkeypatch: pytest.MonkeyPatch, parents: dict[int, int]) -> list[in
         return Process(pid=pid, parent=parents[pid], session=pid, started_ticks=pid, is_running=True)
 
     monkeypatch.setattr(lineage, "process_of", looked_up)
-    monkeypatch.setattr(leftovers, "process_of", looked_up)
+    monkeypatch.setattr(leaked_processes, "process_of", looked_up)
     monkeypatch.setattr(
         lineage, "_children", lambda pid: [p for p, parent in parents.items() if parent == pid]
     )
     host = cast(HostHandle, SimpleNamespace(pid=HOST))
-    found: list[Any] = Leftovers([host])._orphans()
+    found: list[Any] = LeakedProcesses([host])._orphans()
     return [process.pid for process in found]
 
 
@@ -50,10 +50,10 @@ def test_what_the_keeper_adopted_is_an_orphan(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "changed",
     [
-        pytest.param({KEEPER: None, SERVER: 1, ORPHAN: 1}, id="the keeper was killed"),
-        pytest.param({SERVER: None, HOST: KEEPER}, id="the server was killed"),
-        pytest.param({KEEPER: None, SERVER: None, HOST: 1, ORPHAN: 1}, id="both were killed"),
-        pytest.param({KEEPER: None, SERVER: SESSION, ORPHAN: 1}, id="the machine lets no process adopt"),
+        pytest.param({REAPER: None, SERVER: 1, ORPHAN: 1}, id="the reaper was killed"),
+        pytest.param({SERVER: None, HOST: REAPER}, id="the server was killed"),
+        pytest.param({REAPER: None, SERVER: None, HOST: 1, ORPHAN: 1}, id="both were killed"),
+        pytest.param({REAPER: None, SERVER: SESSION, ORPHAN: 1}, id="the machine lets no process adopt"),
     ],
 )
 def test_nothing_else_on_the_machine_is_an_orphan(

@@ -19,8 +19,8 @@ from shardproof.harness.laws.tolerance import MULTIPLE, allowed_error
 from shardproof.harness.training.absolute_error import largest
 from shardproof.harness.training.oracle_observation import OracleObservation, Quantity, TensorKey
 from shardproof.harness.training.piece_sizes import PieceSizes
+from shardproof.harness.verdicts.simple_defects import hidden_because
 from shardproof.harness.verdicts.vacuity import vacuous_because
-from shardproof.harness.verdicts.visibility import hidden_because
 from tests.simulated_engine import Honest, Moment, accumulate, evidence_of, oracle_of, ring_mean
 
 TRAINING = Training(problem=MLP_UNEVEN, optimizer=SGD)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
-from shardproof.engine.contract import Capability, FrontDoor
+from shardproof.engine.contract import Capability, ComposableApi
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.plans import demanding
 from shardproof.engine.reference.fsdp_module import FSDPModule, managed_class
@@ -21,7 +21,7 @@ from shardproof.engine.reference.fsdp_state import state_of
 _CALLS = Condition(plan=demanding(Capability.COMPOSABLE), because="training alone calls no such function")
 
 
-class Door(PreparedReference):
+class OwnFullyShard(PreparedReference):
     """Has another fully_shard than the one that prepared it."""
 
     # Any: modules gain methods, and options are what a mutant overlooks.
@@ -30,14 +30,14 @@ class Door(PreparedReference):
         self.spoil_module(module)
         return module
 
-    def composable(self) -> FrontDoor:
+    def composable(self) -> ComposableApi:
         return replace(super().composable(), fully_shard=self.fully_shard)
 
     def spoil_module(self, module: Any) -> None:
         """Change what was made of a module."""
 
 
-class BothDoors(Door):
+class OwnFullyShardAndReplicate(OwnFullyShard):
     """Has another replicate too."""
 
     def replicate(self, module: Any, **options: Any) -> Any:
@@ -45,7 +45,7 @@ class BothDoors(Door):
         self.spoil_module(module)
         return module
 
-    def composable(self) -> FrontDoor:
+    def composable(self) -> ComposableApi:
         return replace(super().composable(), replicate=self.replicate)
 
 
@@ -61,7 +61,7 @@ class LeavesModulesAsTheyAre(ReferenceEngine):
     """fully_shard and replicate do nothing, whatever they are called with."""
 
     class Prepared(PreparedReference):
-        def composable(self) -> FrontDoor:
+        def composable(self) -> ComposableApi:
             same: Callable[..., Any] = lambda module, **_: module  # noqa: E731 - typed
             return replace(super().composable(), fully_shard=same, replicate=same, share_comm_ctx=same)
 
@@ -70,7 +70,7 @@ class LeavesModulesAsTheyAre(ReferenceEngine):
 class GoesOnWithWhatWasReplaced(ReferenceEngine):
     """A parameter that the caller replaces once it is sharded is not the one that is trained."""
 
-    class Prepared(Door):
+    class Prepared(OwnFullyShard):
         def spoil_module(self, module: Any) -> None:
             for group in groups_of(module):
                 group.layout.reset_sharded_params = lambda: None
@@ -80,7 +80,7 @@ class GoesOnWithWhatWasReplaced(ReferenceEngine):
 class NeverCallsTheReductionHook(ReferenceEngine):
     """A hook on what a unit has reduced is taken, and never called."""
 
-    class Prepared(Door):
+    class Prepared(OwnFullyShard):
         def spoil_module(self, module: Any) -> None:
             module.set_all_reduce_hook = lambda hook, **_: None
 
@@ -89,7 +89,7 @@ class NeverCallsTheReductionHook(ReferenceEngine):
 class TakesEveryDimForTheFirst(ReferenceEngine):
     """A dim that the caller chooses is taken for the first."""
 
-    class Prepared(Door):
+    class Prepared(OwnFullyShard):
         def fully_shard(self, module: Any, **options: Any) -> Any:
             return super().fully_shard(module, **{**options, "shard_placement_fn": None})
 
@@ -98,7 +98,7 @@ class TakesEveryDimForTheFirst(ReferenceEngine):
 class CastsWhatIsFrozen(ReferenceEngine):
     """All parameters of a unit are cast to one dtype, frozen ones of few bits too."""
 
-    class Prepared(Door):
+    class Prepared(OwnFullyShard):
         def fully_shard(self, module: Any, **options: Any) -> Any:
             return super().fully_shard(module.float(), **options)
 
@@ -107,7 +107,7 @@ class CastsWhatIsFrozen(ReferenceEngine):
 class MarksWhatIsInside(ReferenceEngine):
     """Modules inside a sharded one, and parts of it, count as sharded themselves."""
 
-    class Prepared(Door):
+    class Prepared(OwnFullyShard):
         def spoil_module(self, module: Any) -> None:
             for inside in module.children():
                 if not isinstance(inside, FSDPModule):
@@ -118,7 +118,7 @@ class MarksWhatIsInside(ReferenceEngine):
 class PacksShardsIntoOne(ReferenceEngine):
     """The shards of a unit are views of one memory, so that freeing one frees all."""
 
-    class Prepared(Door):
+    class Prepared(OwnFullyShard):
         def spoil_module(self, module: Any) -> None:
             locals_ = [held.local for group in groups_of(module) for held in group.parameters]
             if not locals_:
@@ -133,7 +133,7 @@ class PacksShardsIntoOne(ReferenceEngine):
 class SavesTheFirstStateForEver(ReferenceEngine):
     """What state_dict returns is what it returned when it was first called."""
 
-    class Prepared(Door):
+    class Prepared(OwnFullyShard):
         def spoil_module(self, module: Any) -> None:
             saved: dict[str, Any] = {}
 
@@ -151,16 +151,16 @@ class IgnoresPolicies(ReferenceEngine):
     """fully_shard and replicate compute in the parameters' own dtype whatever policy they are given."""
 
     class Prepared(PreparedReference):
-        def composable(self) -> FrontDoor:
-            door = super().composable()
-            return replace(door, mixed_precision=lambda **_: door.mixed_precision())
+        def composable(self) -> ComposableApi:
+            api = super().composable()
+            return replace(api, mixed_precision=lambda **_: api.mixed_precision())
 
 
 @mutant(after="NVIDIA/Megatron-LM#3023", kills_on=_CALLS, trace=Trace.NUMBERS)
 class SumsWhatACallerPrepares(ReferenceEngine):
     """Gradients of what is given to fully_shard and replicate are summed over ranks, not averaged."""
 
-    class Prepared(BothDoors):
+    class Prepared(OwnFullyShardAndReplicate):
         def spoil_module(self, module: Any) -> None:
             module.set_gradient_divide_factor(1.0)
 
@@ -169,7 +169,7 @@ class SumsWhatACallerPrepares(ReferenceEngine):
 class AddsCopiesInTheComputeDtype(ReferenceEngine):
     """What ranks of another axis have of a gradient is added before it is cast for the reduction."""
 
-    class Prepared(Door):
+    class Prepared(OwnFullyShard):
         def spoil_module(self, module: Any) -> None:
             for group in groups_of(module):
                 group._accumulation_dtype = lambda _: None
@@ -179,7 +179,7 @@ class AddsCopiesInTheComputeDtype(ReferenceEngine):
 class LeavesOutWhatNoRankUsed(ReferenceEngine):
     """Parameters that no rank used have no gradient, also where they were to have zeros."""
 
-    class Prepared(Door):
+    class Prepared(OwnFullyShard):
         def spoil_module(self, module: Any) -> None:
             module.set_reduce_scatter_unused_params = lambda enable: None
 
@@ -188,7 +188,7 @@ class LeavesOutWhatNoRankUsed(ReferenceEngine):
 class HidesWhatWaits(ReferenceEngine):
     """Gradients that wait for their reduction are kept where no caller can clear or change them."""
 
-    class Prepared(Door):
+    class Prepared(OwnFullyShard):
         def spoil_module(self, module: Any) -> None:
             for group in groups_of(module):
                 hidden: dict[Any, torch.Tensor] = {}
@@ -218,7 +218,7 @@ def _reduce_with(honest: Callable[[], None], hidden: dict[Any, torch.Tensor]) ->
 class TakesTheBackwardOfInputsForAll(ReferenceEngine):
     """A microbatch counts as done once a backward has held its gradients: what its weights get later is lost."""
 
-    class Prepared(Door):
+    class Prepared(OwnFullyShard):
         def spoil_module(self, module: Any) -> None:
             for group in groups_of(module):
                 held: dict[Any, torch.Tensor | None] = {}
@@ -243,7 +243,7 @@ def _forget(held: dict[Any, torch.Tensor | None], *_: Any) -> None:
 class CopiesBuffers(ReferenceEngine):
     """A buffer that several modules have is another one in each once they are sharded."""
 
-    class Prepared(Door):
+    class Prepared(OwnFullyShard):
         def fully_shard(self, module: Any, **options: Any) -> Any:
             for inside in module.modules():
                 for name, buffer in inside.named_buffers(recurse=False):
@@ -255,7 +255,7 @@ class CopiesBuffers(ReferenceEngine):
 class LeavesNewMemoryAtZeros(ReferenceEngine):
     """What was sharded without memory computes with zeros, whatever is written to it later."""
 
-    class Prepared(Door):
+    class Prepared(OwnFullyShard):
         def fully_shard(self, module: Any, **options: Any) -> Any:
             if any(p.is_meta for p in module.parameters()):
                 module.register_forward_pre_hook(_clear)
@@ -273,12 +273,12 @@ class ManagesWhatItShouldIgnore(ReferenceEngine):
     """Parameters that are to be ignored are sharded, or replicated, like the others."""
 
     class Prepared(PreparedReference):
-        def composable(self) -> FrontDoor:
-            door = super().composable()
+        def composable(self) -> ComposableApi:
+            api = super().composable()
             return replace(
-                door,
-                fully_shard=_ignoring_nothing(door.fully_shard),
-                replicate=_ignoring_nothing(door.replicate),
+                api,
+                fully_shard=_ignoring_nothing(api.fully_shard),
+                replicate=_ignoring_nothing(api.replicate),
             )
 
 
@@ -290,7 +290,7 @@ def _ignoring_nothing(apply: Callable[..., Any]) -> Callable[..., Any]:
 class DropsGradientsOfAFailedConversion(ReferenceEngine):
     """A conversion that fails leaves parameters without their gradients."""
 
-    class Prepared(Door):
+    class Prepared(OwnFullyShard):
         def spoil_module(self, module: Any) -> None:
             honest = module._apply
 
@@ -311,7 +311,7 @@ _REMEMBERED: list[Any] = []
 class RemembersWhatItSharded(ReferenceEngine):
     """Every module that is sharded is kept for ever."""
 
-    class Prepared(Door):
+    class Prepared(OwnFullyShard):
         def fully_shard(self, module: Any, **options: Any) -> Any:
             _REMEMBERED.append(module)
             return super().fully_shard(module, **options)
@@ -321,7 +321,7 @@ class RemembersWhatItSharded(ReferenceEngine):
 class KeepsOutputsInCycles(ReferenceEngine):
     """Each forward leaves its output in a cycle of references, which the collector alone frees."""
 
-    class Prepared(Door):
+    class Prepared(OwnFullyShard):
         def spoil_module(self, module: Any) -> None:
             module.register_forward_hook(lambda *given: _in_a_cycle(given[-1]))
 
@@ -335,7 +335,7 @@ def _in_a_cycle(output: Any) -> None:
 class ShardsOverAllRanksWhateverTheMesh(ReferenceEngine):
     """fully_shard shards over all ranks whatever mesh it is given."""
 
-    class Prepared(Door):
+    class Prepared(OwnFullyShard):
         def fully_shard(self, module: Any, **options: Any) -> Any:
             return super().fully_shard(module, **{**options, "mesh": None})
 
@@ -347,7 +347,7 @@ _FINALIZES = Condition(plan=demanding(Capability.COMPOSABLE, Capability.FINALIZE
 class FinalizesEachBackward(ReferenceEngine):
     """Each backward ends by itself, and reduces what was to be held back until it is finalized."""
 
-    class Prepared(BothDoors):
+    class Prepared(OwnFullyShardAndReplicate):
         def spoil_module(self, module: Any) -> None:
             if not isinstance(module, list):  # the root is none
                 module.set_requires_gradient_sync = lambda *_, **__: None
@@ -357,7 +357,7 @@ class FinalizesEachBackward(ReferenceEngine):
 class FinalizesTwice(ReferenceEngine):
     """What finalization reduces is counted twice."""
 
-    class Prepared(BothDoors):
+    class Prepared(OwnFullyShardAndReplicate):
         def spoil_module(self, module: Any) -> None:
             if isinstance(module, list):  # no root
                 return
@@ -387,7 +387,7 @@ _KEEPS = Condition(plan=demanding(Capability.COMPOSABLE, Capability.KEEP_STORAGE
 class FreesWhatIsToBeKept(ReferenceEngine):
     """The memory of whole parameters is freed although it was to be kept."""
 
-    class Prepared(Door):
+    class Prepared(OwnFullyShard):
         def spoil_module(self, module: Any) -> None:
             module.set_keep_unsharded_storage = lambda *_, **__: None
 
@@ -396,7 +396,7 @@ class FreesWhatIsToBeKept(ReferenceEngine):
 class ShowsTheFirstValues(ReferenceEngine):
     """Whole parameters are those of the first gather ever after."""
 
-    class Prepared(BothDoors):
+    class Prepared(OwnFullyShardAndReplicate):
         def spoil_module(self, module: Any) -> None:
             for held in (held for group in groups_of(module) for held in group.parameters):
                 held.to_unsharded = partial(_show_first, held, held.to_unsharded, [])
@@ -413,8 +413,8 @@ def _show_first(held: Any, honest: Callable[[], None], first: list[nn.Parameter]
 class SharesNoContext(ReferenceEngine):
     """Roots that are to share what they communicate by go on as if each were alone."""
 
-    class Prepared(Door):
-        def composable(self) -> FrontDoor:
+    class Prepared(OwnFullyShard):
+        def composable(self) -> ComposableApi:
             return replace(super().composable(), share_comm_ctx=lambda _: None)
 
 
@@ -422,7 +422,7 @@ class SharesNoContext(ReferenceEngine):
 class FreesWhenFinalized(ReferenceEngine):
     """Finalization frees what was to be kept, and keeps what was to be freed."""
 
-    class Prepared(BothDoors):
+    class Prepared(OwnFullyShardAndReplicate):
         def spoil_module(self, module: Any) -> None:
             honest = module.set_reshard_after_backward
             module.set_reshard_after_backward = lambda frees: honest(not frees)
@@ -432,7 +432,7 @@ class FreesWhenFinalized(ReferenceEngine):
 class FinalizesWhateverComes(ReferenceEngine):
     """Where nothing can be finalized, nothing happens and nothing is said."""
 
-    class Prepared(BothDoors):
+    class Prepared(OwnFullyShardAndReplicate):
         def spoil_module(self, module: Any) -> None:
             module.finalize_backward = lambda **_: False
             module.set_manual_backward_finalization = lambda _: None

@@ -9,9 +9,9 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 
-# Any: the engines behind this door share no base class.
+# Any: engines with this interface share no base class.
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrontDoor:
+class ComposableApi:
     """The public names of one engine; ``set_divide_factor`` gets a module, the factor and the number of shards."""
 
     fully_shard: Callable[..., Any]
