@@ -157,7 +157,7 @@ def _crowded(timeline: Timeline) -> Timeline:
     )
 
 
-@pytest.mark.parametrize("told", [lambda t: t, _crowded], ids=["as_it_was", "crowded"])
+@pytest.mark.parametrize("reported", [lambda t: t, _crowded], ids=["as_it_was", "crowded"])
 def test_slices_of_a_thread_nest(folder: Path, reported: Callable[[Timeline], Timeline]) -> None:
     """Viewers drop a slice that begins inside another and ends after it."""
     threads: dict[int, list[tuple[int, int]]] = defaultdict(list)

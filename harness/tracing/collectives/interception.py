@@ -41,7 +41,7 @@ class CollectiveTransport(Protocol):
     def start(self, call: Call, on_violation: Callable[[ViolationKind, str], None] | None) -> dist.Work:
         """Start the call and return its work; a synchronous call is complete on return.
 
-        ``on_harm`` receives, with the site, what was done to the buffers of an asynchronous one too early.
+        ``on_violation`` receives, with the site, what was done to the buffers of an asynchronous one too early.
         """
 
 

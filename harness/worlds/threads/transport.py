@@ -78,7 +78,7 @@ class InMemoryTransport:
     def start(self, call: Call, on_violation: OnViolation = None) -> dist.Work:
         """Start a call and return its work; a synchronous call has completed by then.
 
-        ``on_harm`` receives what becomes of the buffers of an asynchronous one before its result is there.
+        ``on_violation`` receives what becomes of the buffers of an asynchronous one before its result is there.
         """
         self._scheduler.offer()
         self._pass_call(call.global_rank)
