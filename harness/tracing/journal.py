@@ -1,18 +1,29 @@
-"""Reading what a rank wrote down as it happened: its ledger and its events, which lie in one file. No torch here."""
+"""The file that a rank writes as it trains: the lines of its ledger and its events, written and read. No torch here.
+
+[Note: lines by hand] An entry, its wait and its end are written on the way of each collective, where a generic encoder
+would take as long as all else that recording costs. So these lines are put together here, by a format that the codec
+reads like any other.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardproof.harness.tracing.codec import UNREADABLE, decode
+from shardproof.harness.tracing.codec import UNREADABLE, decode, encode, encode_row
 from shardproof.harness.tracing.events import EventLog, TraceEvent, events_of
-from shardproof.harness.tracing.ledger import BufferViolation, Entry, Ledger, Wait, completed
+from shardproof.harness.tracing.ledger import BufferViolation, CallSummary, Entry, Ledger, Wait, completed
 
 _MOST_BYTES = 2**30  # a rank can make a file of any size, as one hole, that no memory holds
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"))  # once: json.dumps would build one per line
+_FIELDS = tuple(field.name for field in fields(CallSummary))
+_OF_TENSORS = ("dtype", "shapes", "num_bytes", "reduce_op", "peer", "is_async")
 
 
 class Journal(NamedTuple):
@@ -24,6 +35,53 @@ class Journal(NamedTuple):
     ledger: Ledger
     events: EventLog
     damaged: tuple[int, ...] = ()
+
+
+def entry_line(entry: Entry, call: CallSummary, at_ns: int) -> str:
+    """Return the line of an entry when its call starts; see [Note: lines by hand]."""
+    op_and_group, tensors, site_and_name = _json_of_call(call)
+    return (
+        f'{{"entry":{{"seq":{entry.seq},{op_and_group},"group_seq":{entry.group_seq},"axis":{_json(entry.axis)},{tensors}'
+        f',"wait":null,"phase":{_json(entry.phase)},"step":{entry.step},"microbatch":{entry.microbatch}'
+        f',"unit":{_json(entry.unit)},"thread":{_json(entry.thread)},{site_and_name},"harms":[]}},"at_ns":{at_ns}}}'
+    )
+
+
+def wait_line(seq: int, wait: Wait, at_ns: int) -> str:
+    """Return the line of the first wait for a call."""
+    return (
+        f'{{"wait":{seq},"phase":{_json(wait.phase)},"step":{wait.step},"microbatch":{wait.microbatch}'
+        f',"num_issued":{wait.num_issued},"is_over":{_json(wait.is_over)},"at_ns":{at_ns}}}'
+    )
+
+
+def over_line(seq: int) -> bytes:
+    """Return the line, with its end, of a wait that came to its end: as short as it is frequent."""
+    return b'{"over":%d}\n' % seq
+
+
+def violation_line(seq: int, violation: BufferViolation) -> str:
+    """Return the line of what was done to the buffers of a call."""
+    return _ENCODER.encode({"harm": seq, **encode(violation)})
+
+
+def events_line(events: Sequence[tuple[object, ...]]) -> str:
+    """Return the line of several events, each the values of a `TraceEvent`, its kind by name."""
+    return _ENCODER.encode({"marks": events})
+
+
+@lru_cache(maxsize=2**12)
+def _json(value: str | bool | None) -> str:
+    return _ENCODER.encode(value)
+
+
+@lru_cache(maxsize=2**12)  # each step makes the same calls
+def _json_of_call(call: CallSummary) -> tuple[str, str, str]:
+    """Return the JSON of a call's own fields, less braces, in the three parts that an entry has them in."""
+    plain = {name: encode(getattr(call, name)) for name in _FIELDS} | {"group": encode_row(call.group)}
+    parts = (("op", "group"), _OF_TENSORS, ("site", "group_name"))
+    first, second, third = (_ENCODER.encode({name: plain[name] for name in part})[1:-1] for part in parts)
+    return first, second, third
 
 
 def read_journal(path: Path) -> Journal:

@@ -131,6 +131,22 @@ class Entry:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSummary:
+    """The fields of an Entry that the call itself decides."""
+
+    op: Op
+    group_name: str
+    group: tuple[int, ...]
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
+    num_bytes: int
+    reduce_op: str | None
+    peer: int | None
+    is_async: bool
+    site: str
+
+
 Ledger = tuple[Entry, ...]
 _LONGEST_GROUP = 64  # ranks that are named one by one
 

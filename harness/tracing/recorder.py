@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from shardproof.harness.tracing.codec import encode, encode_row
 from shardproof.harness.tracing.events import EventKind
+from shardproof.harness.tracing.journal import entry_line, events_line, over_line, violation_line, wait_line
 from shardproof.harness.tracing.ledger import (
     BufferViolation,
+    CallSummary,
     Entry,
     Ledger,
     Op,
@@ -27,28 +26,6 @@ from shardproof.harness.tracing.ledger import (
     Wait,
     completed,
 )
-
-_ENCODER = json.JSONEncoder(separators=(",", ":"))  # once: json.dumps would build one per line
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallSummary:
-    """What the recorder receives of a call: the fields of Entry that the call itself decides."""
-
-    op: Op
-    group_name: str
-    group: tuple[int, ...]
-    dtype: str
-    shapes: tuple[tuple[int, ...], ...]
-    num_bytes: int
-    reduce_op: str | None
-    peer: int | None
-    is_async: bool
-    site: str
-
-
-_FIELDS = tuple(field.name for field in fields(CallSummary))
-_OF_TENSORS = ("dtype", "shapes", "num_bytes", "reduce_op", "peer", "is_async")
 
 
 class LoopPosition(NamedTuple):
@@ -183,7 +160,7 @@ class Recorder:
         with self._lock:
             entry = self._entry(call)
             self._entries.append(entry)
-            self._write(f'{{"entry":{_plain(entry, call)},"at_ns":{time.monotonic_ns()}}}')
+            self._write(entry_line(entry, call, time.monotonic_ns()))
         return entry.seq
 
     def waited(self, seq: int, *, is_over: bool | None = True) -> None:
@@ -199,18 +176,14 @@ class Recorder:
                 is_over=is_over,
             )
             self._waits[seq] = wait
-            # Spelled here: a generic encoder takes as long as all else that a wait costs.
-            self._write(
-                f'{{"wait":{seq},"phase":{_json(wait.phase)},"step":{wait.step},"microbatch":{wait.microbatch}'
-                f',"num_issued":{wait.num_issued},"is_over":{_json(is_over)},"at_ns":{time.monotonic_ns()}}}'
-            )
+            self._write(wait_line(seq, wait, time.monotonic_ns()))
 
     def over(self, seq: int) -> None:
         """Write down that the wait came to its end."""
         with self._lock:
             if seq in self._waits and seq not in self._over:
                 self._over.add(seq)
-                self._write_text(b'{"over":%d}\n' % seq)  # as short as it is frequent
+                self._write_text(over_line(seq))
 
     def record_violation(self, seq: int, kind: ViolationKind, site: str) -> None:
         """Write down what was done to the buffers of a call before its result was there; noticed now, at ``site``."""
@@ -220,7 +193,7 @@ class Recorder:
                 kind=kind, phase=phase, step=step, microbatch=microbatch, unit=unit, site=site
             )
             self._harms[seq] = (*self._harms.get(seq, ()), harm)
-            self._write(_ENCODER.encode({"harm": seq, **encode(harm)}))
+            self._write(violation_line(seq, harm))
 
     def ledger(self) -> Ledger:
         """Return all entries so far with their waits, and with what became of their buffers."""
@@ -279,7 +252,7 @@ class Recorder:
 
     def _write(self, line: str = "") -> None:
         """Write a line down, after the marks before it: one write for both."""
-        lines = [_ENCODER.encode({"marks": self._pending})] if self._pending else []
+        lines = [events_line(self._pending)] if self._pending else []
         self._write_text("".join(f"{text}\n" for text in (*lines, line) if text).encode())
         self._pending.clear()
 
@@ -296,27 +269,3 @@ class Recorder:
             self._lost = error
             raise
         self._written.update(text)
-
-
-def _plain(entry: Entry, call: CallSummary) -> str:
-    """Return the JSON of what `encode` does of an entry that was not waited for yet."""
-    op_and_group, tensors, site_and_name = _json_of_call(call)
-    return (
-        f'{{"seq":{entry.seq},{op_and_group},"group_seq":{entry.group_seq},"axis":{_json(entry.axis)},{tensors}'
-        f',"wait":null,"phase":{_json(entry.phase)},"step":{entry.step},"microbatch":{entry.microbatch}'
-        f',"unit":{_json(entry.unit)},"thread":{_json(entry.thread)},{site_and_name},"harms":[]}}'
-    )
-
-
-@lru_cache(maxsize=2**12)
-def _json(value: str | bool | None) -> str:
-    return _ENCODER.encode(value)
-
-
-@lru_cache(maxsize=2**12)  # each step makes the same calls
-def _json_of_call(call: CallSummary) -> tuple[str, str, str]:
-    """Return the JSON of a call's own fields, less braces, in the three parts that an entry has them in."""
-    plain = {name: encode(getattr(call, name)) for name in _FIELDS} | {"group": encode_row(call.group)}
-    parts = (("op", "group"), _OF_TENSORS, ("site", "group_name"))
-    first, second, third = (_ENCODER.encode({name: plain[name] for name in part})[1:-1] for part in parts)
-    return first, second, third

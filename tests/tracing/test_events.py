@@ -19,8 +19,8 @@ from shardproof.harness.tracing.events import (
     compute_spans,
 )
 from shardproof.harness.tracing.journal import read_journal
-from shardproof.harness.tracing.ledger import Op, Phase
-from shardproof.harness.tracing.recorder import CallSummary, Recorder
+from shardproof.harness.tracing.ledger import CallSummary, Op, Phase
+from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.tracing.unit_hooks import watching_units
 
 

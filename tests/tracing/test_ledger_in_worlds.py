@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from shardproof import Returned, launch
 from shardproof.harness.torch_compat.process_groups import HashStore
 from shardproof.harness.tracing.journal import read_journal
-from shardproof.harness.tracing.ledger import Entry, Ledger, Op, Phase
-from shardproof.harness.tracing.recorder import CallSummary, Recorder
+from shardproof.harness.tracing.ledger import CallSummary, Entry, Ledger, Op, Phase
+from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.worlds.rank import RankContext, journal_path
 from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec
 

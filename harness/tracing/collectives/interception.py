@@ -29,8 +29,8 @@ from shardproof.harness.tracing.collectives.call import Call, short_name
 from shardproof.harness.tracing.collectives.call_site import call_site
 from shardproof.harness.tracing.collectives.futures import late_futures
 from shardproof.harness.tracing.collectives.watched_work import Valuer, Works
-from shardproof.harness.tracing.ledger import Op, ViolationKind
-from shardproof.harness.tracing.recorder import CallSummary, Recorder
+from shardproof.harness.tracing.ledger import CallSummary, Op, ViolationKind
+from shardproof.harness.tracing.recorder import Recorder
 
 _REDUCE_OP_NAMES = {op: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
 
