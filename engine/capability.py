@@ -70,7 +70,7 @@ class Capability(Enum):
     PARAMETER_SHAPES = "gives the optimizer parameters of as many dims as the model's have"
     OWN_BUFFERS = "leaves each rank the buffers that its own forwards made"
     # Control of one unit by the caller.
-    UNIT_STATE = "tells and changes whether a unit is gathered"
+    UNIT_STATE = "reports and changes whether a unit is gathered"
     UNIT_SYNC = "holds back single units' reductions"
     FINALIZE = "lets the caller end backwards, which reduces what they left, once"
     REPLICA_SYNC = "holds back the reduction across replicas alone"

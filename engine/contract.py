@@ -382,7 +382,7 @@ class Engine(ABC):
     insists_on_cuda: ClassVar[bool] = False
     """Whether the engine calls torch.cuda wherever it is: in worlds of a CPU a stand-in is put there for it."""
     needs_processes: ClassVar[bool] = False
-    """Whether each rank needs a process to itself, as where ranks are told apart by globals: not judged in threads."""
+    """Whether each rank needs a process to itself, as where globals identify ranks: not judged in threads."""
     preload: ClassVar[tuple[str, ...]] = ()
     """Modules that are imported once for all ranks and cases, such as ``(__name__,)``; else each rank does so anew."""
     known_as: ClassVar[str] = ""

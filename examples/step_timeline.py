@@ -268,7 +268,7 @@ def _node(tensor: torch.Tensor) -> Node:
 
 
 def record() -> tuple[Event, ...]:
-    """Train, and give the events of the last step in order; raises if ranks tell different stories."""
+    """Train, and give the events of the last step in order; raises if ranks differ."""
     with tempfile.TemporaryDirectory() as folder:
         spec = WorldSpec(kind=WorldKind.THREADS, size=NUM_RANKS)
         result = launch(spec, train, folder=Path(folder))

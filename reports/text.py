@@ -44,7 +44,7 @@ def clip(text: str, limit: int) -> str:
 
 
 def number(value: float) -> str:
-    """Format a tensor's element with all the digits that tell two float32 values apart."""
+    """Format a tensor's element with as many digits as distinguish two float32 values."""
     return f"{value:.9g}"
 
 

@@ -28,7 +28,7 @@ class PreparedDdp(PreparedModel):
         return self.interface
 
     def pipelined(self) -> nn.Module:
-        """Return the wrapper itself: torch's stages know its class, and tell it which backward is the last."""
+        """Return the wrapper itself: torch's stages know its class, and set which backward is its last."""
         return self.module
 
 

@@ -43,7 +43,7 @@ NAMES = WrapperNames(
 
 
 class PreparedFsdp1(PreparedWrapper):
-    """Reads what FSDP1 keeps in private attributes, and tells nowhere."""
+    """Reads what FSDP1 keeps in private attributes alone."""
 
     def pieces(self) -> Iterator[WrapperPiece]:
         """Ask each unit's handle."""

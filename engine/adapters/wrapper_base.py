@@ -73,7 +73,7 @@ _PREFETCH = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WrapperPiece(Piece):
-    """A piece that is a parameter of its own, or lies in a flat one: ``is_flat`` tells which."""
+    """A piece that is a parameter of its own, or lies in a flat one: ``is_flat`` says which."""
 
     numel: int
     is_flat: bool

@@ -66,7 +66,7 @@ def node_of(case: str, engine: str, world: str) -> str:
 class Catalogue:
     """The ids of the cases that a session collected, those included that no world of the session suits.
 
-    ``is_whole`` tells that these are all there are: every file of the suites was collected, and no case was
+    ``is_whole``: these are all there are; every file of the suites was collected, and no case was
     left out by its name, its marks or its place. ``is_sharded``: other runs run the rest of them.
     """
 

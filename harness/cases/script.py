@@ -50,7 +50,7 @@ class GradientEdit(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterfaceBench:
-    """What calls of an engine's own interface work with, on one rank: its names, and whom to tell what was seen.
+    """What calls of an engine's own interface work with, on one rank: its names, and where to record what was seen.
 
     ``prepared`` has the names; ``ledger`` gives what this rank has communicated so far.
     """

@@ -298,7 +298,7 @@ class Training:
         return is_sharded and not (is_cut_by_others or makes_models or self.plan.needs & _KEEPS)
 
     def __post_init__(self) -> None:
-        """Raise ValueError where the plan does not tell the engine what the training will ask of it."""
+        """Raise ValueError where the plan lacks something that the training will ask of the engine."""
         asked = {
             Capability.CLIP: self.schedule.clip is not None,
             Capability.LOSS_SCALE: self.schedule.scaling is not None,

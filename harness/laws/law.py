@@ -54,7 +54,7 @@ class Law(Protocol):
 
 
 def rule(name: str, broken: Sequence[str], *, held: str) -> Ruling:
-    """Rule: the law holds, as ``held`` tells, unless something of ``broken`` says otherwise."""
+    """Rule: the law holds, as ``held`` describes, unless ``broken`` yields something."""
     if not broken:
         return Ruling(record=LawRecord(law=name, held=True, summary=held))
     more = len(broken) - 1

@@ -28,7 +28,7 @@ _DEFAULT_STREAM = "the default stream"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimePoint:
-    """When something happened: by the clock, and by its place among all that the rank's journal tells."""
+    """When something happened: by the clock, and by its place in the rank's journal."""
 
     at_ns: int
     place: int

@@ -42,7 +42,7 @@ _NUM_EXACT = 2  # of them, which are looked at in float64 in any case
 _NUM_DISTURBED = 4
 _CHANGES = 1e3  # gradients grow and shrink in training: one that is hardly above zero now may be zero then
 _UPDATES = 2  # some optimizers only begin to divide by what they keep in the second
-_SMALL = 1e-3  # beside a value: ten steps at a rate of 0.1 change it by less than bfloat16 tells apart
+_SMALL = 1e-3  # beside a value: ten steps at a rate of 0.1 change it by less than bfloat16 can represent
 # Of a gradient, and of the largest one: threads may add in another order, and operators of few bits round.
 _SAME, _SAME_AS_ZERO = 1e-2, 1e-6
 

@@ -70,7 +70,7 @@ def load_schedules(folder: Path) -> tuple[Scheduled, ...]:
 
 
 def is_trained(result: WorldResult) -> bool:
-    """Return whether every rank trained to its end: where one refused, another schedule tells nothing new."""
+    """Return whether every rank trained to its end: where one refused, another schedule shows nothing new."""
     return result.is_clean and all(isinstance(o, Returned) and o.value is None for o in result.outcomes)
 
 

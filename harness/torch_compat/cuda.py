@@ -1,4 +1,4 @@
-"""What torch tells of CUDA's streams beneath its documented surface: its trace, which its own sanitizer is built on.
+"""What torch reports of CUDA's streams beneath its documented surface: its trace, which its own sanitizer is built on.
 
 Every record of an event, every wait and every synchronization is reported, whether Python or C++ asked for it: autograd
 between streams, NCCL's groups around their own. Streams and events are identified by their handles, as numbers.

@@ -179,7 +179,7 @@ def _go_on(operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def are_of_meta(keyset: Any) -> bool:
-    """Return by the keys of a call that its tensors have no data, so that nothing is done but to tell shapes."""
+    """Return by the keys of a call that its tensors have no data, so that nothing but shapes is computed."""
     return bool(keyset.has(_key("Meta")))
 
 

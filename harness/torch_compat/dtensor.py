@@ -133,7 +133,7 @@ def _on_mesh(result: Any, mesh: DeviceMesh) -> Any:
 def _mesh_key(mesh: Any) -> object:
     """Return what the meshes of two ranks have in common: all that they are compared by but the rank's thread.
 
-    ``mesh.mesh`` would tell the same, by operators that a watch of the rank would see.
+    ``mesh.mesh`` would hold the same, by operators that a watch of the rank would see.
     """
     return mesh._flatten_rank_map, mesh._layout, mesh.device_type, mesh.mesh_dim_names
 

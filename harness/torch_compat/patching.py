@@ -12,7 +12,7 @@ _MISSING = object()
 class Replacement:
     """A context that ranks which are threads may be inside of at the same time: the first one in replaces.
 
-    What a replacement does for which rank, its thread tells.
+    A replacement finds the rank by its thread.
     """
 
     # Any: modules and classes, and whatever they hold.

@@ -99,7 +99,7 @@ NAMES = (
     ),
     PrivateName(
         path="torch._C:DispatchKeySet",
-        use="tells which device a call is for, and excludes autograd's keys",
+        use="shows which device a call is for, and excludes autograd's keys",
         without=Feature.COLLECTIVES,
     ),
     PrivateName(
@@ -134,12 +134,12 @@ NAMES = (
     ),
     PrivateName(
         path="torch._C:_current_graph_task_id",
-        use="tells whether a future is waited for inside a backward",
+        use="shows whether a future is waited for inside a backward",
         without=Feature.COLLECTIVES,
     ),
     PrivateName(
         path="torch._C:_current_autograd_node",
-        use="tells whether a backward has computed all gradients",
+        use="shows whether a backward has computed all gradients",
         without=Feature.COLLECTIVES,
     ),
     PrivateName(
@@ -154,12 +154,12 @@ NAMES = (
     ),
     PrivateName(
         path="torch.utils._python_dispatch:_get_current_dispatch_mode",
-        use="tells whether the mode that sees operators can step aside while an engine is read",
+        use="shows whether the mode that sees operators can step aside while an engine is read",
         without="it sees the operators of reads too, which makes them slower",
     ),
     PrivateName(
         path="torch.autograd:_profiler_enabled",
-        use="tells whether a profiler reads the labels of an engine",
+        use="shows whether a profiler reads the labels of an engine",
         without="labels are made that no profiler reads, which makes steps slower",
     ),
     PrivateName(

@@ -41,7 +41,7 @@ class TraceEvent:
 
     ``at_ns`` is a monotonic clock's: of use among ranks of one machine alone. ``seq`` is the number of the call
     that it is about, else None; ``unit`` is the unit, else None, and ``""`` is the root. ``stream`` is the name of
-    the stream where a call was placed, which a watch over streams alone can tell.
+    the stream where a call was placed, which only a watch over streams knows.
     """
 
     what: EventKind

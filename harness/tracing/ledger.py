@@ -82,7 +82,7 @@ class Entry:
     output, of a reduce-scatter the whole input, of the rest the tensor itself. ``shapes`` are the shapes
     of this rank's contribution. ``step`` is -1 before the first step; ``microbatch`` is -1 outside one.
     ``group`` holds global ranks and ``group_seq`` counts that group's collectives on this rank from 0
-    (point-to-point messages count per peer); ``group_name`` is torch's, which tells groups of equal ranks apart,
+    (point-to-point messages count per peer); ``group_name`` is torch's, which distinguishes groups of equal ranks,
     empty in ledgers that were kept without it. ``unit`` is the innermost unit whose forward or backward was
     under way when the call was made. ``wait`` is None for a result that was not waited for. ``harms`` are known of
     worlds of threads alone.

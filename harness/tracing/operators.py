@@ -25,7 +25,7 @@ from shardproof.harness.tracing.current_rank import current_rank
 # The interceptor sees the tensors of these; the operators only pass them on.
 _COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
 _SILENT = frozenset({"profiler", "prim", "debugprims", "rngprims"})
-# Their schemas need not tell what they write, so what they call is looked at instead.
+# Their schemas need not declare what they write, so what they call is looked at instead.
 _KNOWN = frozenset({"aten", "prims", "quantized", "mkldnn", "mkl", "inductor"})
 # The host needs the value and waits for it. Others that give no tensor look at sizes and the like alone.
 _HOST_READS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::allclose"})
@@ -34,7 +34,7 @@ _UNWRITTEN = ("aten::empty", "aten::new_empty")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Footprint:
-    """What an operator's schema tells of what it does to its arguments."""
+    """What an operator's schema declares of what it does to its arguments."""
 
     name: str
     positions: tuple[bool, ...]  # whether the argument at each position is written

@@ -1,4 +1,4 @@
-"""Telling the recorder which unit's forward or backward is under way, by public hooks that change nothing."""
+"""Reporting to the recorder which unit's forward or backward is under way, by public hooks that change nothing."""
 
 from __future__ import annotations
 

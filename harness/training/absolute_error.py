@@ -21,7 +21,7 @@ def deviation(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     one, other = widened(got), widened(expected)
     error = one - other
     error = error.abs() if error.is_complex() else error.abs_()
-    # Almost always, and every tensor of every rank is compared: the largest tells of all of them, NaN included.
+    # Almost always, and every tensor of every rank is compared: the largest stands for all of them, NaN included.
     if not error.numel() or math.isfinite(error.max().item()):
         return error
     return torch.where(one == other, 0.0, torch.where(torch.isfinite(error), error, math.inf))

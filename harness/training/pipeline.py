@@ -1,7 +1,7 @@
 """Driving the stages of one rank: torch's schedules take the microbatches through, the engine takes the gradients.
 
 [Note: who synchronises in a pipeline] Which backward of a stage is its last is known to the schedule alone. Torch's
-stage tells three kinds of module by their class: its own DDP, FSDP2 and replicate. An engine that has such a
+stage recognises three kinds of module by their class: its own DDP, FSDP2 and replicate. An engine that has such a
 module hands it out by `PreparedModel.pipelined`. For every other engine the stage is a plain module, and our own
 stage asks for what the contract has anyway: `accumulating` around each forward and each backward of a microbatch
 but the last, each by itself, since those of several microbatches take turns.

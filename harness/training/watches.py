@@ -1,4 +1,4 @@
-"""Putting one rank's training under all the watches it asks for: together, so that one dispatch mode tells all."""
+"""Putting one rank's training under all the watches it asks for: together, so that they share one dispatch mode."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def watching(
 def watched_streams(recorder: Recorder, device_type: str = "cpu") -> Iterator[RaceDetector]:
     """Watch the calling thread's rank until exit; `observing_operators` reports the operators.
 
-    On CUDA its streams are its own, and torch tells of them; elsewhere they are ones that remember, in place of those
+    On CUDA its streams are its own, and torch reports them; elsewhere they are ones that remember, in place of those
     of the device's module.
     """
     of_device: AbstractContextManager[RaceDetector] = (

@@ -306,7 +306,7 @@ def _describe(outcome: Outcome) -> str:
             return f"{_rank(outcome)} {outcome.how}{when}{_where(outcome.text)}"
         case Died():
             how = f"{outcome.how} after their results" if outcome.is_after_result else outcome.how
-            return f"the process of all ranks {how}; nothing tells which rank ended it{_where(outcome.text)}"
+            return f"the process of all ranks {how}; it is unknown which rank ended it{_where(outcome.text)}"
         case TimedOut(is_after_result=True):
             who = _rank(outcome) if outcome.is_attributed else "the process of all ranks"
             thread = (

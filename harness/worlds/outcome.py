@@ -46,7 +46,7 @@ class Died:
     It is None where the rank was lost with its machine, or with the process that a launcher had started for it. What
     the rank wrote, its journal included, is then lost too.
 
-    ``is_attributed`` is False where ranks share a process and nothing tells which of them ended it.
+    ``is_attributed`` is False where ranks share a process and it is unknown which of them ended it.
     ``text`` is what the dying process could still say, such as a stack. ``is_after_result``: its result had come.
     """
 

@@ -57,7 +57,7 @@ FAMILIES: Mapping[str, frozenset[Capability]] = {
 }
 
 
-# What tells a family's engines from others: these alone judge its rows. Rows of shares tell by their layouts.
+# What distinguishes a family's engines from others: these alone judge its rows. Rows of shares do by their layouts.
 JUDGED_WITH: Mapping[str, Capability] = {
     "replicas": Capability.REPLICATE,
     "wrapped": Capability.WRAPPER,

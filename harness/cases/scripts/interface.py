@@ -14,7 +14,7 @@ from shardproof.harness.cases.script import Actor, EachMicrobatch, InterfaceBenc
 class Exercise:
     """Each rank calls ``body(bench, *arguments)`` before each step; what it notes is what a law may judge.
 
-    ``body`` is a function of a module, ``arguments`` are values whose repr tells them apart.
+    ``body`` is a function of a module, ``arguments`` are values whose repr distinguishes them.
     """
 
     body: Callable[..., None]

@@ -1,7 +1,7 @@
 """The law that units are gathered, freed and reduced in a named order; a collective's size identifies its unit.
 
 [Note: whose parameters] Engines say nothing of what they send. In a model whose units all have different sizes the
-number of bytes tells the unit, whether or not an engine pads rows to the number of ranks or aligns parameters. A
+number of bytes identifies the unit, whether or not an engine pads rows to the number of ranks or aligns parameters. A
 model in which two units could be mistaken for each other proves nothing about order, and breaks the law.
 """
 
@@ -37,7 +37,7 @@ def mistakable(groups: Sequence[UnitParameters], evidence: Evidence) -> Iterator
         if _most_bytes(one, evidence.world_size) >= other.num_bytes:
             yield (
                 f"expected units of different sizes, got {spell_unit(one.unit)} and {spell_unit(other.unit)}, which "
-                f"{evidence.world_size} ranks cannot tell apart; try other widths"
+                f"{evidence.world_size} ranks cannot distinguish; try other widths"
             )
 
 
@@ -74,7 +74,7 @@ class Reduces:
 
 @dataclass(frozen=True, slots=True)  # positional: as above
 class Computes:
-    """The gradients of a unit are about to be computed: the unit's own module broadcasts to tell so."""
+    """The gradients of a unit are about to be computed: the unit's own module broadcasts to show it."""
 
     unit: str
 
@@ -118,7 +118,7 @@ class Order:
     """In each microbatch these gathers, frees and reductions happen, in this order, and no others.
 
     Where no event is a reduction, reductions are left out of account, and so are gathers, frees, and the broadcasts
-    by which modules tell what they compute; ``select`` narrows further, frees by phase and moment alone. Sizes
+    by which modules show what they compute; ``select`` narrows further, frees by phase and moment alone. Sizes
     identify units, so the parameters must travel in the dtype in which the model was built.
     """
 

@@ -260,7 +260,7 @@ class UnshardedOnlyInTurn:
 
     With ``keeps`` also those units whose backward is still to come: all before it in the order of the plan, which
     must be that of the forward. Buffers of gathers may besides be those of the unit whose turn it was before.
-    Where a unit's turn begins and ends the units' own hooks tell, and an engine's hooks may run before them: once the
+    The units' own hooks show where a unit's turn begins and ends, and an engine's hooks may run before them: once the
     unit is let go, the turn is taken for that of the next. `LiveBytes` and `PeakBytes` check what is gathered
     between turns.
     """

@@ -17,7 +17,7 @@ from shardproof.harness.tracing.collectives.futures import late_future
 # that would never be over.
 _NUM_KEPT = 64
 
-# Any: the value of a future. Given a work when its future is taken, gives what tells the value when it is complete.
+# Any: the value of a future. Called with a work when its future is taken; returns what reads the value once complete.
 Valuer = Callable[[dist.Work], Callable[[], Any]]
 
 

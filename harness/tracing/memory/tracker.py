@@ -130,7 +130,7 @@ class MemoryTracker:
     def waited(self, issued: object) -> None:
         """Ignore it."""
 
-    # What the training loop tells ---------------------------------------------------------------------------
+    # Called by the training loop ----------------------------------------------------------------------------
 
     def mark(self) -> None:
         """End all that has ended by now, where the loop stands."""

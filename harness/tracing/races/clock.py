@@ -29,7 +29,7 @@ class Clock:
     def joined(self, other: Clock) -> Clock:
         """Return the clock that knows what either knows."""
         if all(self._counts.get(timeline, 0) >= count for timeline, count in other._counts.items()):
-            return self  # most waits tell nothing new
+            return self  # most waits order nothing new
         counts = dict(self._counts)
         for timeline, count in other._counts.items():
             counts[timeline] = max(counts.get(timeline, 0), count)

@@ -65,7 +65,7 @@ class CudaRaceWatch(RaceDetector):
         with self._lock:
             self._stream_names.setdefault(stream, name)
 
-    # What torch tells -----------------------------------------------------------------------------------------
+    # Called by torch ------------------------------------------------------------------------------------------
 
     def event_recorded(self, event: int, stream: int) -> None:
         self._fired[event] = self.signal(self.timeline(stream))
@@ -97,7 +97,7 @@ class CudaRaceWatch(RaceDetector):
         self.host_waits_for_all()
 
     def host_read(self) -> None:
-        """Ignore it: to read a number the host waits for a stream, which torch tells."""
+        """Ignore it: to read a number the host waits for a stream, which torch reports."""
 
     # Called by the interceptor -----------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ def watched_cuda_streams(recorder: Recorder) -> Iterator[CudaRaceWatch]:
         yield watch
 
 
-# What torch's trace does not tell ---------------------------------------------------------------------------------
+# What torch's trace leaves out ------------------------------------------------------------------------------------
 
 
 # Any, here and below: methods of classes that torch types loosely.

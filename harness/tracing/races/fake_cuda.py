@@ -59,7 +59,7 @@ class CudaStream(AcceleratorStream):
 
 
 class CudaEvent(TrackedEvent):
-    """A tracking event that can tell times, all of them nothing."""
+    """A tracking event that measures times, all of them zero."""
 
     def elapsed_time(self, end: CudaEvent) -> float:
         """Return that no time passed, in milliseconds."""

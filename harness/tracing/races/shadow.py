@@ -102,7 +102,7 @@ class Memory:
         return conflicts
 
     def release(self, key: int, clock_of: Callable[[int], Clock]) -> None:
-        """End a life; ``clock_of`` tells how far a timeline is."""
+        """End a life; ``clock_of`` returns how far a timeline is."""
         life = self._lives.pop(key, None)
         if life is None:
             return

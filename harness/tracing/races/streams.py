@@ -188,7 +188,7 @@ def name_of_variable() -> str:
 
 # Any: torch knows of no streams of a CPU where it takes a stream.
 def record_stream_of(record: Any) -> Any:
-    """Make of a function that tells the allocator of a stream one that tells the watch of tracking streams."""
+    """Make of a function that names a stream to the allocator one that names tracking streams to the watch."""
 
     def record_stream(tensor: torch.Tensor, stream: Any) -> None:
         if not isinstance(stream, TrackedStream):

@@ -1,4 +1,4 @@
-"""The agent of one rank: a launched process that starts and watches the rank's hosts, as process 0 tells it to.
+"""The agent of one rank: a launched process that starts and watches the rank's hosts, as process 0 asks.
 
 A rank lives in a host below the agent, so whatever ends a rank does not end what the launcher started. The agent reads
 no job: engine and model run in hosts alone.

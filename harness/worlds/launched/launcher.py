@@ -1,4 +1,4 @@
-"""What the environment tells of the launcher that started this process: torchrun, srun, or another that sets RANK."""
+"""What the environment says of the launcher that started this process: torchrun, srun, or another that sets RANK."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _PR_GET_CHILD_SUBREAPER = 37
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """One process. A pid is used again one day, ``started_ticks`` tells its owners apart."""
+    """One process. A pid is used again one day, ``started_ticks`` distinguishes its owners."""
 
     pid: int
     parent: int

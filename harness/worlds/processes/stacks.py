@@ -17,7 +17,7 @@ _LIBRARIES = re.compile(r"^/.*/lib/python3[^/]*/(?!site-packages/)")
 def frames_of(text: str) -> tuple[str, ...]:
     """Return the frames of a stack as ``file.py:line in function``, the innermost first.
 
-    A traceback has them the other way round, and may tell of several errors, the last one last: that one counts.
+    A traceback has them the other way round, and may hold several errors, the last one last: that one counts.
     """
     return tuple(map(_spell, _innermost_first(text)))
 
