@@ -283,15 +283,20 @@ class PreparedModel:
         norm = nn.utils.clip_grad_norm_(self.named.parameters(), max_norm, norm_type)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
+    @property
+    def stateful_module(self) -> nn.Module:
+        """Return the module whose state dicts are taken: ``module``, unless its wrapper is none that torch knows."""
+        return self.module
+
     def full_state(self) -> dict[str, Any]:
         """Gather whole state dicts of model and optimizer, on every rank; may communicate."""
-        model, optimizer = get_state_dict(self.module, self.built_optimizer(), options=_WHOLE)
+        model, optimizer = get_state_dict(self.stateful_module, self.built_optimizer(), options=_WHOLE)
         return {"model": model, "optimizer": optimizer}
 
     def load_full_state(self, state: dict[str, Any]) -> None:
         """Take what `full_state` of any prepared model of the same model gave; may communicate."""
         set_state_dict(
-            self.module,
+            self.stateful_module,
             self.built_optimizer(),
             model_state_dict=dict(state["model"]),  # it renames keys and replaces values in place
             optim_state_dict=state["optimizer"],
@@ -300,13 +305,13 @@ class PreparedModel:
 
     def shared_state(self) -> dict[str, Any]:
         """Return state dicts of this rank's shares of model and optimizer, with room for all that may be loaded."""
-        model, optimizer = get_state_dict(self.module, self.built_optimizer())
+        model, optimizer = get_state_dict(self.stateful_module, self.built_optimizer())
         return {"model": model, "optimizer": optimizer}
 
     def load_shared_state(self, state: dict[str, Any]) -> None:
         """Take what `shared_state` of a model of the same layout gave."""
         set_state_dict(
-            self.module,
+            self.stateful_module,
             self.built_optimizer(),
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],

@@ -77,7 +77,19 @@ class AccelerateDdpEngine(Engine):
             Capability.CLIP,
             Capability.UNUSED,
             Capability.RANK_DEPENDENT,
+            Capability.RANK_DEPENDENT_UNITS,
+            Capability.RANK_DEPENDENT_ORDER,
+            Capability.FREEZE,
+            Capability.RECOVER,
+            Capability.RECOVER_KEEPING,
+            Capability.EDIT_GRADIENTS,
+            Capability.COMPLEX,
+            Capability.SPARSE_GRADIENTS,
+            Capability.PARAMETER_SHAPES,
+            Capability.LOSS_SCALE,
+            Capability.COMPARES_RANKS,
             Capability.OWN_BUFFERS,
+            Capability.STATE,
             Capability.CHECKPOINTS,
             Capability.RESIZED_CHECKPOINTS,
         }
@@ -106,6 +118,14 @@ class AccelerateFsdp2Engine(AccelerateDdpEngine):
             Capability.ACCUMULATE,
             Capability.CLIP,
             Capability.UNUSED,
+            Capability.FREEZE,
+            Capability.EDIT_GRADIENTS,
+            Capability.COMPLEX,
+            Capability.PARAMETER_SHAPES,
+            Capability.LOSS_SCALE,
+            Capability.OWN_BUFFERS,
+            Capability.STATE,
+            Capability.SHARED_STATE,
             Capability.CHECKPOINTS,
             Capability.RESIZED_CHECKPOINTS,
         }
@@ -140,7 +160,9 @@ def _with_plugin(model: nn.Module, plan: Plan, *, version: int) -> Accelerator:
         fsdp_version=version,
         reshard_after_forward=_RESHARD[version][plan.reshard is not Reshard.KEEP],
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=sorted({type(model.get_submodule(u)).__name__ for u in plan.units}),
+        transformer_cls_names_to_wrap=sorted(
+            {type(model.get_submodule(name)).__name__ for unit in plan.units for name in unit.split(",")}
+        ),
         cpu_ram_efficient_loading=False,
     )
     return accelerator

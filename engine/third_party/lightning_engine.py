@@ -38,6 +38,11 @@ class PreparedFabric(PreparedModel):
         context: AbstractContextManager[None] = self._fabric.no_backward_sync(self.module)
         return context
 
+    @property
+    def stateful_module(self) -> nn.Module:
+        """Return the model inside Fabric's wrapper, which torch's functions do not know."""
+        return self.named
+
     def save_checkpoint(self, folder: Path) -> None:
         self._fabric.save(folder / _NAME, self._state())
 
@@ -49,9 +54,13 @@ class PreparedFabric(PreparedModel):
         return {"model": self.module, "optimizer": self.built_optimizer()}
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
-        """Use Fabric's own."""
+        """Use Fabric's own; where losses are scaled a gradient may overflow, and the scaler then skips the step."""
         norm = self._fabric.clip_gradients(
-            self.module, self.built_optimizer(), max_norm=max_norm, norm_type=norm_type
+            self.module,
+            self.built_optimizer(),
+            max_norm=max_norm,
+            norm_type=norm_type,
+            error_if_nonfinite=False,
         )
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
@@ -71,7 +80,19 @@ class FabricDdpEngine(Engine):
             Capability.CLIP,
             Capability.UNUSED,
             Capability.RANK_DEPENDENT,
+            Capability.RANK_DEPENDENT_UNITS,
+            Capability.RANK_DEPENDENT_ORDER,
+            Capability.FREEZE,
+            Capability.RECOVER,
+            Capability.RECOVER_KEEPING,
+            Capability.EDIT_GRADIENTS,
+            Capability.COMPLEX,
+            Capability.SPARSE_GRADIENTS,
+            Capability.PARAMETER_SHAPES,
+            Capability.LOSS_SCALE,
+            Capability.COMPARES_RANKS,
             Capability.OWN_BUFFERS,
+            Capability.STATE,
             Capability.CHECKPOINTS,
             Capability.RESIZED_CHECKPOINTS,
         }
@@ -103,10 +124,21 @@ class FabricFsdp2Engine(FabricDdpEngine):
         {
             Capability.SHARD,
             Capability.UNITS,
+            Capability.JOINT_UNITS,
             Capability.RESHARD_POLICY,
             Capability.ACCUMULATE,
             Capability.CLIP,
             Capability.UNUSED,
+            Capability.FREEZE,
+            Capability.PARTS,
+            Capability.GRADIENT_HOOKS,
+            Capability.EDIT_GRADIENTS,
+            Capability.COMPLEX,
+            Capability.PARAMETER_SHAPES,
+            Capability.LOSS_SCALE,
+            Capability.OWN_BUFFERS,
+            Capability.STATE,
+            Capability.SHARED_STATE,
             Capability.CHECKPOINTS,
             Capability.RESIZED_CHECKPOINTS,
         }
@@ -117,8 +149,9 @@ class FabricFsdp2Engine(FabricDdpEngine):
         reshard = {Reshard.NATIVE: None, Reshard.AFTER_FORWARD: True, Reshard.KEEP: False}[plan.reshard]
 
         def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-            for module in (*map(model.get_submodule, plan.units), model):
-                fully_shard(module, mesh=mesh["data_parallel"], reshard_after_forward=reshard)
+            for unit in (*plan.units, ""):
+                modules = [model.get_submodule(name) for name in unit.split(",")]
+                fully_shard(modules, mesh=mesh["data_parallel"], reshard_after_forward=reshard)
             return model
 
         return ModelParallelStrategy(shard, mesh.size(), 1, process_group_backend="gloo")
