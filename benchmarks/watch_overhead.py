@@ -1,4 +1,4 @@
-"""What the watches over streams and memory cost: a training step plain, under each, and under both, in turn in one run.
+"""What watches over streams and memory cost: a training step plain, under an empty dispatch mode, and under watches.
 
 Run: ``python -m benchmarks.watch_overhead [--world threads:2] [--turns 20]``
 """
