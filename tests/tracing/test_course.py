@@ -1,4 +1,4 @@
-"""The course of a rank: read as it was written, in one order with calls and waits, and no part of the ledger."""
+"""A rank's course is read as it was written, in one order with calls and waits, and is no part of the ledger."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def a_call() -> CallSummary:
     )
 
 
-def told(course: EventLog) -> list[str]:
+def names_of(course: EventLog) -> list[str]:
     return [mark.what.name + (f" {mark.unit}" if mark.unit else "") for mark in course]
 
 
@@ -49,7 +49,7 @@ def test_marks_calls_and_waits_lie_in_one_order(tmp_path: Path) -> None:
     recorder.close()
     course = read_journal(tmp_path / "journal").course
     order = ["BEGAN", "ENTERED a", "ISSUED a", "PLACED", "COMPUTES a", "WAITED", "LEFT a", "ENDED"]
-    assert told(course) == order
+    assert names_of(course) == order
     assert {(m.phase, m.step, m.microbatch) for m in course} == {(Phase.FORWARD, 3, 1)}
     assert [m.seq for m in course if m.seq is not None] == [0, 0, 0]
     assert course[3].stream == "s"
@@ -95,12 +95,12 @@ def test_a_journal_without_a_course_is_read(tmp_path: Path) -> None:
     assert read_journal(tmp_path / "nowhere").course == ()
 
 
-def test_what_a_killed_rank_had_called_is_there_with_the_marks_before_it(tmp_path: Path) -> None:
+def test_the_last_call_of_a_killed_rank_is_recorded_with_the_marks_before_it(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "journal")
     recorder.mark(EventKind.COMPUTES, "a")
     recorder.issued(a_call())
     recorder.mark(EventKind.LEFT, "a")  # never written: nothing was called after it
-    assert told(read_journal(tmp_path / "journal").course) == ["COMPUTES a", "ISSUED"]
+    assert names_of(read_journal(tmp_path / "journal").course) == ["COMPUTES a", "ISSUED"]
     recorder.close()
 
 
@@ -112,7 +112,7 @@ def test_a_watcher_looks_before_each_call_and_mark_but_not_while_the_harness_rea
             recorder.issued(a_call())
     recorder.issued(a_call())
     recorder.close()
-    looked = told(read_journal(tmp_path / "journal").course)
+    looked = names_of(read_journal(tmp_path / "journal").course)
     assert looked == ["RESHARDED a", "ISSUED", "BEGAN", "ISSUED", "ENDED", "ISSUED"]
 
 
@@ -168,7 +168,7 @@ def test_stretches_of_compute(words: tuple[str, ...], expected: list[tuple[str, 
     assert [(s.unit, s.first, s.last) for s in stretches(marks(*words))] == expected
 
 
-def test_a_flight_ends_where_streams_say_so_if_they_were_watched(tmp_path: Path) -> None:
+def test_watched_streams_decide_the_end_of_a_flight(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "journal")
     first, second = recorder.issued(a_call()), recorder.issued(a_call())
     recorder.waited(first)
@@ -191,7 +191,7 @@ class _Tanh(nn.Module):
         return torch.tanh(self.layer(rows))
 
 
-def test_units_tell_when_they_compute(tmp_path: Path) -> None:
+def test_units_record_when_they_compute(tmp_path: Path) -> None:
     model = nn.Sequential(_Tanh(), _Tanh())
     recorder = Recorder(tmp_path / "journal")
     with watching_units(model, ("0", "1"), recorder):
@@ -203,5 +203,5 @@ def test_units_tell_when_they_compute(tmp_path: Path) -> None:
     recorder.close()
     course = read_journal(tmp_path / "journal").course
     computed = [(s.unit, s.is_backward) for s in stretches(course)]
-    # The root's own output is its last child's, so that its backward is not told.
+    # The root returns its last child's output, so that its backward is not recorded.
     assert [c for c in computed if c[0]] == [("0", False), ("1", False), ("1", True), ("0", True)]
