@@ -1,4 +1,4 @@
-"""In a world of a size that divides nothing, a case of every suite judges an honest engine right."""
+"""In a world of an odd size, a case of every suite judges an honest engine right."""
 
 from __future__ import annotations
 

@@ -22,4 +22,4 @@ register_optimizer_step_pre_hook(_halve_the_first_row)
 
 
 class PatchesTorch(DistributedDataParallelEngine):
-    """Honest but for what its import did."""
+    """Honest but for the change that its import made."""

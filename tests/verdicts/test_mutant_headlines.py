@@ -1,4 +1,4 @@
-"""The headline of a mutant names its sin where more than one tensor tells it: state, other steps, ranks, runs."""
+"""The headline names a mutant's defect where it shows in several tensors: state, other steps, ranks, runs."""
 
 from __future__ import annotations
 
