@@ -1,4 +1,4 @@
-"""What rank bodies of tests return: plain values as a world carries them, those of any class by a file."""
+"""Return values of rank bodies: a world carries plain values, and a file carries values of any class."""
 
 from __future__ import annotations
 

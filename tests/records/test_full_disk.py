@@ -1,4 +1,4 @@
-"""A disk that is full ends a run in words, with the exit code of a wrong call, and what was written stays."""
+"""A full disk ends a run with an error message and the exit code of wrong usage, and written records stay."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def _run(folder: Path, longest_file: int) -> LiveRun:
 
 
 @pytest.mark.slow
-def test_a_run_without_room_for_its_header_says_so(short_folder: Path) -> None:
+def test_a_run_without_room_for_its_header_names_the_full_disk(short_folder: Path) -> None:
     run = _run(short_folder, 500)
     assert run.records() == []
-    assert (run.out / RUN).read_bytes() == b"", "half a line is taken back"
+    assert (run.out / RUN).read_bytes() == b"", "half a line is removed"
 
 
 @pytest.mark.slow
@@ -49,7 +49,9 @@ def test_records_that_were_written_stay_when_there_is_no_more_room(short_folder:
     found = read_run(run.out)
     assert found.is_interrupted
     assert 0 < len(found.records) < 4
-    assert Verdict.PASSED not in {record.verdict for record in found.records}, "no observation had room"
+    assert Verdict.PASSED not in {record.verdict for record in found.records}, (
+        "no observation fits on the disk"
+    )
 
 
 def test_a_ledger_of_which_a_part_was_written_is_an_error(
@@ -74,4 +76,4 @@ def test_a_ledger_that_lost_a_line_is_an_error_even_if_the_engine_hides_it(
     recorder.harmed(0, ViolationKind.INPUT_FREED, "here")
     with pytest.raises(OSError, match="is the disk full"):
         recorder.close()
-    assert (tmp_path / "journal").read_bytes() == b"", "nothing follows half a line"
+    assert (tmp_path / "journal").read_bytes() == b"", "no line follows half a line"

@@ -1,4 +1,4 @@
-"""Collectives and hooks that the user brings: called with what the wire carries, and believed."""
+"""The engine calls collectives and hooks of the user with the data of the wire, and uses their results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.reference.models import (
 from tests.reference.ranks import Ranks, collectives
 
 SIZE = 4
-UNIT = 1  # the unit that gets what the user brings
+UNIT = 1  # the unit with the collectives of the user
 NUMEL = WIDTH * WIDTH + 4 * (UNIT + 1)  # of its parameters, whose rows the world divides
 Call = tuple[str, object]
 
@@ -39,7 +39,7 @@ class _Allocates:
 
 
 class Gather(_Allocates):
-    """An all-gather of the user's, which writes down how it is called."""
+    """An all-gather of the user's, which records its calls."""
 
     def __call__(
         self,
