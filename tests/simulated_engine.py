@@ -36,7 +36,7 @@ class Honest:
         return ring_mean(accumulate(pieces))
 
     def updated(self, before: torch.Tensor, after: torch.Tensor, moment: Moment) -> torch.Tensor:
-        """Return what a parameter is after the optimizer step."""
+        """Return a parameter after the optimizer step."""
         return after
 
 

@@ -80,7 +80,7 @@ class BuildsItsGroup(DistributedDataParallelEngine):
     is_alone = False
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        c10d: Any = dist  # torch's stubs lack half of what follows
+        c10d: Any = dist  # torch's stubs lack half of the names below
         rank, size = (0, 1) if self.is_alone else (dist.get_rank(), dist.get_world_size())
         store = c10d.PrefixStore(f"{dist.get_rank() - rank}", c10d.distributed_c10d._get_default_store())
         group = c10d.ProcessGroup(store, rank, size)

@@ -277,7 +277,7 @@ PRIVATE_TORCH = {
     "engine": (
         "engine/adapters/torch_internals.py:",
         "engine/reference/torch_private.py:",
-        "engine/mutants/",  # which break what lies inside an engine
+        "engine/mutants/",  # which break code inside an engine
     ),
 }
 

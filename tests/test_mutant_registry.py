@@ -54,7 +54,7 @@ def test_each_nests_only_classes_that_are_put_in_place() -> None:
         assert nested <= {"Prepared", "Unit", "Wrapper"}, sinner.__name__
 
 
-def test_names_every_mutant_there_is_once() -> None:
+def test_the_registry_names_every_mutant_once() -> None:
     found = {f"{value.__module__}:{value.__name__}" for value in CLASSES if issubclass(value, Engine)}
     assert sorted(m.engine_spec for m in MUTANTS) == sorted(found)
     assert len({m.sin for m in MUTANTS}) == len(MUTANTS)

@@ -84,7 +84,7 @@ def test_a_factor_is_a_capability_even_where_it_is_the_number_of_ranks() -> None
         plan.refuse_beyond(frozenset(Capability) - {Capability.GRADIENT_DIVIDE})
 
 
-# One option each, and what it needs.
+# Each option, and the capabilities that it needs.
 OPTIONS = {
     Capability.REPLICATE: Plan(layout=Layout.REPLICATE),
     Capability.SHARD: Plan(layout=Layout.SHARD),

@@ -80,7 +80,7 @@ def test_too_many_flat_elements_are_counted() -> None:
     )
 
 
-def test_a_plan_without_a_layout_is_no_question() -> None:
+def test_the_law_accepts_a_plan_without_a_layout() -> None:
     with pytest.raises(ValueError, match=r"expected a plan that names a layout, got Layout\.NATIVE"):
         _ruling(Plan(), Layout.SHARD)
 

@@ -198,7 +198,7 @@ def test_one_rank_need_not_communicate() -> None:
     assert Nothing(select=Select()).judge(silent).record.held
     assert DTYPE.judge(silent).record.held
     assert ORDER.judge(silent).record.held
-    assert not COUNT.judge(silent).record.held  # a number was expected all the same
+    assert not COUNT.judge(silent).record.held  # the law still expects a number
 
 
 def test_a_held_law_of_bytes_reports_their_ratio() -> None:

@@ -211,7 +211,7 @@ def test_order_of_nothing_is_refused() -> None:
 
 
 def reductions(*issued_at_wait: int | None) -> Ledger:
-    """Write reductions of one step, each waited for when so many calls had been issued."""
+    """Write reductions of one step, each with a wait after the given number of issued calls."""
     entries = numbered([entry(Op.REDUCE_SCATTER, step=1) for _ in issued_at_wait])
     waits = [Wait(phase=Phase.BACKWARD, step=1, microbatch=0, num_issued=n) for n in issued_at_wait]
     return tuple(replace(e, wait=w) for e, w in zip(entries, waits, strict=True))

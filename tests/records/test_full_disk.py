@@ -44,7 +44,7 @@ def test_a_run_without_room_for_its_header_names_the_full_disk(short_folder: Pat
 
 
 @pytest.mark.slow
-def test_records_that_were_written_stay_when_there_is_no_more_room(short_folder: Path) -> None:
+def test_written_records_stay_when_the_disk_is_full(short_folder: Path) -> None:
     run = _run(short_folder, 3_000)
     found = read_run(run.out)
     assert found.is_interrupted
@@ -62,7 +62,7 @@ def test_a_ledger_of_which_a_part_was_written_is_an_error(
     monkeypatch.setattr("os.write", lambda _, text: len(text) - 1)
     with pytest.raises(OSError, match="is the disk full"):
         recorder.close()
-    recorder.close()  # it is closed all the same
+    recorder.close()  # it is still closed
 
 
 def test_a_ledger_that_lost_a_line_is_an_error_even_if_the_engine_hides_it(

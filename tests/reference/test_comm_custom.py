@@ -69,7 +69,7 @@ class Scatter(_Allocates):
 
 
 def _doubled(times: int = 1) -> dict[str, torch.Tensor]:
-    """Compute the gradients of so many microbatches, twice as large in the unit."""
+    """Compute the gradients of this number of microbatches, twice as large in the unit."""
     plain = chain_gradients(SIZE, factor=times)
     return {name: g * (2 if name.startswith(f"units.{UNIT}.") else 1) for name, g in plain.items()}
 

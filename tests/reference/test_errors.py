@@ -15,7 +15,7 @@ SIZE = 4
 
 
 class Refusal(Exception):  # noqa: N818 - it reports the absence of a refusal
-    """Raised by the test where the engine accepted what it must refuse."""
+    """Raised by the test if the engine accepts an input that it must refuse."""
 
 
 def _provoke(door: str, name: str) -> str:

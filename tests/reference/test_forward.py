@@ -19,7 +19,9 @@ from tests.reference.models import assert_gradients, whole
 from tests.reference.ranks import Ranks
 
 Rows = Sequence[torch.Tensor]  # one tensor for each microbatch
-Schedule = Callable[[nn.Module, Rows], list[torch.Tensor]]  # one iteration; returns what each rank is to see
+Schedule = Callable[
+    [nn.Module, Rows], list[torch.Tensor]
+]  # one iteration; returns the expected values of each rank
 
 
 # --- orders of passes ---------------------------------------------------------------------------------------------

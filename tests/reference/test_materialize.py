@@ -33,7 +33,7 @@ class Scaled(nn.Module):
         self.num_resets = 0
 
     def reset_parameters(self) -> None:
-        """Fill what this module itself owns."""
+        """Fill the tensors that this module itself owns."""
         self.num_resets += 1
         self.scale.fill_(2.0)
         self.get_buffer("offset").fill_(3.0)

@@ -131,7 +131,7 @@ def test_roots_may_share_streams(in_turn: bool, door: str, ranks: Ranks) -> None
 # --- accidents ----------------------------------------------------------------------------------------------------
 
 
-class Accident(Exception):  # noqa: N818 - what happens in training, not in the tests
+class Accident(Exception):  # noqa: N818 - an event of training, not of the tests
     """An error of a user's module."""
 
 

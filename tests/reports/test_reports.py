@@ -39,7 +39,7 @@ RENDERERS = [terminal.render, markdown.render, junit.render, shown_page]
 
 
 class _Page(HTMLParser):
-    """Collects what a browser would see."""
+    """Collects the visible text of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

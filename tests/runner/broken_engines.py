@@ -46,7 +46,7 @@ class HangsInItsVersion(DistributedDataParallelEngine):
 
 
 class DeclaresNothing(DistributedDataParallelEngine):
-    """Declares None where a set is expected."""
+    """Declares None as its capabilities."""
 
     capabilities = None  # type: ignore[assignment]  # the fault
 

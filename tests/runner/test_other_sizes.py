@@ -61,7 +61,7 @@ class Raises(_InOtherWorlds):
 
 
 class Refuses(_InOtherWorlds):
-    """Declares what it refuses."""
+    """Declares a capability and refuses it."""
 
     def begin(self) -> None:
         raise NotImplementedError("three are a crowd")

@@ -101,7 +101,7 @@ def _lines(folder: Path, rank: int) -> list[dict[str, Any]]:
     return lines
 
 
-def test_a_seed_that_shows_a_sin_shows_it_every_time(tmp_path: Path) -> None:
+def test_a_seed_that_shows_a_defect_shows_it_every_time(tmp_path: Path) -> None:
     def with_seed(seed: int, folder: str) -> tuple[Verdict, str]:
         session = TrialSession(Source(folder=tmp_path / folder), RunOptions(seed=seed))
         record = session.run(CASE, ARRIVAL, suite="", command="")

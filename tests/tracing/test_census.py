@@ -268,7 +268,7 @@ def _training(problem: Problem = MLP_EVEN, plan: Plan = SHARD, steps: int = 1) -
 
 
 def _ruling(*of_ranks: int, training: Training | None = None, step: int = 0, cut: Cut = Cut.EVENLY) -> Ruling:
-    """Judge ranks that held so many bytes after the step."""
+    """Judge ranks that held these numbers of bytes after the step."""
     training = training or _training()
     piece = LiveStorage(num_bytes=4096, shape=(32, 32), operator="clone", site="engine.py:1 in keep")
     ranks = tuple(

@@ -335,7 +335,7 @@ def test_exactness_is_lost_when_the_world_is_no_power_of_two() -> None:
 # Random numbers
 
 
-def test_a_model_that_draws_has_the_noise_of_one_that_does_not() -> None:
+def test_a_model_that_draws_has_the_noise_of_one_without_draws() -> None:
     for problem in (DROPPED, NOISY):
         seen = run_oracle(replace(TRAINING, problem=problem), 2)
         assert seen.draws

@@ -88,7 +88,7 @@ class Raises(DistributedDataParallelEngine):
         prepared = super().prepare(model, plan, mesh)
         calls: list[int] = []
 
-        # Any: a hook is called with what the module is.
+        # Any: a hook is called with the arguments of the module.
         def fail(*_: Any) -> None:
             calls.append(1)
             if len(calls) == 2 and dist.get_rank() == CULPRIT:

@@ -50,8 +50,8 @@ def test_wholes_that_are_shown_as_shards_are_counted(session: TrialSession, worl
         record.headline,
     ), record.headline
     held = {law.law: law.held for law in record.laws}
-    assert held[HoldsItsShare().name], "what the adapter shows is a share"
-    assert held[MatchesOracle().name], "and it is right"
+    assert held[HoldsItsShare().name], "the adapter must show a share"
+    assert held[MatchesOracle().name], "the shown share must be right"
 
 
 @pytest.mark.parametrize(

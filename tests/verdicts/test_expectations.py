@@ -230,7 +230,7 @@ def test_an_entry_of_an_engine_that_took_no_part_is_not_reported() -> None:
     assert unused(known(an_entry(case="gone")), ran(a_record(engine="torch.ddp"))) == ()
 
 
-def test_a_case_that_makes_no_sense_in_these_worlds_is_no_stale_one() -> None:
+def test_a_case_that_makes_no_sense_in_these_worlds_is_not_stale() -> None:
     elsewhere = a_record(Verdict.PASSED, case="smoke/test_s.py::test_t")
     (found,) = unused(known(ENTRY), ran(elsewhere, cases=frozenset({CASE, elsewhere.case})))
     assert not found.is_stale
@@ -352,7 +352,7 @@ def test_cases_that_cannot_be_right_are_refused(tmp_path: Path, cases: str, word
         ("[[expectation]]", "[[expectation]", ["TOML"]),
     ],
 )
-def test_a_bad_file_is_refused_with_the_entry_and_what_to_try(
+def test_a_bad_file_is_refused_with_the_entry_and_a_remedy(
     tmp_path: Path, old: str, new: str, words: list[str]
 ) -> None:
     assert old in GOOD

@@ -99,7 +99,7 @@ class Explained:
     late_s: float
 
 
-# Any: a rank's body takes what it likes.
+# Any: a rank's body takes any arguments.
 def run(
     body: Callable[..., Any], *args: Any, world: str, folder: Path, deadline_s: float = DEADLINE_S
 ) -> Explained:

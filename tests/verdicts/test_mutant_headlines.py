@@ -41,7 +41,7 @@ HEADLINES: dict[str, tuple[Training, str, str]] = {
 
 
 @pytest.mark.parametrize("mutant", HEADLINES)
-def test_the_headline_names_the_sin(session: TrialSession, mutant: str) -> None:
+def test_the_headline_names_the_defect(session: TrialSession, mutant: str) -> None:
     training, world, headline = HEADLINES[mutant]
     record = judged(
         session, f"shardproof.engine.mutants.{mutant}", world, training, laws=(MatchesOracle(), RanksAgree())

@@ -96,7 +96,7 @@ def test_a_share_of_one_rank_must_show_in_some_tensor(oracle: OracleObservation)
 
 
 def _fainter(sizes: PieceSizes) -> PieceSizes:
-    """Scale what the last rank adds to a hundredth."""
+    """Scale the contribution of the last rank to a hundredth."""
     *others, last = sizes.of_ranks
     return replace(sizes, of_ranks=(*others, 0.01 * last))
 

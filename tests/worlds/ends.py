@@ -40,7 +40,7 @@ def _note(context: RankContext, pid: int) -> None:
 
 
 def forked(*, sessions: int) -> int:
-    """Fork a process that never ends, below so many processes that made a session and ended; returns its pid."""
+    """Fork a process that never ends, below a chain of processes that made a session and ended; return its pid."""
     reads, writes = os.pipe()
     if os.fork() == 0:
         for _ in range(sessions):

@@ -1,4 +1,4 @@
-"""Ranks as threads over our transport return what ranks as processes over gloo return."""
+"""Ranks in threads over our transport return the results of ranks in processes over gloo."""
 
 from __future__ import annotations
 

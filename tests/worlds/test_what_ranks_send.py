@@ -195,7 +195,7 @@ def test_a_line_without_end_is_refused() -> None:
     (found,) = inbox.read()
     assert isinstance(found, Garbled)
     os.write(theirs.fileno(), b"x" * 2000 + b"\n" + encode(Ready()))
-    assert inbox.read() == [], "what follows is not believed"
+    assert inbox.read() == [], "the reader must ignore all later lines"
 
 
 @settings(max_examples=200, derandomize=True, deadline=None)
