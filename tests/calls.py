@@ -1,4 +1,4 @@
-"""Calls of collectives made by hand, for what looks at a call and never at its group."""
+"""Calls of collectives made by hand, for code that reads a call and never its group."""
 
 from __future__ import annotations
 

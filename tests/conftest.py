@@ -1,4 +1,4 @@
-"""What several files of tests ask for."""
+"""Fixtures of several files of tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardproof.harness.worlds.launched.launcher import launched_process
 from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, warm_up
 from tests.shell import ROOT
 
-# What a process does that a launcher has started beside the one that judges.
+# The program of a process that a launcher starts beside the one that judges.
 _SERVE = """
 import os
 from shardproof.harness.worlds.launched.agent import serve
@@ -29,14 +29,14 @@ serve(launched_process(os.environ))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files with slow tests first: one that a worker begins last is waited for by the others."""
+    """Put files with slow tests first: all workers wait for a slow file that a worker begins last."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
 
 
 @pytest.fixture
 def session(tmp_path: Path) -> Iterator[TrialSession]:
-    """Judge cases, and keep what was observed below the test's own folder."""
+    """Judge cases, and keep observations below the test's own folder."""
     session = TrialSession(Source(folder=tmp_path))
     yield session
     session.close()
@@ -44,14 +44,14 @@ def session(tmp_path: Path) -> Iterator[TrialSession]:
 
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
-    """Make a folder for sockets: their paths have at most some hundred characters, those of tests more."""
+    """Make a folder for sockets, whose paths have at most some hundred characters; a test's folder has more."""
     with tempfile.TemporaryDirectory(prefix="sp") as folder:
         yield Path(folder)
 
 
 @pytest.fixture(scope="module")
 def warm() -> None:
-    """Start the fork server, so that no test is charged for its imports."""
+    """Start the fork server, so that no test's duration includes its imports."""
     warm_up()
 
 
@@ -60,17 +60,17 @@ def launched() -> Iterator[None]:
     """Make this process the first of two of a launcher; the other one ends with it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-    given = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environment = {**os.environ, **given, "RANK": "1"}
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = {**os.environ, **variables, "RANK": "1"}
     with subprocess.Popen([sys.executable, "-c", _SERVE], cwd=ROOT, env=environment) as agent:
-        open_cluster(launched_process({**given, "RANK": "0"}), seed=0)
+        open_cluster(launched_process({**variables, "RANK": "0"}), seed=0)
         yield
         agent.kill()
 
 
 @pytest.fixture(autouse=True)
 def _hash_seeds_of_a_new_session() -> None:
-    """Let no test depend on the order of tests: one that ran a session in this process may have drawn others."""
+    """Let no test depend on the order of tests: a session of an earlier test may have drawn other seeds."""
     draw_hash_seeds(0)
 
 

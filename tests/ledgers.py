@@ -1,4 +1,4 @@
-"""Ledgers written by hand: an honest sharding engine's, entry by entry, for laws to pass and tests to break."""
+"""Ledgers written by hand: entries of an honest sharding engine, which laws pass and tests break."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def entry(op: Op = Op.ALL_REDUCE, /, world_size: int = 2, **fields: object) -> E
 
 
 def renew(made: Entry, **fields: object) -> Entry:
-    """Change fields of an entry; a wait that is not given stays beside the call."""
+    """Change fields of an entry; without ``wait`` its wait stays beside the call."""
     changed = replace(made, **fields)  # type: ignore[arg-type]  # the test names Entry's own fields
     if "wait" in fields:
         return changed
@@ -64,7 +64,7 @@ def numbered(entries: Sequence[Entry]) -> Ledger:
 
 
 def sharding_ledger(*, steps: int = 3, microbatches: int = 2, world_size: int = 2) -> Ledger:
-    """Write what an accumulating sharding engine does: gather each unit twice, reduce once a step."""
+    """Write the ledger of an accumulating sharding engine, which gathers each unit twice and reduces once a step."""
     entries = [
         entry(Op.BROADCAST, world_size=world_size, phase=Phase.PREPARE, step=-1, microbatch=-1, peer=0)
     ]
@@ -89,7 +89,7 @@ def evidence(*ledgers: Ledger, steps: int = 3, microbatches: int = 2) -> Evidenc
         training=Training(problem=MLP_EVEN, optimizer=SGD, plan=Plan(units=UNITS), schedule=schedule),
         world_size=len(ledgers),
         ranks=tuple(_observation(rank, ledger) for rank, ledger in enumerate(ledgers)),
-        # No law over ledgers looks at the oracle; one that did would fail on this.
+        # No law over ledgers reads the oracle; a law that did would fail on this.
         oracle=cast(OracleObservation, None),
     )
 
@@ -100,7 +100,7 @@ def changed(ledger: Ledger, where: Callable[[Entry], bool], **fields: object) ->
 
 
 def without(ledger: Ledger, where: Callable[[Entry], bool]) -> Ledger:
-    """Leave the first entry that is so out."""
+    """Leave out the first entry that matches."""
     position = next(i for i, e in enumerate(ledger) if where(e))
     return numbered((*ledger[:position], *ledger[position + 1 :]))
 

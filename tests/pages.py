@@ -1,4 +1,4 @@
-"""What a browser unpacks of report.html."""
+"""Unpacks report.html as a browser does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pieces_of(page: str) -> list[list[str]]:
 
 
 def unpacked(page: str) -> str:
-    """Append to a page all that it unpacks: the evidence as markup, the index as escaped text."""
+    """Append to a page its unpacked contents: the evidence as markup, the index as escaped text."""
     evidence = [one for piece in pieces_of(page) for one in piece]
     return "\n".join([page, *evidence, html.escape(json.dumps(index_of(page), ensure_ascii=False))])
 

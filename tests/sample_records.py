@@ -1,4 +1,4 @@
-"""Records, and what lies beside them in a run: written by hand, or drawn whole with every field that they have."""
+"""Records, and the other files of a run: written by hand, or drawn with every field."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ _RECORD = Record(
     engine_version="torch 2.13.0+cpu",
     laws=(LawRecord(law="matches", held=False, summary="differs"),),
 )
-# Surrogates too: an engine's message is whatever the engine says.
+# Surrogates too: an engine may write any text into its message.
 _LEAVES: dict[type, st.SearchStrategy[Any]] = {
     str: st.text(st.characters(), max_size=20),
     float: st.floats(allow_nan=False),

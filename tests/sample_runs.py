@@ -1,4 +1,4 @@
-"""Runs as reports meet them: records with evidence of every kind, hostile texts, and a hang; written by hand."""
+"""Runs for tests of reports, written by hand: evidence of every kind, hostile texts, and a hang."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def a_record(
 
 
 def a_hang(text: str) -> HangReport:
-    """Ranks 0 to 2 wait for rank 3, which is somewhere else; whatever an engine words is ``text``."""
+    """Ranks 0 to 2 wait for rank 3, which is somewhere else; ``text`` is the text of the engine."""
     call = replace(CALL, site=text, unit=text)
     waiting = RankState(
         rank=0,
@@ -98,4 +98,4 @@ def a_run(*records: Record, footer: Footer | None = FOOTER, problems: tuple[str,
 
 
 def one_of_each() -> Run:
-    return a_run(*(a_record(f"parity/case-{v}", v, headline=f"told of {v}") for v in Verdict))
+    return a_run(*(a_record(f"parity/case-{v}", v, headline=f"headline of {v}") for v in Verdict))

@@ -12,7 +12,7 @@ Done = subprocess.CompletedProcess[str]
 
 
 def python(*arguments: str, cwd: Path = ROOT, limit_s: float = 110, **environment: str) -> Done:
-    """Run Python with these arguments, and with environment variables added; what it prints is captured."""
+    """Run Python with these arguments and additional environment variables, and capture its output."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,

@@ -20,12 +20,12 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Moment:
-    """Where a simulated rank is when it reduces one parameter's gradient."""
+    """The position of a simulated rank that reduces one parameter's gradient."""
 
     step: int
     rank: int
     name: str
-    previous: torch.Tensor | None  # what this rank's reduction gave in the step before
+    previous: torch.Tensor | None  # the result of this rank's reduction in the step before
 
 
 class Honest:
@@ -36,7 +36,7 @@ class Honest:
         return ring_mean(accumulate(pieces))
 
     def updated(self, before: torch.Tensor, after: torch.Tensor, moment: Moment) -> torch.Tensor:
-        """Return what a parameter is after the optimizer step."""
+        """Return a parameter after the optimizer step."""
         return after
 
 
@@ -94,7 +94,7 @@ def evidence_of(
     ranks: tuple[Observation, ...] | None = None,
     oracle: OracleObservation | None = None,
 ) -> Evidence:
-    """Return the evidence of a simulated training, with these observations and this oracle where they are given."""
+    """Return the evidence of a simulated training, with these observations and this oracle unless they are None."""
     return Evidence(
         training=training,
         world_size=world_size,
@@ -109,7 +109,7 @@ def whole(tensor: torch.Tensor) -> Shard:
 
 
 def row_shard(tensor: torch.Tensor, rank: int, world_size: int) -> Shard:
-    """Return the rows that torch.chunk's rule gives to ``rank``; a scalar stays whole."""
+    """Return the rows of ``rank`` by torch.chunk's rule; a scalar stays whole."""
     if tensor.dim() == 0:
         return whole(tensor)
     rows = -(-tensor.shape[0] // world_size)

@@ -1,4 +1,4 @@
-"""The page on classes of bugs: each row names the mutants after its reports, or says why there is none.
+"""The page on classes of bugs: each row names the mutants after its reports, or the reason why there is none.
 
 ``python -m tests.test_bug_classes`` writes the mutants into the page.
 """
@@ -17,7 +17,7 @@ from tests.shell import ROOT
 
 PAGE = ROOT / "docs" / "bug-classes.md"
 HEADER = ("class of bug", "reports", "mutants")
-# What may keep a class from having a mutant; a new reason is a decision, not a phrase.
+# Reasons why a class has no mutant; a new reason needs a decision.
 REASONS = {
     "needs a GPU",
     "a framework's own trainer computes the loss, and here the harness does",
@@ -48,7 +48,7 @@ class Row:
         return f"| {self.sin} | {self.reports} | {self.mutants} |"
 
     def rendered(self, mutants: Sequence[Mutant]) -> Row:
-        """Name the mutants after its reports by the alphabet, then those that sin alike after other reports."""
+        """Name the mutants of its reports in order, then mutants of other reports with the same defect."""
         own = sorted(mutant.name for mutant in mutants if mutant.thread in self.threads)
         known = {mutant.name for mutant in mutants}
         names = dict.fromkeys([*own, *(name for name in self.names if name in known)])
@@ -93,13 +93,13 @@ ROWS = _rows(PAGE.read_text(encoding="utf-8"))
 KNOWN = frozenset(mutant.name for mutant in MUTANTS)
 
 
-def test_every_row_names_mutants_that_exist_or_says_why_none_does() -> None:
+def test_every_row_names_existing_mutants_or_a_reason() -> None:
     assert [problem for row in ROWS for problem in row.problems(KNOWN)] == []
     assert len(ROWS) >= 85
     assert sum(bool(row.names) for row in ROWS) >= 70
 
 
-def test_every_class_is_told_once() -> None:
+def test_every_class_has_one_row() -> None:
     sins = [row.sin for row in ROWS]
     assert sorted(sins) == sorted(set(sins))
     threads = [thread for row in ROWS for thread in row.threads]
@@ -107,13 +107,13 @@ def test_every_class_is_told_once() -> None:
 
 
 def test_every_report_that_a_mutant_cites_has_its_row() -> None:
-    told = {thread for row in ROWS for thread in row.threads}
-    assert sorted({mutant.thread for mutant in MUTANTS} - told) == []
+    listed = {thread for row in ROWS for thread in row.threads}
+    assert sorted({mutant.thread for mutant in MUTANTS} - listed) == []
 
 
 def test_every_reason_is_given() -> None:
-    given = {row.mutants.removeprefix("none: ") for row in ROWS if not row.names}
-    assert given == REASONS
+    reasons = {row.mutants.removeprefix("none: ") for row in ROWS if not row.names}
+    assert reasons == REASONS
 
 
 def test_every_row_names_all_mutants_after_its_reports() -> None:

@@ -1,4 +1,4 @@
-"""What the documentation says is so: its code runs, its commands parse, its links lead somewhere."""
+"""The documentation is right: its code runs, its commands parse, and its links have targets."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _write_adapters(folder: Path) -> list[str]:
 
 
 def _write_unsynchronised(folder: Path) -> str:
-    """Break the first adapter of the page: what it prepares never communicates."""
+    """Break the first adapter of the page: its prepared model never communicates."""
     code = next(_ADAPTER.finditer(_text(ADAPTERS)))["code"]
     broken, times = re.subn(r"return PreparedModel\(.*\)", "return PreparedModel(model)", code)
     assert times == 1
@@ -163,7 +163,7 @@ def test_laws_of_the_table_can_be_written() -> None:
     assert all(law.name for law in laws)
 
 
-def test_every_method_of_the_contract_is_told() -> None:
+def test_every_method_of_the_contract_is_documented() -> None:
     methods = [name for name, _ in inspect.getmembers(PreparedModel, inspect.isfunction) if name[0] != "_"]
     assert [m for m in methods if f"{m}(" not in _text(ADAPTERS)] == []
 
@@ -172,7 +172,7 @@ def test_every_method_of_the_contract_is_told() -> None:
 
 
 def _commands(text: str) -> Iterator[list[str]]:
-    """Find commands in code blocks and inline code; a workflow's are given once per entry of its matrix."""
+    """Find commands in code blocks and inline code; repeat a workflow's commands for each entry of its matrix."""
     matrix = {
         key: re.findall(r"[^\s,\"]+", values) for key, values in re.findall(r"^ +(\w+): \[(.+)\]", text, re.M)
     }
@@ -187,7 +187,7 @@ def _commands(text: str) -> Iterator[list[str]]:
 
 
 def _problem(command: list[str]) -> str | None:
-    """Return what is wrong with a shardproof command; None when it can be run."""
+    """Return the error of a shardproof command; None when it can be run."""
     try:
         arguments = parser().parse_args(command[1:])
         _check_names(arguments)
@@ -242,7 +242,7 @@ print("codes", codes)
 
 
 def _runnable(command: Sequence[str]) -> tuple[str, ...]:
-    """Put FSDP2 in the place of an engine whose package is not there; what is selected does not depend on it."""
+    """Replace an engine whose package is missing by FSDP2; the selected cases do not depend on it."""
     return tuple("torch.fsdp2" if what_is_missing(word) else word for word in command)
 
 
@@ -267,12 +267,12 @@ def test_stages_of_a_case_are_functions(path: str) -> None:
     assert callable(getattr(owner, name))
 
 
-def test_verdicts_are_told_as_they_are() -> None:
+def test_verdicts_are_documented_as_they_are() -> None:
     rows = dict(re.findall(r"^\| `([A-Z_]+)` \| .* \| (yes|no).* \|$", _text(ROOT / "README.md"), re.M))
     assert rows == {str(v): "yes" if v.is_conforming else "no" for v in Verdict}
 
 
-def test_exit_codes_are_told_as_they_are() -> None:
+def test_exit_codes_are_documented_as_they_are() -> None:
     rows = {
         int(c): words for c, words in re.findall(r"^\| (\d) \| (.*) \|$", _text(ROOT / "README.md"), re.M)
     }
@@ -288,9 +288,9 @@ def test_exit_codes_are_told_as_they_are() -> None:
     assert "our own" in rows[exit_codes.OUR_FAULT]
 
 
-def test_tolerance_is_told_as_it_is() -> None:
-    told = {n for page in PAGES for n in re.findall(r"(\d+) times (?:what|that noise)", _text(page))}
-    assert told == {f"{MULTIPLE:g}"}
+def test_the_tolerance_is_documented_as_it_is() -> None:
+    documented = {n for page in PAGES for n in re.findall(r"(\d+) times (?:what|that noise)", _text(page))}
+    assert documented == {f"{MULTIPLE:g}"}
 
 
 def test_names_in_capitals_exist() -> None:
@@ -303,9 +303,9 @@ def test_names_in_capitals_exist() -> None:
     )
     known = {name for module in modules for name in getattr(module, "__all__", dir(module))}
     known |= {member.name for member in shardproof.engine.capability.Capability} | {str(v) for v in Verdict}
-    told = {name for page in PAGES for name in re.findall(r"`([A-Z][A-Z_]+)`", _text(page))}
-    assert told - known == set()
-    assert {"MLP_UNEVEN", "SEVERAL", "ACCUMULATE", "VACUOUS"} <= told
+    named = {name for page in PAGES for name in re.findall(r"`([A-Z][A-Z_]+)`", _text(page))}
+    assert named - known == set()
+    assert {"MLP_UNEVEN", "SEVERAL", "ACCUMULATE", "VACUOUS"} <= named
 
 
 def test_expectations_can_be_read(tmp_path: Path) -> None:
@@ -364,7 +364,7 @@ def test_pages_are_ascii_and_pictures_well_formed() -> None:
     assert all(ElementTree.parse(picture).getroot().tag.endswith("svg") for picture in pictures)
 
 
-# What it found
+# Findings
 
 
 def test_every_divergence_is_a_known_failure_of_its_engine() -> None:
@@ -380,7 +380,7 @@ def test_every_divergence_is_a_known_failure_of_its_engine() -> None:
         )
 
 
-def test_every_known_failure_is_told() -> None:
+def test_every_known_failure_is_documented() -> None:
     assert (
         sorted(
             {entry.link for entry in _known().entries} - set(re.findall(r"\((https:[^)]+)\)", _text(FOUND)))

@@ -1,4 +1,4 @@
-"""Engines that own more than wrapping: what they are told, where they may refuse, and what they inherit."""
+"""Engines that own more than wrapping: the arguments that they receive, their refusals, and derived engines."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ EARLY = Nothing(select=Select(dtypes=("float32",), microbatches=Microbatches.ALL
 
 
 class RefusesInOptimizer(DistributedDataParallelEngine):
-    """Takes model and optimizer together, so that it knows what it is asked when it has both."""
+    """Takes model and optimizer together, so that it refuses only when it has both."""
 
     class Prepared(PreparedDdp):
-        """Refuses what is no replication."""
+        """Refuses a plan that is no replication."""
 
         def optimizer(self, factory: OptimizerFactory) -> None:
             raise NotImplementedError("I shard nothing")
@@ -45,10 +45,10 @@ class RefusesInOptimizer(DistributedDataParallelEngine):
 
 
 class ReducesOnceAStep(DistributedDataParallelEngine):
-    """Communicates in the last microbatch alone, whatever the plan says of accumulation."""
+    """Communicates in the last microbatch alone, whether or not the plan accumulates."""
 
     class Prepared(PreparedDdp):
-        """Looks at what it is told in forward, where DDP decides."""
+        """Reads in forward whether to reduce, where DDP decides."""
 
         def __call__(self, *inputs: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
             ddp: Any = self.module
@@ -63,8 +63,10 @@ class ReadsItsEnvironment(DistributedDataParallelEngine):
     """Asks the environment for its rank, as launchers have it."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        told = [int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
-        assert told == [dist.get_rank()] * 2 + [dist.get_world_size()] * 2
+        variables = [
+            int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        ]
+        assert variables == [dist.get_rank()] * 2 + [dist.get_world_size()] * 2
         assert os.environ["MASTER_ADDR"] == "127.0.0.1"
         ports = [None] * dist.get_world_size()
         dist.all_gather_object(ports, int(os.environ["MASTER_PORT"]))
@@ -78,7 +80,7 @@ class BuildsItsGroup(DistributedDataParallelEngine):
     is_alone = False
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        c10d: Any = dist  # torch's stubs lack half of what follows
+        c10d: Any = dist  # torch's stubs lack half of the names below
         rank, size = (0, 1) if self.is_alone else (dist.get_rank(), dist.get_world_size())
         store = c10d.PrefixStore(f"{dist.get_rank() - rank}", c10d.distributed_c10d._get_default_store())
         group = c10d.ProcessGroup(store, rank, size)
@@ -100,7 +102,7 @@ class BuildsItsGroup(DistributedDataParallelEngine):
 
 
 class BuildsAGroupOfItsOwn(BuildsItsGroup):
-    """Reduces in a group of one rank, of which no table says which of all ranks it is."""
+    """Reduces in a group of one rank, which no table maps to a global rank."""
 
     is_alone = True
 
@@ -116,7 +118,7 @@ def _judged(session: TrialSession, engine: type, world: str, *laws: Law, **asked
     return judged(session, f"{__name__}:{engine.__name__}", world, training, laws=(MatchesOracle(), *laws))
 
 
-def test_what_the_optimizer_was_given_is_read_whatever_modules_show() -> None:
+def test_parameters_of_the_optimizer_are_read_whatever_modules_show() -> None:
     model = nn.Linear(2, 2)
     weight = model.weight
     prepared = PreparedModel(model)
@@ -130,7 +132,7 @@ def test_a_refusal_in_optimizer_is_one(session: TrialSession) -> None:
     assert record.verdict is Verdict.UNSUPPORTED, record.headline
     assert "I shard nothing" in record.headline
     declared = _judged(session, RefusesInOptimizer, "threads:2")
-    assert declared.verdict is Verdict.CRASHED, "what is declared must not be refused"
+    assert declared.verdict is Verdict.CRASHED, "an engine must not refuse a declared capability"
 
 
 def test_the_last_microbatch_is_announced(session: TrialSession) -> None:

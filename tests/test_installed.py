@@ -1,4 +1,4 @@
-"""The package as an installation has it: one import name, hidden by no folder of the caller, hiding none."""
+"""An installation of the package adds one import name, which no folder of the caller hides, and hides none."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_wrong():
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of packages with ours alone: links of the clone become the files that they lead to."""
+    """A folder of packages with ours alone: links of the clone become the files behind them."""
     site = tmp_path_factory.mktemp("site")
     shutil.copytree(ROOT / "shardproof", site / "shardproof", ignore=shutil.ignore_patterns("__pycache__"))
     return site
@@ -53,7 +53,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A stranger's repository, with packages that are named as ours are."""
+    """A user's repository, with packages of our names."""
     folder = tmp_path_factory.mktemp("repository")
     for name in OURS:
         (folder / name).mkdir()
@@ -65,7 +65,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def smoke(site: Path, repository: Path) -> Done:
-    """A run in the stranger's repository, kept in its folder `run`."""
+    """A run in the user's repository, kept in its folder `run`."""
     worlds = ("--world", "threads:2", "--world", "processes:2")
     return _shardproof(
         site, repository, "run", "--suite", "smoke", "--engine", "torch.ddp", *worlds, "--out", "run"

@@ -1,4 +1,4 @@
-"""The import rules, proven on the source: who may import whom, no cycles, and no file named for nothing."""
+"""The import rules, proven on the source: allowed imports, no cycles, and no file with an empty name."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """What a package may import beside the standard library and itself; a name allows all below it."""
+    """Allowed imports of a package beside the standard library and itself; a name allows all below it."""
 
     package: str
     allowed: tuple[str, ...]
-    # What files below a path may besides.
+    # Additional imports of files below a path.
     entries: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def offences(self, root: Path) -> list[str]:
@@ -241,13 +241,13 @@ def _public_classes(module: Module) -> list[str]:
 
 
 def homeless(root: Path) -> list[str]:
-    """List files and folders whose name says nothing of what they hold."""
+    """List files and folders whose names do not describe their contents."""
     paths = [f.relative_to(root) for p in (*PACKAGES, "tests") for f in (root / p).rglob("*.py")]
     return sorted(str(p) for p in paths if HOMELESS & {p.stem, *(part for part in p.parts[:-1])})
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.package)
-def test_package_imports_only_what_its_layer_allows(layer: Layer) -> None:
+def test_a_package_imports_only_modules_that_its_layer_allows(layer: Layer) -> None:
     assert modules(layer.package, ROOT), f"{layer.package}: no files, so nothing was proven"
     assert layer.offences(ROOT) == []
 
@@ -262,7 +262,7 @@ def test_the_reference_engine_stands_alone() -> None:
     assert layer.offences(ROOT) == []
 
 
-def test_the_reference_engine_names_in_one_file_what_it_uses_beneath_torch() -> None:
+def test_the_reference_engine_lists_its_private_names_of_torch_in_one_file() -> None:
     found = private_torch("engine/reference", ROOT)
     elsewhere = [use for use in found if not use.startswith("engine/reference/torch_private.py:")]
     assert elsewhere == []
@@ -277,7 +277,7 @@ PRIVATE_TORCH = {
     "engine": (
         "engine/adapters/torch_internals.py:",
         "engine/reference/torch_private.py:",
-        "engine/mutants/",  # which break what lies inside an engine
+        "engine/mutants/",  # which break code inside an engine
     ),
 }
 
@@ -332,7 +332,7 @@ def test_reports_never_load_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-# What follows holds the checker itself against trees that break each rule once.
+# The tests below run the checker on trees that break each rule once.
 
 Write = Callable[[Mapping[str, str]], Path]
 
@@ -386,7 +386,7 @@ def test_checker_finds_an_import_against_the_order(write: Write, source: str) ->
     assert found.startswith("harness/worlds/launch.py:")
 
 
-def test_checker_allows_what_is_allowed(write: Write) -> None:
+def test_checker_accepts_allowed_imports(write: Write) -> None:
     root = write(
         {
             "harness/cli/main.py": "import os\nfrom reports import html\nfrom . import record\n",
@@ -456,7 +456,7 @@ def test_checker_finds_files_named_for_nothing(write: Write) -> None:
 
 
 def _prefix(module: Module, node: ast.Import | ast.ImportFrom) -> str:
-    """Return what stands before the names of an import, with its dot."""
+    """Return the prefix of the names of an import, with its dot."""
     if isinstance(node, ast.Import):
         return ""
     parents: list[str] = []
@@ -487,7 +487,7 @@ def _in_full(name: str, bound: Mapping[str, str]) -> str:
 
 
 def _module_run_by(name: str, files: Mapping[str, Module]) -> str | None:
-    """Name the module of the package that an import runs: the name itself, or what it is an attribute of."""
+    """Name the module of the package that an import runs: the name itself, or the owner of the attribute."""
     while name and name not in files:
         name = name.rpartition(".")[0]
     return name or None
@@ -496,7 +496,7 @@ def _module_run_by(name: str, files: Mapping[str, Module]) -> str | None:
 def _cycles_from(
     name: str, trail: tuple[str, ...], graph: Mapping[str, set[str]], done: set[str]
 ) -> Iterator[str]:
-    """Walk depth first; a cycle is told from its first name in the alphabet, so that it is told once."""
+    """Walk depth first; list a cycle from its first name in the alphabet, so that it is listed once."""
     if name in trail:
         cycle = trail[trail.index(name) :]
         first = cycle.index(min(cycle))

@@ -29,7 +29,7 @@ def test_each_is_built_on_one_honest_engine_and_promises_the_same() -> None:
     for mutant, sinner in ENGINES:
         assert type(sinner) not in HONEST
         base = next(base for base in type(sinner).__mro__ if base in HONEST)
-        # The sin of a dishonest mutant is what it says of itself; every other one says what its base says.
+        # A dishonest mutant lies about itself; every other mutant declares what its base declares.
         if type(sinner).__module__ != "shardproof.engine.mutants.refusals":
             assert sinner.capabilities == base.capabilities, mutant.name
         assert sinner.name == f"mutant.{mutant.name}" == f"mutant.{type(sinner).__name__}"
@@ -44,7 +44,7 @@ def test_each_condition_is_one_that_the_mutant_claims_to_honour() -> None:
 
 
 def test_each_nests_only_classes_that_are_put_in_place() -> None:
-    """Under another name a class that sins would be left aside, and the mutant be honest."""
+    """Under another name the engine would not use the wrong class, and the mutant would be honest."""
     for sinner in (type(engine) for _, engine in ENGINES):
         nested = {
             name
@@ -54,7 +54,7 @@ def test_each_nests_only_classes_that_are_put_in_place() -> None:
         assert nested <= {"Prepared", "Unit", "Wrapper"}, sinner.__name__
 
 
-def test_names_every_mutant_there_is_once() -> None:
+def test_the_registry_names_every_mutant_once() -> None:
     found = {f"{value.__module__}:{value.__name__}" for value in CLASSES if issubclass(value, Engine)}
     assert sorted(m.engine_spec for m in MUTANTS) == sorted(found)
     assert len({m.sin for m in MUTANTS}) == len(MUTANTS)

@@ -1,4 +1,4 @@
-"""`shardproof check`: a user's model is judged, right and wrong engines told apart, mistakes refused in a sentence."""
+"""`shardproof check` judges a user's model, detects wrong engines, and refuses mistakes in one sentence."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_right_engine_is_proven(file: Path, capsys: pytest.CaptureFixture[str]
     assert 0 < precise["update"] < 10
 
 
-def test_what_does_not_apply_is_listed_with_the_reason(
+def test_a_case_that_does_not_apply_is_listed_with_the_reason(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file.write_text(GOOD.replace("for block in self.blocks:", "for block in (*self.blocks, self.blocks[0]):"))
@@ -142,7 +142,7 @@ def test_a_computation_in_bfloat16_is_proven_however_it_rounds(
 def test_buffers_keep_their_dtype_where_parameters_compute_in_bfloat16(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Tables of rotations are cast by no engine, and cast where they are used by the models that have them."""
+    """Engines do not cast tables of rotations; models cast them where they use them."""
     buffered = GOOD.replace(
         "        self.out =",
         "        self.register_buffer('table', torch.linspace(0.9, 1.1, 6))\n        self.out =",
@@ -152,10 +152,10 @@ def test_buffers_keep_their_dtype_where_parameters_compute_in_bfloat16(
     assert "proven        computes in bfloat16" in capsys.readouterr().out
 
 
-def test_a_computation_in_bfloat16_need_not_move_what_has_a_small_gradient(
+def test_a_computation_in_bfloat16_need_not_move_a_parameter_with_a_small_gradient(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The norms of a query's low rank, in models of experts: plain descent changes their ones by less than rounding."""
+    """Plain descent changes ones by less than a rounding in the norms of a query's low rank, in models of experts."""
     gain = "self.gain = nn.Parameter(torch.ones(6))\n        self.out ="
     file.write_text(
         GOOD.replace("self.out =", gain, 1).replace("tanh(block(x))", "tanh(block(x + 1e-5 * self.gain))")
@@ -179,7 +179,7 @@ def test_a_model_of_bfloat16_is_trained_in_larger_steps(file: Path) -> None:
 def test_a_model_that_computes_in_no_bfloat16_is_left_out(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A buffer of float32 promotes what it is multiplied with, and the next layer refuses that."""
+    """A buffer of float32 promotes the activations, which the next layer then refuses."""
     buffered = GOOD.replace(
         "        self.out =",
         "        self.register_buffer('table', torch.linspace(0.9, 1.1, 6))\n        self.out =",
@@ -222,7 +222,7 @@ def test_a_model_is_read(file: Path) -> None:
 def test_a_start_is_judged_however_noisy_the_steps_before_were(
     file: Path, engine: str, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Autocast: a wrong factor of a gradient would hide in the noise, what was not loaded does not."""
+    """Under autocast the noise hides a wrong factor of a gradient, but not a parameter that was not loaded."""
     file.write_text(_AUTOCAST)
     spec = next((m.engine_spec for m in shipped_mutants() if m.name == engine), engine)
     assert _check(file, spec, "-k", "starts") == code
@@ -254,7 +254,7 @@ def test_a_compiled_model_is_judged(file: Path, world: str, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("asked", "refused"), [("", True), ("backend='eager'", False), ("disable=True", False)]
 )
-def test_threads_are_refused_for_what_inductor_compiles(
+def test_threads_are_refused_for_a_model_that_inductor_compiles(
     file: Path, asked: str, refused: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file.write_text(
@@ -270,10 +270,10 @@ def test_threads_are_refused_for_what_inductor_compiles(
         assert "got threads:3; try --world processes:3" in shown
 
 
-def test_a_fresh_model_has_no_gradients_of_what_the_optimizer_was_not_given(
+def test_a_fresh_model_has_no_gradients_of_parameters_outside_the_optimizer(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing clears them, so they add up until the state goes to another model."""
+    """No call clears these gradients, so they add up until the state is loaded into another model."""
     some = "torch.optim.SGD([q for q in p if q.ndim == 2], lr=0.1, momentum=0.9)"
     file.write_text(GOOD.replace(_LOSS, _optimizer(some)))
     assert _check(file, "torch.ddp", "-k", "resumes or starts") == 0
@@ -306,7 +306,7 @@ def test_a_wrong_reduction_of_sparse_gradients_is_caught(
 
 
 def test_a_count_of_steps_for_an_empty_shard_is_no_fault(file: Path) -> None:
-    """Adagrad makes its state at once, and FSDP1 gives the rank without elements of a parameter no gradient."""
+    """Adagrad makes its state at once, and a rank without elements of a parameter has no gradient under FSDP1."""
     file.write_text(GOOD.replace(_LOSS, _optimizer("torch.optim.Adagrad(p, lr=0.01)")))
     assert _check(file, "torch.fsdp1", "-k", "trains") == 0
 
@@ -331,10 +331,10 @@ def test_a_string_is_one_pattern(file: Path) -> None:
         ("net", ("",), "evaluation    the whole model, as build() returned it"),
     ],
 )
-def test_the_mode_that_build_returns_is_kept_and_shown(
+def test_the_mode_of_a_built_model_is_kept_and_shown(
     file: Path, part: str, evaluating: tuple[str, ...], shown: str
 ) -> None:
-    """Some train in evaluation mode on purpose, to keep running statistics; loaded models are in it by default."""
+    """Some users train in evaluation mode to keep running statistics; loaded models are in it by default."""
     file.write_text(GOOD.replace("return Net()", f"net = Net()\n        {part}.eval()\n        return net"))
     model, _ = read_model(f"{file}:Mine", limit_s=60)
     assert model.facts.evaluating == evaluating
@@ -377,10 +377,10 @@ class Mine:
         ("('0', '1')", "torch.fsdp2", "proven"),
     ],
 )
-def test_experts_that_get_no_token_on_some_rank(
+def test_experts_without_tokens_on_a_rank_are_judged(
     file: Path, units: str, engine: str, verdict: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What gathers each unit as it is called needs all ranks to call it; what reduces gradients does not."""
+    """An engine that gathers each unit in its forward needs all ranks to call it; one that only reduces does not."""
     file.write_text("import torch\nfrom torch import nn\n" + _ROUTED.replace("UNITS", units))
     assert _check(file, engine, "-k", "trains") == 0
     shown = capsys.readouterr().out
@@ -397,8 +397,8 @@ _BLOCK = """class Block(nn.ModuleDict):
 class Net"""
 
 
-def test_parts_that_are_called_outside_their_unit_are_named(file: Path) -> None:
-    """Of DiT's blocks the first one's embedding is called by the model itself."""
+def test_parts_called_outside_their_unit_are_named(file: Path) -> None:
+    """DiT's model itself calls the embedding of its first block."""
     file.write_text(
         GOOD.replace("block(x)", 'block["in"](block(x))')
         .replace("nn.Linear(6, 6) for", "Block() for")
@@ -556,7 +556,7 @@ _BUILT_ALONE = """if not building.acquire(blocking=False):
 
 
 def test_rank_threads_build_one_after_the_other(file: Path) -> None:
-    """Libraries import their parts on first use, and do not expect two threads there."""
+    """Libraries import their parts on first use, and may fail if two threads do so at once."""
     shared = "import threading\nbuilding = threading.Lock()\n\nclass Mine"
     file.write_text(GOOD.replace("class Mine", shared).replace("return Net()", _BUILT_ALONE))
     problem = UserModel(spec=f"{file}:Mine", name="Mine", digest="", units=())
@@ -565,7 +565,7 @@ def test_rank_threads_build_one_after_the_other(file: Path) -> None:
     assert all(done.result().training for done in built)
 
 
-def test_the_first_lines_say_what_is_known_of_the_model(file: Path) -> None:
+def test_the_first_lines_describe_the_model(file: Path) -> None:
     file.write_text(GOOD.replace(_LOSS, _optimizer("torch.optim.SGD(p, lr=0.1)")))
     model, optimizer = read_model(f"{file}:Mine", limit_s=60)
     demanding = replace(model, demands=frozenset({Capability.UNUSED}), is_widened=False)
@@ -582,7 +582,7 @@ def test_the_first_lines_say_what_is_known_of_the_model(file: Path) -> None:
 
 
 @pytest.mark.parametrize(("factor", "is_zero"), [(1e-5, False), (1e-12, True)])
-def test_a_small_gradient_is_told_from_one_that_is_zero_but_for_rounding(
+def test_a_small_gradient_is_distinguished_from_one_that_is_zero_but_for_rounding(
     file: Path, factor: float, is_zero: bool
 ) -> None:
     text = GOOD.replace("keepdim=True))}", f"keepdim=True)) + {factor} * self.faint}}")
@@ -596,7 +596,7 @@ def test_a_small_gradient_is_told_from_one_that_is_zero_but_for_rounding(
 
 
 def test_a_layer_that_one_batch_leaves_out_is_known(file: Path) -> None:
-    """The first batches use all layers, and so the others are computed in float32: the last of the second step."""
+    """The first batches use all layers; the last batch of the second step, computed in float32, leaves one out."""
     text = GOOD.replace("self.normed(x)", "self.normed(x) if x[0, 0] > 0 else x")
     file.write_text(text.replace("hidden - hidden.mean(0, keepdim=True)", "hidden"))
     model, _ = read_model(f"{file}:Mine", limit_s=60)
@@ -610,7 +610,7 @@ def test_a_deadline_grows_with_the_model() -> None:
     assert deadline_for(2.0, 4) > deadline_for(2.0, 2)
 
 
-def test_a_line_for_each_case_says_how_long_the_others_take(
+def test_a_line_for_each_case_shows_the_remaining_time(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _check(file, "torch.ddp", "-k", "trains or clips") == 0
@@ -646,7 +646,9 @@ def test_the_model_that_ships_is_described_as_it_is() -> None:
         (3, (3,), {}),
     ],
 )
-def test_a_batch_is_what_forward_takes(given: object, args: tuple[object, ...], kwargs: object) -> None:
+def test_a_batch_becomes_the_arguments_of_forward(
+    given: object, args: tuple[object, ...], kwargs: object
+) -> None:
     assert arguments_of(ModelBatch(given=given).inputs) == (args, kwargs)
 
 

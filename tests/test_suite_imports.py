@@ -30,7 +30,7 @@ def packed(module: str, names: list[str]) -> list[str]:
 
 
 def imports_of(source: str) -> Iterator[tuple[slice, list[str]]]:
-    """Find the lines that import from one module, and what they should be."""
+    """Find the lines that import from one module, and their packed form."""
     nodes = [node for node in ast.parse(source).body if isinstance(node, ast.ImportFrom)]
     for module, group in groupby(nodes, key=lambda node: node.module or ""):
         found = list(group)

@@ -1,4 +1,4 @@
-"""Adapters of engines in other packages, none of which is installed here: where they are, and what names them."""
+"""Adapters of engines in other packages, none of which is installed here: their places and names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.shell import ROOT
 
 
 @pytest.mark.parametrize("name", THIRD_PARTY)
-def test_each_is_where_the_registry_says_under_its_own_name(name: str) -> None:
+def test_each_adapter_is_in_its_registered_module_under_its_own_name(name: str) -> None:
     module, _, attribute = THIRD_PARTY[name].partition(":")
     source = (ROOT / f"{module.removeprefix('shardproof.').replace('.', '/')}.py").read_text()
     (found,) = (n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == attribute)
@@ -21,7 +21,7 @@ def test_each_is_where_the_registry_says_under_its_own_name(name: str) -> None:
     assert any((n.startswith("name = ") and repr(name) in n) or f"({name!r}," in n for n in named), named
 
 
-def test_one_that_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_the_command_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     with pytest.raises(
         EngineNotFoundError, match=r"needs lightning_fabric, .* pip install 'shardproof\[lightning\]'"
@@ -30,7 +30,7 @@ def test_one_that_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatc
     assert not what_is_missing("torch.ddp")
 
 
-def test_what_it_says_to_install_are_extras() -> None:
+def test_the_packages_to_install_are_extras() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     families = {name.partition(".")[0] for name in THIRD_PARTY}
     assert families - registry._WITHOUT_EXTRA.keys() == extras.keys() - {"bench", "dev", "explore"}

@@ -1,4 +1,4 @@
-"""The page on waits has every wait in the sources of FSDP2, FSDP1 and the reference engine, and names mutants."""
+"""The page on waits lists every wait in the sources of FSDP2, FSDP1 and the reference engine, and its mutants."""
 
 from __future__ import annotations
 
@@ -78,5 +78,5 @@ def test_names_every_wait_of_the_reference_engine() -> None:
 def test_names_every_mutant_of_races_and_no_other() -> None:
     racy = {mutant.name for mutant in MUTANTS if mutant.trace is Trace.RACES}
     named = set(re.findall(r"`([A-Z]\w+)`", PAGE))
-    # Buffers that nobody keeps: no wait is left out, and there is nothing to keep them for.
+    # FreesTheReduceInput leaves out no wait: it does not keep its buffers.
     assert named | {"FreesTheReduceInput"} == racy

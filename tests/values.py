@@ -1,4 +1,4 @@
-"""What rank bodies of tests return: plain values as a world carries them, those of any class by a file."""
+"""Return values of rank bodies: a world carries plain values, and a file carries values of any class."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardproof import RankContext, Returned, WorldSpec, launch
 
 # Any: the body's own arguments and value, here and below.
 def keep_value(context: RankContext, body: Callable[..., Any], *args: Any) -> None:
-    """Run a body on a rank and leave what it returns in the world's folder; itself a rank body."""
+    """Run a body on a rank and write its value into the world's folder; itself a rank body."""
     value = body(context, *args)
     _file(context.folder, context.rank).write_bytes(pickle.dumps(value))
 
@@ -28,7 +28,7 @@ def returned(world: str, body: Callable[..., Any], *args: Any, folder: Path) -> 
 
 
 def kept_values(folder: Path, size: int) -> list[Any]:
-    """Read what the ranks of a world left, in rank order."""
+    """Read the values of the ranks of a world, in rank order."""
     return [pickle.loads(_file(folder, rank).read_bytes()) for rank in range(size)]
 
 

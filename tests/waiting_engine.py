@@ -1,4 +1,4 @@
-"""An engine whose ranks never come back from `prepare`, and which says that they are there; used by tests."""
+"""An engine whose ranks never return from `prepare`, after they touch a file; used by tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Waits(DistributedDataParallelEngine):
 
 
 class Loops(DistributedDataParallelEngine):
-    """Never answer which release it is of."""
+    """Never return a version."""
 
     def version(self) -> str:
         while True:

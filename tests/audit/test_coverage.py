@@ -1,4 +1,4 @@
-"""Every upstream test is a row; marks say which cases stand for it, and a run's verdicts add up to the row's."""
+"""Every upstream test is a row; marks name its cases, and the verdicts of a run add up to the row's."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_interface_has_every_name_once() -> None:
 
 
 def test_every_public_name_of_fsdp1_has_a_row() -> None:
-    # Public means exported: what a newer torch exports must be given a row, or be named here.
+    # Public means exported: each name that a newer torch exports needs a row, or must be listed here.
     ids = {row.id.partition(".")[0] for row in WRAPPER}
     assert set(fsdp.__all__) - ids - _OF_FSDP2 == {"FullyShardedDataParallel"}
     arguments = set(inspect.signature(fsdp.FullyShardedDataParallel.__init__).parameters) - {"self", "module"}
@@ -149,7 +149,7 @@ def test_marks_add_up() -> None:
         (pytest.mark.rows("qqq"), "try `shardproof coverage`"),
     ],
 )
-def test_what_is_no_row_is_a_usage_error(mark: pytest.MarkDecorator, hint: str) -> None:
+def test_a_mark_that_names_no_row_is_a_usage_error(mark: pytest.MarkDecorator, hint: str) -> None:
     with pytest.raises(UsageError) as caught:
         TESTS.rows_of([mark], where="x")
     assert hint in str(caught.value)
@@ -251,7 +251,7 @@ def test_a_pattern_of_no_case_is_a_usage_error() -> None:
 
 
 @pytest.mark.parametrize("rendered", [render, render_markdown])
-def test_the_table_tells_it_all(rendered: Callable[[Coverage], str]) -> None:
+def test_the_table_lists_rows_cases_and_totals(rendered: Callable[[Coverage], str]) -> None:
     text = rendered(covered())
     assert f"parity/a::x (2), {'and 1 more' if rendered is render else 'parity/b::y'}" in text
     assert "FAILED (2 of 3)" in text

@@ -1,4 +1,4 @@
-"""A case runs on the mutants that its marks name; one that survives, or a case that names none, fails the run."""
+"""A case runs on the mutants that its marks name; a surviving mutant or a case without marks fails the run."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_mark_that_cannot_be_read_is_a_usage_error(
     assert hint in str(caught.value)
 
 
-def test_a_name_that_is_no_mutant_is_a_usage_error_with_a_near_one() -> None:
+def test_an_unknown_mutant_is_a_usage_error_with_a_near_name() -> None:
     known = [m.name for m in MUTANTS]
     check_names([a_case(MustKill(mutant="SumsInsteadOfAveraging"))], known)
     with pytest.raises(UsageError, match=r"got 'SumsInstedOfAveraging'; try 'SumsInsteadOfAveraging'"):
@@ -112,7 +112,7 @@ def test_a_name_that_is_no_mutant_is_a_usage_error_with_a_near_one() -> None:
         check_names([MarkedCase(id="X", kills=frozenset(MustKill(mutant=n) for n in ("Zzz", "Qqq")))], known)
 
 
-def test_a_mutant_goes_by_its_name_in_the_catalogue() -> None:
+def test_marks_accept_the_name_of_a_mutant_in_the_catalogue() -> None:
     assert [mutant_name(m.engine_spec) for m in MUTANTS] == [m.name for m in MUTANTS]
     assert [mutant_name(e) for e in ("a/b.py:Mine", "torch.ddp")] == ["Mine", "torch.ddp"]
 
@@ -129,12 +129,12 @@ def test_a_mutant_goes_by_its_name_in_the_catalogue() -> None:
         ((APART,), "processes:2"),
     ],
 )
-def test_asks_in_the_first_world_that_suits_the_case(sizes: tuple[Sizes, ...], world: str) -> None:
+def test_a_pair_runs_in_the_first_world_that_suits_the_case(sizes: tuple[Sizes, ...], world: str) -> None:
     found = pairs(a_case(MustKill(mutant="A"), sizes=sizes), ["A", "B"], WORLDS, Breadth.MARKED)
     assert found == (a_pair("A", world=world),)
 
 
-def test_a_mark_may_ask_in_a_world_of_its_own_whatever_the_list() -> None:
+def test_a_mark_may_name_a_world_outside_the_list() -> None:
     case = a_case(MustKill(mutant="A"), MustKill(mutant="A", world="threads:6"), MustKill(mutant="B"))
     assert pairs(case, ["A", "B"], ["threads:2"], Breadth.MARKED) == (
         a_pair("A", world="threads:6"),
@@ -142,22 +142,22 @@ def test_a_mark_may_ask_in_a_world_of_its_own_whatever_the_list() -> None:
     )
 
 
-def test_a_mark_may_not_ask_in_a_world_that_does_not_suit_the_case() -> None:
+def test_a_mark_may_not_name_a_world_that_does_not_suit_the_case() -> None:
     case = a_case(MustKill(mutant="A", world="threads:1"), sizes=(SEVERAL,))
     with pytest.raises(UsageError, match="two ranks or more"):
         pairs(case, ["A"], WORLDS, Breadth.MARKED)
 
 
-def test_the_whole_breadth_adds_mutants_that_are_not_named() -> None:
+def test_full_breadth_adds_mutants_that_no_mark_names() -> None:
     found = pairs(a_case(MustKill(mutant="A")), ["A", "B"], WORLDS, Breadth.ALL)
     assert found == (a_pair("A"), a_pair("B", must_kill=False))
 
 
-def test_no_pair_comes_of_a_case_that_no_world_suits() -> None:
+def test_a_case_that_no_world_suits_makes_no_pair() -> None:
     assert pairs(a_case(MustKill(mutant="A"), sizes=(SEVERAL,)), ["A"], ["threads:1"], Breadth.ALL) == ()
 
 
-def test_what_was_selected_can_be_read_again(tmp_path: Path) -> None:
+def test_a_selection_can_be_read_back(tmp_path: Path) -> None:
     selection = Selection(pairs=(a_pair(),), elsewhere=(a_pair("B"),), idle=(Idle(case=OTHER, why="x"),))
     write_selection(tmp_path / "new", selection)
     assert read_selection(tmp_path / "new") == selection
@@ -217,7 +217,7 @@ def test_a_mutant_that_refuses_one_case_must_die_of_others() -> None:
     assert [target.name for target in survived.unkilled] == [both[0].mutant]
 
 
-def test_a_mutant_and_a_case_of_which_all_pairs_are_refused_do_not_count() -> None:
+def test_mutants_and_cases_with_only_refused_pairs_do_not_count() -> None:
     matrix = a_matrix(a_record(a_pair(), Verdict.UNSUPPORTED))
     assert (matrix.unkilled, matrix.harmless) == ((), ())
     assert code_of_matrix(matrix) == CONFORMS
@@ -240,7 +240,7 @@ def test_a_mutant_without_a_pair_counts_only_in_a_whole_run() -> None:
     assert code_of_matrix(kill_matrix(targets, selection, records, is_whole=False)) == CONFORMS
 
 
-def test_a_mutant_that_some_cases_do_not_name_cases_may_survive_them_all() -> None:
+def test_a_mutant_that_no_mark_names_may_survive_only_a_partial_run() -> None:
     both = (a_pair(), a_pair("B", must_kill=False))
     records = [a_record(both[0], Verdict.FAILED), a_record(both[1], Verdict.PASSED)]
     assert code_of_matrix(a_matrix(*records, pairs=both, is_whole=False)) == CONFORMS
@@ -253,7 +253,7 @@ def test_a_case_without_mutants_fails() -> None:
     assert code_of_matrix(matrix) == DOES_NOT_CONFORM
 
 
-def test_what_needs_another_machine_is_told_and_not_held_against_anyone() -> None:
+def test_a_pair_that_needs_another_machine_is_listed_and_fails_no_mutant() -> None:
     away = a_pair("B", case=OTHER, world="processes:2:cuda")
     selection = Selection(pairs=(a_pair(),), elsewhere=(away,))
     targets = [a_target(), a_target("B")]
@@ -272,7 +272,7 @@ def test_a_pair_without_a_verdict_is_our_fault(records: tuple[Record, ...]) -> N
     assert code_of_matrix(matrix) == OUR_FAULT
 
 
-def test_every_form_tells_what_is_wrong() -> None:
+def test_every_format_lists_survivors_and_their_cases() -> None:
     both = (a_pair(), a_pair("B", case=OTHER))
     matrix = a_matrix(a_record(both[0], Verdict.FAILED), a_record(both[1], Verdict.CRASHED), pairs=both)
     for text in (render(matrix, duration_s=1.5), render_markdown(matrix)):
@@ -285,7 +285,7 @@ def test_every_form_tells_what_is_wrong() -> None:
     assert {case["case"]: case["kills"] for case in plain["cases"]} == {CASE: ["Sums"], OTHER: []}
 
 
-def test_marks_that_the_page_shows_name_what_there_is() -> None:
+def test_marks_on_the_page_name_existing_mutants() -> None:
     page = (ROOT / "docs" / "write-a-case.md").read_text()
     shown = set(re.findall(r'"(\w+)"', " ".join(re.findall(r"mark\.kills\(.*\)", page))))
     assert shown

@@ -1,4 +1,4 @@
-"""Every mutant dies of a case that names it, and honest engines pass: run as a user runs them."""
+"""Every mutant dies of a case that names it, and honest engines pass, in runs of the command line."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.shell import ROOT
 
 WORLDS = ["threads:2", "processes:2"]
 
-# One case of each kind, by suite and file; the whole of the suites, which takes minutes for each engine, is for
-# `shardproof run`.
+# One case of each kind, by suite and file; `shardproof run` judges the whole suites, which takes minutes for each
+# engine.
 CASES = {
     "parity/test_multi_group.py": "mlp_uneven-sgd-m3",
     "parity/test_accumulation.py": "mlp_uneven-sgd-m4",
@@ -31,7 +31,7 @@ CASES = {
     "communication/test_sharded.py": "gathers_each_group_once_when_kept and mlp_even",
 }
 # Every mutant on one case: some three hundred worlds, two at a time.
-LIMIT_S = 1500  # a bound for a hang: on two free cores it is a third of that
+LIMIT_S = 1500  # a limit for a hang: on two free cores the run takes a third of it
 
 
 def _call(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -61,8 +61,8 @@ def _records() -> tuple[Record, ...]:
 @pytest.mark.parametrize("engine", sorted(BUILT_IN))
 def test_honest_engines_pass(engine: str, world: str) -> None:
     records = [r for r in _records() if r.engine == engine and r.world == world]
-    told = "\n".join(f"{r.verdict} {r.case}: {r.headline}" for r in records)
-    assert {r.verdict for r in records} <= {Verdict.PASSED, Verdict.UNSUPPORTED}, told
+    verdicts = "\n".join(f"{r.verdict} {r.case}: {r.headline}" for r in records)
+    assert {r.verdict for r in records} <= {Verdict.PASSED, Verdict.UNSUPPORTED}, verdicts
     assert sum(r.verdict is Verdict.PASSED for r in records) >= 2
 
 
@@ -73,5 +73,5 @@ def test_every_mutant_dies_of_a_case_that_names_it(tmp_path: Path) -> None:
         "shardproof.harness.cli.main", "mutants", "--quick", "-n", "2", "--out", str(tmp_path / "mutants")
     )
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
-    # Other releases lack what some cases need; in the one that this is tested with, none is left out for that.
+    # Other releases lack features that some cases need; the release of the tests leaves no case out.
     assert "refused" not in finished.stdout.splitlines()[-1]

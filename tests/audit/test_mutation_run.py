@@ -1,4 +1,4 @@
-"""Mutation testing from end to end: from marks to an exit code; an honest engine among the mutants survives."""
+"""Mutation testing from marks to an exit code; an honest engine among the mutants survives."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from shardproof.harness.errors import UsageError
 from shardproof.harness.runner.collection import Refusals, refuse
 from tests.shell import python
 
-# The first test waits for the runs of all, which starve on a busy machine.
+# The first test waits for the runs of all tests, which are slow on a busy machine.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(530)]
 
 
 class Posing(DistributedDataParallelEngine):
-    """An honest engine that poses as a mutant: no law can tell."""
+    """An honest engine that poses as a mutant: no law detects it."""
 
 
 SUITE = """
@@ -47,7 +47,7 @@ def test_kills(trial: Trial, microbatches):
     holds(trial, microbatches)
 
 @pytest.mark.kills("Posing")
-def test_cannot_tell(trial: Trial):
+def test_detects_nothing(trial: Trial):
     holds(trial)
 """
 UNMARKED = """
@@ -89,7 +89,7 @@ def _suite(folder: Path, **files: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MutationRuns:
-    """What three runs printed and left."""
+    """Output and files of three runs."""
 
     folder: Path
     stderr: str
@@ -117,8 +117,8 @@ def test_a_run_takes_exactly_the_pairs_of_its_marks() -> None:
     run = _run()
     found = json.loads((run.folder / "honest-out" / "kills.json").read_text())["pairs"]
     assert sorted((p["case"].partition("::")[2], p["mutant"], p["world"], p["fate"]) for p in found) == [
-        ("test_cannot_tell", "Posing", "threads:2", "survived"),
-        ("test_cannot_tell", "SumsInsteadOfAveraging", "threads:2", "killed"),
+        ("test_detects_nothing", "Posing", "threads:2", "survived"),
+        ("test_detects_nothing", "SumsInsteadOfAveraging", "threads:2", "killed"),
         ("test_kills[1]", "SumsInsteadOfAveraging", "threads:2", "killed"),
         ("test_kills[2]", "KeepsOnlyTheLastMicrobatch", "threads:3", "killed"),
         ("test_kills[2]", "SumsInsteadOfAveraging", "threads:2", "killed"),
@@ -127,10 +127,10 @@ def test_a_run_takes_exactly_the_pairs_of_its_marks() -> None:
 
 def test_an_honest_engine_that_poses_as_a_mutant_fails_the_run() -> None:
     run = _run()
-    told = run.stdout["honest"]
-    assert run.codes["honest"] == DOES_NOT_CONFORM, told
-    assert "Posing in threads:2 on" in told
-    last = told.strip().splitlines()[-1]
+    printed = run.stdout["honest"]
+    assert run.codes["honest"] == DOES_NOT_CONFORM, printed
+    assert "Posing in threads:2 on" in printed
+    last = printed.strip().splitlines()[-1]
     assert last.startswith(
         "2 of 3 mutants killed, 3 of 4 cases kill at least one, 1 pairs survived; 5 pairs in"
     )
@@ -149,11 +149,11 @@ def test_a_misspelt_mutant_ends_the_run() -> None:
     assert not (run.folder / "misspelt-out").exists()
 
 
-def test_what_a_worker_refuses_ends_the_session(request: pytest.FixtureRequest) -> None:
-    """As xdist would: the worker's output reaches the hook of the process that started it."""
+def test_a_usage_error_of_a_worker_ends_the_session(request: pytest.FixtureRequest) -> None:
+    """xdist passes the worker's output to a hook of the process that started it."""
     worker = SimpleNamespace(workeroutput={})
     items = [request.node]
-    # A config is never made by hand; of a worker's, only this is needed.
+    # A test cannot make a config; `refuse` needs only this field of a worker's.
     refuse(worker, items, UsageError("a mark", expected="A", got="B", hint="C"))  # type: ignore[arg-type]
     assert items == []
     with pytest.raises(pytest.UsageError, match="a mark: expected A, got B; try C"):

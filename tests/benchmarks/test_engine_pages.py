@@ -1,4 +1,4 @@
-"""Pages on engines: what records become there."""
+"""Pages on engines show the verdicts of records."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_row_counts_each_verdict() -> None:
     assert "| parity | 1 of 2 (1 known) |" in text
 
 
-def test_what_does_not_conform_is_bold_and_named() -> None:
+def test_a_verdict_that_does_not_conform_is_bold_and_named() -> None:
     judged = _judged(_record(Verdict.PASSED, "smoke"), _record(Verdict.HUNG, "parity", "rank 1 waits"))
     assert "| **1** |" in summary(columns([judged]))
     assert "| **0 of 1** |" in summary(columns([judged]))
@@ -47,11 +47,11 @@ def test_what_does_not_conform_is_bold_and_named() -> None:
     assert "- HUNG: rank 1 waits: `parity/test_x.py::test_y`" in page(judged, ROOT)
 
 
-def test_a_promise_that_is_not_declared_is_no_pass() -> None:
+def test_an_undeclared_promise_is_no_pass() -> None:
     assert "| zero | - |" in summary(columns([_judged(_record(Verdict.UNSUPPORTED, "zero"))]))
 
 
-def test_a_divergence_has_its_reason_and_link() -> None:
+def test_a_divergence_shows_its_reason_and_link() -> None:
     text = page(_judged(_record(Verdict.KNOWN_FAILURE), _record(Verdict.KNOWN_FAILURE, "smoke")), ROOT)
     assert f"{ENTRY.reason}" in text.replace("\\", "")
     assert f"([where]({ENTRY.link})) 2 of the cases show it." in text
@@ -80,7 +80,7 @@ def test_no_page_is_written_where_nothing_ran(
 
 
 @pytest.mark.parametrize("missing", [(), ("torch.ddp",)])
-def test_the_page_of_all_engines_is_written_where_all_have_run(
+def test_the_page_of_all_engines_is_written_if_all_have_run(
     missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     runs, docs = tmp_path / "runs", tmp_path / "docs"
@@ -98,8 +98,8 @@ def test_the_page_of_all_engines_is_written_where_all_have_run(
     assert (docs / "engines" / "reference.md").exists()
 
 
-def test_what_was_said_of_an_engine_that_has_not_run_stays() -> None:
-    """Read again, the page is what it was; an engine that runs anew changes its own row and column."""
+def test_the_row_of_an_engine_that_has_not_run_stays() -> None:
+    """A page that is read again stays equal; an engine that runs again changes only its own row and column."""
     first = _judged(_record(Verdict.PASSED, "smoke"), _record(Verdict.KNOWN_FAILURE, "parity"))
     other = replace(_judged(_record(Verdict.HUNG, "zero")), engine="torch.zero1")
     text = summary(columns([first, other]))

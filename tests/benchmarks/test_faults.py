@@ -60,7 +60,7 @@ def ended(tmp_path: Path) -> Iterator[LiveRun]:
     run.end()
 
 
-def test_what_a_run_leaves_is_found(ended: LiveRun) -> None:
+def test_leftovers_of_a_run_are_found(ended: LiveRun) -> None:
     (ended.temporary / "pymp-x").mkdir()
     (ended.temporary / "pytest-of-me").mkdir()
     assert ended.litter() == ["pymp-x"]
@@ -74,8 +74,8 @@ def test_what_a_run_leaves_is_found(ended: LiveRun) -> None:
 
 def test_the_table_counts_each_kind_of_miss() -> None:
     kind = str(Kind(role="run", number=signal.SIGINT))
-    told = faults.table([Fault(kind=kind, is_done=True, misses=[(Miss.LOST, "one")]), Fault(kind=kind)])
-    assert [line.split() for line in told.splitlines()[2:]] == [
+    rendered = faults.table([Fault(kind=kind, is_done=True, misses=[(Miss.LOST, "one")]), Fault(kind=kind)])
+    assert [line.split() for line in rendered.splitlines()[2:]] == [
         ["SIGINT", "to", "run", "1", "2", "0", "0", "0", "1", "0", "0"],
         ["all", "1", "2", "0", "0", "0", "1", "0", "0"],
     ]

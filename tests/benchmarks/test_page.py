@@ -1,4 +1,4 @@
-"""The page of benchmarks has the tables that they printed, and bars as long as their figures."""
+"""The page of benchmarks has the printed tables, and bars as long as their figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page about the reference engine and its picture: what they show is what a run does."""
+"""The page about the reference engine and its picture match a run."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def _under_way(events: Sequence[Event], compute: Bar, issued: EventKind, waited:
 
 
 @pytest.mark.slow
-def test_the_picture_is_what_a_run_draws() -> None:
+def test_the_picture_matches_that_of_a_run() -> None:
     drawn = draw(_events())
-    assert PICTURE.read_text() == drawn, "run python -m examples.step_timeline, and look at what changed"
+    assert PICTURE.read_text() == drawn, "run python -m examples.step_timeline, and review the changes"
 
 
 @pytest.mark.slow
@@ -70,26 +70,26 @@ def test_a_unit_is_whole_while_it_computes_and_not_at_the_end() -> None:
     assert events[-1].whole == frozenset()
 
 
-def _told(pattern: str) -> list[str]:
+def _listed(pattern: str) -> list[str]:
     return re.findall(pattern, PAGE.read_text(), re.M)
 
 
-def test_files_are_told_in_the_order_of_their_imports() -> None:
-    told = _told(r"^\| \[([\w/]+)\.py\]")
+def test_files_are_listed_in_the_order_of_their_imports() -> None:
+    listed = _listed(r"^\| \[([\w/]+)\.py\]")
     files = [f.relative_to(FILES).with_suffix("").as_posix() for f in FILES.rglob("*.py")]
-    assert sorted(told) == sorted(name for name in files if not name.endswith("__init__"))
-    for index, name in enumerate(told):
+    assert sorted(listed) == sorted(name for name in files if not name.endswith("__init__"))
+    for index, name in enumerate(listed):
         nodes = ast.walk(ast.parse((FILES / f"{name}.py").read_text()))  # imports for typing alone count too
         modules = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
         prefix = "shardproof.engine.reference."
         used = {m.removeprefix(prefix).replace(".", "/") for m in modules if m.startswith(prefix)}
-        assert used <= set(told[:index]), f"{name}.py imports from below itself"
+        assert used <= set(listed[:index]), f"{name}.py imports from below itself"
 
 
-def test_everything_beneath_torchs_surface_is_told() -> None:
+def test_every_private_name_of_torch_is_listed() -> None:
     section = PAGE.read_text().partition("torch_private.py) | because")[2].partition("\n\n")[0]
-    told = re.findall(r"^\| `(\w+)` \|", section, re.M)
-    assert sorted(told) == sorted(shardproof.engine.reference.torch_private.__all__)
+    listed = re.findall(r"^\| `(\w+)` \|", section, re.M)
+    assert sorted(listed) == sorted(shardproof.engine.reference.torch_private.__all__)
 
 
 # Where torch finalizes the interpreter, a thread of gloo that is late to free its last tensors aborts the process, on a
@@ -107,6 +107,6 @@ def test_the_script_runs(name: str, tmp_path: Path) -> None:
     done = python(*launcher, str(script))
     assert done.returncode == 0, done.stderr
     # Not by lines: two ranks write to one pipe.
-    said = re.findall(r"rank (\d) step (\d) loss \d+\.\d{4} norm (\d+\.\d{4})", done.stdout)
-    assert {(rank, step) for rank, step, _ in said} == {(r, s) for r in "01" for s in "012"}
-    assert len({norm for _, step, norm in said if step == "0"}) == 1, "the norm is that of all ranks"
+    lines = re.findall(r"rank (\d) step (\d) loss \d+\.\d{4} norm (\d+\.\d{4})", done.stdout)
+    assert {(rank, step) for rank, step, _ in lines} == {(r, s) for r in "01" for s in "012"}
+    assert len({norm for _, step, norm in lines if step == "0"}) == 1, "the norm is that of all ranks"

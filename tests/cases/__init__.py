@@ -1,1 +1,1 @@
-"""Tests of what is trained."""
+"""Tests of trainings and their digests."""

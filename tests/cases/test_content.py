@@ -1,4 +1,4 @@
-"""Equal content has one digest in every process, other content has another, and what cannot be read has none."""
+"""Equal content has one digest in every process, other content has another, and unreadable content has none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.shell import ROOT
 
 CELL = Cell(engine="torch.ddp", world=WorldSpec(kind=WorldKind.THREADS, size=2, deadline_s=20.0))
 
-# Two modules that differ in one place of what a problem calls, in ways that leave every name as it is.
+# Pairs of modules with equal names, which differ in one place of the code that a problem calls.
 SOURCE = """
 import functools, torch
 from torch import nn
@@ -86,13 +86,13 @@ def module(**changes: str) -> Any:  # Any: a module made here
         ("through_a_class", {"operator": "*"}),
     ],
 )
-def test_code_that_differs_where_it_is_called_has_another_digest(name: str, change: dict[str, str]) -> None:
+def test_a_difference_in_called_code_changes_the_digest(name: str, change: dict[str, str]) -> None:
     same, other = getattr(module(), name), getattr(module(**change), name)
     assert content_digest(same) == content_digest(getattr(module(), name)) is not None
     assert content_digest(same) != content_digest(other)
 
 
-def test_code_that_differs_elsewhere_has_the_same_digest() -> None:
+def test_a_difference_in_other_code_keeps_the_digest() -> None:
     for name, change in (("loss", {"factor": "3"}), ("made", {"scale": "3"}), ("Net", {"power": "3"})):
         assert content_digest(getattr(module(), name)) == content_digest(getattr(module(**change), name))
 
@@ -133,7 +133,7 @@ class Value:
         (threading.Thread, functools.partial(pow, 2), functools.partial(pow, 3), range(3), range(4)),
     ],
 )  # fmt: skip
-def test_values_that_differ_have_digests_that_differ(values: tuple[object, ...]) -> None:
+def test_different_values_have_different_digests(values: tuple[object, ...]) -> None:
     for wrap in (lambda x: x, Value, lambda x: [x]):
         digests = [content_digest(wrap(value)) for value in values]
         assert None not in digests
@@ -165,7 +165,7 @@ def _numbers() -> Iterator[int]:
     ],
     ids=["a lock", "a generator", "a file", "a sparse tensor", "a tensor without data"],
 )
-def test_what_cannot_be_read_has_no_digest(value: object) -> None:
+def test_an_unreadable_value_has_no_digest(value: object) -> None:
     assert content_digest(value) is None
     assert content_digest(replace(MLP_EVEN, model=lambda _: nn.Linear(len(str(value)), 1))) is None
     deep: object = value
@@ -224,7 +224,7 @@ def _nothing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class _Unreadable:
-    """A loss that no two processes could compare, although ranks can have it."""
+    """A loss that no two processes can compare, although ranks can use it."""
 
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return (output - target).square().sum()
@@ -251,7 +251,7 @@ def test_a_path_that_reads_alike_does_not_answer_for_another_engine(
     assert verdicts == [Verdict.PASSED, Verdict.FAILED]
 
 
-def test_what_has_no_digest_is_shared_by_no_two_cases_and_found_again(tmp_path: Path) -> None:
+def test_a_problem_without_a_digest_is_shared_by_no_two_cases_and_found_again(tmp_path: Path) -> None:
     asked = [training(replace(MLP_EVEN, loss=_Unreadable())) for _ in range(2)]
     assert content_digest(asked[0]) is None
 

@@ -1,4 +1,4 @@
-"""The command line: wrong names end before anything runs, and a hang ends with a verdict, not with the session."""
+"""The command line refuses wrong names before a case runs, and a hang ends with a verdict, not with the session."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.shell import ROOT, python
 
 
 class Stuck(DistributedDataParallelEngine):
-    """Rank 1 never comes back from prepare."""
+    """Hangs in prepare on rank 1."""
 
     def prepare(self, model: object, plan: Plan, mesh: object) -> PreparedModel:
         import threading
@@ -29,7 +29,7 @@ class Stuck(DistributedDataParallelEngine):
 
         if dist.get_rank() == 1:
             threading.Event().wait()
-        return super().prepare(model, plan, mesh)  # type: ignore[arg-type]  # passed on untouched
+        return super().prepare(model, plan, mesh)  # type: ignore[arg-type]  # passed on unchanged
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_wrong_name_is_a_usage_error_with_a_hint(
     out = ["--out", str(tmp_path / "run")] if arguments[0] in {"run", "mutants"} else []
     assert main([*arguments, *out]) == 2
     assert hint in capsys.readouterr().err
-    assert not (tmp_path / "run").exists(), "nothing is left of a run that never began"
+    assert not (tmp_path / "run").exists(), "a run that never began must leave no files"
 
 
 def test_list_names_engines_and_suites(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +105,7 @@ def test_list_names_every_case_as_records_do(capsys: pytest.CaptureFixture[str])
     assert len(set(cases)) == len(cases) > 50
 
 
-def test_a_path_that_does_not_exist_is_told_by_pytest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pytest_reports_a_path_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert call_pytest(["suites/no_such_suite.py"]) == pytest.ExitCode.USAGE_ERROR
     printed = capsys.readouterr()
     assert "no_such_suite.py" in printed.err
@@ -127,10 +127,10 @@ def test_a_hang_is_judged_before_pytest_times_out(tmp_path: Path) -> None:
     }
     assert run.footer is not None
     outcomes = trained["tests.cli.test_cli:Stuck"].outcomes
-    assert any("in prepare" in outcome.text for outcome in outcomes), "the stack says where it hangs"
+    assert any("in prepare" in outcome.text for outcome in outcomes), "the stack must show the hanging call"
 
 
-def test_a_process_that_only_hands_out_cases_does_not_wait_for_torch() -> None:
+def test_the_controller_of_workers_does_not_wait_for_torch() -> None:
     smoke = [str(ROOT / "suites" / "smoke"), "--engine=torch.ddp", "--world=threads:2", "-n1"]
     program = "\n".join(
         (
@@ -147,7 +147,7 @@ def test_a_process_that_only_hands_out_cases_does_not_wait_for_torch() -> None:
 
 class _RaisesAtTheEnd:
     def pytest_unconfigure(self) -> None:
-        """Raise after all is done, as the warnings of what a killed worker leaves open do."""
+        """Raise at the end, as warnings about open files of a killed worker do."""
         raise RuntimeError("too late")
 
 

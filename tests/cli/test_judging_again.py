@@ -1,4 +1,4 @@
-"""Judging a run again reads files and starts no engine; its result lies beside the run, which stays as it was."""
+"""Judging a run again reads files, starts no engine, and writes its result beside the run without changing it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _judge(folder: Path) -> tuple[int, Run]:
 
 
 def _rewritten(folder: Path, change: Callable[[Run], Run]) -> None:
-    """Write a run again, as its author might, with other records or another header."""
+    """Write a run again with other records or another header, as its author could."""
     run = change(read_run(folder))
     for name in (RECORDS, RUN):
         (folder / name).unlink()
@@ -167,7 +167,7 @@ def test_without_observations_verdicts_stay_and_are_listed(made: Made) -> None:
     )
 
 
-def test_what_cannot_be_read_costs_one_record(made: Made) -> None:
+def test_an_unreadable_file_costs_one_record(made: Made) -> None:
     (journal,) = (made.folder / "observations" / "main" / "torch.ddp").rglob("rank1.ledger.jsonl")
     journal.write_bytes(journal.read_bytes().replace(b'"entry"', b'"en\xffry"', 1))
     code, judged = _judge(made.folder)

@@ -1,4 +1,4 @@
-"""`merge`: runs of one matrix become one, and what does not belong together, or is not whole, never looks green."""
+"""`merge` joins runs of one matrix; runs of other matrices or with missing parts are never green."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_commands_that_read_runs_print_a_document(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_was_made_otherwise_is_refused_in_one_sentence(
+def test_runs_made_differently_are_refused_in_one_sentence(
     farm: Farm, other: Header, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two = farm.run("one", a_record("smoke/a")), farm.run("two", a_record("smoke/b"), header=other)
@@ -135,7 +135,7 @@ def test_what_was_made_otherwise_is_refused_in_one_sentence(
 
 
 def test_changed_files_that_no_run_names_are_refused(farm: Farm) -> None:
-    """Two runs of one commit with changed files may have been made by two states of the code."""
+    """Two runs of one commit with changed files may come from two states of the code."""
     dirty = replace(HEADER, git_dirty=True)
     runs = [farm.run(name, a_record(f"smoke/{name}"), header=dirty) for name in ("one", "two")]
     assert farm.merge(*runs) == 2
@@ -201,7 +201,7 @@ def test_a_damaged_run_makes_the_merged_one_incomplete(
     assert "two: records.jsonl:2: damaged" in capsys.readouterr().out
 
 
-def test_a_lost_header_says_nothing_of_the_code_and_is_refused(farm: Farm) -> None:
+def test_a_run_without_a_header_is_refused(farm: Farm) -> None:
     one, two = farm.run("one", a_record("smoke/a")), farm.run("two", a_record("smoke/b"))
     Path(two, RUN).write_text("{}\n")
     assert farm.merge(one, two) == 2
@@ -219,13 +219,13 @@ def test_a_missing_shard_makes_the_merged_run_incomplete(
     assert "shards 2, 4 of 4 are missing" in capsys.readouterr().out
 
 
-def test_all_shards_are_one_whole_run_an_empty_one_included(farm: Farm) -> None:
+def test_all_shards_make_one_whole_run_with_an_empty_shard(farm: Farm) -> None:
     runs = [farm.run(f"s{n}", a_record(f"smoke/{n}"), header=_shard(n, 3)) for n in (1, 2)]
     assert farm.merge(*runs, farm.run("s3", header=_shard(3, 3))) == 0
 
 
 def test_shards_of_other_cases_do_not_add_up(farm: Farm, capsys: pytest.CaptureFixture[str]) -> None:
-    """The machine of the second shard collected a case less: some case may be in no shard."""
+    """The machine of the second shard collected one case less, so that a case may be in no shard."""
     records = [a_record("smoke/1"), a_record("smoke/2")]
     runs = [
         farm.run(
@@ -262,7 +262,7 @@ def test_an_entry_that_one_run_used_is_not_stale(farm: Farm) -> None:
     assert farm.merge(one, two) == 0
 
 
-def test_an_entry_that_no_run_used_is_stale_if_one_says_so(farm: Farm) -> None:
+def test_an_entry_that_no_run_used_is_stale_if_one_run_reports_it(farm: Farm) -> None:
     known = replace(HEADER, expectations=KNOWN)
     records = [a_record("parity/a"), a_record("parity/b")]
     footers = [
@@ -273,7 +273,7 @@ def test_an_entry_that_no_run_used_is_stale_if_one_says_so(farm: Farm) -> None:
     assert farm.merge(*runs) == 1
 
 
-def test_an_entry_whose_cases_are_refused_in_all_shards_is_stale(farm: Farm) -> None:
+def test_an_entry_with_only_refused_cases_in_all_shards_is_stale(farm: Farm) -> None:
     records = [a_record("smoke/a", Verdict.UNSUPPORTED), a_record("parity/b")]
     runs = [
         farm.run(

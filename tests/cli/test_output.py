@@ -1,4 +1,4 @@
-"""What ranks print is kept with the record and shown with a failure; the terminal shows verdicts alone."""
+"""The output of ranks is kept with the record and shown with a failure; the terminal shows only verdicts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class TalksAndFails(Talks):
         super().prepare(model, plan, mesh)
         raise RuntimeError("enough")
 """
-SAID = ("from Python", "from a warning", "from C: \\xff<b>")
+PRINTED = ("from Python", "from a warning", "from C: \\xff<b>")
 
 
 @pytest.mark.parametrize("world", ["threads:2", "processes:2"])
-def test_a_failure_shows_what_the_ranks_printed(
+def test_a_failure_shows_the_output_of_the_ranks(
     world: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "talks.py").write_text(TALKATIVE)
@@ -44,7 +44,7 @@ def test_a_failure_shows_what_the_ranks_printed(
     quiet, failed = read_run(out).records
     assert (quiet.verdict, quiet.output) == (Verdict.PASSED, "")
     assert failed.verdict is Verdict.CRASHED
-    for words in SAID:
+    for words in PRINTED:
         assert words in failed.output
         assert words in shown.out.partition("printed:")[2], "with the failure"
         assert words not in shown.out.partition("printed:")[0]

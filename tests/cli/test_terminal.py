@@ -1,4 +1,4 @@
-"""What a run prints: everything once, lines that fit, colours and a bar on a terminal alone, JSON for programs."""
+"""A run prints each failure once in lines that fit, with colours and a bar only on a terminal, and JSON on demand."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ def _on_a_terminal(*arguments: str) -> str:
 @pytest.mark.slow
 def test_a_terminal_gets_a_bar_and_colours(tmp_path: Path) -> None:
     shown = _on_a_terminal(*_arguments(tmp_path / "run"))
-    assert re.search(r"0/2.*left:", shown), "how many cases, and how long still"
-    assert f"{SUMS} in threads:2: smoke" in shown or "smoke/test_smoke" in shown, "which case"
+    assert re.search(r"0/2.*left:", shown), "the bar shows the number of cases and the remaining time"
+    assert f"{SUMS} in threads:2: smoke" in shown or "smoke/test_smoke" in shown, "the bar shows the case"
     assert f"{ESCAPE}[1;31mFAILED" in shown
     assert f"{ESCAPE}[32mPASSED" in shown
-    assert shown.rstrip().splitlines()[-1].startswith("wrote "), "the bar is gone"
-    assert shown.rfind(f"{ESCAPE}[?25h") > shown.rfind(f"{ESCAPE}[?25l"), "and the cursor is back"
+    assert shown.rstrip().splitlines()[-1].startswith("wrote "), "the bar must be gone"
+    assert shown.rfind(f"{ESCAPE}[?25h") > shown.rfind(f"{ESCAPE}[?25l"), "and the cursor must be back"
 
 
 @pytest.mark.slow
-def test_what_is_no_terminal_gets_plain_lines_and_each_failure_once(
+def test_a_file_gets_plain_lines_and_each_failure_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(_arguments(tmp_path / "run")) == 1
@@ -73,7 +73,7 @@ def test_what_is_no_terminal_gets_plain_lines_and_each_failure_once(
 
 
 @pytest.mark.slow
-def test_quiet_prints_what_does_not_conform_and_json_a_document(
+def test_quiet_prints_only_failures_and_json_a_document(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(_arguments(tmp_path / "quiet", "--quiet")) == 1

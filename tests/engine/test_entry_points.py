@@ -1,4 +1,4 @@
-"""Engines of other packages are known by the names that their entry points give them."""
+"""Engines of other packages are known by the names of their entry points."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Theirs(DistributedDataParallelEngine):
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder with an installed package that names two engines, one of them like one that is built in."""
+    """A folder with an installed package that names two engines, one of them with the name of a built-in engine."""
     (tmp_path / "their_engine.py").write_text(ADAPTER)
     metadata = tmp_path / "their_engine-1.0.dist-info"
     metadata.mkdir()

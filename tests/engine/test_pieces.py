@@ -1,4 +1,4 @@
-"""Pieces of parameters: what of a tensor belongs to this rank."""
+"""Pieces of parameters: the elements of a tensor that belong to this rank."""
 
 from __future__ import annotations
 

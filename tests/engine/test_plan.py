@@ -1,4 +1,4 @@
-"""A plan asks for one thing: its mesh, its divisor and its needs follow from it, and what makes no sense is refused."""
+"""A plan determines its mesh, divisor and capabilities, and refuses options that contradict each other."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_divisor_is_the_number_of_ranks_or_the_factor_asked_for() -> None:
 
 
 @pytest.mark.parametrize("factor", [0, -2, math.inf, math.nan])
-def test_a_factor_by_which_nobody_can_divide_is_refused(factor: float) -> None:
+def test_a_factor_that_cannot_divide_is_refused(factor: float) -> None:
     with pytest.raises(ValueError, match=r"divide_factor: expected a positive number, got .*; try None"):
         Plan(divide_factor=factor)
 
@@ -84,7 +84,7 @@ def test_a_factor_is_a_capability_even_where_it_is_the_number_of_ranks() -> None
         plan.refuse_beyond(frozenset(Capability) - {Capability.GRADIENT_DIVIDE})
 
 
-# One option each, and what it needs.
+# Each option, and the capabilities that it needs.
 OPTIONS = {
     Capability.REPLICATE: Plan(layout=Layout.REPLICATE),
     Capability.SHARD: Plan(layout=Layout.SHARD),

@@ -1,4 +1,4 @@
-"""Where a rank's piece lies: blocks, flat pieces, and DTensors that two mesh axes cut along one dim."""
+"""Positions of a rank's piece: blocks, flat pieces, and DTensors that two mesh axes cut along one dim."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_scalar_is_a_block_or_flat() -> None:
         assert piece.index_of((0,) * piece.tensor.dim()) == ()
 
 
-def test_writing_to_what_is_read_writes_to_the_whole() -> None:
+def test_a_write_to_a_piece_writes_to_the_whole() -> None:
     held = torch.zeros(SHAPE)
     flat(5, 19).of(held).fill_(1)
     assert held.flatten().nonzero().flatten().tolist() == list(range(5, 19))
@@ -115,14 +115,14 @@ def _cut_twice(whole: torch.Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
 
 
 def _mistaken(context: RankContext, shape: tuple[int, ...], dim: int) -> list[str]:
-    """Describe one rank's shards of tensors of many sizes; gives those whose elements lie elsewhere."""
+    """Describe one rank's shards of tensors of many sizes; return the shards whose elements lie elsewhere."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "tp")[-len(shape) :])
     mistaken = []
     for rows in range(1, 20):
         whole = torch.arange(3.0 * rows).reshape((rows, 3) if dim == 0 else (3, rows))
         parameter = _cut_twice(whole, mesh, dim)
         shard = shard_of(parameter)
-        # Gathering columns of which some ranks have none is beyond torch.
+        # torch cannot gather columns of which some ranks have none.
         is_sound = dim == 1 or torch.equal(parameter.full_tensor(), whole)
         if not is_sound or not torch.equal(shard.of(whole), shard.tensor):
             mistaken.append(f"{shard} of {rows}: {parameter.placements}")
@@ -140,7 +140,7 @@ def test_offsets_are_right_where_two_axes_cut_a_tensor(
 
 def _refusals(context: RankContext) -> list[str]:
     mesh = init_device_mesh("cpu", (context.size,))
-    told = []
+    errors = []
     for placement in (Partial(), _StridedShard(0, split_factor=2)):
         local = torch.zeros(2, 3)
         shape = torch.Size((4, 3))
@@ -148,8 +148,8 @@ def _refusals(context: RankContext) -> list[str]:
         try:
             shard_of(tensor)
         except TypeError as error:
-            told.append(str(error))
-    return told
+            errors.append(str(error))
+    return errors
 
 
 def test_pieces_that_are_no_block_are_refused(tmp_path: Path) -> None:

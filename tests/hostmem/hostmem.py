@@ -1,4 +1,4 @@
-"""An accelerator made of host memory: ``import torch`` finds it where this folder is on the path, as it finds makers'.
+"""An accelerator made of host memory: ``import torch`` finds it where this folder is on the path, as any backend.
 
 Its kernels are those of the CPU, on memory that is the device's; its backend of c10d is gloo; its streams and events
 are real objects of torch whose work is done when a call returns. The C++ beside this file is built once, into a cache.
@@ -26,7 +26,7 @@ import torch
 
 __all__ = ["BUILD_LIMIT_S", "CannotBuildError", "build", "load"]
 
-BUILD_LIMIT_S = 360.0  # it takes 20 s of a processor, which others may want too
+BUILD_LIMIT_S = 360.0  # it takes 20 s of a processor, which other tests may need
 _HERE = Path(__file__).parent
 _SOURCES = ("backend", "cells", "device", "kernels")
 _NAME = "hostmem"
@@ -37,7 +37,7 @@ class CannotBuildError(RuntimeError):
 
 
 def build() -> Path:
-    """Return the library, built by the first who asks for it with this torch; raises CannotBuildError."""
+    """Return the library, which the first call for this torch builds; raises CannotBuildError."""
     texts = b"".join(file.read_bytes() for file in sorted(_HERE.glob("*.[ch]*")))
     key = hashlib.sha256(f"{torch.__version__} {sys.version} {torch.__file__}".encode() + texts).hexdigest()[
         :16
@@ -94,7 +94,7 @@ def _run(*commands: list[str]) -> None:
         raise CannotBuildError(f"hostmem: expected a build within {BUILD_LIMIT_S:.0f} s") from error
     finally:
         for process in started:
-            if process.poll() is None:  # with its children: the compiler proper is one, and would compile on
+            if process.poll() is None:  # with its children: the compiler proper is one, and would continue
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
 
@@ -111,7 +111,7 @@ def load() -> None:
     native: Any = module_from_spec(spec)
     loader.exec_module(native)
 
-    # Any: a store and a backend, whose types torch exports where there is a distributed package alone.
+    # Any: a store and a backend, whose types torch exports only with its distributed package.
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         return native.DeviceBackend(dist.ProcessGroupGloo(store, rank, size, timeout))
 
@@ -122,12 +122,12 @@ def load() -> None:
 
 
 class _Device:
-    """What torch and its engines look for in ``torch.hostmem``."""
+    """The module ``torch.hostmem`` that torch and its engines use."""
 
     Stream = torch.Stream
     Event = torch.Event
 
-    # Any, here and below: devices are given as numbers, strings or torch's own, and streams may be of a watch.
+    # Any, here and below: devices are numbers, strings or torch's own, and streams may be of a watch.
     def __init__(self) -> None:
         self.current_device = torch.accelerator.current_device_index
         self.current_stream = torch.accelerator.current_stream

@@ -1,1 +1,1 @@
-"""Tests of what must hold of an observed training."""
+"""Tests of laws over observed trainings."""

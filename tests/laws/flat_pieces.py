@@ -1,4 +1,4 @@
-"""What a simulated engine showed by rows, shown as the intervals of the flattened tensors that rows are."""
+"""Converts a simulated engine's shards of rows to the equal intervals of the flattened tensors."""
 
 from __future__ import annotations
 

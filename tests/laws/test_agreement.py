@@ -1,4 +1,4 @@
-"""Agreement of ranks: honest worlds agree; a rank that differs, lags or leaves is named with its call."""
+"""The law of agreement holds in honest worlds, and names a rank that differs, lags or leaves with its call."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def is_gather(e: Entry) -> bool:
 
 
 def test_gathers_may_be_ragged_and_their_sum_is_the_same() -> None:
-    """Ranks may bring pieces of their own size; what they get together is the same for all."""
+    """Ranks may contribute pieces of different sizes; each rank receives the same total."""
     honest = sharding_ledger(world_size=2)
     ragged = changed(honest, is_gather, shapes=((1, 5),))
     assert first_disagreement({0: honest, 1: ragged}) is None
@@ -58,7 +58,7 @@ def test_gathers_may_be_ragged_and_their_sum_is_the_same() -> None:
 
 @pytest.mark.parametrize("fields", ALWAYS_DIFFER, ids=str)
 @pytest.mark.parametrize("odd_rank", [0, 2])
-def test_call_that_differs_is_told_with_both_sides(fields: dict[str, object], odd_rank: int) -> None:
+def test_a_differing_call_is_reported_with_both_sides(fields: dict[str, object], odd_rank: int) -> None:
     honest = sharding_ledger(world_size=3)
     odd = changed(honest, is_reduction, site="odd.py:7", **fields)
     ledgers = [odd if r == odd_rank else honest for r in range(3)]
@@ -75,7 +75,7 @@ def test_call_that_differs_is_told_with_both_sides(fields: dict[str, object], od
 
 
 @pytest.mark.parametrize("fields", NEVER_DIFFER, ids=str)
-def test_what_has_no_meaning_between_ranks_may_differ(fields: dict[str, object]) -> None:
+def test_fields_without_meaning_between_ranks_may_differ(fields: dict[str, object]) -> None:
     honest = sharding_ledger()
     assert AGREE.judge(evidence(honest, changed(honest, is_reduction, **fields))).record.held
 
@@ -88,7 +88,7 @@ def test_two_calls_in_swapped_order_are_caught() -> None:
     assert "rank 1 called all_reduce(avg, float32[2, 2])" in record.summary
 
 
-def test_missing_call_at_the_end_is_wrong_only_when_all_is_told() -> None:
+def test_a_missing_last_call_is_wrong_only_in_complete_ledgers() -> None:
     honest = sharding_ledger()
     short = honest[:-1]
     record = AGREE.judge(evidence(honest, short)).record
@@ -113,14 +113,14 @@ def test_groups_are_compared_each_by_itself() -> None:
     assert AGREE.judge(evidence(*ledgers)).record.held
 
 
-def test_groups_of_equal_ranks_are_told_apart_by_name() -> None:
+def test_groups_of_equal_ranks_are_distinguished_by_name() -> None:
     left, right = entry(group_name="a"), entry(group_name="b", dtype="int64")
     assert AGREE.judge(evidence(numbered([left, right]), numbered([right, left]))).record.held
     nameless = [renew(e, group_name="") for e in (left, right)]
     assert not AGREE.judge(evidence(numbered(nameless), numbered(nameless[::-1]))).record.held
 
 
-def test_earliest_disagreement_is_told_first() -> None:
+def test_the_earliest_disagreement_is_reported_first() -> None:
     honest = numbered([entry(group=(0, 1)), entry(group=(0, 1, 2)), entry(group=(0, 1))])
     odd = numbered([honest[0], renew(honest[1], dtype="int64"), renew(honest[2], dtype="int32")])
     record = AGREE.judge(evidence(honest, odd, numbered([honest[1]]))).record
@@ -167,7 +167,9 @@ def test_receives_from_any_source_are_counted_in_all() -> None:
     assert "rank 2 receives from any source: 1 receives for 2 messages" in record.summary
 
 
-@settings(max_examples=60, deadline=None)  # deadline: the machine is shared, and time is not the property
+@settings(
+    max_examples=60, deadline=None
+)  # deadline: the machine is shared, and the test does not measure time
 @given(data=st.data())
 def test_any_single_omission_is_found(data: st.DataObject) -> None:
     honest = sharding_ledger(steps=2, microbatches=1, world_size=3)

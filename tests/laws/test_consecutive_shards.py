@@ -1,4 +1,4 @@
-"""Shards that follow each other are known without a look at each element; a count over all elements must agree."""
+"""Consecutive shards are recognised without reading each element; a count over all elements must agree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardproof.harness.laws.structure import are_consecutive
 
 
 def _counts(shards: list[Shard], shape: tuple[int, ...]) -> torch.Tensor:
-    """How many different shards hold each element."""
+    """Count the different shards that hold each element."""
     places = set[tuple[int, ...]]()
     for shard in shards:
         numbers = torch.arange(math.prod(shape)).view(shape)

@@ -1,4 +1,4 @@
-"""Each named defect is recognised by its name, through parity's headline; an unnamed one is not given a name."""
+"""Parity's headline names each known defect, and names no defect that it does not know."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def running_sums(pieces: torch.Tensor, moment: Moment) -> torch.Tensor:
 
 
 class Stale(Honest):
-    """Hands out what it reduced in the step before: the reduction was not waited for."""
+    """Returns the gradient that it reduced in the step before, because it did not wait for the reduction."""
 
     def __init__(self) -> None:
         self.late: dict[tuple[int, str], torch.Tensor] = {}
@@ -171,7 +171,7 @@ def headline(oracle: OracleObservation, engine: Honest, layout: Layout) -> Tenso
 
 @layouts
 @pytest.mark.parametrize("defect", GRADIENTS)
-def test_names_what_happened_to_the_gradient(oracle: OracleObservation, defect: str, layout: Layout) -> None:
+def test_names_the_defect_of_a_gradient(oracle: OracleObservation, defect: str, layout: Layout) -> None:
     rule, phrase = GRADIENTS[defect]
     worst = headline(oracle, WrongGradient(rule=rule), layout)
     assert (worst.quantity, worst.step) == (Quantity.GRADIENT, 0)
@@ -180,7 +180,7 @@ def test_names_what_happened_to_the_gradient(oracle: OracleObservation, defect: 
 
 @layouts
 @pytest.mark.parametrize("defect", UPDATES)
-def test_names_what_happened_to_the_parameter(oracle: OracleObservation, defect: str, layout: Layout) -> None:
+def test_names_the_defect_of_a_parameter(oracle: OracleObservation, defect: str, layout: Layout) -> None:
     rule, phrase = UPDATES[defect]
     worst = headline(oracle, WrongUpdate(rule=rule), layout)
     assert (worst.quantity, worst.step) == (Quantity.PARAMETER, 1 if defect == "stale" else 0)
@@ -245,7 +245,7 @@ def test_names_the_step_whose_norm_was_kept() -> None:
     training = Training(problem=MLP_UNEVEN, optimizer=SGD, plan=clips, schedule=schedule)
     oracle = run_oracle(training, 2)
     norms = [step.norm for step in oracle.steps]
-    for kept, told in (
+    for kept, expected in (
         (0, "the norm of step 0 (stale)"),
         (1, "the norm of step 1 (stale)"),
         (2, UNSTRUCTURED),
@@ -254,10 +254,10 @@ def test_names_the_step_whose_norm_was_kept() -> None:
         assert norm is not None
         wrong = whole(norm.float() * (1 if kept < 2 else 1.37))
         place = TensorKey(quantity=Quantity.NORM, step=2, name=NORM)
-        assert looks_like(oracle, place, 0, wrong, training) == told
+        assert looks_like(oracle, place, 0, wrong, training) == expected
 
 
-def test_gives_an_initial_parameter_no_training_defect(oracle: OracleObservation) -> None:
+def test_an_initial_parameter_has_no_training_defect(oracle: OracleObservation) -> None:
     initial = oracle.initial["layers.0.weight"].float()
     place = TensorKey(quantity=Quantity.INITIAL, step=INITIAL_STEP, name="layers.0.weight")
     assert looks_like(oracle, place, 0, whole(2 * initial)) == "a constant factor 2 of the reference"
@@ -277,8 +277,8 @@ def test_one_element_fits_no_constant_factor() -> None:
     assert looks_like(oracle, place, 0, wrong) == UNSTRUCTURED
 
 
-def test_a_defect_near_the_noise_is_given_no_name(oracle: OracleObservation) -> None:
-    """Within noise of itself the reference would fit too, as a factor of 1; a name must explain the error."""
+def test_a_defect_near_the_noise_has_no_name(oracle: OracleObservation) -> None:
+    """The reference itself fits within the noise, as a factor of 1; a name must explain the error."""
     place = TensorKey(quantity=Quantity.GRADIENT, step=0, name="layers.1.weight")
     gradient = oracle.steps[0].gradients["layers.1.weight"]
     assert gradient is not None
@@ -328,7 +328,7 @@ FACTORS: dict[str, tuple[Callable[[torch.Tensor, Moment], torch.Tensor], float, 
 
 
 @pytest.mark.parametrize("defect", FACTORS)
-def test_names_the_factor_and_what_became_of_it(defect: str) -> None:
+def test_names_the_factor_and_its_error(defect: str) -> None:
     rule, factor, text = FACTORS[defect]
     plan = Plan(divide_factor=factor)
     training = Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=1))
@@ -363,7 +363,7 @@ def test_recognises_rounding_in_every_microbatch_by_its_size(oracle: OracleObser
 
 
 def test_a_missing_reduction_dtype_is_no_excuse() -> None:
-    """Asked to reduce in bfloat16, an engine may round; one that sums instead of averaging is still named."""
+    """An engine may round a reduction in bfloat16; the headline still names a sum in place of an average."""
     plan = Plan(reduce_dtype=torch.bfloat16)
     training = Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=1))
 

@@ -1,4 +1,4 @@
-"""Each rank may hold of a parameter what the plan's layout says: no more where it is sharded, all where it is not."""
+"""Each rank holds the share of a parameter in the plan's layout: a part where it is sharded, else the whole."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLANS = {
     "shard": Plan(layout=Layout.SHARD),
     **{r.name.lower(): Plan(layout=Layout.HYBRID, replicas=r) for r in Replicas},
 }
-# How many shares each plan means on four ranks, and how each simulated layout really lies there.
+# The number of shares of each plan on four ranks, and the real layout of each simulated engine.
 SHARES = {"replicate": 1, "shard": 4, "one": 4, "two": 2, "pairs": 2, "singles": 1}
 HELD = {Layout.REPLICATE: 1, Layout.HYBRID: 2, Layout.SHARD: 4}
 
@@ -39,7 +39,7 @@ def _ruling(plan: Plan, held: Layout, shown: Callable[[Observation], Observation
 @pytest.mark.parametrize("held", HELD, ids=lambda x: f"held as {x.name}")
 @pytest.mark.parametrize("asked", PLANS)
 def test_holds_for_the_share_that_the_plan_means(asked: str, held: Layout) -> None:
-    # A smaller share than asked for is no sin, but where the whole is asked for nothing less will do.
+    # A rank may hold less than its share of a sharded parameter, but must hold all of a whole one.
     is_right = HELD[held] == 1 if SHARES[asked] == 1 else HELD[held] >= SHARES[asked]
     record = _ruling(PLANS[asked], held).record
     assert record.held is is_right
@@ -64,7 +64,7 @@ def _flattened_together(observation: Observation, num_shares: int) -> Observatio
 @pytest.mark.parametrize("held", [1, 2, 4], ids="held as {}".format)
 @pytest.mark.parametrize("asked", PLANS)
 def test_flat_pieces_hold_for_the_share_that_the_plan_means(asked: str, held: int) -> None:
-    # Some parameter lies wholly on one rank, and no other has any of it.
+    # One rank holds a whole parameter, and the other ranks hold none of it.
     shown = partial(_flattened_together, num_shares=held)
     record = _ruling(PLANS[asked], Layout.REPLICATE, shown).record
     assert record.held is (held == 1 if SHARES[asked] == 1 else held >= SHARES[asked])
@@ -80,12 +80,12 @@ def test_too_many_flat_elements_are_counted() -> None:
     )
 
 
-def test_a_plan_without_a_layout_is_no_question() -> None:
+def test_the_law_accepts_a_plan_without_a_layout() -> None:
     with pytest.raises(ValueError, match=r"expected a plan that names a layout, got Layout\.NATIVE"):
         _ruling(Plan(), Layout.SHARD)
 
 
-# By units the rows of MLP_UNEVEN explain chunks of 13, 37, 29 and 5: of 4 ranks one may hold so many elements.
+# The rows of MLP_UNEVEN explain chunks of 13, 37, 29 and 5 in its units: one of 4 ranks may hold so many elements.
 CHUNKED = 143 + 296 + 58 + 5
 IN_UNITS = replace(PLANS["shard"], units=MLP_UNEVEN.units)
 
@@ -98,7 +98,7 @@ def _stretched(
     of_rank: Callable[[int], int] = lambda rank: rank,
     num_lost: int = 0,
 ) -> Observation:
-    """Let each rank hold ``share`` elements of one long flat parameter, the last one what is left, less some lost."""
+    """Let each rank hold ``share`` elements of one long flat parameter, and the last rank the rest, less some lost."""
     first = of_rank(observation.rank) * share
     begin, mine = 0, {}
     for name, shard in observation.steps[0].parameters.items():
@@ -109,7 +109,7 @@ def _stretched(
     return replace(observation, steps=(replace(observation.steps[0], parameters=mine),), cut=cut)
 
 
-def test_shares_of_chunks_may_be_uneven_where_the_engine_says_so() -> None:
+def test_shares_of_chunks_may_be_uneven_where_the_engine_declares_it() -> None:
     uneven = partial(_stretched, share=CHUNKED)
     record = _ruling(IN_UNITS, Layout.REPLICATE, uneven).record
     assert record.held
@@ -131,7 +131,7 @@ def test_shares_of_chunks_may_be_uneven_where_the_engine_says_so() -> None:
     ],
 )
 def test_chunks_are_no_excuse(stretched: Callable[[Observation], Observation], word: str) -> None:
-    """Neither for what several ranks hold, nor for what none does, nor for more than rows can bring about."""
+    """Chunks excuse no duplicates, no missing elements, and no larger surplus than rows explain."""
     record = _ruling(IN_UNITS, Layout.REPLICATE, lambda o: replace(stretched(o), cut=Cut.CHUNKS)).record
     assert not record.held
     assert any(word in text for text in record.details)

@@ -1,4 +1,4 @@
-"""Buffers may hold infinities and numbers of all sizes, as masks do: equal ones agree, and hide no others."""
+"""Buffers may hold infinities and numbers of all sizes, as masks do: equal buffers agree, and hide no others."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def with_buffer(problem: ModelProblem, change: Callable[[torch.Tensor], object],
 
 
 def _nothing(mask: torch.Tensor) -> None:
-    """Leave it as it is."""
+    """Change nothing."""
 
 
 def test_an_honest_mask_agrees_and_shows_something() -> None:
@@ -97,7 +97,7 @@ def _one(value: float, at: tuple[int, int]) -> Callable[[torch.Tensor], object]:
     ],
     ids=["zero", "finite", "other-infinity", "nan", "one-more", "small"],
 )
-def test_a_mask_that_is_another_one_is_told(change: Callable[[torch.Tensor], object], text: str) -> None:
+def test_another_mask_is_reported(change: Callable[[torch.Tensor], object], text: str) -> None:
     record = MatchesOracle().judge(with_buffer(MASKED, change, "mask")).record
     assert not record.held
     assert "buffer 'mask' on rank 2" in record.summary
@@ -105,7 +105,7 @@ def test_a_mask_that_is_another_one_is_told(change: Callable[[torch.Tensor], obj
 
 
 class _Vast(Masked):
-    """Masks by the least number there is instead."""
+    """Masks with the smallest number of the dtype in place of infinity."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__(generator)
@@ -121,7 +121,7 @@ def test_vast_numbers_hide_no_small_ones() -> None:
     assert "at [3, 2] got 0.5, expected 0, error 0.5, allowed 0" in record.summary
 
 
-def test_constants_are_what_no_forward_changes() -> None:
+def test_constants_are_buffers_that_no_forward_changes() -> None:
     assert oracle_of(training_of(NORMALISED), 3).constants == {"scale"}
     assert oracle_of(training_of(REPLACED), 3).constants == set()
     oracle = oracle_of(training_of(NORMALISED), 3)
@@ -130,7 +130,7 @@ def test_constants_are_what_no_forward_changes() -> None:
     assert allowed_error(oracle, replace(mean, name="scale")) == 0
 
 
-def test_what_the_dtype_cannot_hold_is_no_constant() -> None:
+def test_a_value_beyond_the_dtype_is_no_constant() -> None:
     plan = Plan(demands=frozenset({Capability.CONVERT}))
     for problem, constants in ((NORMALISED, set()), (MASKED, {"mask"})):
         converted = replace(training_of(problem), plan=plan, convert=torch.bfloat16)
@@ -138,7 +138,7 @@ def test_what_the_dtype_cannot_hold_is_no_constant() -> None:
 
 
 class _Explodes(nn.Module):
-    """Has gradients that no clipping makes finite."""
+    """Has infinite gradients, which clipping cannot make finite."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()

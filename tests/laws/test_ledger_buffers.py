@@ -1,4 +1,4 @@
-"""Where a law over buffers fails it names the unit of the collective's size, padded or not, and never guesses."""
+"""A failing law over buffers names the unit of the collective's size, padded or not, and never guesses."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_each_asynchronous_result_of_each_rank_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("kind", ViolationKind)
-def test_each_harm_on_each_rank_is_told(kind: ViolationKind) -> None:
+def test_each_harm_on_each_rank_is_reported(kind: ViolationKind) -> None:
     called = entry(Op.ALL_GATHER, is_async=True, unit="blocks.1")
     harm = BufferViolation(
         kind=kind, phase=Phase.BACKWARD, step=0, microbatch=0, unit=None, site="engine.py:7 in step"
@@ -70,12 +70,12 @@ def test_each_harm_on_each_rank_is_told(kind: ViolationKind) -> None:
     record = LeavesBuffersAlone().judge(_evidence(honest, honest)).record
     assert record.held
     assert record.summary == "by 4 asynchronous collectives"
-    told = f"{kind} before the wait at engine.py:7 in step: all_gather("
+    description = f"{kind} before the wait at engine.py:7 in step: all_gather("
     record = LeavesBuffersAlone().judge(_evidence(honest, other)).record
     assert not record.held
-    assert f"rank 1, step 0 microbatch 0: {told}" in record.summary
+    assert f"rank 1, step 0 microbatch 0: {description}" in record.summary
     assert harm_in([honest, honest]) is None
     found = harm_in([honest, other])
     assert found is not None
-    assert told in found
+    assert description in found
     assert found.endswith(" in backward of blocks.1")

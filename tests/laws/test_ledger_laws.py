@@ -1,4 +1,4 @@
-"""Each law over ledgers: an honest ledger keeps it, a broken one on the last rank alone is caught and told."""
+"""An honest ledger keeps each law over ledgers; the law detects and reports a broken ledger of the last rank."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ BROKEN: tuple[tuple[Law, Break, str], ...] = (
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_honest_ledger_keeps_the_law(law: Law, world_size: int) -> None:
+def test_an_honest_ledger_keeps_the_law(law: Law, world_size: int) -> None:
     ledger = sharding_ledger(world_size=world_size)
     record = law.judge(evidence(*[ledger] * world_size)).record
     assert record.held, record.summary
@@ -155,17 +155,17 @@ def test_honest_ledger_keeps_the_law(law: Law, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(("law", "spoil", "text"), BROKEN)
-def test_broken_ledger_of_the_last_rank_is_caught_and_told(law: Law, spoil: Break, text: str) -> None:
+def test_a_broken_ledger_of_the_last_rank_is_detected_and_reported(law: Law, spoil: Break, text: str) -> None:
     honest = sharding_ledger()
     record = law.judge(evidence(honest, spoil(honest))).record
     assert not record.held
-    told = "\n".join((record.summary, *record.details))
-    assert text in told, told
-    assert "rank 1" in told
-    assert "rank 0" not in told
+    text_of_record = "\n".join((record.summary, *record.details))
+    assert text in text_of_record, text_of_record
+    assert "rank 1" in text_of_record
+    assert "rank 0" not in text_of_record
 
 
-def test_order_says_nothing_about_counts() -> None:
+def test_the_law_of_order_accepts_any_counts() -> None:
     short = lacking(Op.REDUCE_SCATTER)(sharding_ledger())
     assert ORDER.judge(evidence(short, short)).record.held
     assert not PER_STEP.judge(evidence(short, short)).record.held
@@ -198,10 +198,10 @@ def test_one_rank_need_not_communicate() -> None:
     assert Nothing(select=Select()).judge(silent).record.held
     assert DTYPE.judge(silent).record.held
     assert ORDER.judge(silent).record.held
-    assert not COUNT.judge(silent).record.held  # a number was expected all the same
+    assert not COUNT.judge(silent).record.held  # the law still expects a number
 
 
-def test_bytes_tell_their_ratio_when_they_hold() -> None:
+def test_a_held_law_of_bytes_reports_their_ratio() -> None:
     ledger = sharding_ledger()
     summary = BYTES.judge(evidence(ledger, ledger)).record.summary
     assert "128 bytes per microbatch on every rank, 2.000 x the theoretical minimum of 64" in summary
@@ -225,13 +225,13 @@ def test_prepare_is_counted_when_asked_for() -> None:
     assert "before step 0: expected 2" in two.judge(evidence(ledger, ledger)).record.summary
 
 
-def test_wait_within_the_optimizer_phase_serves_what_was_issued_there() -> None:
+def test_a_wait_within_the_optimizer_phase_serves_calls_issued_there() -> None:
     clip = renew(entry(Op.ALL_REDUCE), phase=Phase.STEP, step=2, microbatch=-1)
     ledger = numbered((*sharding_ledger(), clip))
     assert WAITED.judge(evidence(ledger, ledger)).record.held
 
 
-def test_long_failures_are_cut_and_say_so() -> None:
+def test_long_failures_are_cut_and_report_the_cut() -> None:
     ledger = sharding_ledger(steps=40)
     record = Nothing(select=GATHERS_FORWARD).judge(evidence(ledger, ledger, steps=40)).record
     assert len(record.details) == 25
@@ -296,7 +296,7 @@ def test_moments_follow_the_schedule() -> None:
         (Select(microbatches=(0, 2)), "any collective on microbatches [0, 2]"),
     ],
 )  # fmt: skip
-def test_what_is_selected_is_spelt(select: Select, name: str) -> None:
+def test_a_selection_is_spelt(select: Select, name: str) -> None:
     assert str(select) == name
 
 
@@ -307,29 +307,29 @@ def test_selections_that_share_no_microbatch_have_no_order() -> None:
     assert record.summary == "expected a microbatch that all selections cover, got none"
 
 
-def test_selection_refuses_what_could_never_match() -> None:
+def test_a_selection_refuses_fields_that_never_match() -> None:
     with pytest.raises(TypeError, match="expected a tuple"):
         Select(ops=Op.ALL_REDUCE)  # type: ignore[arg-type]  # the mistake under test
     with pytest.raises(ValueError, match=r"window=Window\.EVERYTHING"):
         Select(phases=(Phase.PREPARE,))
 
 
-def test_summary_adds_up_and_tells_only_ranks_that_differ() -> None:
+def test_the_summary_adds_up_and_lists_only_ranks_that_differ() -> None:
     honest = sharding_ledger()
     odd = numbered((*honest, renew(entry(Op.ALL_REDUCE), axis=None, dtype="bfloat16")))
     lines = summarize({0: honest, 1: honest, 2: odd, 3: ()})
     assert {line.rank for line in lines} == {0, 2, 3}
     for rank, ledger in ((0, honest), (2, odd)):
-        told = [line for line in lines if line.rank == rank]
-        assert sum(line.count for line in told) == len(ledger)
-        assert sum(line.num_bytes for line in told) == sum(e.num_bytes for e in ledger)
+        lines_of_rank = [line for line in lines if line.rank == rank]
+        assert sum(line.count for line in lines_of_rank) == len(ledger)
+        assert sum(line.num_bytes for line in lines_of_rank) == sum(e.num_bytes for e in ledger)
     gathers = next(line for line in lines if line.op == "all_gather" and line.phase == "forward")
     assert (gathers.count, gathers.num_bytes) == (len(UNITS) * 6, len(UNITS) * 6 * GATHERED_BYTES)
     assert any(line.axis == "2 ranks" and line.dtype == "bfloat16" for line in lines)
     assert [line.count for line in lines if line.rank == 3] == [0]
 
 
-def test_summary_tells_a_rank_that_differs_in_bytes_alone() -> None:
+def test_the_summary_lists_a_rank_that_differs_in_bytes_alone() -> None:
     honest = sharding_ledger()
     heavy = changed(honest, is_steady(Op.ALL_GATHER), num_bytes=1)
     assert {line.rank for line in summarize({0: honest, 1: heavy})} == {0, 1}

@@ -1,4 +1,4 @@
-"""The laws of order, of bounds and of waiting: calls that come too early, too late, too many or for nobody are told."""
+"""The laws of order, bounds and waiting report calls that are early, late, too many, or without a wait."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def chain_evidence(*ledgers: Ledger) -> Evidence:
     return replace(plain, training=replace(plain.training, problem=CHAIN, plan=plan))
 
 
-def test_order_of_units_is_told_by_size() -> None:
+def test_order_of_units_is_recognised_by_size() -> None:
     ledger = chain_ledger("G3", "G2", "R3", "R")
     assert IN_TURN.judge(chain_evidence(ledger, ledger)).record.held
     gathers = replace(IN_TURN, events=IN_TURN.events[:2])
@@ -65,7 +65,7 @@ def test_order_of_units_is_broken_by_one_rank(order: tuple[str, ...], text: str)
     assert "rank 1" in record.summary
 
 
-def test_order_of_units_asks_whose_turn_it_was_and_what_the_call_carried() -> None:
+def test_order_of_units_depends_on_the_turn_and_on_the_parameters_of_a_call() -> None:
     honest = chain_ledger("G3", "G2", "R3", "R")
     late = changed(honest, lambda e: e.step == 1 and e.seq % 4 == 1, unit="blocks.2")
     assert "during blocks.2" in IN_TURN.judge(chain_evidence(honest, late)).record.summary
@@ -79,17 +79,19 @@ def test_order_of_units_of_one_size_proves_nothing() -> None:
     plan = Plan(units=EXACT_LINEAR.units)
     twins = replace(plain, training=replace(plain.training, problem=EXACT_LINEAR, plan=plan))
     record = Order(select=Select(), events=(Gathers("left"),)).judge(twins).record
-    assert "which 2 ranks cannot tell apart" in record.summary
+    assert "which 2 ranks cannot distinguish" in record.summary
 
 
-def test_order_of_computation_is_told_by_what_modules_broadcast() -> None:
+def test_order_of_computation_is_recognised_by_broadcasts_of_modules() -> None:
     before = replace(IN_TURN, events=(Gathers("blocks.2"), Computes("blocks.3"), Reduces("blocks.3")))
     early, late = chain_ledger("G2", "C3", "R3"), chain_ledger("C3", "G2", "R3")
     assert before.judge(chain_evidence(early, early)).record.held
     record = before.judge(chain_evidence(early, late)).record
     assert "expected gather blocks.2 as #0, got compute gradients of blocks.3" in record.summary
-    untold = replace(IN_TURN, events=(Gathers("blocks.2"), Reduces("blocks.3")))
-    assert untold.judge(chain_evidence(early, late)).record.held  # broadcasts are left out of account
+    without_broadcasts = replace(IN_TURN, events=(Gathers("blocks.2"), Reduces("blocks.3")))
+    assert without_broadcasts.judge(
+        chain_evidence(early, late)
+    ).record.held  # broadcasts are left out of account
 
 
 ANY_ORDER = replace(
@@ -105,7 +107,7 @@ ANY_ORDER = replace(
 
 @pytest.mark.parametrize("first", [("G2", "R3"), ("R3", "G2")])
 @pytest.mark.parametrize("second", [("G1", "R2"), ("R2", "G1")])
-def test_what_happens_together_may_come_in_any_order(first: tuple[str, ...], second: tuple[str, ...]) -> None:
+def test_simultaneous_events_may_come_in_any_order(first: tuple[str, ...], second: tuple[str, ...]) -> None:
     ledger = chain_ledger("G3", *first, *second, "R")
     assert ANY_ORDER.judge(chain_evidence(ledger, ledger)).record.held
 
@@ -121,7 +123,7 @@ def test_what_happens_together_may_come_in_any_order(first: tuple[str, ...], sec
         ((), "expected gather blocks.3 as #0, got no more; in all nothing"),
     ],
 )
-def test_what_happens_together_has_nothing_else_in_between(order: tuple[str, ...], text: str) -> None:
+def test_simultaneous_events_have_no_other_event_in_between(order: tuple[str, ...], text: str) -> None:
     honest = chain_ledger("G3", "G2", "R3", "G1", "R2", "R")
     # Reads leave traces in any step, so that no rank is silent.
     other = numbered((*chain_ledger(*order), entry(Op.BARRIER, step=0)))
@@ -131,7 +133,7 @@ def test_what_happens_together_has_nothing_else_in_between(order: tuple[str, ...
 
 
 def with_frees(ledger: Ledger, frees: Mapping[int, str], phase: Phase = Phase.BACKWARD) -> Observation:
-    """Return what rank 1 saw: in each step the units of ``frees`` are freed after so many calls."""
+    """Return the evidence of rank 1: in each step the units of ``frees`` are freed after so many calls."""
     events = []
     for step in range(2):
         calls = [call for call in ledger if call.step == step]
@@ -209,7 +211,7 @@ def test_order_of_nothing_is_refused() -> None:
 
 
 def reductions(*issued_at_wait: int | None) -> Ledger:
-    """Write reductions of one step, each waited for when so many calls had been issued."""
+    """Write reductions of one step, each with a wait after the given number of issued calls."""
     entries = numbered([entry(Op.REDUCE_SCATTER, step=1) for _ in issued_at_wait])
     waits = [Wait(phase=Phase.BACKWARD, step=1, microbatch=0, num_issued=n) for n in issued_at_wait]
     return tuple(replace(e, wait=w) for e, w in zip(entries, waits, strict=True))

@@ -1,4 +1,4 @@
-"""Lifetimes: what was alive when, and what the laws make of it."""
+"""Lifetime reports list live memory, and laws judge it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_report_survives_json() -> None:
     assert decode(LifetimeReport, json.loads(json.dumps(encode(REPORT, ROWS)))) == REPORT
 
 
-def test_moments_tell_what_was_alive() -> None:
+def test_moments_list_live_memory() -> None:
     seen = list(moments(REPORT, lambda s: s.phase is Phase.FORWARD))
     assert [m.event for m in seen] == [1, 2, 3, 4]
     assert [m.num_bytes((MemoryKind.GATHERED, MemoryKind.STAGING)) for m in seen] == [8, 8, 16, 8]
@@ -84,7 +84,7 @@ UNITS = ("blocks.0", "blocks.1", "blocks.2")
 
 @cache
 def _silent(steps: int) -> Evidence:
-    """Return two ranks that nobody watched."""
+    """Return two unwatched ranks."""
     plan = Plan(layout=Layout.REPLICATE, units=UNITS)
     training = Training(problem=CHAIN, optimizer=SGD, plan=plan, schedule=Schedule(steps=steps))
     return evidence_of(training, layout=Layout.REPLICATE)
@@ -114,7 +114,7 @@ LAWS: tuple[Law, ...] = (
 @pytest.mark.parametrize(
     "report", [None, LifetimeReport(num_events=0, num_collectives=0)], ids=["no watch", "blind watch"]
 )
-def test_no_law_holds_of_ranks_that_nobody_watched(law: Law, report: LifetimeReport | None) -> None:
+def test_no_law_holds_of_unwatched_ranks(law: Law, report: LifetimeReport | None) -> None:
     is_held, summary = _verdict(law, report, steps=3)
     assert not is_held
     assert "rank 0" in summary
@@ -132,7 +132,7 @@ def test_a_law_looks_at_every_rank() -> None:
 
 
 def _walk(extra: dict[str, tuple[int, int]], phase: Phase = Phase.FORWARD) -> LifetimeReport:
-    """Return each unit a turn of ten events, in which it is gathered from the third to the eighth; add other lives.
+    """Return a turn of ten events for each unit, which is gathered from the third to the eighth; add other lives.
 
     Backward takes the last unit first. ``extra`` are units with when they are gathered besides.
     """
@@ -194,7 +194,7 @@ def test_a_unit_without_a_turn_breaks_the_law() -> None:
         (Phase.BACKWARD, 2, True),  # waits for its backward
     ],
 )
-def test_what_is_kept_waits_for_its_backward(phase: Phase, whose: int, is_held: bool) -> None:
+def test_a_kept_unit_waits_for_its_backward(phase: Phase, whose: int, is_held: bool) -> None:
     order = UNITS if phase is Phase.FORWARD else UNITS[::-1]
     law = UnshardedOnlyInTurn(phase=phase, ahead=0, keeps=True)
     held, _ = _verdict(law, _walk({order[whose]: (11, 17)}, phase))
@@ -211,7 +211,7 @@ def test_a_buffer_of_the_unit_before_may_stay_one_turn() -> None:
 
 
 @pytest.mark.parametrize(("died", "is_held"), [(5, True), (6, False), (None, False)])
-def test_what_is_left_is_what_the_last_event_of_a_phase_shows(died: int | None, is_held: bool) -> None:
+def test_leftover_memory_is_that_of_the_last_event_of_a_phase(died: int | None, is_held: bool) -> None:
     report = LifetimeReport(
         num_events=8,
         num_collectives=1,
@@ -222,7 +222,7 @@ def test_what_is_left_is_what_the_last_event_of_a_phase_shows(died: int | None, 
     assert _verdict(law, report)[0] is is_held
 
 
-def test_that_nothing_is_left_of_what_never_was_shows_nothing() -> None:
+def test_the_absence_of_memory_that_never_existed_proves_nothing() -> None:
     report = LifetimeReport(
         num_events=8,
         num_collectives=1,
@@ -255,7 +255,7 @@ def test_a_peak_is_the_most_at_one_event(expected: Exactly | Between, is_held: b
     [((), False), (("gain",), False), (("gain", "shift", "blocks.3.weight", "blocks.3.bias"), True)],
 )
 @pytest.mark.parametrize("kind", [MemoryKind.GATHERED, MemoryKind.GRADIENT])
-def test_what_a_rank_gathers_and_owns_nothing_of_may_be_missing_there(
+def test_a_unit_of_which_a_rank_owns_nothing_may_be_missing_there(
     law: type[LiveBytes | PeakBytes], owns_nothing_of: tuple[str, ...], is_held: bool, kind: MemoryKind
 ) -> None:
     """The root has gains, shifts and a block: 18 and 10 x 21 elements of four bytes."""
@@ -316,14 +316,14 @@ def test_steps_leave_as_much_as_those_before(lives: tuple[Allocation, ...], is_h
     assert _verdict(NoLeaks(), _steps(*lives), steps=4)[0] is is_held
 
 
-def test_a_leak_is_told_with_who_made_it() -> None:
+def test_a_leak_is_reported_with_its_operator() -> None:
     _, summary = _verdict(NoLeaks(), _steps(_life(22, None), _life(32, None)), steps=4)
     assert "step 2" in summary
     assert "never let go: 8 bytes of unit 'blocks.0' from op at file.py:1" in summary
 
 
-def test_what_a_law_needs_of_each_step_was_seen() -> None:
-    """The watch of the second rank begins late, or ends early: what it did not see proves nothing."""
+def test_the_watch_must_cover_each_step() -> None:
+    """The watch of the second rank begins late, or ends early: unseen steps prove nothing."""
     whole = LifetimeReport(
         num_events=40,
         num_collectives=1,
@@ -386,7 +386,7 @@ def test_the_users_tensors_were_seen_and_let_alone(name: str, change: str, is_he
     assert _verdict(law, replace(REPORT, user_tensors=others))[0] is is_held
 
 
-def test_what_is_surplus_is_told_by_who_made_it() -> None:
+def test_surplus_memory_is_reported_with_its_operator() -> None:
     report = _walk({"blocks.2": (3, 7)})
     other = replace(_life(3, 7, kind=MemoryKind.OTHER, unit="blocks.2"), operator="innocent")
     held, summary = _verdict(
@@ -409,7 +409,7 @@ def test_turns_of_modules_that_are_no_units_are_left_out() -> None:
     assert _verdict(UnshardedOnlyInTurn(phase=Phase.FORWARD), replace(report, stretches=stretches))[0]
 
 
-def test_what_held_is_told_with_its_range() -> None:
+def test_a_held_law_is_reported_with_its_range() -> None:
     report = _walk({"blocks.2": (3, 7)})
     peak = PeakBytes(kinds=(MemoryKind.GATHERED,), phase=Phase.FORWARD, expected=Between(0, 16))
     assert _verdict(peak, report) == (True, "16 bytes in 2 steps of ranks")

@@ -60,7 +60,7 @@ def test_a_row_that_stays_is_named(form: str) -> None:
 
 
 @any_form
-def test_a_parameter_that_nobody_holds_breaks_the_law(form: str) -> None:
+def test_a_parameter_that_no_rank_holds_breaks_the_law(form: str) -> None:
     ruling = _ruling(form, parameter="no.such")
     assert not ruling.record.held
     assert "no rank holds any" in ruling.record.summary

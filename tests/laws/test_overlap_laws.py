@@ -1,4 +1,4 @@
-"""The laws of overlap and of prefetch distance: broken by one rank in one microbatch, and by seeing nothing."""
+"""One rank in one microbatch breaks the laws of overlap and of prefetch distance, as does an unwatched training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.ledgers import entry, numbered
 
 ROOT = ""
 GATHERS = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
-# W: what computes waits for the unit's gather. C, D: a unit begins to compute, and is done. F: it is freed.
+# W: the computing stream waits for the unit's gather. C, D: a unit begins to compute, and is done. F: it is freed.
 AHEAD = ("G", "W", "C", "G3", "W3", "G2", "C3", "D3", "W2", "G1", "C2", "D2", "W1", "C1", "D1")
 WAITS_AT_ONCE = ("G", "W", "C", "G3", "W3", "G2", "W2", "C3", "D3", "G1", "W1", "C2", "D2", "C1", "D1")
 TOO_LATE = ("G", "W", "C", "G3", "W3", "C3", "D3", "G2", "W2", "G1", "C2", "D2", "W1", "C1", "D1")
@@ -25,7 +25,7 @@ WRONG_ONE = ("G", "W", "C", "G3", "W3", "G1", "C3", "D3", "G2", "W2", "C2", "D2"
 
 
 def chain(*order: str, phase: Phase = Phase.BACKWARD) -> tuple[tuple[Entry, ...], EventLog]:
-    """Write two steps of a chain's backward, or forward, as a ledger and events."""
+    """Write two steps of a chain's backward, or forward, as a ledger and a course."""
     is_forward = phase is Phase.FORWARD
     entries: list[Entry] = []
     events: list[TraceEvent] = []
@@ -57,9 +57,9 @@ def _event(what: EventKind, step: int, unit: str, seq: int | None = None) -> Tra
 
 def seen(*ranks: Sequence[str], phase: Phase = Phase.BACKWARD) -> Evidence:
     """Return the evidence of a watched training, rank by rank."""
-    reported = [chain(*order, phase=phase) for order in ranks]
-    plain = chain_evidence(*(ledger for ledger, _ in reported))
-    event_logs = zip(plain.ranks, reported, strict=True)
+    chains = [chain(*order, phase=phase) for order in ranks]
+    plain = chain_evidence(*(ledger for ledger, _ in chains))
+    event_logs = zip(plain.ranks, chains, strict=True)
     return replace(
         plain,
         training=replace(plain.training, watch=frozenset({Watch.RACES})),
@@ -67,7 +67,7 @@ def seen(*ranks: Sequence[str], phase: Phase = Phase.BACKWARD) -> Evidence:
     )
 
 
-def test_what_computes_may_wait_when_a_unit_is_done() -> None:
+def test_a_rank_may_wait_when_a_unit_is_done() -> None:
     record = Overlaps(select=GATHERS, but_for=(ROOT, "blocks.3")).judge(seen(AHEAD, AHEAD)).record
     assert record.held, record.summary
     assert record.summary.startswith("4 of 8 in flight")
@@ -88,7 +88,7 @@ def test_compute_of_the_root_hides_nothing() -> None:
     assert "expected a unit to compute between the issue of all_gather for blocks.3" in record.summary
 
 
-def test_what_nobody_waits_for_is_in_flight_to_the_end() -> None:
+def test_a_collective_without_a_wait_is_in_flight_to_the_end() -> None:
     law = Overlaps(select=GATHERS, but_for=(ROOT, "blocks.3"))
     unawaited = tuple(word for word in AHEAD if word not in {"W2", "W1"})
     assert law.judge(seen(unawaited, unawaited)).record.held
@@ -97,21 +97,21 @@ def test_what_nobody_waits_for_is_in_flight_to_the_end() -> None:
 
 
 def test_a_collective_that_no_unit_is_the_size_of_is_exposed_by_itself() -> None:
-    reported = seen(AHEAD, WAITS_AT_ONCE)
-    first, second = reported.ranks
+    evidence = seen(AHEAD, WAITS_AT_ONCE)
+    first, second = evidence.ranks
     odd = tuple(
         replace(e, num_bytes=4) if e.step == 1 and e.num_bytes == BYTES_OF["blocks.2"] else e
         for e in second.ledger
     )
     record = (
         Overlaps(select=GATHERS, but_for=(ROOT, "blocks.3"))
-        .judge(replace(reported, ranks=(first, replace(second, ledger=odd))))
+        .judge(replace(evidence, ranks=(first, replace(second, ledger=odd))))
         .record
     )
     assert "all_gather for what no unit is the size of" in record.summary
 
 
-def test_a_rank_without_what_is_asked_for_breaks_the_law_and_one_alone_does_not() -> None:
+def test_a_rank_without_the_selected_calls_breaks_the_law_and_a_world_of_one_does_not() -> None:
     law = Overlaps(select=GATHERS, but_for=(ROOT, "blocks.3"))
     reduces = tuple(word.replace("G", "R") for word in AHEAD)
     assert f"rank 1: expected {GATHERS}, got none" in law.judge(seen(AHEAD, reduces)).record.summary
@@ -120,13 +120,13 @@ def test_a_rank_without_what_is_asked_for_breaks_the_law_and_one_alone_does_not(
         assert alone.judge(seen(())).record.held
 
 
-def test_a_law_of_overlap_says_whom_it_leaves_out() -> None:
+def test_a_law_of_overlap_names_the_units_that_it_leaves_out() -> None:
     assert Overlaps(select=GATHERS).name == f"{GATHERS} overlaps compute"
     assert Overlaps(select=GATHERS, but_for=(ROOT, "a")).name.endswith("compute but for the root, a")
 
 
 @pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
-def test_both_phases_are_told_by_their_own_marks(phase: Phase) -> None:
+def test_both_phases_are_recognised_by_their_own_marks(phase: Phase) -> None:
     law = PrefetchDistance(phase=phase, units=Exactly(1))
     assert law.judge(seen(AHEAD, AHEAD, phase=phase)).record.held
     assert not law.judge(seen(AHEAD, TOO_FAR, phase=phase)).record.held
@@ -135,14 +135,14 @@ def test_both_phases_are_told_by_their_own_marks(phase: Phase) -> None:
     assert not overlaps.judge(seen(AHEAD, TOO_LATE, phase=phase)).record.held
 
 
-def test_how_far_ahead_units_were_gathered_is_told() -> None:
+def test_the_prefetch_distance_is_reported() -> None:
     law = PrefetchDistance(phase=Phase.BACKWARD, units=Between(0, 4))
     assert law.judge(seen(AHEAD, TOO_FAR)).record.summary.startswith("up to 2 ahead")
     assert law.judge(seen(TOO_FAR, AHEAD)).record.summary.startswith("up to 2 ahead")
     assert law.judge(seen(WAITS_AT_ONCE, WAITS_AT_ONCE)).record.summary.startswith("up to 1 ahead")
 
 
-def test_overlap_that_nobody_saw_proves_nothing() -> None:
+def test_unseen_overlap_proves_nothing() -> None:
     law = Overlaps(select=GATHERS, but_for=(ROOT, "blocks.3"))
     watched = seen(AHEAD, AHEAD)
     unwatched = replace(watched, training=replace(watched.training, watch=frozenset()))
@@ -176,7 +176,7 @@ def test_too_few_too_many_and_the_wrong_one_break_the_law(order: tuple[str, ...]
     assert "rank 1" in record.summary
 
 
-def test_a_distance_that_nobody_saw_proves_nothing() -> None:
+def test_an_unseen_distance_proves_nothing() -> None:
     law = PrefetchDistance(phase=Phase.BACKWARD, units=Between(0, 4))
     assert not law.judge(seen(AHEAD, [word for word in AHEAD if word[0] != "C"])).record.held
     assert not law.judge(

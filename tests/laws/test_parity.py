@@ -1,4 +1,4 @@
-"""Parity's arithmetic: honest shards never fail, one wrong element anywhere always does, and is located."""
+"""Parity's arithmetic: honest shards never fail; one wrong element anywhere always fails and is located."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from shardproof.harness.training.oracle_observation import (
 from tests.laws.flat_pieces import flat, flattened
 from tests.simulated_engine import Honest, Moment, accumulate, evidence_of, ring_mean, row_shard, whole
 
-# Generated cases share two cores with everything else that runs; their own duration says nothing.
+# Generated cases share two cores with other processes, so their duration proves nothing.
 relaxed = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 Shards = Mapping[str, Shard]
 
@@ -116,7 +116,7 @@ def split(reference: torch.Tensor, world_size: int, dim: int) -> list[Shard]:
 
 
 def intervals(reference: torch.Tensor, cuts: list[int]) -> list[Shard]:
-    """Cut the flattened tensor where it is said; ranks between equal cuts own nothing."""
+    """Cut the flattened tensor at the named places; ranks between equal cuts own nothing."""
     ends = [0, *sorted(cuts), reference.numel()]
     whole_of_it = reference.flatten()
     return [
@@ -150,7 +150,7 @@ def test_an_honest_tensor_never_fails(case: tuple[torch.Tensor, list[Shard]], no
 
 @st.composite
 def disturbed(draw: st.DrawFn) -> tuple[torch.Tensor, list[Shard], int, tuple[int, ...]]:
-    """Pick one element of one rank's non-empty shard; gives its rank and local index."""
+    """Pick one element of one rank's non-empty shard; return its rank and local index."""
     reference, shards = draw(sharded())
     rank = draw(st.sampled_from([r for r, s in enumerate(shards) if s.tensor.numel()]))
     local = tuple(draw(st.integers(0, size - 1)) for size in shards[rank].tensor.shape)
@@ -175,7 +175,7 @@ signs = st.sampled_from([-1, 1])
 
 @relaxed
 @given(disturbed(), st.floats(0, 1e-3), st.floats(1.1, 1e6), signs)
-def test_one_element_beyond_what_is_allowed_fails_and_is_located(
+def test_one_element_beyond_the_allowed_error_fails_and_is_located(
     case: tuple[torch.Tensor, list[Shard], int, tuple[int, ...]], noise: float, times: float, sign: int
 ) -> None:
     _, shards, rank, local = case
@@ -190,7 +190,7 @@ def test_one_element_beyond_what_is_allowed_fails_and_is_located(
 
 @relaxed
 @given(disturbed(), st.floats(0, 1e-3), st.floats(0, 0.9), signs)
-def test_one_element_within_what_is_allowed_passes_unless_replicas_differ(
+def test_one_element_within_the_allowed_error_passes_unless_replicas_differ(
     case: tuple[torch.Tensor, list[Shard], int, tuple[int, ...]], noise: float, times: float, sign: int
 ) -> None:
     _, shards, rank, local = case
@@ -220,7 +220,9 @@ def test_one_value_that_is_not_finite_fails(
 
 @relaxed
 @given(sharded(), st.data())
-def test_a_shard_that_nobody_holds_fails(case: tuple[torch.Tensor, list[Shard]], data: st.DataObject) -> None:
+def test_a_shard_that_no_rank_holds_fails(
+    case: tuple[torch.Tensor, list[Shard]], data: st.DataObject
+) -> None:
     reference, shards = case
     rank = data.draw(st.sampled_from([r for r, s in enumerate(shards) if s.tensor.numel()]))
     if shards[rank].is_whole:
@@ -252,7 +254,7 @@ def test_a_gap_between_flat_pieces_fails() -> None:
     assert "no rank holds 2 of 24 elements, the first at (1, 1, 1)" in ruling.record.summary
 
 
-def test_a_flat_piece_that_lies_elsewhere_than_it_says_fails() -> None:
+def test_a_flat_piece_with_a_wrong_offset_fails() -> None:
     shards = intervals(REFERENCE, [5, 19])
     shards[1] = replace(shards[1], offsets=(6,))
     assert not judge(one_tensor(REFERENCE, 3, 0.0, shards)).record.held
@@ -322,7 +324,7 @@ def test_an_honest_engine_passes_with_room_to_spare(problem: ModelProblem, layou
         assert ruling.worst.ratio < 0.5
 
 
-def test_the_tensor_that_came_closest_is_told(honest: Evidence) -> None:
+def test_the_tensor_closest_to_its_limit_is_reported(honest: Evidence) -> None:
     ruling = judge(honest)
     assert "within the noise of re-ordered sums" in ruling.record.summary
     closest = ruling.worst
@@ -382,7 +384,7 @@ def without(shards: Mapping[str, Shard | None], name: str) -> dict[str, Shard | 
 WEIGHT = "layers.0.weight"
 
 
-def test_of_several_wrong_ranks_the_one_that_is_furthest_off_is_told(honest: Evidence) -> None:
+def test_the_wrong_rank_with_the_largest_error_is_reported(honest: Evidence) -> None:
     def off_by(observation: Observation, error: float) -> Observation:
         seen = observation.steps[0].parameters
         shard = replace(seen[WEIGHT], tensor=seen[WEIGHT].tensor + error)
@@ -447,7 +449,7 @@ def test_a_wrong_shape_dtype_or_place_fails(honest: Evidence) -> None:
     assert "expected a shard inside (37, 13)" in changed(
         replace(shard, tensor=shard.tensor[0], offsets=(10,))
     )
-    # In bounds, of the right form, and yet other rows than it says.
+    # In bounds and of the right form, but with other rows than the shard declares.
     assert "initial parameter" in changed(replace(shard, offsets=(11, 0)))
 
 
@@ -496,7 +498,7 @@ def test_a_buffer_advanced_twice_fails() -> None:
 
 
 class WrongFromStepOne(Honest):
-    """Wrong gradients from step 1 on; everything later is wrong as a consequence."""
+    """Computes wrong gradients from step 1 on; all later values are wrong as a consequence."""
 
     def gradient(self, pieces: torch.Tensor, moment: Moment) -> torch.Tensor | None:
         reduced = ring_mean(accumulate(pieces))
@@ -517,7 +519,7 @@ def test_the_headline_is_the_first_thing_that_went_wrong() -> None:
 
 
 class WrongOnRankThree(Honest):
-    """One rank alone is off, as little as the smallest real defect."""
+    """Makes the update of rank 3 wrong by as little as the smallest real defect."""
 
     def updated(self, before: torch.Tensor, after: torch.Tensor, moment: Moment) -> torch.Tensor:
         return after * (1 + 1.2e-4) if moment.rank == 3 else after

@@ -46,7 +46,7 @@ def plain() -> OracleObservation:
 
 
 def evidence(training: Training, oracle: OracleObservation) -> Evidence:
-    """Return evidence of honest ranks that hold rows; clipping plays no part in what they hold at first."""
+    """Return evidence of honest ranks that hold rows of gradients before clipping."""
     ranks = simulate(replace(training, schedule=replace(training.schedule, steps=0)), WORLD_SIZE)
     return evidence_of(training, WORLD_SIZE, ranks=ranks, oracle=oracle)
 
@@ -90,7 +90,7 @@ NORMS: dict[str, tuple[Callable[[OracleObservation, float], float], str]] = {
 
 
 @pytest.mark.parametrize("defect", NORMS)
-def test_names_what_is_wrong_with_a_norm(clipped: OracleObservation, defect: str) -> None:
+def test_names_the_defect_of_a_norm(clipped: OracleObservation, defect: str) -> None:
     rule, text = NORMS[defect]
     norm = clipped.steps[STEP].norm
     assert norm is not None
@@ -123,7 +123,7 @@ GRADIENTS: dict[str, tuple[Callable[[OracleObservation, torch.Tensor], torch.Ten
 
 
 @pytest.mark.parametrize("defect", GRADIENTS)
-def test_names_what_clipping_did_to_a_gradient(clipped: OracleObservation, defect: str) -> None:
+def test_names_the_defect_of_a_clipped_gradient(clipped: OracleObservation, defect: str) -> None:
     rule, text = GRADIENTS[defect]
     name = "layers.1.weight"
     wrong = row_shard(rule(clipped, gradients(clipped)[name]), 1, WORLD_SIZE)
@@ -145,7 +145,7 @@ LOSSES_OF: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 
 
 @pytest.mark.parametrize("defect", LOSSES_OF)
-def test_names_what_is_wrong_with_a_loss(plain: OracleObservation, defect: str) -> None:
+def test_names_the_defect_of_a_loss(plain: OracleObservation, defect: str) -> None:
     rule, text = LOSSES_OF[defect]
     wrong = rule(plain.steps[STEP].losses, plain.steps[STEP - 1].losses).unsqueeze(1)
     shard = Shard(tensor=wrong, offsets=(0, 1), global_shape=(2, WORLD_SIZE))
@@ -154,7 +154,7 @@ def test_names_what_is_wrong_with_a_loss(plain: OracleObservation, defect: str) 
 
 
 def test_names_a_gradient_computed_with_last_steps_parameters() -> None:
-    """The reference is a training of its own: one step of the next step's data, the parameters never updated."""
+    """The reference is a separate training: one step on the next step's data, with parameters never updated."""
     frozen = replace(PLAIN, optimizer=replace(SGD, name="frozen", lr=0.0))
     oracle, unmoved = run_oracle(PLAIN, WORLD_SIZE), run_oracle(frozen, WORLD_SIZE)
     name = "layers.1.weight"
@@ -162,8 +162,8 @@ def test_names_a_gradient_computed_with_last_steps_parameters() -> None:
     assert wrong is not None
     place = TensorKey(quantity=Quantity.GRADIENT, step=1, name=name)
     shard = row_shard(wrong.float(), 2, WORLD_SIZE)
-    told = looks_like(evidence(PLAIN, oracle), place, RankShard(rank=2, shard=shard))
-    assert told == "computed with last step's parameters"
+    diagnosis = looks_like(evidence(PLAIN, oracle), place, RankShard(rank=2, shard=shard))
+    assert diagnosis == "computed with last step's parameters"
 
 
 def test_names_the_rank_whose_rows_a_rank_holds(plain: OracleObservation) -> None:

@@ -1,4 +1,4 @@
-"""Laws over what a script looked at: each holds of what a right engine shows, and names what a wrong one shows."""
+"""Laws over values that a script reads: each holds of a right engine, and names the wrong value of another."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Change = Callable[[StepObservation], StepObservation]
 
 
 def _looked_at(observation: Observation) -> Observation:
-    """Add what a right engine would have shown: the parameters of before each update."""
+    """Add the values that a right engine shows: the parameters from before each update."""
     before = [observation.initial, *(step.parameters for step in observation.steps)]
     facts = (
         Fact(moment="after forward", subject="unit 'layers.0'", value="sharded"),
@@ -38,19 +38,19 @@ def _looked_at(observation: Observation) -> Observation:
 
 
 def _rule(law: Law, change: Change = lambda s: s) -> LawRecord:
-    """Judge two ranks of which the second shows something else in its last step."""
+    """Judge two ranks of which the second shows another value in its last step."""
     first, second = (_looked_at(o) for o in simulate(TRAINING, WORLD_SIZE, layout=Layout.REPLICATE))
     second = replace(second, steps=(*second.steps[:-1], change(second.steps[-1])))
     return law.judge(evidence_of(TRAINING, WORLD_SIZE, ranks=(first, second))).record
 
 
 @pytest.mark.parametrize("law", [FREED, CAST, SHOWN], ids=lambda law: type(law).__name__)
-def test_holds_of_what_a_right_engine_shows(law: Law) -> None:
+def test_the_law_holds_of_the_values_of_a_right_engine(law: Law) -> None:
     assert _rule(law).held
 
 
 @pytest.mark.parametrize("law", [FREED, CAST, SHOWN], ids=lambda law: type(law).__name__)
-def test_is_broken_where_one_rank_shows_nothing(law: Law) -> None:
+def test_the_law_is_broken_where_one_rank_shows_nothing(law: Law) -> None:
     record = _rule(law, lambda step: replace(step, facts=(), snapshots={}))
     assert not record.held
     assert "step 1, rank 1" in record.summary
@@ -91,7 +91,7 @@ def test_every_note_of_a_subject_counts() -> None:
         ),
     ],
 )
-def test_what_differs_in_a_note_is_named(law: Notes, noted: str, summary: str) -> None:
+def test_a_difference_in_a_note_is_named(law: Notes, noted: str, summary: str) -> None:
     first, second = (_looked_at(o) for o in simulate(TRAINING, WORLD_SIZE, layout=Layout.REPLICATE))
     facts = (Fact(moment="", subject=law.subject, value=noted),)
     right = (Fact(moment="", subject=law.subject, value=law.value),)
@@ -133,7 +133,7 @@ def test_repetitions_agree_or_the_first_that_differs_is_named() -> None:
     assert "expected several repetitions, got 1" in rule("a").summary
 
 
-def test_a_digest_tells_one_bit_from_another() -> None:
+def test_a_digest_distinguishes_single_bits() -> None:
     first = simulate(TRAINING, WORLD_SIZE, layout=Layout.REPLICATE)[0]
     assert digest(first) == digest(first)
     step = first.steps[-1]
@@ -152,7 +152,7 @@ ASKED = {
 
 
 @pytest.mark.parametrize("capability", ASKED, ids=lambda c: c.name)
-def test_what_a_training_asks_its_plan_must_demand(capability: Capability) -> None:
+def test_a_plan_must_demand_the_capabilities_of_its_training(capability: Capability) -> None:
     asked = ASKED[capability]
     with pytest.raises(ValueError, match=f"expected {capability.name} among the demands of its plan"):
         replace(TRAINING, **asked)  # type: ignore[arg-type]  # one field each

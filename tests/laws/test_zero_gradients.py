@@ -1,4 +1,4 @@
-"""Engines that show zeros where there is no gradient: right where they declare it, and nothing but zeros is."""
+"""An engine may show zeros for absent gradients if it declares that; any other value is wrong."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class _DeclaredZeros(_Zeros):
 
 
 class ShowsZeros(DistributedDataParallelEngine):
-    """Shows zeros and does not say so."""
+    """Shows zeros without declaring it."""
 
     prepared_type = _Zeros
 
 
 class DeclaresZeros(DistributedDataParallelEngine):
-    """Shows zeros and says so."""
+    """Shows zeros and declares it."""
 
     prepared_type = _DeclaredZeros
 
@@ -55,12 +55,12 @@ class _FilledWithZeros(_DeclaredZeros):
 
 
 class StepsOnZeros(DistributedDataParallelEngine):
-    """Gives its optimizer zeros, as it says, where no rank has a gradient."""
+    """Passes zeros to its optimizer, as it declares, where no rank has a gradient."""
 
     prepared_type = _FilledWithZeros
 
 
-def test_what_weight_decay_moves_by_declared_zeros_is_named(session: TrialSession) -> None:
+def test_a_parameter_moved_by_weight_decay_on_declared_zeros_is_named(session: TrialSession) -> None:
     plan = Plan(units=SOMETIMES.units, demands=frozenset({Capability.UNUSED}))
     training = Training(problem=SOMETIMES, optimizer=ADAMW, plan=plan, schedule=Schedule(steps=2))
     record = judged(session, f"{__name__}:StepsOnZeros", training=training, laws=(MatchesOracle(),))

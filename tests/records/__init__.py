@@ -1,1 +1,1 @@
-"""Tests of what is kept of a run."""
+"""Tests of the files of a run."""

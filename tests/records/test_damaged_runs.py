@@ -1,4 +1,4 @@
-"""Damaged files of a run cost what they held: no reader ends in a traceback, and none is green."""
+"""A damaged file costs only its contents: no reader ends in a traceback, and no damaged run is green."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> SavedResult:
 
 
 def _call(*arguments: str) -> tuple[int, str]:
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         code = main(arguments)
-    return code, said.getvalue()
+    return code, printed.getvalue()
 
 
 def _mutated(data: st.DataObject, whole: bytes) -> bytes:
@@ -103,7 +103,7 @@ def _mutated(data: st.DataObject, whole: bytes) -> bytes:
 
 @contextlib.contextmanager
 def _damaged(file: Path, data: st.DataObject) -> Iterator[bool]:
-    """Damage a file for a while; yields whether a byte of it changed."""
+    """Damage a file for a while; yield whether a byte of it changed."""
     whole = file.read_bytes()
     mutated = _mutated(data, whole)
     file.write_bytes(mutated)
@@ -113,14 +113,14 @@ def _damaged(file: Path, data: st.DataObject) -> Iterator[bool]:
         file.write_bytes(whole)
 
 
-def _check(code: int, said: str, *, is_changed: bool) -> None:
+def _check(code: int, printed: str, *, is_changed: bool) -> None:
     assert code in CODES
-    assert "Traceback" not in said, said
+    assert "Traceback" not in printed, printed
     assert bool(code) or not is_changed, "damage is never green"
 
 
 def _bounded(num_examples: int) -> settings:
-    # Module-scoped files are put back after each example; a loaded machine may take long for one.
+    # Module-scoped files are restored after each example; a loaded machine may take long for one.
     return settings(
         max_examples=num_examples,
         derandomize=True,
@@ -132,7 +132,7 @@ def _bounded(num_examples: int) -> settings:
 @pytest.mark.parametrize("name", OF_THE_RUN)
 @_bounded(40)
 @given(data=st.data())
-def test_what_reads_a_run_survives_a_damaged_one(name: str, kept: SavedResult, data: st.DataObject) -> None:
+def test_commands_survive_a_damaged_run(name: str, kept: SavedResult, data: st.DataObject) -> None:
     merged = kept.run.with_name("merged")
     with _damaged(kept.file(name, is_of_world=False), data) as is_changed:
         run = str(kept.run)
@@ -169,19 +169,19 @@ def test_a_red_record_that_is_damaged_away_leaves_no_green_run(kept: SavedResult
     (line,) = records.read_text().splitlines()
     red = line.replace("PASSED", "FA LED")
     records.write_text(f"{red}\n{line}\n")
-    code, said = _call("report", str(tmp_path / "run"))
+    code, printed = _call("report", str(tmp_path / "run"))
     assert code == 1
-    assert "records.jsonl:1: damaged, skipped: " in " ".join(said.split())
+    assert "records.jsonl:1: damaged, skipped: " in " ".join(printed.split())
     assert conclude(read_run(tmp_path / "run")) is Conclusion.INCOMPLETE
 
 
 def test_half_a_line_in_a_journal_costs_one_record(tmp_path: Path) -> None:
     (tmp_path / "garbles.py").write_text(GARBLES)
     engines = ["--engine", f"{tmp_path / 'garbles.py'}:Garbles", "--engine", "torch.ddp"]
-    code, said = _call(
+    code, printed = _call(
         "run", *engines, "--suite", "smoke", "-k", "trains", "--keep=all", "--out", str(tmp_path / "run")
     )
-    assert code == 1, said
+    assert code == 1, printed
     run = read_run(tmp_path / "run")
     garbled, honest = run.records
     assert (garbled.verdict, honest.verdict) == (Verdict.FAILED, Verdict.PASSED)

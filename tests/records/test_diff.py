@@ -1,4 +1,4 @@
-"""Two runs compared: every class of change is found, grouped by cause, and shown; what varies by nature is none."""
+"""A comparison of two runs finds every class of change, groups it by cause and shows it; durations are no change."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def test_another_expectation_is_a_verdict_change() -> None:
     moved = replace(known, expectation=replace(ENTRY, number=9, expiry="2040-01-01", version="torch >=3"))
     assert news(known, hung) == (News.OTHER_VERDICT,)
     assert "KNOWN_FAILURE (FAILED) -> KNOWN_FAILURE (HUNG)" in render(changed(known, hung))
-    assert changed(known, moved).changes == (), "where an entry stands and applies is no change of a record"
+    assert changed(known, moved).changes == (), (
+        "the place and condition of an entry are no change of a record"
+    )
 
 
 def test_a_known_failure_that_breaks_another_law_got_worse() -> None:
@@ -155,7 +157,7 @@ def test_another_broken_law_is_news_though_the_headline_is_the_same() -> None:
         ("rank 0 holds 1.5e-05", "rank 0 holds 1.25"),
     ],
 )
-def test_a_headline_may_vary_in_what_no_change_causes(before: str, after: str) -> None:
+def test_a_headline_may_vary_in_numbers_that_no_change_causes(before: str, after: str) -> None:
     assert steady(before) == steady(after)
 
 
@@ -168,7 +170,7 @@ def test_a_headline_may_vary_in_what_no_change_causes(before: str, after: str) -
         ("step 0, gradient 'a.weight'", "step 0, gradient 'b.weight'"),
     ],
 )
-def test_a_headline_does_not_lose_what_a_change_causes(before: str, after: str) -> None:
+def test_a_headline_keeps_numbers_that_a_change_causes(before: str, after: str) -> None:
     assert steady(before) != steady(after)
 
 
@@ -221,7 +223,7 @@ def test_a_ledger_that_was_cut_short_is_not_compared_but_counted() -> None:
     assert changed(raised, with_calls(raised, 7)).num_unmeasured == 1
 
 
-def test_what_one_run_lacks_is_new_or_gone() -> None:
+def test_a_record_that_one_run_lacks_is_new_or_gone() -> None:
     found = compared(a_run(a_record("a"), a_record("b")), a_run(a_record("b"), a_record("c")))
     assert [(c.case, c.news) for c in found.changes] == [("a", (News.GONE,)), ("c", (News.NEW,))]
     assert found.num_unchanged == 1
@@ -376,7 +378,7 @@ def test_the_most_urgent_comes_first() -> None:
     ]
 
 
-# What makes runs hard to compare
+# Differences that make runs hard to compare
 
 
 @pytest.mark.parametrize(
@@ -462,7 +464,7 @@ def test_lines_fit_the_terminal(width: int) -> None:
     assert "... and 10 more groups" in text
 
 
-def test_markdown_fits_a_comment_and_counts_what_it_leaves_out() -> None:
+def test_markdown_fits_a_comment_and_counts_omitted_changes() -> None:
     before = [a_record(f"parity/{i}", headline="fine") for i in range(2000)]
     after = [
         a_record(r.case, Verdict.FAILED, headline=f"{'ab'[i % 2] * (i % 300 + 1)} & " * 40, world=r.world)
@@ -550,7 +552,9 @@ def test_the_summary_counts_each_kind_of_news() -> None:
 # The command
 
 
-def test_exit_codes_say_whether_something_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes_report_whether_a_record_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     newer = replace(HEADER, versions={"torch": "2.15.0"})
     old = write_run(tmp_path / "old", a_record())
     same = write_run(tmp_path / "same", a_record(duration_s=3.0), header=newer)
@@ -582,8 +586,8 @@ def test_wrong_usage_is_named(
     write_run(tmp_path / "bad", a_record(verdict=Verdict.FAILED))
     monkeypatch.chdir(tmp_path)
     assert main(["diff", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert [word for word in words if word not in said] == []
+    printed = capsys.readouterr().err
+    assert [word for word in words if word not in printed] == []
 
 
 @pytest.mark.parametrize("form", ["terminal", "markdown", "json"])

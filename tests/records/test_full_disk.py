@@ -1,4 +1,4 @@
-"""A disk that is full ends a run in words, with the exit code of a wrong call, and what was written stays."""
+"""A full disk ends a run with an error message and the exit code of wrong usage, and written records stay."""
 
 from __future__ import annotations
 
@@ -37,19 +37,21 @@ def _run(folder: Path, longest_file: int) -> LiveRun:
 
 
 @pytest.mark.slow
-def test_a_run_without_room_for_its_header_says_so(short_folder: Path) -> None:
+def test_a_run_without_room_for_its_header_names_the_full_disk(short_folder: Path) -> None:
     run = _run(short_folder, 500)
     assert run.records() == []
-    assert (run.out / RUN).read_bytes() == b"", "half a line is taken back"
+    assert (run.out / RUN).read_bytes() == b"", "half a line is removed"
 
 
 @pytest.mark.slow
-def test_records_that_were_written_stay_when_there_is_no_more_room(short_folder: Path) -> None:
+def test_written_records_stay_when_the_disk_is_full(short_folder: Path) -> None:
     run = _run(short_folder, 3_000)
     found = read_run(run.out)
     assert found.is_interrupted
     assert 0 < len(found.records) < 4
-    assert Verdict.PASSED not in {record.verdict for record in found.records}, "no observation had room"
+    assert Verdict.PASSED not in {record.verdict for record in found.records}, (
+        "no observation fits on the disk"
+    )
 
 
 def test_a_ledger_of_which_a_part_was_written_is_an_error(
@@ -60,7 +62,7 @@ def test_a_ledger_of_which_a_part_was_written_is_an_error(
     monkeypatch.setattr("os.write", lambda _, text: len(text) - 1)
     with pytest.raises(OSError, match="is the disk full"):
         recorder.close()
-    recorder.close()  # it is closed all the same
+    recorder.close()  # it is still closed
 
 
 def test_a_ledger_that_lost_a_line_is_an_error_even_if_the_engine_hides_it(
@@ -74,4 +76,4 @@ def test_a_ledger_that_lost_a_line_is_an_error_even_if_the_engine_hides_it(
     recorder.record_violation(0, ViolationKind.INPUT_FREED, "here")
     with pytest.raises(OSError, match="is the disk full"):
         recorder.close()
-    assert (tmp_path / "journal").read_bytes() == b"", "nothing follows half a line"
+    assert (tmp_path / "journal").read_bytes() == b"", "no line follows half a line"

@@ -1,4 +1,4 @@
-"""The published schema of runs is what the code writes: every line fits it, and a line with a fault does not."""
+"""Every line that the code writes fits the published schema of runs, and a line with a fault does not."""
 
 from __future__ import annotations
 

@@ -22,14 +22,14 @@ a_record = partial(sample_records.a_record, worst=WORST)
 
 
 def edited(**changes: object) -> str:
-    """The line of a record with some fields changed; ``...`` takes a field away."""
+    """Return the line of a record with some fields changed; ``...`` removes a field."""
     plain = json.loads(to_json(a_record())) | changes
     return json.dumps({name: value for name, value in plain.items() if value is not ...})
 
 
 @settings(max_examples=200, deadline=None)
 @given(sample_records.drawn(Record))
-def test_a_record_equals_what_is_read_back(record: Record) -> None:
+def test_a_record_is_read_back_equal(record: Record) -> None:
     line = to_json(record)
     assert from_json(Record, line, where=WHERE) == record
     assert line.isascii()
@@ -38,7 +38,7 @@ def test_a_record_equals_what_is_read_back(record: Record) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(sample_records.drawn(Header), sample_records.drawn(Footer))
-def test_a_header_and_a_footer_equal_what_is_read_back(header: Header, footer: Footer) -> None:
+def test_a_header_and_a_footer_are_read_back_equal(header: Header, footer: Footer) -> None:
     assert from_json(Header, to_json(header), where=WHERE) == header
     assert from_json(Footer, to_json(footer), where=WHERE) == footer
 
@@ -108,7 +108,7 @@ def test_a_broken_line_is_refused_with_place_and_reason(line: str, words: list[s
     text = str(caught.value)
     assert text.startswith(f"{WHERE}: ")
     assert all(word in text for word in [*words, "; try "]), text
-    assert len(text) < 700, "an error quotes, it does not repeat, what came"
+    assert len(text) < 700, "an error quotes only a part of the input"
 
 
 def test_a_header_is_not_a_footer() -> None:
@@ -119,7 +119,7 @@ def test_a_header_is_not_a_footer() -> None:
         from_json(Record, footer, where=WHERE)
 
 
-def test_a_line_of_an_older_schema_may_lack_what_has_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_of_an_older_schema_may_lack_fields_with_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
     line = edited(command=..., laws=...)
     with pytest.raises(UsageError):
         from_json(Record, line, where=WHERE)
@@ -143,7 +143,7 @@ def test_a_hang_report_from_before_its_fields_were_renamed_is_read() -> None:
         from_json(Record, edited(autopsy=report, hang=...), where=WHERE)
 
 
-def test_every_line_has_what_readers_of_other_languages_need() -> None:
+def test_every_line_has_the_fields_that_readers_in_other_languages_need() -> None:
     plain = json.loads(to_json(a_record()))
     assert {"engine", "case", "world", "verdict"} <= plain.keys()
     assert plain["verdict"] == "FAILED"

@@ -1,4 +1,4 @@
-"""A run survives interruption, refuses to be overwritten, and says where its files are not whole."""
+"""A run survives interruption, refuses to be overwritten, and names files that are not whole."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_run_without_footer_is_interrupted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 20, 200])
-def test_a_last_line_that_is_cut_off_is_told_and_skipped(finished: Path, cut: int) -> None:
+def test_a_last_line_that_is_cut_off_is_reported_and_skipped(finished: Path, cut: int) -> None:
     whole = (finished / RECORDS).read_bytes()
     (finished / RECORDS).write_bytes(whole[: -1 - cut])
     run = read_run(finished)
@@ -154,7 +154,7 @@ def test_a_changed_byte_is_noticed(finished: Path) -> None:
     assert read_run(finished).problems == ("SHA256SUMS: missing",)
 
 
-def test_missing_and_repeated_records_are_told(finished: Path) -> None:
+def test_missing_and_repeated_records_are_reported(finished: Path) -> None:
     lines = (finished / RECORDS).read_text().splitlines(keepends=True)
     (finished / RECORDS).write_text("".join((*lines[:2], lines[0])))
     problems = " | ".join(read_run(finished).problems)
@@ -162,7 +162,7 @@ def test_missing_and_repeated_records_are_told(finished: Path) -> None:
     assert "announces 3 cases; there are records of 2" in problems
 
 
-def test_lost_records_are_told_by_the_footers_count(finished: Path) -> None:
+def test_lost_records_are_detected_by_the_count_of_the_footer(finished: Path) -> None:
     header = dataclasses.replace(HEADER, num_cases=2)
     lines = (finished / RECORDS).read_text().splitlines(keepends=True)
     (finished / RECORDS).write_text("".join(lines[:2]))
@@ -210,7 +210,7 @@ def test_a_record_that_could_not_be_read_back_is_refused_at_once(tmp_path: Path)
 
 
 def test_a_full_disk_loses_nothing_written_before(tmp_path: Path) -> None:
-    """A limit on file size makes the kernel take half a line and then refuse, as a full disk does."""
+    """A limit on file size makes the kernel write half a line and then refuse, as a full disk does."""
     body = (
         "import resource, signal, sys; from pathlib import Path\n"
         "from shardproof.harness.records.run import RunWriter\n"
@@ -249,7 +249,9 @@ def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_the_header_says_where_and_with_what(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_header_records_the_machine_and_the_versions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def describe() -> Header:
         return provenance.header(command="c", engines=["e"], worlds=["threads:2"], seed=1, num_cases=2)
 
@@ -271,8 +273,8 @@ def test_the_header_knows_the_commit_and_whether_files_changed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def git(*arguments: str) -> str:
-        who = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
-        done = subprocess.run(["git", *who, *arguments], capture_output=True, check=True, text=True)
+        author = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+        done = subprocess.run(["git", *author, *arguments], capture_output=True, check=True, text=True)
         return done.stdout.strip()
 
     def describe() -> Header:

@@ -1,4 +1,4 @@
-"""Trees of tensors come back from a file as they were, and broken files are told apart from whole ones."""
+"""A file returns a tree of tensors as it was written, and a damaged file is refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_tensor_comes_back_beside_others(tensor: torch.Tensor, is_mapped: bool
     assert tree["plain"] is None
 
 
-def test_what_is_mapped_is_mapped_anew_each_time(tmp_path: Path) -> None:
+def test_a_mapped_file_is_mapped_anew_each_time(tmp_path: Path) -> None:
     write_tree({"x": LARGE}, tmp_path / "f")
     tree = read_tree(tmp_path / "f", is_mapped=True)
     tree["x"].zero_()
@@ -67,7 +67,7 @@ def test_a_tree_without_tensors_is_a_tree(tmp_path: Path) -> None:
     assert read_tree(tmp_path / "f") == {"rank": 3, "facts": [1.5, "a"]}
 
 
-def test_what_json_does_not_know_is_refused(tmp_path: Path) -> None:
+def test_a_value_outside_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="expected tensors and what JSON knows, got set"):
         write_tree({"x": {1}}, tmp_path / "f")
 

@@ -1,4 +1,4 @@
-"""pytest glue: worlds to run ranks in, and the mark ``twin`` for tests of torch's own engine.
+"""Fixtures: worlds for ranks, and the mark ``twin`` for tests of torch's own engine.
 
 Twins show that what the tests demand holds for FSDP2 too, through the same interface, and what torch gets wrong;
 `make twins` runs them.

@@ -71,7 +71,7 @@ def train(context: RankContext, model: nn.Module, step: int = 0) -> None:
 
 
 def is_whole(module: nn.Module) -> bool:
-    """Whether a module's own parameters are registered as plain tensors."""
+    """Return whether a module's own parameters are registered as plain tensors."""
     kinds = {isinstance(param, DTensor) for param in module.parameters(recurse=False)}
     assert len(kinds) == 1, f"{type(module).__name__} has parameters of both kinds, or none"
     return kinds == {False}
@@ -95,7 +95,7 @@ def mean_gradients(
 def chain_gradients(
     size: int, factor: float = 1, dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
-    """Compute what a chain's gradients over all ranks come to, times a factor."""
+    """Compute a chain's gradients over all ranks, times a factor."""
     means = mean_gradients(Chain().to(dtype), range(size), dtype)
     return {name: factor * gradient for name, gradient in means.items()}
 
@@ -110,5 +110,5 @@ def assert_gradients(model: nn.Module, expected: Mapping[str, torch.Tensor]) -> 
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather a tensor where it is sharded; a collective call then."""
+    """Gather a tensor if it is sharded, by a collective call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Running a test's body on ranks: threads that are kept from test to test of a file, or new processes."""
+"""Runs a test's body on ranks: threads that live as long as the tests of a file, or new processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of the suites that say what the reference engine must do, judged on it: what they say, no test says again."""
+"""Cases of the suites that specify the reference engine, judged on it; no test repeats them."""
 
 from __future__ import annotations
 

@@ -71,16 +71,16 @@ def _assert_clips_like_one_process(
             expected = torch.nn.utils.clip_grad_norm_(plain, max_norm, norm_type=order)
             pairs = [(found, expected), *((p.grad, q.grad) for p, q in zip(mine, plain, strict=True))]
             for i, (ours_, theirs_) in enumerate(pairs):
-                told = f"norm or gradient {i} of order {order}, max_norm {max_norm}"
-                assert (ours_ is None) == (theirs_ is None), told
+                label = f"norm or gradient {i} of order {order}, max_norm {max_norm}"
+                assert (ours_ is None) == (theirs_ is None), label
                 if ours_ is not None:
-                    _assert_close(whole(ours_), theirs_, told)
+                    _assert_close(whole(ours_), theirs_, label)
 
 
-def _assert_close(found: torch.Tensor, expected: torch.Tensor | None, told: str) -> None:
+def _assert_close(found: torch.Tensor, expected: torch.Tensor | None, label: str) -> None:
     __tracebackhide__ = True
     torch.testing.assert_close(
-        found, expected, rtol=TOLERANCE, atol=TOLERANCE, msg=f"{told}: expected {expected}, got {found}"
+        found, expected, rtol=TOLERANCE, atol=TOLERANCE, msg=f"{label}: expected {expected}, got {found}"
     )
 
 
@@ -162,7 +162,7 @@ def _clip_with(context: RankContext, api: str, hybrid: bool) -> None:
 
 @each_door
 @pytest.mark.parametrize("hybrid", [False, True], ids=["flat", "hybrid"])
-def test_takes_what_torch_takes(hybrid: bool, api: str, ranks: Ranks) -> None:
+def test_takes_the_arguments_that_torch_takes(hybrid: bool, api: str, ranks: Ranks) -> None:
     ranks.run(4 if hybrid else 3, _clip_with, api, hybrid)
 
 

@@ -1,4 +1,4 @@
-"""Collectives and hooks that the user brings: called with what the wire carries, and believed."""
+"""The engine calls collectives and hooks of the user with the data of the wire, and uses their results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.reference.models import (
 from tests.reference.ranks import Ranks, collectives
 
 SIZE = 4
-UNIT = 1  # the unit that gets what the user brings
+UNIT = 1  # the unit with the collectives of the user
 NUMEL = WIDTH * WIDTH + 4 * (UNIT + 1)  # of its parameters, whose rows the world divides
 Call = tuple[str, object]
 
@@ -39,7 +39,7 @@ class _Allocates:
 
 
 class Gather(_Allocates):
-    """An all-gather of the user's, which writes down how it is called."""
+    """An all-gather of the user's, which records its calls."""
 
     def __call__(
         self,
@@ -69,7 +69,7 @@ class Scatter(_Allocates):
 
 
 def _doubled(times: int = 1) -> dict[str, torch.Tensor]:
-    """Compute the gradients of so many microbatches, twice as large in the unit."""
+    """Compute the gradients of this number of microbatches, twice as large in the unit."""
     plain = chain_gradients(SIZE, factor=times)
     return {name: g * (2 if name.startswith(f"units.{UNIT}.") else 1) for name, g in plain.items()}
 

@@ -1,4 +1,4 @@
-"""Hooks of few bits leave the mean over ranks, in the dtype and the tensor that it belongs in, as torch's do."""
+"""Low-precision hooks leave the mean over ranks in the dtype and the tensor of torch's hooks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _gradient(rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What one rank was left with: values, dtype, and whether the memory is that of the tensor it gave."""
+    """One rank's result: values, dtype, and whether its memory is that of the rank's own tensor."""
 
     values: list[float]
     dtype: str
@@ -67,7 +67,7 @@ def _call(hooks: Hooks, name: str, state: Any, *tensors: torch.Tensor) -> None:
     try:
         assert getattr(hooks, name)(state, *tensors) is None
     except RuntimeError as error:
-        # torch 2.13 has the result in place by then, and asks for a stream that the CPU has none of.
+        # torch 2.13 has the result in place by then, and needs a stream, which the CPU lacks.
         if hooks is not default_hooks or "unknown parameter type" not in str(error):
             raise
 
@@ -88,11 +88,11 @@ def test_results_are_bitwise_those_of_torch(name: str, size: int, ranks: Ranks) 
 
 @pytest.mark.parametrize("name", LOW)
 def test_results_of_low_precision_get_the_dtype_of_the_parameters(name: str, ranks: Ranks) -> None:
-    for given in (torch.float32, LOW[name]):
+    for original in (torch.float32, LOW[name]):
         for wanted in (torch.float32, torch.float64, LOW[name]):
-            for results in ranks.run(2, _reduce_here, name, given, wanted):
+            for results in ranks.run(2, _reduce_here, name, original, wanted):
                 assert [r.dtype for r in results] == [str(wanted)] * 2
-                assert all(r.is_in_place == (given == wanted) for r in results)
+                assert all(r.is_in_place == (original == wanted) for r in results)
 
 
 def _reduce_here(context: RankContext, name: str, dtype: torch.dtype, wanted: torch.dtype) -> list[Result]:
@@ -108,7 +108,7 @@ def _wire(context: RankContext, name: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", LOW)
-def test_low_precision_is_what_crosses_between_ranks(name: str, ranks: Ranks) -> None:
+def test_ranks_exchange_low_precision(name: str, ranks: Ranks) -> None:
     dtype = str(LOW[name]).removeprefix("torch.")
     expected = [(str(Op.ALL_REDUCE), dtype), (str(Op.REDUCE_SCATTER), dtype)]
     assert ranks.run(2, _wire, name) == [expected] * 2

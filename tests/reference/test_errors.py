@@ -1,4 +1,4 @@
-"""What is refused: that the text of the reference engine names what came and what to do, and what a refusal leaves."""
+"""Refusals of the reference engine name the wrong value and a remedy, and leave other models alone."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.reference.ranks import Ranks, each
 SIZE = 4
 
 
-class Refusal(Exception):  # noqa: N818 - it says that nothing was refused
-    """Raised by the test where the engine accepted what it must refuse."""
+class Refusal(Exception):  # noqa: N818 - it reports the absence of a refusal
+    """Raised by the test if the engine accepts an input that it must refuse."""
 
 
 def _provoke(api: str, name: str) -> str:
@@ -27,14 +27,14 @@ def _provoke_each(context: RankContext) -> dict[str, str]:
     return each([*SCENARIOS], lambda name: _provoke("reference", name))
 
 
-def test_refusals_say_what_was_expected_what_came_and_what_to_try(ranks: Ranks) -> None:
+def test_refusals_name_the_expected_value_the_actual_one_and_a_remedy(ranks: Ranks) -> None:
     for observed in ranks.run(SIZE, _provoke_each):
-        curt = {name: told for name, told in observed.items() if len(told.partition(": ")[2]) < 30}
+        curt = {name: text for name, text in observed.items() if len(text.partition(": ")[2]) < 30}
         assert curt == {}
 
 
 def _recover(context: RankContext, api: str) -> None:
-    """Provoke an error at first forward on a model of its own; another one trains as ever."""
+    """Provoke an error at the first forward of one model; another model trains normally."""
     for name in ("a weight tied across groups", "a child before its root", "two dtypes in a group"):
         observed = each([name], lambda name: _provoke(api, name))
         assert "Refusal" not in observed[name]

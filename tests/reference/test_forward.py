@@ -1,4 +1,4 @@
-"""What forwards take and return, and in which order passes come, changes no number: one plain model is the measure."""
+"""Arguments and results of forwards and the order of passes change no number of one plain model."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from tests.reference.models import assert_gradients, whole
 from tests.reference.ranks import Ranks
 
 Rows = Sequence[torch.Tensor]  # one tensor for each microbatch
-Schedule = Callable[[nn.Module, Rows], list[torch.Tensor]]  # one iteration; returns what each rank is to see
+Schedule = Callable[
+    [nn.Module, Rows], list[torch.Tensor]
+]  # one iteration; returns the expected values of each rank
 
 
 # --- orders of passes ---------------------------------------------------------------------------------------------
 
 
 def _loss(output: object) -> torch.Tensor:
-    """Weigh all tensors of an output differently, so that no two can be mistaken for each other."""
+    """Weigh all tensors of an output differently, so that swapped tensors change the loss."""
     parts = [t.square().mean() * (i + 1) + t.mean() for i, t in enumerate(_tensors(output))]
     return torch.stack(parts).sum()
 
@@ -60,7 +62,7 @@ def input_gradients(model: nn.Module, rows: Rows) -> list[torch.Tensor]:
 
 
 def gradients_of_inputs_alone(model: nn.Module, rows: Rows) -> list[torch.Tensor]:
-    """Ask autograd for input gradients, which leaves parameters without; then train as usual."""
+    """Ask autograd for input gradients alone, without gradients of parameters; then train as usual."""
     asked: list[torch.Tensor] = []
     for x in rows:
         inputs = x.clone().requires_grad_()
@@ -160,7 +162,7 @@ class Gate(nn.Module):
 
 
 class Passing(nn.Module):
-    """A unit that hands its input on unchanged, between two that work."""
+    """A unit that returns its input unchanged, between two that compute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +195,7 @@ def _empty() -> nn.Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """A model, its units beside the root, and how an iteration goes."""
+    """A model, its units beside the root, and its iteration."""
 
     model: Callable[[], nn.Module]
     units: tuple[str, ...] = ()
@@ -272,7 +274,7 @@ def test_a_parameter_without_rows_trains(call: str, ranks: Ranks) -> None:
 
 
 class Containers(nn.Module):
-    """A unit that is given floats in containers, among things that no cast may touch."""
+    """A unit whose inputs are floats in containers, among objects that no cast may change."""
 
     def __init__(self) -> None:
         super().__init__()

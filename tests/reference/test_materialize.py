@@ -33,7 +33,7 @@ class Scaled(nn.Module):
         self.num_resets = 0
 
     def reset_parameters(self) -> None:
-        """Fill what this module itself owns."""
+        """Fill the tensors that this module itself owns."""
         self.num_resets += 1
         self.scale.fill_(2.0)
         self.get_buffer("offset").fill_(3.0)
@@ -45,7 +45,7 @@ def _values(module: nn.Module) -> dict[str, list[float]]:
 
 
 def _fill(value: float) -> Callable[[nn.Module], None]:
-    """Make a function that gives a module's own tensors memory and one value."""
+    """Make a function that allocates a module's own tensors and fills them with one value."""
 
     def fill(module: nn.Module) -> None:
         module.to_empty(device="cpu", recurse=False)
@@ -83,7 +83,7 @@ def test_values_are_those_of_torch_for_the_same_seed() -> None:
     torch.manual_seed(3)
     materialize(mine, param_init_fn=None, device=CPU)
     torch.manual_seed(3)
-    handle: Any = None  # used only where no device is given
+    handle: Any = None  # used only without a device
     torch_materialize(theirs, CPU, set(), handle)
     assert _values(mine) == _values(theirs)
     assert len({value for values in _values(mine).values() for value in values}) > 10
@@ -213,7 +213,7 @@ def test_something_that_cannot_be_called_is_refused() -> None:
         materialize(nn.Linear(2, 2, device="meta"), param_init_fn=not_callable, device=CPU)
 
 
-def test_function_that_leaves_meta_tensors_is_told() -> None:
+def test_a_function_that_leaves_meta_tensors_is_reported() -> None:
     model = nn.Sequential(Scaled())
 
     def only_parameters(module: nn.Module) -> None:
@@ -282,7 +282,7 @@ def test_module_on_two_devices_is_refused() -> None:
     assert move_to_device(model, None, ignored_parameters=list(model[1].parameters())) == CPU
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="says what happens without an accelerator")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="shows the behaviour without an accelerator")
 def test_number_of_a_device_needs_an_accelerator() -> None:
     with pytest.raises(RuntimeError, match="accelerator"):
         move_to_device(nn.Linear(2, 2), 0)
@@ -301,7 +301,7 @@ class Zoo(nn.Module):
         def draw(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator)
 
-        # 3 bytes, so that what follows could begin at an odd place.
+        # 3 bytes, so that the next tensor could begin at an odd address.
         self.flag = nn.Buffer(torch.arange(3) == seed % 3)
         self.weight = nn.Parameter(draw(4, 3))
         self.frozen = nn.Parameter(draw(5), requires_grad=False)
@@ -326,7 +326,7 @@ def _states(module: nn.Module) -> dict[str, bytes]:
 
 
 def _broadcast_zoo(context: RankContext, bucket_bytes: int) -> int:
-    """Broadcast a model of every kind of tensor; returns in how many messages."""
+    """Broadcast a model with every kind of tensor; return the number of messages."""
     model = Zoo(seed=context.rank + 10)
     expected, mine = _states(Zoo(seed=10)), _states(model)
     assert context.rank == 0 or all(mine[name] != expected[name] for name in mine if mine[name])
@@ -412,6 +412,6 @@ def _broadcast_without_backend(context: RankContext) -> str:
 
 
 def test_states_that_the_backend_cannot_reach_are_refused(ranks: Ranks) -> None:
-    for told in ranks.run(2, _broadcast_without_backend, kind=WorldKind.PROCESSES):
-        assert told.startswith("The module has CPU parameters or buffers when `sync_module_states=True`")
-        assert "a group of cuda:fake" in told
+    for error in ranks.run(2, _broadcast_without_backend, kind=WorldKind.PROCESSES):
+        assert error.startswith("The module has CPU parameters or buffers when `sync_module_states=True`")
+        assert "a group of cuda:fake" in error

@@ -1,4 +1,4 @@
-"""What a sharded module's methods do by hand: gather, free, divide, share streams, recover."""
+"""Methods of a sharded module: gather, free, divide, share streams, recover."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ def test_roots_may_share_streams(in_turn: bool, api: str, ranks: Ranks) -> None:
 # --- accidents ----------------------------------------------------------------------------------------------------
 
 
-class Accident(Exception):  # noqa: N818 - what happens in training, not in the tests
-    """What a user's module raises."""
+class Accident(Exception):  # noqa: N818 - an event of training, not of the tests
+    """An error of a user's module."""
 
 
 def _raise(*_: object) -> None:
@@ -209,6 +209,6 @@ def test_training_goes_on_after_an_accident(fail: Fail, api: str, hybrid: bool, 
 @pytest.mark.parametrize("fail", [_fail_in_backward, _fail_while_accumulating])
 @pytest.mark.parametrize("api", ["torch"])
 def test_torch_adds_the_failed_iteration_to_the_next(fail: Fail, api: str, ranks: Ranks) -> None:
-    # "The failed iteration's gradients are discarded", says reset_iter_state.
+    # The docstring of reset_iter_state: "The failed iteration's gradients are discarded".
     for wrong in ranks.run(SIZE, _recover, api, fail, False):
         assert "scale" in wrong

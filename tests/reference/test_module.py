@@ -1,4 +1,4 @@
-"""A sharded module is still the module: its class, parts, parameters and dtypes; and how it comes to have values."""
+"""A sharded module keeps its class, parts, parameters and dtypes, and a cast changes its values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _classes(context: RankContext, door_name: str) -> list[str]:
 
 
 @each_door
-def test_the_class_is_named_after_what_it_was(api: str, ranks: Ranks) -> None:
+def test_the_class_is_named_after_the_original_class(api: str, ranks: Ranks) -> None:
     assert ranks.run(1, _classes, api) == [["FSDPUnit", "ReplicateUnit"]]
 
 
@@ -67,7 +67,7 @@ def _placements(context: RankContext, door_name: str) -> list[set[tuple[Placemen
 
 
 @each_door
-def test_shards_say_where_they_are(api: str, ranks: Ranks) -> None:
+def test_shards_have_the_placements_of_their_mesh(api: str, ranks: Ranks) -> None:
     hybrid = {(Replicate(), Shard(0))}
     assert ranks.run(4, _placements, api) == [[{(Shard(0),)}, hybrid, hybrid, {(Replicate(),)}]] * 4
 
@@ -82,7 +82,7 @@ def _identities(context: RankContext, api: str) -> None:
 
 @each_door
 def test_parameters_keep_their_identity(api: str, ranks: Ranks) -> None:
-    """Else an optimizer made before the step would hold others (BUGS C6-03)."""
+    """Otherwise an optimizer made before the step would hold other parameters (BUGS C6-03)."""
     ranks.run(SIZE, _identities, api)
 
 
@@ -99,8 +99,8 @@ def _cast(context: RankContext, api: str, unshards: bool) -> None:
     assert whole_units(chain) == set()
     model(inputs_of(context.rank, torch.float64)).sum().backward()
     for param in model.parameters():
-        told = {param.dtype, param.to_local().dtype, param.grad.dtype, param.grad.to_local().dtype}
-        assert told == {torch.float64}
+        dtypes = {param.dtype, param.to_local().dtype, param.grad.dtype, param.grad.to_local().dtype}
+        assert dtypes == {torch.float64}
         assert param._spec.tensor_meta.dtype == torch.float64
     assert_gradients(model, chain_gradients(context.size, dtype=torch.float64))
 

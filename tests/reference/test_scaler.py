@@ -1,4 +1,4 @@
-"""What the scaler asks of which ranks, and what it does to losses; suites/precision has the rest."""
+"""The scaler communicates with its ranks and scales losses; suites/precision has the rest."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_one_collective_for_each_optimizer_and_step(unscales_first: bool, ranks:
     assert ranks.run(2, _count, unscales_first, True) == [[1, 2]] * 2
 
 
-def test_a_scaler_that_is_not_enabled_communicates_nothing(ranks: Ranks) -> None:
+def test_a_disabled_scaler_communicates_nothing(ranks: Ranks) -> None:
     assert ranks.run(2, _count, False, False) == [[0, 0]] * 2
 
 
@@ -71,7 +71,7 @@ def test_ranks_of_another_group_are_not_asked(ranks: Ranks) -> None:
 
 
 def _agree_over_devices(context: RankContext) -> list[list[float]]:
-    """Findings are kept by device; that these devices' tensors are on the CPU here changes nothing of that."""
+    """Findings are kept by device; the tensors of these devices may lie on the CPU."""
     host, accelerator = torch.device("cpu"), torch.device("cuda", 0)
     scaler = ShardedGradScaler("cpu")
     found = []
@@ -109,7 +109,7 @@ def test_losses_keep_their_dtype_and_their_nesting(dtype: torch.dtype) -> None:
     assert [(part.dtype, float(part)) for part in lazily] == [(dtype, 8.0)] * 2
 
 
-def test_a_scaler_that_is_not_enabled_gives_losses_back() -> None:
+def test_a_disabled_scaler_returns_losses_unchanged() -> None:
     loss = torch.ones(())
     assert ShardedGradScaler("cpu", enabled=False).scale(loss) is loss
 

@@ -1,4 +1,4 @@
-"""What a sharded model says of its state and takes back: from world to world, whole or in shards, at any moment."""
+"""A sharded model saves and loads its state: from world to world, whole or in shards, at any moment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOLERANCE = 1e-10
 
 
 class Optimizer(StrEnum):
-    """How to train: one optimizer whose state has a scalar, one whose state has not."""
+    """An optimizer: one has a scalar in its state, another has none."""
 
     ADAMW = "adamw"
     MOMENTUM = "momentum"
@@ -118,8 +118,8 @@ def _assert_values(found: Mapping[str, Any], expected: Mapping[str, torch.Tensor
         assert isinstance(mine, DTensor), f"{name}: expected a DTensor, got {type(mine).__name__}"
         shard = distribute_tensor(value.detach(), mine.device_mesh, mine.placements).to_local()
         for what, ours, theirs in (("shard", mine.to_local(), shard), ("whole", mine.full_tensor(), value)):
-            told = f"{what} of {name}: expected {theirs}, got {ours}"
-            torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE, msg=told)
+            message = f"{what} of {name}: expected {theirs}, got {ours}"
+            torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE, msg=message)
 
 
 # --- from world to world ------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_a_checkpoint_is_trained_on_in_worlds_of_other_sizes(
         ranks.run(size, _load_and_train_the_third, api, optimizer, saved)
 
 
-def _load_what_is_incomplete(context: RankContext, api: str) -> None:
+def _load_incomplete_state(context: RankContext, api: str) -> None:
     model = _sharded(api, _mesh((context.size,)))
     state = model.state_dict()
     del state["last.bias"]
@@ -172,8 +172,8 @@ def _load_what_is_incomplete(context: RankContext, api: str) -> None:
 
 
 @each_door
-def test_strict_loading_names_what_is_missing(api: str, ranks: Ranks) -> None:
-    ranks.run(2, _load_what_is_incomplete, api)
+def test_strict_loading_names_missing_keys(api: str, ranks: Ranks) -> None:
+    ranks.run(2, _load_incomplete_state, api)
 
 
 # --- plain state_dict and load_state_dict -------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def _save_at_every_moment(context: RankContext, api: str, reshard: bool, shape: 
 @each_door
 @pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=str)
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
-def test_state_dict_gives_shards_at_every_moment(
+def test_state_dict_returns_shards_at_every_moment(
     api: str, reshard: bool, shape: tuple[int, ...], ranks: Ranks
 ) -> None:
     size = torch.Size(shape).numel()
@@ -237,7 +237,7 @@ def _load(context: RankContext, api: str, moment: Moment, assign: bool) -> None:
 @each_door
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
 @pytest.mark.parametrize("moment", Moment)
-def test_a_loaded_state_is_what_is_trained_on(api: str, moment: Moment, assign: bool, ranks: Ranks) -> None:
+def test_training_continues_from_a_loaded_state(api: str, moment: Moment, assign: bool, ranks: Ranks) -> None:
     ranks.run(3, _load, api, moment, assign)
 
 

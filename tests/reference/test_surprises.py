@@ -1,4 +1,4 @@
-"""What users do that no schedule foresees: each either trains on rightly or is refused, and says why."""
+"""Uses that no schedule foresees either train rightly or are refused with a reason."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_flags_may_be_set_before_the_root_is_known(ranks: Ranks) -> None:
 
 
 def _partly_used_while_only_scattering(context: RankContext) -> None:
-    """Use both layers, reduce-scattering alone; then one; the other's part must still reach its gradient."""
+    """Use both layers with reduce-scatters alone, then one layer; the other's part must still reach its gradient."""
     mesh = hybrid_mesh(2, 2)
     model, plain = _twins()
     for module in (*model, model):
@@ -77,7 +77,7 @@ def _partly_used_while_only_scattering(context: RankContext) -> None:
         assert_gradients(model, _gradients(plain))
 
 
-def test_what_was_only_scattered_is_not_left_for_the_next_step(ranks: Ranks) -> None:
+def test_a_gradient_that_was_only_scattered_is_not_left_for_the_next_step(ranks: Ranks) -> None:
     ranks.run(4, _partly_used_while_only_scattering)
 
 
@@ -131,8 +131,8 @@ def _stepped_before_backward(context: RankContext) -> str:
 
 
 def test_a_step_before_backward_is_refused_where_the_shards_are_the_parameters(ranks: Ranks) -> None:
-    for told in ranks.run(2, _stepped_before_backward):
-        assert "changed by an optimizer before backward" in told or told == "trained on", told
+    for outcome in ranks.run(2, _stepped_before_backward):
+        assert "changed by an optimizer before backward" in outcome or outcome == "trained on", outcome
 
 
 def _compiled(context: RankContext, whole: bool) -> float:
@@ -206,14 +206,14 @@ def test_ranks_may_run_a_whole_unit_as_often_as_they_like(ranks: Ranks) -> None:
 
 
 class _Caches(nn.Module):
-    """Computes with what its ``__setattr__`` last saw."""
+    """Computes with the value that its ``__setattr__`` received last."""
 
     def __init__(self) -> None:
         super().__init__()
         self.__dict__["cached"] = []
         self.weight = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
 
-    def __setattr__(self, name: str, value: Any) -> None:  # Any: what is set
+    def __setattr__(self, name: str, value: Any) -> None:  # Any: any value
         super().__setattr__(name, value)
         if name == "weight":
             self.__dict__["cached"][:] = [value]
@@ -229,13 +229,13 @@ def _set_through_the_module(context: RankContext) -> bool:
     return model.weight.grad is not None
 
 
-def test_a_module_sees_what_is_registered_through_its_own_setattr(ranks: Ranks) -> None:
+def test_a_module_sees_registrations_through_its_own_setattr(ranks: Ranks) -> None:
     assert ranks.run(2, _set_through_the_module) == [True, True]
 
 
 @dataclass
 class _Carried:
-    """What one unit hands to the next beside its output."""
+    """A value that one unit passes to the next beside its output."""
 
     extra: torch.Tensor | float = 0.0
 
@@ -275,5 +275,5 @@ def _norms(context: RankContext) -> list[float]:
 
 
 def test_clipping_takes_a_tensor_and_ranks_without_gradients(ranks: Ranks) -> None:
-    for told in ranks.run(2, _norms, kind=WorldKind.PROCESSES):
-        assert told == pytest.approx([100.0, 1.0], rel=1e-5)
+    for norms in ranks.run(2, _norms, kind=WorldKind.PROCESSES):
+        assert norms == pytest.approx([100.0, 1.0], rel=1e-5)

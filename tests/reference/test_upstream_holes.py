@@ -1,4 +1,4 @@
-"""Checks that torch's own tests make, in our words, and wrong engines that pass them; our own cases fail these.
+"""Checks of torch's own tests, and wrong engines that pass them; our own cases fail these engines.
 
 Each check is what the test of a row of suites/upstream/tests.toml does with an engine; our cases are those of the row.
 """
@@ -72,12 +72,12 @@ def _losses_agree(
 
 
 def _dtype_of_scatters(context: RankContext, engine: str) -> None:
-    """RX01 and its like: the dtype is looked at where gradients are scattered; those of replicas never are."""
+    """RX01 and its like: the check reads the dtype in reduce-scatters, which replicas never make."""
     scatter = dist.reduce_scatter_tensor
 
-    def looking(output: torch.Tensor, *given: Any, **named: Any) -> Any:
+    def looking(output: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         assert output.dtype is torch.bfloat16
-        return scatter(output, *given, **named)
+        return scatter(output, *arguments, **named)
 
     dist.reduce_scatter_tensor = looking  # of this process, which is the rank's own
     prepared = _prepared(engine, compute_dtype=torch.bfloat16)
@@ -85,7 +85,7 @@ def _dtype_of_scatters(context: RankContext, engine: str) -> None:
 
 
 def _a_million_times_the_memory(context: RankContext, engine: str) -> None:
-    """M01: the bound on memory is a number of bytes times a million where it was to be divided by it."""
+    """M01: the bound on memory multiplies the number of bytes by a million instead of dividing it."""
     prepared = _prepared(engine)
     whole = sum(p.numel() * p.element_size() for p in Chain().parameters())
     for _ in range(3):
@@ -103,7 +103,7 @@ def _losses_of_frozen_units(context: RankContext, engine: str) -> None:
 
 
 def _it_runs(context: RankContext, engine: str) -> None:
-    """UP02: training runs, under whatever schedule; no number is looked at."""
+    """UP02: training runs under every schedule; the check reads no number."""
     prepared = _prepared(engine)
     prepared.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=1e-3))
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""How often units are gathered: ahead in forward, and where a backward recomputes one."""
+"""Counts of gathers: ahead in forward, and in a backward that recomputes a unit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _gathers_before(context: RankContext) -> list[int]:
 
 
 def test_the_reference_gathers_one_ahead_in_forward(ranks: Ranks) -> None:
-    """Once it has seen an order; torch leaves this to explicit lists. The root comes first."""
+    """The engine prefetches once it has seen an order; torch needs explicit lists. The root comes first."""
     assert ranks.run(2, _gathers_before) == [[3, 4, 4]] * 2
 
 

@@ -1,4 +1,4 @@
-"""Which submodules auto wrapping chooses, and that each is wrapped once and replaced wherever it is registered."""
+"""Auto wrapping chooses submodules by policies, wraps each once, and replaces it wherever it is registered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardproof.engine.reference.fsdp1 import wrap_policy as wrapping
 
 
 class Box(nn.Module):
-    """A wrapper that only tells what it was given."""
+    """A wrapper that only records its arguments."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Net(nn.Module):
 
 
 def _wrapped(root: nn.Module) -> list[str]:
-    """Name what is in a box, by its name in the plain model."""
+    """List the modules in boxes, by their names in the plain model."""
     return [
         name.replace(".module", "").removeprefix("module.")
         for name, module in root.named_modules()
@@ -199,7 +199,7 @@ def test_something_that_is_no_policy_is_refused() -> None:
         _wrap_below(Net(), no_policy)
 
 
-def test_modules_named_apart_are_wrapped_whatever_the_policy_says() -> None:
+def test_modules_named_apart_are_wrapped_under_any_policy() -> None:
     for policy in (wrapping.ModuleWrapPolicy({Block}), lambda module, recurse, nonwrapped_numel: False):
         model = Net()
         norms = {block.norm: {"mixed_precision": None} for block in model.blocks}
@@ -220,16 +220,16 @@ def test_options_of_a_policy_reach_the_wrapper() -> None:
 
 def test_options_of_modules_named_apart_go_before_those_of_the_policy() -> None:
     model = _untied()
-    given = {"mixed_precision": "half", "forward_prefetch": True}
-    _wrap_below(model, wrapping.CustomPolicy(lambda m: given), also={model.head: {"mixed_precision": None}})
+    options = {"mixed_precision": "half", "forward_prefetch": True}
+    _wrap_below(model, wrapping.CustomPolicy(lambda m: options), also={model.head: {"mixed_precision": None}})
     assert _options(model.head) == {"mixed_precision": None, "forward_prefetch": True}
-    assert given == {"mixed_precision": "half", "forward_prefetch": True}
+    assert options == {"mixed_precision": "half", "forward_prefetch": True}
 
 
 # --- wrapping by hand ---------------------------------------------------------------------------------------------
 
 
-def test_wrap_outside_of_any_context_gives_the_module_back() -> None:
+def test_wrap_outside_of_any_context_returns_the_module_unchanged() -> None:
     layer = nn.Linear(2, 2)
     assert wrapping.wrap(layer) is layer
     with pytest.raises(KeyError), wrapping.enable_wrap(wrapper_cls=Box):

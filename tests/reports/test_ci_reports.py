@@ -1,4 +1,4 @@
-"""Files for CI servers: JUnit as Jenkins reads it, CTRF, a badge, and a summary of failures that fits a comment."""
+"""Files for CI servers: JUnit for Jenkins, CTRF, a badge, and a summary of failures that fits a comment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests import sample_records
 from tests.sample_records import FOOTER, HEADER
 from tests.sample_runs import ENTRY, HOSTILE, a_record, a_run, one_of_each
 
-# What Jenkins' xUnit plugin, GitLab and CTRF's schema demand, in rules of our own: their files are not copied here.
+# Rules of our own for Jenkins' xUnit plugin, GitLab and CTRF's schema, whose files are not copied here.
 JUNIT = xmlschema.XMLSchema(
     """
 <xs:schema xmlns:xs="http://www.w3.org/2001/XMLSchema">
@@ -135,25 +135,25 @@ RUNS: dict[str, Callable[[], Run]] = {
 
 
 @pytest.mark.parametrize("make", RUNS.values(), ids=RUNS)
-def test_junit_is_what_jenkins_and_gitlab_read(make: Callable[[], Run]) -> None:
+def test_junit_fits_the_rules_of_jenkins_and_gitlab(make: Callable[[], Run]) -> None:
     JUNIT.validate(junit.render(make()))
 
 
 @pytest.mark.parametrize("make", RUNS.values(), ids=RUNS)
-def test_ctrf_is_what_its_schema_says_and_counts_what_it_holds(make: Callable[[], Run]) -> None:
+def test_ctrf_fits_its_schema_and_counts_its_tests(make: Callable[[], Run]) -> None:
     plain = json.loads(ctrf.render(make()))
     CTRF.validate(plain)
     results = plain["results"]
-    told = [test["status"] for test in results["tests"]]
-    assert results["summary"]["tests"] == len(told)
+    statuses = [test["status"] for test in results["tests"]]
+    assert results["summary"]["tests"] == len(statuses)
     assert {status: results["summary"][status] for status in _STATUSES} == {
-        s: told.count(s) for s in _STATUSES
+        s: statuses.count(s) for s in _STATUSES
     }
 
 
 @settings(max_examples=20)
 @given(st.lists(sample_records.drawn(Record), max_size=2))
-def test_any_record_gives_valid_files(records: list[Record]) -> None:
+def test_any_record_makes_valid_files(records: list[Record]) -> None:
     run = a_run(*records)
     CTRF.validate(json.loads(ctrf.render(run)))
     JUNIT.validate(junit.render(run))
@@ -164,10 +164,10 @@ def test_no_file_is_green_where_the_run_does_not_conform(make: Callable[[], Run]
     run = make()
     is_red = not conforms(run)
     root = ElementTree.fromstring(junit.render(run))
-    told = json.loads(ctrf.render(run))["results"]
+    results = json.loads(ctrf.render(run))["results"]
     assert (int(root.get("failures", 0)) + int(root.get("errors", 0)) > 0) is is_red
-    assert (told["summary"]["failed"] > 0) is is_red
-    assert told["environment"]["healthy"] is not is_red
+    assert (results["summary"]["failed"] > 0) is is_red
+    assert results["environment"]["healthy"] is not is_red
     assert (json.loads(badge.endpoint(run))["color"] == "brightgreen") is not is_red
     assert ("conforming" in failure_summary.render(run).splitlines()[0].split(": ")[1].split()) or is_red
 
@@ -175,8 +175,8 @@ def test_no_file_is_green_where_the_run_does_not_conform(make: Callable[[], Run]
 def test_opting_out_is_no_pass_in_any_file() -> None:
     quiet = (Verdict.UNSUPPORTED, Verdict.KNOWN_FAILURE)
     run = a_run(*(a_record(case=f"parity/{verdict}", verdict=verdict) for verdict in quiet))
-    told = json.loads(ctrf.render(run))["results"]["summary"]
-    assert (told["passed"], told["skipped"], told["other"], told["failed"]) == (0, 1, 1, 0)
+    summary = json.loads(ctrf.render(run))["results"]["summary"]
+    assert (summary["passed"], summary["skipped"], summary["other"], summary["failed"]) == (0, 1, 1, 0)
 
 
 def test_the_badge_is_an_endpoint_and_a_picture() -> None:
@@ -222,7 +222,7 @@ def test_the_summary_fits_a_comment() -> None:
 
 
 @pytest.mark.parametrize("make", RUNS.values(), ids=RUNS)
-def test_the_summary_says_why_a_run_is_not_whole(make: Callable[[], Run]) -> None:
+def test_the_summary_names_the_reason_why_a_run_is_not_whole(make: Callable[[], Run]) -> None:
     run = make()
     text = failure_summary.render(run)
     assert "<script>" not in re.sub(r"(`+).*?\1", "", text), "but in a code span"

@@ -1,4 +1,4 @@
-"""Reports say what the records say: every record, every verdict, whatever an engine writes into its messages."""
+"""Reports show every record and every verdict, whatever text an engine writes into its messages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RENDERERS = [terminal.render, markdown.render, junit.render, shown_page]
 
 
 class _Page(HTMLParser):
-    """Collects what a browser would see."""
+    """Collects the visible text of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_a_run_concludes_as_its_worst_verdict(verdict: Verdict) -> None:
 
 
 @pytest.mark.parametrize("render", RENDERERS, ids=lambda render: render.__module__)
-def test_a_known_failure_is_told_with_its_reason_and_apart_from_passes(
+def test_a_known_failure_is_reported_with_its_reason_and_apart_from_passes(
     render: Callable[[Run], str],
 ) -> None:
     known = a_record("parity/b", Verdict.KNOWN_FAILURE, expectation=ENTRY)
@@ -102,13 +102,13 @@ def test_a_known_failure_is_told_with_its_reason_and_apart_from_passes(
 @pytest.mark.parametrize("render", RENDERERS, ids=lambda render: render.__module__)
 def test_a_stale_expectation_makes_a_run_red_and_an_idle_one_does_not(render: Callable[[Run], str]) -> None:
     def ending(*, is_stale: bool) -> Run:
-        unused = UnusedExpectation(expectation=ENTRY, why="told because", is_stale=is_stale)
+        unused = UnusedExpectation(expectation=ENTRY, why="unused because", is_stale=is_stale)
         return a_run(a_record(), footer=replace(FOOTER, unused=(unused,)))
 
     stale, idle = ending(is_stale=True), ending(is_stale=False)
     assert (conclude(stale), conclude(idle)) == (Conclusion.NOT_CONFORMING, Conclusion.CONFORMING)
-    assert "told because" in render(stale)
-    assert render is junit.render or "told because" in render(idle)
+    assert "unused because" in render(stale)
+    assert render is junit.render or "unused because" in render(idle)
     failures = [ElementTree.fromstring(junit.render(run)).get("failures") for run in (stale, idle)]
     assert failures == ["1", "0"]
 
@@ -140,7 +140,7 @@ def test_a_run_that_is_not_whole_does_not_conform() -> None:
 
 
 @pytest.mark.parametrize("render", RENDERERS, ids=lambda render: render.__module__)
-def test_interruption_and_problems_are_told(render: Callable[[Run], str]) -> None:
+def test_interruption_and_problems_are_reported(render: Callable[[Run], str]) -> None:
     text = render(a_run(a_record(), footer=None, problems=("a record is missing",)))
     assert "interrupted" in text
     assert "a record is missing" in text
@@ -148,11 +148,11 @@ def test_interruption_and_problems_are_told(render: Callable[[Run], str]) -> Non
 
 
 @pytest.mark.parametrize("render", RENDERERS, ids=lambda render: render.__module__)
-def test_what_does_not_conform_is_told_with_its_headline(render: Callable[[Run], str]) -> None:
+def test_a_record_that_does_not_conform_is_reported_with_its_headline(render: Callable[[Run], str]) -> None:
     text = render(one_of_each()).replace("\\", "")
     for verdict in Verdict:
         assert str(verdict) in text
-        assert verdict.is_conforming or f"told of {verdict}" in text
+        assert verdict.is_conforming or f"headline of {verdict}" in text
 
 
 def test_every_record_is_in_exactly_one_cell() -> None:
@@ -183,12 +183,12 @@ def test_the_terminal_matrix_reads_line_by_line() -> None:
     assert lines[-1] == "Not conforming: 1 of 2 passed (50.0%) in 1 min 00 s, 1 not conforming"
 
 
-def test_a_label_says_what_tells_a_case_from_its_neighbours() -> None:
+def test_a_label_distinguishes_a_case_from_its_neighbours() -> None:
     assert label("parity/test_x.py::test_y[a-b]", "parity") == "x::y[a-b]"
     assert label("parity/free-form", "parity") == "free-form"
 
 
-def test_junit_counts_what_it_holds() -> None:
+def test_junit_counts_its_elements() -> None:
     root = ElementTree.fromstring(junit.render(one_of_each()))
     kinds = {case.get("name"): [child.tag for child in case] for case in root.iter("testcase")}
     assert kinds == {
@@ -215,9 +215,11 @@ def test_junit_shows_an_interrupted_run_red() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.text(st.characters(), max_size=60))
-def test_junit_is_xml_whatever_an_engine_says(said: str) -> None:
-    record = a_record(said, Verdict.CRASHED, engine=said, headline=said, duration_s=math.nan)
-    run = a_run(replace(record, outcomes=(OutcomeRecord(rank=0, kind=said, text=said),)), problems=(said,))
+def test_junit_is_xml_for_any_text_of_an_engine(message: str) -> None:
+    record = a_record(message, Verdict.CRASHED, engine=message, headline=message, duration_s=math.nan)
+    run = a_run(
+        replace(record, outcomes=(OutcomeRecord(rank=0, kind=message, text=message),)), problems=(message,)
+    )
     text = junit.render(run)
     root = ElementTree.fromstring(text.encode("utf-8"))
     assert root.get("tests") == "2"
@@ -251,8 +253,8 @@ def test_hostile_text_stays_text(render: Callable[[Run], str]) -> None:
 @pytest.mark.parametrize("render", RENDERERS, ids=lambda render: render.__module__)
 def test_a_hang_report_folds_ranks_in_one_state(render: Callable[[Run], str]) -> None:
     record = a_record(verdict=Verdict.HUNG, hang=a_hang("engine.py:7 in reduce"))
-    told = html.unescape(re.sub(r"</?\w[^>]*>", " ", render(a_run(record))))
-    words = " ".join(told.replace("\\", "").split())
+    visible_text = html.unescape(re.sub(r"</?\w[^>]*>", " ", render(a_run(record))))
+    words = " ".join(visible_text.replace("\\", "").split())
     for part in (
         "ranks 0-2",
         "waiting in a call",
@@ -267,14 +269,14 @@ def test_a_hang_report_folds_ranks_in_one_state(render: Callable[[Run], str]) ->
         assert part in words, part
 
 
-def test_ranks_in_one_plight_are_folded_and_the_blamed_come_last() -> None:
+def test_ranks_in_one_state_are_folded_and_suspects_come_last() -> None:
     blamed_first = replace(a_hang("x"), suspects=(0, 1, 2))
     assert [p.ranks for p in state_cards(blamed_first)] == ["rank 3", "ranks 0-2"]
     assert [p.is_suspect for p in state_cards(blamed_first)] == [False, True]
     assert [dict(p.facts).get("waits for") for p in state_cards(a_hang("x"))] == ["rank 3", None]
 
 
-def test_straying_is_told_before_the_difference() -> None:
+def test_straying_is_reported_before_the_difference() -> None:
     hang = a_hang("x")
     assert hang.difference is not None
     early = replace(CALL, position=2)
@@ -282,7 +284,7 @@ def test_straying_is_told_before_the_difference() -> None:
     astray = replace(hang, difference=replace(hang.difference, desynchronised=desynchronised))
     assert [step.number for step in hang_steps(astray)] == ["#2", "#4"]
     assert [step.number for step in hang_steps(hang)] == ["#3", "#4"]
-    assert [who for who, _ in hang_steps(astray)[0].sides] == ["ranks 0-2", "rank 3"]
+    assert [names for names, _ in hang_steps(astray)[0].sides] == ["ranks 0-2", "rank 3"]
     assert hang_steps(replace(hang, difference=None)) == ()
 
 
@@ -292,15 +294,15 @@ def test_markdown_tables_survive_pipes() -> None:
     assert len(re.findall(r"(?<!\\)\|", row)) == 3
 
 
-def test_markdown_never_exceeds_what_a_forge_takes_and_keeps_failures() -> None:
+def test_markdown_fits_the_limit_of_a_forge_and_keeps_failures() -> None:
     passing = [a_record(f"parity/passing-{i}" + "x" * 90, headline="\u20ac" * 300) for i in range(4000)]
     failing = [a_record(f"parity/failing-{i}", Verdict.FAILED, headline=f"sin {i}.") for i in range(50)]
     text = markdown.render(a_run(*passing, *failing))
     assert len(text.encode()) <= markdown.LIMIT_BYTES
     assert all(f"sin {i}." in text for i in range(50))
-    told = re.search(r"Left out for length: the detail of (\d+) PASSED\.", text)
-    assert told is not None
-    assert int(told[1]) + len(re.findall("^- .*passing-", text, re.M)) == 4000
+    match = re.search(r"Left out for length: the detail of (\d+) PASSED\.", text)
+    assert match is not None
+    assert int(match[1]) + len(re.findall("^- .*passing-", text, re.M)) == 4000
     assert "4000 PASSED" in text
 
 
@@ -316,12 +318,12 @@ def test_markdown_counts_failures_that_do_not_fit() -> None:
     ]
     text = markdown.render(a_run(*failing))
     assert len(text.encode()) <= markdown.LIMIT_BYTES
-    told = re.search(r"the detail of (\d+) CRASHED", text)
-    assert told is not None
-    assert int(told[1]) + text.count("\n### `") == 100
+    match = re.search(r"the detail of (\d+) CRASHED", text)
+    assert match is not None
+    assert int(match[1]) + text.count("\n### `") == 100
 
 
-def test_markdown_stays_small_whatever_the_header_holds() -> None:
+def test_markdown_stays_small_with_any_header() -> None:
     huge = "|" * 300_000
     header = replace(HEADER, command=huge, versions={huge: huge}, git_head=huge)
     run = Run(
@@ -407,10 +409,10 @@ def test_records_that_fail_alike_are_one_cause() -> None:
     folded = causes(run.records)
     assert [len(cause.records) for cause in folded] == [18, 1, 1]
     assert [cause.engine for cause in folded] == ["torch.ddp", "torch.ddp", "torch.fsdp2"]
-    told = terminal.render(run)
-    assert told.count("gradient '0.weight': zero") == 2, "once for each engine"
-    assert "gradient '5.weight': zero" not in told
-    assert "12 more" in told
+    rendered = terminal.render(run)
+    assert rendered.count("gradient '0.weight': zero") == 2, "once for each engine"
+    assert "gradient '5.weight': zero" not in rendered
+    assert "12 more" in rendered
     assert "all 18 records that fail alike" in page.render(run)
 
 
@@ -434,8 +436,8 @@ def test_the_ledger_is_folded_only_over_ranks_that_agree() -> None:
     odd = a_record().ledger
     changed = a_record(ledger=(*odd[:3], replace(odd[3], count=3)))
     assert [(row.ranks, row.count) for row in ledger_rows(changed)] == [("ranks 0-2", 2), ("rank 3", 3)]
-    untold = a_record(ledger=odd[:1])
-    assert [row.ranks for row in ledger_rows(untold)] == ["all 4 ranks"], (
+    short = a_record(ledger=odd[:1])
+    assert [row.ranks for row in ledger_rows(short)] == ["all 4 ranks"], (
         "ranks without lines did as rank 0 did"
     )
     nothing = replace(odd[3], op="none", count=0, num_bytes=0)

@@ -1,4 +1,4 @@
-"""Timelines: read from what a world left, exported so that trace viewers take them, drawn so that a person sees."""
+"""Timelines are read from a world's files, exported for trace viewers, and drawn as pictures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.sample_runs import a_record, a_run
 
 Event = dict[str, Any]  # Any: JSON
 
-# What the format's documentation asks of each kind of event, besides name, ph, ts, pid and tid.
+# Required fields of each kind of event in the format's documentation, besides name, ph, ts, pid and tid.
 NEEDED: dict[str, set[str]] = {
     "X": {"dur"},
     "M": {"args"},
@@ -51,7 +51,7 @@ NEEDED: dict[str, set[str]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a world of two ranks left, of an engine that reads gathers before they are there."""
+    """Return the files of a world of two ranks, whose engine reads gathers before they are there."""
     return observe(tmp_path_factory.mktemp("world"))
 
 
@@ -72,7 +72,7 @@ def test_a_world_is_read_rank_by_rank(folder: Path) -> None:
     assert read_timeline(folder / "nowhere").ranks == ()
 
 
-def test_every_event_has_what_the_format_asks_for(folder: Path) -> None:
+def test_every_event_has_the_fields_of_the_format(folder: Path) -> None:
     events = trace_events(_timeline(folder))
     assert {e["ph"] for e in events} == set(NEEDED) - {"t"}  # with two ranks an arrow has no step
     for event in events:
@@ -89,11 +89,11 @@ def test_times_are_microseconds_from_the_first(folder: Path) -> None:
     timeline = _timeline(folder)
     events = trace_events(timeline)
     assert min(e["ts"] for e in events) == 0
-    unit_span, *_ = timeline.ranks[0].unit_spans
+    spell, *_ = timeline.ranks[0].unit_spans
     of_first_rank = min(e["pid"] for e in events)
     slices = [e for e in events if e["ph"] == "X" and e["cat"] == "compute" and e["pid"] == of_first_rank]
     first = min(slices, key=lambda e: e["ts"])
-    assert first["dur"] == pytest.approx((unit_span.last.at_ns - unit_span.first.at_ns) / 1000)
+    assert first["dur"] == pytest.approx((spell.last.at_ns - spell.first.at_ns) / 1000)
 
 
 def test_ends_match_beginnings_and_arrows_start_and_end_in_slices(folder: Path) -> None:
@@ -103,10 +103,10 @@ def test_ends_match_beginnings_and_arrows_start_and_end_in_slices(folder: Path) 
         if event["ph"] in "bestf":
             by_id[event["cat"], _identifier(event)].append(event)
     assert {cat for cat, _ in by_id} == {"collective", "flight", "ranks", "race"}
-    for reported in by_id.values():
-        kinds = "".join(e["ph"] for e in reported)
+    for same_id in by_id.values():
+        kinds = "".join(e["ph"] for e in same_id)
         assert kinds in {"be", "sf"} or set(kinds[1:-1]) == {"t"}, kinds
-        assert len({e["name"] for e in reported}) == 1
+        assert len({e["name"] for e in same_id}) == 1
     slices = [(e["pid"], e["tid"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
     for event in (e for e in events if e["ph"] in "stf"):
         place = (event["pid"], event["tid"])
@@ -119,7 +119,7 @@ def _identifier(event: Event) -> object:
 
 
 def test_perfetto_takes_the_identifiers(folder: Path) -> None:
-    """It takes numbers for arrows, one thread for a tid whatever the process, and no thread for tid 0."""
+    """Perfetto takes numbers for arrows, one thread for a tid whatever the process, and no thread for tid 0."""
     events = trace_events(_timeline(folder))
     assert all(type(e["id"]) is int for e in events if e["ph"] in "stf")
     assert all(int(e["id2"]["local"], 16) >= 0 for e in events if e["ph"] in "be")
@@ -134,34 +134,34 @@ def _crowded(timeline: Timeline) -> Timeline:
     def at_once(moment: TimePoint) -> TimePoint:
         return replace(moment, at_ns=moment.place)
 
-    def unit_span(it: UnitSpan) -> UnitSpan:
+    def spell(it: UnitSpan) -> UnitSpan:
         return replace(it, first=at_once(it.first), last=at_once(it.last))
 
     def collective(it: CollectiveSpan) -> CollectiveSpan:
         return replace(it, issued=at_once(it.issued), landed=it.landed and at_once(it.landed))
 
-    def mark(it: RaceMark) -> RaceMark:
+    def clash(it: RaceMark) -> RaceMark:
         return replace(it, first=at_once(it.first), second=at_once(it.second))
 
     return Timeline(
         ranks=tuple(
             replace(
                 rank,
-                phases=tuple(map(unit_span, rank.phases)),
-                unit_spans=tuple(map(unit_span, rank.unit_spans)),
+                phases=tuple(map(spell, rank.phases)),
+                unit_spans=tuple(map(spell, rank.unit_spans)),
                 collectives=tuple(map(collective, rank.collectives)),
-                races=tuple(map(mark, rank.races)),
+                races=tuple(map(clash, rank.races)),
             )
             for rank in timeline.ranks
         )
     )
 
 
-@pytest.mark.parametrize("reported", [lambda t: t, _crowded], ids=["as_it_was", "crowded"])
-def test_slices_of_a_thread_nest(folder: Path, reported: Callable[[Timeline], Timeline]) -> None:
+@pytest.mark.parametrize("change", [lambda t: t, _crowded], ids=["as_it_was", "crowded"])
+def test_slices_of_a_thread_nest(folder: Path, change: Callable[[Timeline], Timeline]) -> None:
     """Viewers drop a slice that begins inside another and ends after it."""
     threads: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for event in trace_events(reported(_timeline(folder))):
+    for event in trace_events(change(_timeline(folder))):
         if event["ph"] == "X":
             first, last = (round(1000 * us) for us in (event["ts"], event["ts"] + event["dur"]))
             threads[event["tid"]].append((first, last))
@@ -195,7 +195,7 @@ def test_the_same_collective_is_in_the_same_column_of_every_rank(folder: Path) -
     assert all(len(found) == 1 for found in columns.values())
 
 
-def test_ranks_that_disagree_are_drawn_all_the_same(folder: Path) -> None:
+def test_ranks_that_disagree_are_drawn(folder: Path) -> None:
     timeline = _timeline(folder).of_step(1)
     one, other = timeline.ranks
     part = Timeline(ranks=(one, replace(other, collectives=other.collectives[3:])))
@@ -213,7 +213,7 @@ def test_a_picture_is_whole_and_shows_the_race(folder: Path) -> None:
     assert draw(Timeline(ranks=())) == ""
 
 
-def test_the_picture_of_the_page_is_what_a_run_draws(folder: Path) -> None:
+def test_the_picture_of_the_page_matches_that_of_a_run(folder: Path) -> None:
     drawn = draw_picture(_timeline(folder))
     assert PICTURE.read_text(encoding="utf-8") == drawn, "run python -m examples.race_timeline, and look"
 
@@ -228,7 +228,7 @@ def _kept_run(folder: Path, path: Path) -> Record:
     return kept
 
 
-def test_the_page_draws_what_failed(folder: Path, tmp_path: Path) -> None:
+def test_the_page_draws_failures(folder: Path, tmp_path: Path) -> None:
     record = _kept_run(folder, tmp_path / "run")
     run = a_run(record)
     drawn = pictures(run, tmp_path / "run").drawn
@@ -247,10 +247,10 @@ def test_the_command_writes_the_trace(
     assert (
         main(["timeline", str(tmp_path / "run"), "--case", "test_it", "--rank", "1", "--out", str(out)]) == 0
     )
-    reported = json.loads(out.read_text())
-    names = [e["args"]["name"] for e in reported["traceEvents"] if e["name"] == "process_name"]
+    trace = json.loads(out.read_text())
+    names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
     assert names == ["rank 1"]
-    assert len({e["pid"] for e in reported["traceEvents"]}) == 1
+    assert len({e["pid"] for e in trace["traceEvents"]}) == 1
     assert "race(s)" in capsys.readouterr().out
     assert main(["timeline", str(tmp_path / "run"), "--case", "test_if"]) == 2
     assert "try --case 'races/x.py::test_it[one]'" in capsys.readouterr().err

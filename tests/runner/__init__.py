@@ -1,1 +1,1 @@
-"""Tests of which cases run in which worlds, and what is kept between them."""
+"""Tests of the runner: cases in worlds, and the results that it keeps between them."""

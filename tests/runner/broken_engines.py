@@ -6,28 +6,28 @@ from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 
 
 class TakesArguments(DistributedDataParallelEngine):
-    """Cannot be made without knowing what it wants."""
+    """Cannot be constructed without an argument."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self.bucket_bytes = bucket_bytes
 
 
 class HasNoVersion(DistributedDataParallelEngine):
-    """Answers with None where a text is expected."""
+    """Returns None as its version."""
 
     def version(self) -> str:
         return None  # type: ignore[return-value]  # the fault
 
 
 class FailsToSayItsVersion(DistributedDataParallelEngine):
-    """Raises where a text is expected."""
+    """Raises when asked for its version."""
 
     def version(self) -> str:
         raise RuntimeError("no such file:\nVERSION")
 
 
 class EndsTheProcess(DistributedDataParallelEngine):
-    """Ends the process that asks for its version."""
+    """Ends the process when asked for its version."""
 
     def version(self) -> str:
         import os
@@ -46,12 +46,12 @@ class HangsInItsVersion(DistributedDataParallelEngine):
 
 
 class DeclaresNothing(DistributedDataParallelEngine):
-    """Declares None where a set is expected."""
+    """Declares None as its capabilities."""
 
     capabilities = None  # type: ignore[assignment]  # the fault
 
 
 class DeclaresNonsense(DistributedDataParallelEngine):
-    """Declares what is no capability."""
+    """Declares a value that is no capability."""
 
     capabilities = frozenset({"fast"})  # type: ignore[arg-type]  # the fault

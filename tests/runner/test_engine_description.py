@@ -1,4 +1,4 @@
-"""An engine that cannot be judged is one engine: it is named with the cause, and the others are judged."""
+"""A run names an engine that it cannot judge with the cause, and judges the other engines."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_an_answer_that_does_not_come_ends_with_the_deadline(name: str, tmp_path
         describe(f"{tmp_path / name}" if ":" in name else f"{BROKEN}:{name}", limit_s=1.0)
 
 
-def test_a_description_is_what_the_engine_declares() -> None:
+def test_a_description_matches_the_declarations_of_the_engine() -> None:
     found = describe("torch.ddp")
     assert found.capabilities == resolve("torch.ddp").capabilities
     assert Capability.REPLICATE in found.capabilities

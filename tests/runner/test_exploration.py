@@ -1,4 +1,4 @@
-"""Programs are drawn, judged and shrunk, and the command that explores writes down what fails."""
+"""Explore draws, judges and shrinks programs, and writes those that fail."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _hunt(fails: Fails) -> Hunt:
     return Hunt(exploration=exploration)
 
 
-def test_a_failure_shrinks_to_the_least_that_fails_in_the_same_way() -> None:
+def test_a_failure_shrinks_to_the_smallest_program_with_the_same_failure() -> None:
     def fails(p: dict[str, str]) -> str:
         if p.get("b") == "1":
             return "rank 3 raised ValueError" if p.get("f") == "2" else "rank 0 raised KeyError"
@@ -90,7 +90,7 @@ def test_found_programs_are_read_with_comments(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_explore_writes_down_what_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explore_writes_failing_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out").mkdir()
     mutant = "shardproof.engine.mutants.gradient_scale:SumsInsteadOfAveraging"
     arguments = ["--engine", mutant, "--programs", "1", "--out", str(tmp_path / "out")]
@@ -102,7 +102,7 @@ def test_explore_writes_down_what_fails(tmp_path: Path, capsys: pytest.CaptureFi
     assert "the plain program fails" in capsys.readouterr().out
 
 
-def test_what_fails_as_a_known_program_does_is_not_new(
+def test_a_program_that_fails_as_a_known_one_is_not_new(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def judge(_: Exploration, program: Program) -> Record:
@@ -113,9 +113,9 @@ def test_what_fails_as_a_known_program_does_is_not_new(
     known.write_text("clip=inf\n")
     monkeypatch.setattr("shardproof.harness.cli.explore.KNOWN", (known,))
     assert main(["explore", "--engine=torch.fsdp2", "--programs=20", f"--out={tmp_path / 'out'}"]) == 1
-    said = capsys.readouterr().out
-    assert "CRASHED" in said.splitlines()[-1]
-    assert "; 0 new failures" in said
+    printed = capsys.readouterr().out
+    assert "CRASHED" in printed.splitlines()[-1]
+    assert "; 0 new failures" in printed
     assert not (tmp_path / "out" / "found.txt").exists()
 
 
@@ -127,7 +127,7 @@ def test_what_fails_as_a_known_program_does_is_not_new(
         "step 0, gradient '{}': rank {}: expected a tensor, got None{}",
     ],
 )
-def test_what_a_law_lists_is_no_part_of_a_symptom(summary: str) -> None:
+def test_numbers_and_lists_of_a_law_are_no_part_of_a_symptom(summary: str) -> None:
     def symptom(*texts: str) -> Symptom | None:
         laws = (LawRecord(law="a law", held=False, summary=summary.format(*texts)),)
         return symptom_of(a_record(laws=laws))
@@ -139,7 +139,7 @@ def test_what_a_law_lists_is_no_part_of_a_symptom(summary: str) -> None:
     ("law", "is_shown"),
     [("", True), ("matches the oracle", True), ("memory between steps is explained", False)],
 )
-def test_a_script_is_written_of_what_it_can_show(law: str, is_shown: bool, tmp_path: Path) -> None:
+def test_a_script_is_written_for_a_failure_that_it_can_show(law: str, is_shown: bool, tmp_path: Path) -> None:
     program, symptom = Program(), Symptom(verdict="FAILED", law=law, kind="too much")
     finding = ShrunkFailure(program=program, symptom=symptom, record=a_record(), drawn=program)
     write_finding(finding, "torch.fsdp2", "threads:2", tmp_path)
@@ -154,7 +154,7 @@ def test_a_script_is_written_of_what_it_can_show(law: str, is_shown: bool, tmp_p
         ("reference_races:FreesTheCopiedBuffer", ["--thorough"]),
     ],
 )
-def test_explore_draws_schedules_and_watches_where_asked_to(
+def test_explore_draws_schedules_and_watches_on_demand(
     engine: str, effort: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("shardproof.harness.cli.explore.KNOWN", ())

@@ -18,7 +18,7 @@ from shardproof.harness.records.run import read_run
 from shardproof.harness.runner import interruption
 from shardproof.harness.runner.interruption import interruptible, uninterrupted
 
-# Far above what is needed: machines are busy. No test waits so long unless it fails.
+# Far above the usual time, for busy machines. Only a failing test waits so long.
 LIMIT_S = 60.0
 WAITS = "tests.waiting_engine:Waits"
 # A run of two engines: the first passes, the second waits for ever.
@@ -83,7 +83,7 @@ def test_a_run_that_is_killed_leaves_its_records_alone(
 @pytest.mark.slow
 @pytest.mark.parametrize("waiting", [["-n1"]], indirect=True, ids=["worker"])
 def test_ctrl_c_twice_ends_at_once(waiting: LiveRun) -> None:
-    # The worker is stopped, so that the first one cannot be what ends the run.
+    # The worker is stopped, so that the first signal cannot end the run.
     for found in waiting.processes():
         if found.role == "worker":
             os.kill(found.pid, signal.SIGSTOP)
@@ -96,7 +96,7 @@ def test_ctrl_c_twice_ends_at_once(waiting: LiveRun) -> None:
 
 
 def _takes_first(run: LiveRun) -> bool:
-    """Whether the first signal was taken: none is pending any more."""
+    """Return whether the process took the first signal: none is pending any more."""
     status = Path(f"/proc/{run.process.pid}/status").read_text()
     pending = int(status.partition("ShdPnd:")[2].split()[0], 16)
     return not pending & 1 << (signal.SIGINT - 1)

@@ -1,4 +1,4 @@
-"""A run keeps what its failures showed, and no more unless asked; judging again says what it cannot judge."""
+"""A run keeps only observations of failures unless asked; judging again lists cases that it cannot judge."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_only_failures_keep_what_was_observed(usual: Path) -> None:
+def test_only_failures_keep_observations(usual: Path) -> None:
     for record in read_run(usual).records:
         assert bool(record.observation) is (record.verdict not in {Verdict.PASSED, Verdict.UNSUPPORTED})
         assert not record.observation or (usual / record.observation / "rank1.observation").is_file()
@@ -50,27 +50,27 @@ def test_all_is_kept_on_demand(tmp_path: Path, workers: tuple[str, ...]) -> None
 
 
 @pytest.mark.slow
-def test_a_worker_deletes_what_passed(tmp_path: Path) -> None:
+def test_a_worker_deletes_observations_of_passes(tmp_path: Path) -> None:
     found = _run(tmp_path / "run", "-n", "1")
     assert found["torch.ddp"].observation == ""
     assert (tmp_path / "run" / found[SUMS].observation / "rank0.observation").is_file()
     assert _observed(tmp_path / "run") == {path.name for path in (tmp_path / "run").rglob("*SumsInst*")}
 
 
-def test_what_was_not_kept_keeps_its_verdict_and_is_listed(
+def test_a_case_without_kept_observations_keeps_its_verdict_and_is_listed(
     usual: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["judge", str(usual)]) == 1
     old, new = read_run(usual), read_run(usual / JUDGED)
     assert [r.verdict for r in new.records] == [r.verdict for r in old.records]
     quiet = [r for r in old.records if not r.observation]
-    (told,) = new.problems
-    assert told.startswith("not judged again: what passed or was refused is only kept by `run --keep all`")
-    assert told.endswith(f"and {len(quiet) - 1} more")
-    assert told in " ".join(capsys.readouterr().out.split())
+    (problem,) = new.problems
+    assert problem.startswith("not judged again: what passed or was refused is only kept by `run --keep all`")
+    assert problem.endswith(f"and {len(quiet) - 1} more")
+    assert problem in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_red_run_cannot_turn_green_by_judging_what_is_left(usual: Path) -> None:
+def test_a_red_run_cannot_turn_green_by_judging_the_rest(usual: Path) -> None:
     assert Verdict.FAILED in {record.verdict for record in read_run(usual / JUDGED).records}
 
 
@@ -96,7 +96,7 @@ def test_second(trial: Trial) -> None:
 """
 
 
-def test_what_a_failure_shares_with_a_pass_is_kept(tmp_path: Path) -> None:
+def test_observations_that_a_failure_shares_with_a_pass_are_kept(tmp_path: Path) -> None:
     """The pass came first, and its world is not run again."""
     (tmp_path / "test_shared.py").write_text(SHARED)
     options = ("--engine=torch.ddp", "--no-expectations", f"--out={tmp_path / 'run'}")

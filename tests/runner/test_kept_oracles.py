@@ -1,4 +1,4 @@
-"""An oracle that an earlier run kept is taken where nothing changed, and accuses no engine."""
+"""A run reuses the oracle of an earlier run if nothing changed, and no stale oracle fails an engine."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def farm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Farm:
     return Farm(tmp_path, monkeypatch)
 
 
-def test_a_second_run_takes_it(farm: Farm) -> None:
+def test_a_second_run_reuses_an_oracle(farm: Farm) -> None:
     assert (farm.run(), farm.run(), farm.num_computed) == (Verdict.PASSED, Verdict.PASSED, 1)
 
 
-def test_another_engine_takes_it_too_and_its_failure_is_judged_by_a_fresh_one(farm: Farm) -> None:
+def test_another_engine_reuses_it_and_a_fresh_oracle_judges_its_failure(farm: Farm) -> None:
     farm.run()
     assert farm.run(engine="torch.fsdp2") is Verdict.PASSED
     assert farm.num_computed == 1
@@ -64,8 +64,8 @@ def test_another_engine_takes_it_too_and_its_failure_is_judged_by_a_fresh_one(fa
     assert farm.num_computed == 2
 
 
-def test_a_stale_one_accuses_no_engine(farm: Farm) -> None:
-    """As where a model reads weights from a file, and the file is another one now."""
+def test_a_stale_oracle_fails_no_engine(farm: Farm) -> None:
+    """A model may read weights from a file that has changed since."""
     farm.run()
     (path,) = farm.oracles.iterdir()
     farm.run(replace(MLP_EVEN, loss=_halved))
@@ -76,13 +76,13 @@ def test_a_stale_one_accuses_no_engine(farm: Farm) -> None:
     assert path.read_bytes() != other.read_bytes()
 
 
-def test_other_content_asks_for_another(farm: Farm) -> None:
+def test_other_content_needs_another_oracle(farm: Farm) -> None:
     farm.run()
     farm.run(replace(MLP_EVEN, loss=_halved))
     assert farm.num_computed == 2
 
 
-def test_another_installation_asks_for_another(farm: Farm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_installation_needs_another_oracle(farm: Farm, monkeypatch: pytest.MonkeyPatch) -> None:
     farm.run()
     monkeypatch.setattr(kept_oracle, "_environment", lambda: b"another release")
     farm.run()
@@ -122,7 +122,7 @@ def test_a_failure_is_explained_by_an_oracle_of_its_own(
     assert asked == [False, True]  # none for the third and fourth
 
 
-def test_a_loss_scale_asks_for_another_only_if_a_step_is_skipped() -> None:
+def test_a_loss_scale_needs_another_oracle_only_if_a_step_is_skipped() -> None:
     plain = train(MLP_EVEN, units=())
     plan = replace(plain.plan, demands=plain.plan.demands | {Capability.LOSS_SCALE})
 
@@ -141,7 +141,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_one_is_computed_again(farm: Farm, damage: Callable[[bytes], bytes]) -> None:
+def test_a_damaged_oracle_is_computed_again(farm: Farm, damage: Callable[[bytes], bytes]) -> None:
     farm.run()
     (path,) = farm.oracles.iterdir()
     whole = path.read_bytes()

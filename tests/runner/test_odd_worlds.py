@@ -1,4 +1,4 @@
-"""In a world of a size that divides nothing, a case of every suite judges an honest engine right."""
+"""In a world of an odd size, a case of every suite judges an honest engine right."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FINE = {Verdict.PASSED, Verdict.UNSUPPORTED, Verdict.KNOWN_FAILURE}
 
 
 class _Ids:
-    """A plugin that keeps what was collected."""
+    """A plugin that keeps the collected cases."""
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.ids = [item.nodeid for item in session.items]

@@ -1,4 +1,4 @@
-"""A training that starts from what a world of another size saved: its reference, and what goes wrong before."""
+"""A training may start from a state that a world of another size saved; tests its reference and its failures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TRAINING = train(MLP_UNEVEN, ADAMW, steps=2, origin=WHOLE)
 
 
 class _InOtherWorlds(DistributedDataParallelEngine):
-    """Does something else where there are other than two ranks."""
+    """Runs `begin` where the world has another size than two."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         if dist.get_world_size() != 2:
@@ -50,7 +50,7 @@ class _InOtherWorlds(DistributedDataParallelEngine):
         return super().prepare(model, plan, mesh)
 
     def begin(self) -> None:
-        """Do it."""
+        """Misbehave."""
 
 
 class Raises(_InOtherWorlds):
@@ -61,7 +61,7 @@ class Raises(_InOtherWorlds):
 
 
 class Refuses(_InOtherWorlds):
-    """Declares what it refuses."""
+    """Declares a capability and refuses it."""
 
     def begin(self) -> None:
         raise NotImplementedError("three are a crowd")
@@ -82,7 +82,7 @@ class LoadsNothing(DistributedDataParallelEngine):
     """Leaves a model as it was built."""
 
     class Prepared(PreparedDdp):
-        """Forgets what it is given."""
+        """Ignores the state that it loads."""
 
         def load_full_state(self, state: dict[str, Any]) -> None:
             """Do nothing."""
@@ -100,7 +100,7 @@ def judge(session: TrialSession) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("kind", OWN_KINDS)
-def test_an_honest_engine_goes_on(judge: Callable[..., Any], kind: WorldKind) -> None:
+def test_an_honest_engine_continues(judge: Callable[..., Any], kind: WorldKind) -> None:
     record = judge("torch.ddp", kind)
     assert record.verdict is Verdict.PASSED, record.headline
 
@@ -113,7 +113,7 @@ def test_parameters_that_are_not_loaded_are_seen_before_the_first_step(judge: Ca
 
 @pytest.mark.parametrize("engine", ["Raises", "Refuses"])
 @pytest.mark.parametrize("kind", OWN_KINDS)
-def test_what_goes_wrong_before_is_said_to_be_there(
+def test_an_error_in_the_world_before_is_reported_as_of_that_world(
     judge: Callable[..., Any], engine: str, kind: WorldKind
 ) -> None:
     record = judge(engine, kind)
@@ -180,7 +180,7 @@ def _are_close(found: Any, model: nn.Module) -> bool:
     ],
     ids=["shares", "dtype", "scaling", "tensor parallel"],
 )
-def test_what_has_no_reference_is_refused(change: dict[str, Any], words: str) -> None:
+def test_a_training_without_a_reference_is_refused(change: dict[str, Any], words: str) -> None:
     from shardproof.fixtures.tensor_parallel import STACK_16
 
     problem = STACK_16 if "tensor_parallel" in change else MLP_UNEVEN

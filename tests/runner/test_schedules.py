@@ -1,4 +1,4 @@
-"""Schedules: what a seed decides, what is kept of several, and that a seed which shows a sin shows it every time."""
+"""Schedules: a seed decides an order, one of equal schedules is kept, and a seed repeats the defect that it shows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SEED_THAT_FAILS, NUM_REPLAYS = 1, 20
 
 
 def _arrivals(context: RankContext) -> list[int]:
-    """Return in which order messages of the others came to rank 0."""
+    """Return the order in which messages of other ranks reached rank 0."""
     if context.rank:
         dist.send(torch.tensor(float(context.rank)), dst=0)
         return []
@@ -52,7 +52,7 @@ def _received() -> int:
 
 
 def _polls(context: RankContext) -> int:
-    """Count how often a result is not there yet, when all ranks have come for it."""
+    """Count polls that find no result yet, after all ranks have called."""
     work = dist.all_reduce(torch.ones(1), async_op=True)
     dist.barrier()
     assert work is not None
@@ -78,11 +78,11 @@ def test_seeds_order_arrivals_and_hold_results_back(tmp_path: Path) -> None:
         world.close()
     assert orders == again
     assert len(set(orders.values())) > 3
-    assert polls[0] == 0  # the default holds nothing back from who asks
+    assert polls[0] == 0  # the default holds no result back from a rank that polls
     assert max(polls) > 0
 
 
-def test_a_seed_gives_the_same_journals_to_the_byte(tmp_path: Path) -> None:
+def test_a_seed_repeats_journals_to_the_byte(tmp_path: Path) -> None:
     training = replace(TRAINING, plan=SHARDED)
     for run in ("one", "two"):
         world = replace(THREADS, seed=5)
@@ -93,7 +93,7 @@ def test_a_seed_gives_the_same_journals_to_the_byte(tmp_path: Path) -> None:
 
 
 def _lines(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """Read a journal without what clocks told."""
+    """Read a journal without times."""
     lines = [json.loads(line) for line in journal_path(folder, rank).read_text().splitlines()]
     for line in lines:
         line.pop("at_ns", None)
@@ -101,7 +101,7 @@ def _lines(folder: Path, rank: int) -> list[dict[str, Any]]:
     return lines
 
 
-def test_a_seed_that_shows_a_sin_shows_it_every_time(tmp_path: Path) -> None:
+def test_a_seed_that_shows_a_defect_shows_it_every_time(tmp_path: Path) -> None:
     def with_seed(seed: int, folder: str) -> tuple[Verdict, str]:
         session = TrialSession(Source(folder=tmp_path / folder), RunOptions(seed=seed))
         record = session.run(CASE, ARRIVAL, suite="", command="")
@@ -109,13 +109,13 @@ def test_a_seed_that_shows_a_sin_shows_it_every_time(tmp_path: Path) -> None:
         return record.verdict, record.headline
 
     assert with_seed(0, "by default")[0] is Verdict.PASSED
-    told = [with_seed(SEED_THAT_FAILS, f"replay {i}") for i in range(NUM_REPLAYS)]
-    assert {verdict for verdict, _ in told} == {Verdict.FAILED}
-    assert len({headline for _, headline in told}) == 1
-    assert told[0][1].startswith(f"under schedule {SEED_THAT_FAILS}: matches the oracle: step 0, gradient")
+    results = [with_seed(SEED_THAT_FAILS, f"replay {i}") for i in range(NUM_REPLAYS)]
+    assert {verdict for verdict, _ in results} == {Verdict.FAILED}
+    assert len({headline for _, headline in results}) == 1
+    assert results[0][1].startswith(f"under schedule {SEED_THAT_FAILS}: matches the oracle: step 0, gradient")
 
 
-def test_exploring_finds_the_seed_and_says_how_to_come_back(tmp_path: Path) -> None:
+def test_exploring_finds_the_seed_and_names_the_command_to_repeat(tmp_path: Path) -> None:
     session = TrialSession(Source(folder=tmp_path), RunOptions(num_schedules=4))
     record = session.run(CASE, ARRIVAL, suite="", command="pytest case")
     session.close()
@@ -126,7 +126,7 @@ def test_exploring_finds_the_seed_and_says_how_to_come_back(tmp_path: Path) -> N
     assert replace(offline, duration_s=0.0) == replace(record, duration_s=0.0)
 
 
-def test_schedules_that_come_to_the_same_are_kept_once(tmp_path: Path) -> None:
+def test_schedules_with_equal_results_are_kept_once(tmp_path: Path) -> None:
     run_schedules(THREADS, range(4), drive_rank, TRAINING, "torch.ddp", folder=tmp_path / "honest")
     assert [s.seed for s in load_schedules(tmp_path / "honest")] == [0]
     run_schedules(THREADS, range(4), drive_rank, TRAINING, ARRIVAL.engine, folder=tmp_path / "mutant")
@@ -139,13 +139,13 @@ def _fails_under_seed_2(context: RankContext, training: Training) -> str | None:
     return drive_rank(context, training, "torch.ddp")
 
 
-def test_exploring_stops_where_a_world_ends_badly(tmp_path: Path) -> None:
+def test_exploring_stops_at_a_failing_world(tmp_path: Path) -> None:
     run_schedules(THREADS, range(5), _fails_under_seed_2, TRAINING, folder=tmp_path)
     assert [s.seed for s in load_schedules(tmp_path)] == [0, 2]
     assert not load_schedules(tmp_path)[1].kept.result.is_clean
 
 
-def test_what_read_a_result_too_early_is_named_by_a_second_look(session: TrialSession) -> None:
+def test_an_early_read_of_a_result_is_named_by_a_watched_run(session: TrialSession) -> None:
     record = judged(session, f"{LATE}:ReadsBucketsTooEarly", training=TRAINING, laws=CASE.laws)
     assert record.verdict is Verdict.FAILED
     assert "NaN or infinity" in record.headline
@@ -163,22 +163,22 @@ def test_what_read_a_result_too_early_is_named_by_a_second_look(session: TrialSe
         ("ForgetsTheWorkOfANorm", ResultsAreWaitedFor(), "no wait for all_reduce"),
     ],
 )
-def test_harm_is_told_with_collective_unit_parameters_and_site(
+def test_harm_is_reported_with_collective_unit_parameters_and_site(
     name: str, law: LeavesBuffersAlone | ResultsAreWaitedFor, word: str, session: TrialSession
 ) -> None:
     is_ddp = isinstance(law, ResultsAreWaitedFor)
     training = TRAINING if is_ddp else replace(TRAINING, plan=SHARDED)
     record = judged(session, f"{LATE}:{name}", training=training, laws=())
     assert record.verdict is Verdict.FAILED
-    (told,) = [ruling for ruling in record.laws if ruling.law == law.name]
-    assert word in told.summary
-    assert any(" of blocks." in detail for detail in told.details)
+    (found,) = [ruling for ruling in record.laws if ruling.law == law.name]
+    assert word in found.summary
+    assert any(" of blocks." in detail for detail in found.details)
     if not is_ddp:
-        # No number shows it: the values were taken when the call was made.
+        # No number shows the harm: the call had read the values before.
         assert MatchesOracle().name not in {ruling.law for ruling in record.laws if not ruling.held}
-        assert "parameters" not in told.summary
-        assert ".weight" in told.summary or "gain" in told.summary
-        assert "before the wait at engine/reference/" in told.summary
+        assert "parameters" not in found.summary
+        assert ".weight" in found.summary or "gain" in found.summary
+        assert "before the wait at engine/reference/" in found.summary
 
 
 def test_effort_is_checked_and_spelt() -> None:
@@ -194,7 +194,7 @@ def test_effort_is_checked_and_spelt() -> None:
     assert RunOptions(is_thorough=True).options(0) == ("--thorough",)
 
 
-def test_the_command_line_takes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_accepts_schedules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["run", "--engine=torch.ddp", "--suite=smoke", "-k=trains", "--keep=all", "--schedules"]
     assert main([*common, "0"]) == 2
     assert "--schedules: expected a number from 1 on" in capsys.readouterr().err

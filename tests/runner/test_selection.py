@@ -1,4 +1,4 @@
-"""Parts of a run: shards that add up to it, the rest of an interrupted one, and what did not conform in the last."""
+"""Selections of a run: shards that add up to it, the rest of an interrupted run, and the last run's failures."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_shard_that_cannot_be_is_refused(text: str) -> None:
         RunShard.parse(text)
 
 
-# What follows runs cases. DDP refuses most of the suite clipping, which is quick.
+# The tests below run cases. DDP refuses most of the suite clipping, which is quick.
 
 ASKED = ("--engine", "torch.ddp", "--suite", "clipping", "--suite", "smoke", "--no-expectations")
 
@@ -107,7 +107,7 @@ def test_workers_agree_on_an_empty_shard(tmp_path: Path) -> None:
 
 
 def _interrupted(whole: Path, out: Path, *, num_kept: int) -> Run:
-    """Copy a run as a kill would leave it: some records, half of another, and no end."""
+    """Copy a run as a kill leaves it: some records, half of another, and no footer."""
     shutil.copytree(whole, out)
     lines = (out / RECORDS).read_text().splitlines(keepends=True)
     (out / RECORDS).write_text("".join(lines[:num_kept]) + lines[num_kept][:50])
@@ -117,7 +117,7 @@ def _interrupted(whole: Path, out: Path, *, num_kept: int) -> Run:
 
 
 @pytest.mark.slow
-def test_resuming_runs_what_has_no_record_and_nothing_else(whole: Path, tmp_path: Path) -> None:
+def test_resuming_runs_only_cases_without_a_record(whole: Path, tmp_path: Path) -> None:
     stopped = tmp_path / "stopped"
     kept = _interrupted(whole, stopped, num_kept=9).records
     assert _run("--resume", str(stopped), out=tmp_path / "rest") == 0
@@ -156,7 +156,7 @@ from shardproof.engine.mutants.gradient_scale import SumsInsteadOfAveraging as S
 
 
 @pytest.mark.slow
-def test_only_what_did_not_conform_runs_again(
+def test_only_cases_that_did_not_conform_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)

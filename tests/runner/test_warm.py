@@ -1,10 +1,10 @@
-"""What worlds and oracles are forks of has changed nothing of torch: engines that are built in patch nothing."""
+"""Preloaded modules, which worlds and oracles fork, change nothing of torch: built-in engines patch nothing."""
 
 from __future__ import annotations
 
 from tests.shell import python
 
-# Everything that a training could meet, by identity, before and after the imports; names that are new do not count.
+# All objects that a training could meet, by identity, before and after the imports; new names do not count.
 _SCRIPT = """
 import sys
 import torch
@@ -36,6 +36,6 @@ print("changed", sorted(key for key, value in before.items() if after.get(key) !
 """
 
 
-def test_what_is_imported_once_for_all_changes_nothing_of_torch() -> None:
+def test_preloaded_modules_change_nothing_of_torch() -> None:
     done = python("-c", _SCRIPT)
     assert done.stdout.strip() == "changed []", done.stdout[-2000:] + done.stderr[-2000:]

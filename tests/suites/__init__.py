@@ -1,1 +1,1 @@
-"""Tests of what suites are written with: claims and fixtures."""
+"""Tests of claims and fixtures, of which suites are made."""

@@ -1,4 +1,4 @@
-"""The engine that mutants of finalization spoil is honest itself, on each release of torch."""
+"""The base engine of the finalization mutants is honest, on each release of torch."""
 
 from __future__ import annotations
 

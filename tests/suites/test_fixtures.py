@@ -21,7 +21,7 @@ from shardproof.suites.wrapper import model
 
 any_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
 
-# The smallest real defect that we know of moves parameters by this much of their largest element.
+# The smallest known real defect moves parameters by this share of their largest element.
 SMALLEST_DEFECT = 1.2e-4
 
 
@@ -67,7 +67,7 @@ def test_data_differs_between_all_places_and_repeats_at_each(problem: ModelProbl
 
 
 @any_problem
-def test_num_items_counts_what_the_loss_adds(problem: ModelProblem) -> None:
+def test_num_items_counts_the_addends_of_the_loss(problem: ModelProblem) -> None:
     for rank in range(4):
         count = problem.num_items(step=1, microbatch=0, rank=rank)
         target = problem.batch(step=1, microbatch=0, rank=rank).target
@@ -141,7 +141,7 @@ def test_units_of_chains_differ_in_size_on_up_to_eight_ranks(name: str, world_si
 @pytest.mark.parametrize("world_size", range(1, 17))
 @pytest.mark.parametrize("step", range(4))
 def test_rows_for_the_wrapper_cancel_on_no_number_of_ranks(world_size: int, step: int) -> None:
-    """Where they did, gradients were roundings alone, which an optimizer that divides by them makes steps of."""
+    """If rows cancelled, gradients would be roundings, which an optimizer that divides by them turns into steps."""
     summed = sum(model.batch(rank, step) for rank in range(world_size))
     assert isinstance(summed, torch.Tensor)
     assert bool(summed.sum(0).all())

@@ -1,4 +1,4 @@
-"""What cases of the wrapper claim: a claim that is wrong is noted as what was got, and never as right."""
+"""A wrong claim of a case of the wrapper is noted with the actual value, and never as right."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Named(PreparedModel):
 
 def _noted(claim: Callable[[Bench], None]) -> str:
     notes: list[str] = []
-    given = InterfaceBench(
+    bench = InterfaceBench(
         prepared=_Named(nn.Identity()),
         rank=0,
         size=1,
@@ -35,7 +35,7 @@ def _noted(claim: Callable[[Bench], None]) -> str:
         note=lambda subject, value: notes.append(f"{subject}: {value}"),
         ledger=tuple,
     )
-    claim(Bench(given))
+    claim(Bench(bench))
     (note,) = notes
     return note.removeprefix("it: ")
 
@@ -121,7 +121,7 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def test_a_refusal_is_an_error_by_which_one_says_no() -> None:
+def test_a_claim_of_refusal_needs_a_refusing_error() -> None:
     assert _noted(lambda bench: bench.refuses("it", lambda: _raise(ValueError("no")))) == RIGHT
     assert "KeyError" in _noted(lambda bench: bench.refuses("it", lambda: _raise(KeyError("lost"))))
     assert "accepted" in _noted(lambda bench: bench.refuses("it", lambda: None))

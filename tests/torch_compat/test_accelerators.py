@@ -1,4 +1,4 @@
-"""Worlds on an accelerator: which there are, and cases and mutants on one that is made of host memory."""
+"""Worlds on an accelerator: their names, and cases and mutants on an accelerator made of host memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardproof.harness.torch_compat.accelerators import backends_for, is_here, 
 from shardproof.harness.verdicts.known_failures import matches_world
 from tests.shell import ROOT, python
 
-pytestmark = pytest.mark.timeout(400)  # the first who needs the device builds it, beside others' tests
+pytestmark = pytest.mark.timeout(400)  # the first test that needs the device builds it, beside other tests
 
 FOLDER = ROOT / "tests" / "hostmem"
 MUTANTS = "shardproof.engine.mutants"
@@ -37,7 +37,7 @@ WORLD = "processes:2:hostmem"
 
 @pytest.fixture(scope="module")
 def hostmem() -> Any:  # Any: a module that is loaded by its path
-    """The module that builds the device; nothing is registered in this process."""
+    """The module that builds the device; it registers nothing in this process."""
     spec = spec_from_file_location("hostmem_to_build", FOLDER / "hostmem.py")
     assert spec is not None
     assert spec.loader is not None
@@ -48,7 +48,7 @@ def hostmem() -> Any:  # Any: a module that is loaded by its path
 
 @pytest.fixture(scope="module")
 def on_path(hostmem: Any) -> str:
-    """What lets ``import torch`` find the device, as PYTHONPATH."""
+    """Return the PYTHONPATH that lets ``import torch`` find the device."""
     hostmem.build()
     return f"{FOLDER}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
 
@@ -86,7 +86,7 @@ def test_a_known_failure_is_of_every_device_unless_it_names_one(
     assert matches_world(pattern, world) is is_like
 
 
-def test_a_machine_without_a_compiler_is_said(
+def test_a_machine_without_a_compiler_is_reported(
     hostmem: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -98,7 +98,7 @@ def test_a_machine_without_a_compiler_is_said(
 def test_a_build_that_takes_too_long_leaves_no_compiler_behind(
     hostmem: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is called as the compiler starts another process, as g++ does."""
+    """The stand-in for the compiler starts another process, as g++ does."""
     compiler, started = tmp_path / "compiler", tmp_path / "started"
     compiler.write_text(f"#!/bin/sh\nsleep 300 &\necho $! >> {started}\nwait\n")
     compiler.chmod(0o755)
@@ -113,7 +113,7 @@ def test_a_build_that_takes_too_long_leaves_no_compiler_behind(
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process is there that has not ended; one that ended may wait for its parent to take notice."""
+    """Return whether a process runs; an ended process may still wait for its parent."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -129,7 +129,7 @@ require_device("hostmem")
 """
 
 
-def test_a_device_without_a_backend_is_said(on_path: str) -> None:
+def test_a_device_without_a_backend_is_reported(on_path: str) -> None:
     done = python("-c", NO_BACKEND, PYTHONPATH=on_path)
     assert done.stdout == "2 cpu:gloo,hostmem:hostccl\n", done.stderr
     assert "the device hostmem: expected a backend registered for it, got none" in done.stderr
@@ -151,7 +151,7 @@ print("alike")
 
 
 def test_the_cell_of_an_lstm_is_that_of_a_cpu(on_path: str) -> None:
-    """Torch asks a device for it in one operator, which a CPU lacks."""
+    """Torch computes the cell by one operator of the device, which a CPU lacks."""
     done = python("-c", CELLS, PYTHONPATH=on_path)
     assert done.stdout == "alike\n", done.stderr
 

@@ -1,4 +1,4 @@
-"""Threads that first call an operator together, under dispatch modes: torch alone dies of it, in most attempts."""
+"""Threads may call an operator together for the first time under dispatch modes, which crashes plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch times while FSDP1 state is saved is known per thread, so that ranks that are threads may save at once."""
+"""Timers of torch that run while FSDP1 saves state are per thread, so that ranks in threads may save at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TIMED = "saving"
 
 
 def _time_in_two_threads() -> list[str]:
-    """Begin to time the same thing in two threads at once; gives what the second one met."""
+    """Begin to time the same name in two threads at once; return the outcome of the second."""
     profiler: Any = _debug_utils.SimpleProfiler
     met: list[str] = []
 

@@ -1,4 +1,4 @@
-"""A torch that lacks a private name loses what stands on it, by name, and nothing else."""
+"""Without a private name of torch only the features that need it fail, and the error names them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_each_name_is_there_and_is_used(name: private_names.PrivateName) -> None
     assert any(attribute in source for source in sources)
 
 
-def test_a_name_that_is_missing_is_refused_with_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_name_is_refused_with_the_lost_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private_names, "_find", lambda path: None if "_World" in path else path)
     with pytest.raises(UnsupportedTorchError, match=r"^worlds of threads: .*distributed_c10d\._World"):
         private("torch.distributed.distributed_c10d:_World")
@@ -85,10 +85,10 @@ for words in json.loads(sys.argv[1]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Called:
-    """How one command ended, what it printed, and what it left, by engine."""
+    """Exit code, output and records, by engine, of one command."""
 
     code: int
-    said: str
+    printed: str
     found: dict[str, Record]
 
 
@@ -107,10 +107,10 @@ def _call(tmp_path: Path, hidden: str, *commands: tuple[str, ...]) -> list[Calle
     return [
         Called(
             code=int(code),
-            said=said + done.stderr,
+            printed=printed + done.stderr,
             found=records_by_engine(read_run(out).records, TRAINS) if out.exists() else {},
         )
-        for (said, code), out in zip(parts, outs, strict=True)
+        for (printed, code), out in zip(parts, outs, strict=True)
     ]
 
 
@@ -118,39 +118,39 @@ def test_one_engine_that_lacks_a_name_fails_no_other_and_is_named_with_the_cause
     run, *tables = _call(
         tmp_path, "torch.distributed._composable.replicate_with_fsdp", TRAIN, ("list",), ("doctor",)
     )
-    assert run.code == 1, run.said  # not conforming: an engine that was selected is not judged
-    assert {record.verdict for record in run.found.values()} == {Verdict.PASSED}, run.said
+    assert run.code == 1, run.printed  # not conforming: an engine that was selected is not judged
+    assert {record.verdict for record in run.found.values()} == {Verdict.PASSED}, run.printed
     assert sorted(set(BUILT_IN) - set(run.found)) == ["torch.replicate"]
     why = r"not judged: torch.replicate: needs .*replicate_with_fsdp, which torch 2\S+ does not have"
-    assert re.search(why, run.said)
+    assert re.search(why, run.printed)
     assert [table.code for table in tables] == [0, 3]
     for table in tables:
-        (line,) = (line for line in table.said.splitlines() if "torch.replicate" in line)
+        (line,) = (line for line in table.printed.splitlines() if "torch.replicate" in line)
         assert "needs torch.distributed._composable.replicate_with_fsdp, which torch" in line
-        assert "torch.fsdp2" in table.said
-        assert "Traceback" not in table.said
+        assert "torch.fsdp2" in table.printed
+        assert "Traceback" not in table.printed
 
 
 def test_a_watch_that_lacks_a_name_is_refused_and_the_rest_is_judged(tmp_path: Path) -> None:
     hidden = "torch.utils._python_dispatch:TorchDispatchMode"
     watched, plain = _call(tmp_path, hidden, (*OF_DDP, "--thorough"), OF_DDP)
     record = watched.found["torch.ddp"]
-    assert (watched.code, record.verdict) == (3, Verdict.ERRORED), watched.said
+    assert (watched.code, record.verdict) == (3, Verdict.ERRORED), watched.printed
     assert "the watches over races and lifetimes: expected a release of torch that has" in record.headline
-    assert (plain.code, plain.found["torch.ddp"].verdict) == (0, Verdict.PASSED), plain.said
+    assert (plain.code, plain.found["torch.ddp"].verdict) == (0, Verdict.PASSED), plain.printed
 
 
 def test_worlds_of_threads_that_lack_a_name_are_refused_and_processes_are_judged(tmp_path: Path) -> None:
     hidden = "torch._C._distributed_c10d:_set_thread_isolation_mode"
     threads, processes = _call(tmp_path, hidden, OF_DDP, (*OF_DDP, "--world", "processes:2"))
     record = threads.found["torch.ddp"]
-    assert (threads.code, record.verdict) == (3, Verdict.ERRORED), threads.said
+    assert (threads.code, record.verdict) == (3, Verdict.ERRORED), threads.printed
     expected = "worlds of threads: expected a release of torch that has torch._C._distributed_c10d"
     assert expected in record.headline
-    assert (processes.code, processes.found["torch.ddp"].verdict) == (0, Verdict.PASSED), processes.said
+    assert (processes.code, processes.found["torch.ddp"].verdict) == (0, Verdict.PASSED), processes.printed
 
 
-def test_what_is_only_slower_without_a_name_is_judged(tmp_path: Path) -> None:
+def test_an_engine_that_is_only_slower_without_a_name_is_judged(tmp_path: Path) -> None:
     hidden = "torch.distributed.tensor._sharding_prop:ShardingPropagator"
     (run,) = _call(tmp_path, hidden, (*SMOKE, "--engine", "torch.fsdp2"))
-    assert (run.code, run.found["torch.fsdp2"].verdict) == (0, Verdict.PASSED), run.said
+    assert (run.code, run.found["torch.fsdp2"].verdict) == (0, Verdict.PASSED), run.printed

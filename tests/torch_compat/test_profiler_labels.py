@@ -1,4 +1,4 @@
-"""An engine's labels cost nothing while no profiler runs, and are there when one does."""
+"""An engine's labels call no operator without a profiler, and appear in one that runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DTensor operators give is worked out once for all ranks, and once for each kind of arguments."""
+"""Results of DTensor operators are propagated once for all ranks, and once for each kind of arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ METHOD = "_propagate_tensor_meta_non_cached"
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Put in torch's place what notes the arguments that it is asked for, and gives them back."""
+    """Replace torch's propagation by a function that notes its arguments and returns them."""
     found: list[Any] = []
 
     def propagate(_: Any, schema: Any) -> Any:
@@ -68,14 +68,14 @@ def test_another_operator_or_default_dtype_is_another_question(calls: list[Any])
     assert len(calls) == 3
 
 
-def test_what_cannot_be_compared_is_asked_each_time(calls: list[Any]) -> None:
+def test_arguments_that_cannot_be_compared_are_asked_each_time(calls: list[Any]) -> None:
     with shared_propagation():
         _ask(object())
         _ask(object())
     assert len(calls) == 2
 
 
-def test_nobody_can_spoil_the_answer_of_another(calls: list[Any]) -> None:
+def test_a_rank_cannot_spoil_the_answer_of_another(calls: list[Any]) -> None:
     with shared_propagation():
         _ask(1).append("mine")
         assert _ask(1) == [1]
@@ -86,7 +86,7 @@ def _tensors() -> Iterator[torch.Tensor]:
     yield from (torch.empty(3, 4).t(), torch.empty(4, 6)[:, ::2], torch.empty(2, 3, dtype=torch.bfloat16))
 
 
-# Operators that are known by rule, and with how many tensors they are called.
+# Operators with known rules, and their numbers of tensors.
 KNOWN = {
     "detach.default": 1,
     "clone.default": 1,
@@ -113,7 +113,7 @@ def _schema(name: str, *specs: DTensorSpec) -> OpSchema:
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_what_is_known_by_rule_is_what_torch_finds_out(name: str) -> None:
+def test_shapes_known_by_rule_are_those_that_torch_computes(name: str) -> None:
     mesh: Any = SimpleNamespace(ndim=1)
     found = 0
     for tensor in _tensors():
@@ -131,7 +131,7 @@ def test_what_is_known_by_rule_is_what_torch_finds_out(name: str) -> None:
 
 
 def placed(context: RankContext) -> list[str]:
-    """Ask torch itself where results lie that are known by rule, and list the differences; a rank body."""
+    """Compare placements known by rule with those of torch, and list the differences; a rank body."""
     wholes, pairs = [(Shard(0),), (Shard(1),), (Replicate(),)], [Replicate(), Shard(0), Shard(1), Partial()]
     pair = init_device_mesh("cpu", (2, 2)), [(a, b) for a in pairs for b in pairs]
     whole = init_device_mesh("cpu", (4,)), [*wholes, (Partial(),)]
@@ -152,13 +152,13 @@ def placed(context: RankContext) -> list[str]:
 
 
 def test_where_results_lie_by_rule_is_where_torch_puts_them(tmp_path: Path) -> None:
-    told = returned("processes:4", placed, folder=tmp_path)
+    results = returned("processes:4", placed, folder=tmp_path)
     # 11 operators, 3 shapes; of one mesh 3 placements that are not sums, of the other 9; one tensor meets 4 or 16
-    # others, which it does not look at, more tensors only their like.
-    assert told == [[f"{3 * (3 * (3 * 4 + 8) + 9 * (3 * 16 + 8))} known"]] * 4
+    # others, whose values the rule ignores; more tensors meet only equal ones.
+    assert results == [[f"{3 * (3 * (3 * 4 + 8) + 9 * (3 * 16 + 8))} known"]] * 4
 
 
-def test_what_might_be_broadcast_is_no_rule() -> None:
+def test_shapes_that_might_be_broadcast_have_no_rule() -> None:
     mesh: Any = SimpleNamespace(ndim=1)
 
     def spec(*shape: int) -> DTensorSpec:
@@ -181,7 +181,7 @@ def test_torch_is_as_before_afterwards() -> None:
 
 
 class _Mesh(SimpleNamespace):
-    """Stands in for a rank's mesh; ranks' meshes differ in whose they are."""
+    """Stands in for a rank's mesh; meshes of ranks differ in their owner."""
 
     def __init__(self, shape: tuple[int, ...] = (2,)) -> None:
         super().__init__(_flatten_rank_map=(0, 1), _layout=shape, device_type="cpu", mesh_dim_names=None)
@@ -189,7 +189,7 @@ class _Mesh(SimpleNamespace):
 
 
 def _propagated(monkeypatch: pytest.MonkeyPatch, *, is_moved: bool = False) -> list[Any]:
-    """Put in torch's place what says that results lie as the first argument does."""
+    """Replace torch's propagation by a function that places results as the first argument."""
     asked: list[Any] = []
 
     def propagate(_: Any, schema: Any) -> OutputSharding:
@@ -231,7 +231,7 @@ def test_other_placements_operators_and_meshes_are_other_questions(monkeypatch: 
     assert len(asked) == 4
 
 
-def test_what_a_rank_s_place_may_change_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_that_depend_on_the_place_of_a_rank_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = _propagated(monkeypatch, is_moved=True)
     with shared_propagation():
         _place(_Mesh())
@@ -280,6 +280,6 @@ def computed(context: RankContext) -> list[object]:
     return found
 
 
-def test_ranks_in_threads_compute_what_processes_do(tmp_path: Path) -> None:
+def test_ranks_in_threads_compute_the_results_of_processes(tmp_path: Path) -> None:
     threads, processes = (returned(f"{k}:4", computed, folder=tmp_path / k) for k in ("threads", "processes"))
     assert threads == processes

@@ -1,1 +1,1 @@
-"""Tests of what a rank does: collectives, units, streams, memory."""
+"""Tests of tracing a rank: collectives, units, streams, memory."""

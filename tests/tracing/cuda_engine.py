@@ -1,4 +1,4 @@
-"""An engine that insists on CUDA, as some do, and reduces on a stream of its own; and one that forgets to wait."""
+"""An engine that insists on CUDA and reduces on a stream of its own, and another that forgets to wait."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class InsistsOnCuda(Engine):
 
 
 class StepsTooEarly(InsistsOnCuda):
-    """The one whose optimizer reads gradients that may be under way."""
+    """Its optimizer reads gradients whose reduction may be in flight."""
 
     name = "cuda.steps_too_early"
     waits = False

@@ -1,4 +1,4 @@
-"""What orders two streams, and what does not, by the interface that streams of every device have."""
+"""Waits that order two streams, and calls that do not, through the interface of streams of every device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _waits_when_selected(device: Any, here: Any, there: Any) -> None:
 ORDERS: Mapping[str, Ordering] = {
     "wait-stream": lambda device, here, there: there.wait_stream(here),
     "wait-event": lambda device, here, there: there.wait_event(here.record_event()),
-    "event-given": lambda device, here, there: there.wait_event(here.record_event(device.Event())),
+    "event-passed": lambda device, here, there: there.wait_event(here.record_event(device.Event())),
     "event-records": lambda device, here, there: there.wait_event(_recorded(device, here)),
     "event-records-current": lambda device, here, there: there.wait_event(_recorded(device, None)),
     "event-waits": lambda device, here, there: here.record_event().wait(there),
@@ -37,7 +37,7 @@ ORDERS: Mapping[str, Ordering] = {
     "stream-query": lambda device, here, there: here.query(),
     "device-synchronize": lambda device, here, there: device.synchronize(),
 }
-"""Each has what is issued to ``there`` later come after what was issued to ``here``."""
+"""Each orders later work of ``there`` after earlier work of ``here``."""
 
 NO_ORDERS: Mapping[str, Ordering] = {
     "nothing": lambda device, here, there: None,
@@ -49,7 +49,7 @@ NO_ORDERS: Mapping[str, Ordering] = {
     "its-own-query": lambda device, here, there: there.record_event().query(),
     "unrecorded-synchronize": lambda device, here, there: device.Event().synchronize(),
 }
-"""None has what is issued to ``there`` later come after what was issued to ``here``."""
+"""None orders later work of ``there`` after earlier work of ``here``."""
 
 
 def write_here_read_there(device: Any, order: Ordering) -> None:

@@ -1,4 +1,4 @@
-"""Which code of an engine runs: counted as arcs, and what explore makes of it."""
+"""Arcs record which code of an engine runs, and explore draws programs by them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_another_branch_runs_other_arcs(tmp_path: Path) -> None:
     assert {file for file, *_ in both} == {short_path(__file__)}
 
 
-def test_what_runs_after_the_exit_is_not_counted(tmp_path: Path) -> None:
+def test_code_after_the_exit_is_not_counted(tmp_path: Path) -> None:
     before = _arcs_of(tmp_path / "before", True)
     _chosen(False)
     assert read_arcs(tmp_path / "before") == before
@@ -107,7 +107,7 @@ class _Locked(Exploration):
         return a_record(Verdict.PASSED)
 
 
-def test_neighbours_of_pioneers_run_what_draws_alone_would_not() -> None:
+def test_neighbours_of_pioneers_run_code_that_draws_alone_do_not() -> None:
     hunt = Hunt(exploration=_Locked(space=_DIGITS, training=training_of, laws=laws_of, cell=_CELL), seed=1)
     assert not list(hunt.run(until=float("inf"), num_programs=2000))
     assert len(hunt.exploration.arcs) == len(_DIGITS.dimensions)

@@ -1,4 +1,4 @@
-"""The census: what it counts, what it leaves out, and what the closed form of a sharded layout explains."""
+"""The census counts memory of engines, omits other memory, and is explained by the layout's closed form."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _taken(census: Census, limit: int = 1 << 30) -> CensusEntry:
     return census.counts[-1]
 
 
-def test_counts_what_operators_made_wherever_it_is_kept() -> None:
+def test_counts_memory_of_operators_wherever_it_is_kept() -> None:
     census, recorder = _census()
     with observing_operators(made=census.made):
         in_a_closure = (lambda kept: lambda: kept)(torch.zeros(16))
@@ -54,7 +54,7 @@ def test_counts_what_operators_made_wherever_it_is_kept() -> None:
     assert recorder.place.phase is Phase.PREPARE
 
 
-def test_leaves_out_what_the_user_holds_and_what_observing_makes() -> None:
+def test_leaves_out_memory_of_the_user_and_of_the_observer() -> None:
     census, recorder = _census()
     with observing_operators(made=census.made):
         batch = torch.zeros(16)
@@ -73,7 +73,7 @@ def test_counts_a_storage_as_large_as_it_is_now() -> None:
     assert _taken(census).num_bytes == 0
 
 
-def test_waits_for_what_only_a_cycle_keeps() -> None:
+def test_waits_for_memory_that_only_a_cycle_keeps() -> None:
     census, _ = _census()
     with observing_operators(made=census.made):
         cycle: list[object] = [torch.zeros(256)]
@@ -82,7 +82,7 @@ def test_waits_for_what_only_a_cycle_keeps() -> None:
     assert _taken(census, limit=0).num_bytes == 0
 
 
-def test_what_is_there_to_stay_is_counted_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_stays_is_counted_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardproof.harness.tracing.memory.census._RETRY_S", 0.0)
     census, _ = _census()
     with observing_operators(made=census.made):
@@ -90,7 +90,7 @@ def test_what_is_there_to_stay_is_counted_in_the_end(monkeypatch: pytest.MonkeyP
     assert _taken(census, limit=0).num_bytes == kept.nbytes
 
 
-def test_waits_once_for_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_once_for_memory_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr("shardproof.harness.tracing.memory.census.time.sleep", waits.append)
     census, _ = _census()
@@ -146,7 +146,7 @@ def test_compiled_functions_stay_compiled() -> None:
         assert is_in_any_mode_without_ignore_compile_internals() == before
 
 
-def test_the_compiler_leaves_what_counts_alone() -> None:
+def test_the_compiler_leaves_the_counter_alone() -> None:
     compiled: list[object] = []
 
     def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., object]:
@@ -166,7 +166,7 @@ def _census() -> tuple[Census, Recorder]:
     return Census(recorder), recorder
 
 
-# What a layout explains -------------------------------------------------------------------------------------
+# Bytes that a layout explains -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -184,7 +184,7 @@ def test_even_shares_are_explained_to_within_the_alignment(num_ranks: int) -> No
 def test_the_padding_of_chunks_is_explained() -> None:
     training = train(PACKED, layout=Layout.SHARD)
     found = explained(form_of(training), training, 2, cut=Cut.CHUNKS, state=0)
-    # Rows of 6, 7 and 5 make a chunk of 210, more than all of that unit has; rows of 8 and of 4 divide the others.
+    # Rows of 6, 7 and 5 make a chunk of 210, larger than their unit; rows of 8 and of 4 divide the others.
     assert found.parameters == (210 + 48 + 12) * FLOAT
 
 
@@ -208,7 +208,7 @@ def test_zero_shares_state_and_then_gradients(layout: Layout, gradients: int) ->
     assert with_masters.num_bytes - found.num_bytes == shares.parameters
 
 
-def test_what_one_rank_holds_more_of_another_must_hold_less_of() -> None:
+def test_a_surplus_on_one_rank_must_be_missing_on_another() -> None:
     whole, training = NUMEL_EVEN * FLOAT, _training(plan=Plan(layout=Layout.ZERO1))
     more, less = 2 * whole + whole * 3 // 4, 2 * whole + whole // 4
     assert not _ruling(more, less, training=training).record.held, "shares are even"
@@ -231,8 +231,8 @@ def test_state_is_shared_like_its_parameter_and_other_state_is_whole() -> None:
     assert least <= found <= least * 1.05
 
 
-def test_state_of_what_trains_beside_frozen_parameters_may_lie_on_one_rank() -> None:
-    """FSDP1 lays a unit's parameters one after the other: of a first half that is frozen one rank holds all state."""
+def test_state_of_parameters_beside_frozen_ones_may_lie_on_one_rank() -> None:
+    """FSDP1 flattens a unit's parameters in order: if the first half is frozen, one rank holds all state."""
     frozen = tuple(f"layers.0.{name}" for name in ("weight", "bias"))
     training = _training(replace(MLP_EVEN, name="half_frozen", idle=frozen))
     shapes = {n: tuple(p.shape) for n, p in MLP_EVEN.build().named_parameters() if n not in frozen}
@@ -268,7 +268,7 @@ def _training(problem: Problem = MLP_EVEN, plan: Plan = SHARD, steps: int = 1) -
 
 
 def _ruling(*of_ranks: int, training: Training | None = None, step: int = 0, cut: Cut = Cut.EVENLY) -> Ruling:
-    """Judge ranks that held so many bytes after the step."""
+    """Judge ranks that held these numbers of bytes after the step."""
     training = training or _training()
     piece = LiveStorage(num_bytes=4096, shape=(32, 32), operator="clone", site="engine.py:1 in keep")
     ranks = tuple(
@@ -292,7 +292,7 @@ def test_a_share_of_everything_is_explained() -> None:
 
 
 @pytest.mark.parametrize("extra", [NUMEL_EVEN * FLOAT // 2, NUMEL_EVEN * FLOAT], ids=["half", "whole"])
-def test_more_on_one_rank_is_told_with_its_largest_pieces(extra: int) -> None:
+def test_a_surplus_on_one_rank_is_reported_with_its_largest_pieces(extra: int) -> None:
     record = _ruling(SHARES, SHARES + extra).record
     assert not record.held
     assert record.summary.startswith("rank 1, step 0, after the optimizer step: expected at most ")
@@ -309,7 +309,7 @@ def test_after_a_handover_the_loop_holds_two_models() -> None:
     assert _ruling(2 * SHARES, 2 * SHARES, training=resumed, step=1).record.held
 
 
-def test_observations_without_a_census_are_told_as_such() -> None:
+def test_observations_without_a_census_are_reported_as_such() -> None:
     record = MemoryIsExplained().judge(evidence_of(_training())).record
     assert record.held
     assert record.summary.startswith("not counted")

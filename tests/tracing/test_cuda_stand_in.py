@@ -1,4 +1,4 @@
-"""The stand-in for torch.cuda: what an engine sees of it, that torch sees nothing, and races found through it."""
+"""Engines see the stand-in for torch.cuda, torch does not, and the watch finds races through it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_current_stream_is_the_one_selected(is_watched: bool) -> None:
         look()
 
 
-def test_a_record_says_that_there_was_one() -> None:
+def test_a_record_names_the_stand_in() -> None:
     engine = EngineDescription(capabilities=frozenset(), version="fairscale 0.4.13", insists_on_cuda=True)
     assert engine.version_on("cpu") == "fairscale 0.4.13+cuda.stand.in"
     assert engine.version_on("cuda") == "fairscale 0.4.13"

@@ -1,6 +1,6 @@
-"""The watch of CUDA's own streams: what torch's trace tells it, what nccl does, and engines and mutants under it.
+"""The watch of CUDA streams: events of torch's trace, waits of nccl, and engines and mutants under the watch.
 
-No device is needed: torch's trace is fired by `tests.tracing.told_streams` as C++ fires it.
+No device is needed: torch's trace is fired by `tests.tracing.traced_streams` as C++ fires it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ from shardproof.harness.training.watches import watching
 from tests.calls import made_call
 from tests.tracing.orders import NO_ORDERS, ORDERS, Ordering, write_here_read_there
 from tests.tracing.test_race_mutants import EXPECTED, SHARDED, race_reports, racing_training
-from tests.tracing.told_streams import ToldEvent, ToldStream, drive_told, told_device, told_to_the_allocator
+from tests.tracing.traced_streams import (
+    TracedEvent,
+    TracedStream,
+    drive_traced,
+    recorded_streams,
+    traced_device,
+)
 
 RAW, REUSE = RaceKind.READ_AFTER_WRITE, RaceKind.REUSE
 Found = list[tuple[RaceKind, str, str]]
@@ -39,7 +45,7 @@ NCCL = 77
 @contextmanager
 def _watched(recorder: Recorder | None = None) -> Iterator[CudaRaceWatch]:
     asked = frozenset({Watch.RACES})
-    with told_device(), watching(asked, recorder or Recorder(), "cuda") as watches:
+    with traced_device(), watching(asked, recorder or Recorder(), "cuda") as watches:
         assert isinstance(watches.races, CudaRaceWatch)
         yield watches.races
 
@@ -51,25 +57,25 @@ def _races(body: Callable[[CudaRaceWatch], object]) -> Found:
 
 
 def _stream() -> Any:
-    return ToldStream()  # Any: torch would have its own type, which needs a device
+    return TracedStream()  # Any: torch would have its own type, which needs a device
 
 
 # Streams, events and the host ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_whatever_waits_orders(order: Ordering) -> None:
+def test_every_wait_orders_streams(order: Ordering) -> None:
     assert _races(lambda _: write_here_read_there(torch.cuda, order)) == []
 
 
 @pytest.mark.parametrize("order", NO_ORDERS.values(), ids=NO_ORDERS)
-def test_whatever_does_not_wait_for_the_write_does_not(order: Ordering) -> None:
+def test_streams_without_a_wait_for_the_write_race(order: Ordering) -> None:
     assert _races(lambda _: write_here_read_there(torch.cuda, order)) == [(RAW, "add_", "sum")]
 
 
 def test_an_event_is_its_last_record_and_a_new_one_by_an_old_handle_is_none() -> None:
     def recorded_again(_: CudaRaceWatch) -> None:
-        side, tensor, event = _stream(), torch.ones(4), ToldEvent()
+        side, tensor, event = _stream(), torch.ones(4), TracedEvent()
         event.record()
         tensor.add_(1)
         event.record()
@@ -80,11 +86,11 @@ def test_an_event_is_its_last_record_and_a_new_one_by_an_old_handle_is_none() ->
     def handed_out_again(_: CudaRaceWatch) -> None:
         side, tensor = _stream(), torch.ones(4)
         tensor.add_(1)
-        ended = ToldEvent()
+        ended = TracedEvent()
         ended.record()
         handle = ended.cuda_event
         del ended
-        new = ToldEvent()
+        new = TracedEvent()
         assert new.cuda_event == handle
         side.wait_event(new)
         with torch.cuda.stream(side):
@@ -133,7 +139,7 @@ def test_the_current_stream_is_torchs_own() -> None:
 
 
 @pytest.mark.parametrize("records", [False, True])
-def test_released_memory_is_kept_by_what_the_allocator_was_told(records: bool) -> None:
+def test_released_memory_is_kept_by_record_stream(records: bool) -> None:
     def body(_: CudaRaceWatch) -> None:
         side, tensor = _stream(), torch.ones(4)
         side.wait_stream(torch.cuda.current_stream())
@@ -141,18 +147,18 @@ def test_released_memory_is_kept_by_what_the_allocator_was_told(records: bool) -
             tensor.sum()
         if records:
             tensor.record_stream(side)
-            assert told_to_the_allocator.pop() == (tensor.data_ptr(), side.cuda_stream)
+            assert recorded_streams.pop() == (tensor.data_ptr(), side.cuda_stream)
         del tensor
         torch.zeros(4)
 
     assert _races(body) == ([] if records else [(REUSE, "sum", "zeros")])
 
 
-def test_who_is_not_watched_uses_streams_as_ever() -> None:
-    with told_device(), watched_cuda_streams(Recorder()) as watch:
+def test_an_unwatched_thread_uses_streams_as_ever() -> None:
+    with traced_device(), watched_cuda_streams(Recorder()) as watch:
         stream = torch.cuda.Stream()
         torch.ones(4).record_stream(cast(Any, stream))
-        assert told_to_the_allocator.pop()[1] == stream.cuda_stream
+        assert recorded_streams.pop()[1] == stream.cuda_stream
         assert stream.query()
         assert stream.record_event().query()
     assert watch.report().num_touches == 0
@@ -166,9 +172,9 @@ def _all_reduce(tensor: torch.Tensor, group: str = "world", *, is_async: bool = 
     return made_call(Op.ALL_REDUCE, whole, whole, group_name=group, is_async=is_async)
 
 
-def _by_nccl(watch: CudaRaceWatch, call: Call, transport: int = NCCL) -> tuple[Clock | None, ToldEvent]:
-    """Issue a call as nccl carries it; return what the interceptor knows a wait by, and the event of its end."""
-    stream = ToldStream(handle=transport)
+def _by_nccl(watch: CudaRaceWatch, call: Call, transport: int = NCCL) -> tuple[Clock | None, TracedEvent]:
+    """Issue a call as nccl runs it; return the clock by which the interceptor recognises a wait, and the event of its end."""
+    stream = TracedStream(handle=transport)
     done = watch.issued(call)
     stream.wait_stream(torch.cuda.current_stream())
     end = stream.record_event()
@@ -176,16 +182,16 @@ def _by_nccl(watch: CudaRaceWatch, call: Call, transport: int = NCCL) -> tuple[C
     return done, end
 
 
-def _waits_by_door(watch: CudaRaceWatch, done: Clock | None, end: ToldEvent) -> None:
+def _waits_by_door(watch: CudaRaceWatch, done: Clock | None, end: TracedEvent) -> None:
     watch.waited(done)
 
 
-def _waits_in_cpp(watch: CudaRaceWatch, done: Clock | None, end: ToldEvent) -> None:
+def _waits_in_cpp(watch: CudaRaceWatch, done: Clock | None, end: TracedEvent) -> None:
     end.wait()
 
 
-def _waits_for_the_wrong_one(watch: CudaRaceWatch, done: Clock | None, end: ToldEvent) -> None:
-    ToldStream(handle=NCCL + 1).record_event().wait()
+def _waits_for_the_wrong_one(watch: CudaRaceWatch, done: Clock | None, end: TracedEvent) -> None:
+    TracedStream(handle=NCCL + 1).record_event().wait()
 
 
 @pytest.mark.parametrize(
@@ -199,7 +205,7 @@ def _waits_for_the_wrong_one(watch: CudaRaceWatch, done: Clock | None, end: Told
     ids=["interceptor", "c++", "wrong", "none"],
 )
 def test_the_result_of_a_collective_is_waited_for(
-    wait: Callable[[CudaRaceWatch, Clock | None, ToldEvent], None], expected: Found
+    wait: Callable[[CudaRaceWatch, Clock | None, TracedEvent], None], expected: Found
 ) -> None:
     def body(watch: CudaRaceWatch) -> None:
         tensor = torch.ones(4)
@@ -269,15 +275,15 @@ def test_a_synchronous_collective_is_on_the_current_stream(by_a_stream_of_nccls:
 
 
 class _Deaf:
-    """A listener that cannot take what it is told."""
+    """A listener without methods for events."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"no {name} here")
 
 
-def test_what_was_wrong_with_listening_is_raised_and_not_only_logged() -> None:
+def test_an_error_of_a_listener_is_raised_and_not_only_logged() -> None:
     with pytest.raises(RuntimeError, match="no event_recorded here"), reporting_streams(cast(Any, _Deaf())):
-        ToldEvent().record()
+        TracedEvent().record()
 
 
 def test_callbacks_of_torch_are_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,11 +303,11 @@ def test_callbacks_of_torch_are_registered_once(monkeypatch: pytest.MonkeyPatch)
     assert len(_gpu_trace.EventRecordCallbacks.callback_list) == 1
 
 
-def test_nobody_listens_afterwards_and_torch_is_as_it_was() -> None:
+def test_no_watch_listens_afterwards_and_torch_is_as_it_was() -> None:
     before = (torch.cuda.Stream.__new__, torch.cuda.Stream.query, torch.cuda.Event.query)
     with _watched() as watch:
         pass
-    ToldEvent().record(ToldStream())
+    TracedEvent().record(TracedStream())
     assert watch.report().num_streams == 1
     assert (torch.cuda.Stream.__new__, torch.cuda.Stream.query, torch.cuda.Event.query) == before
 
@@ -334,7 +340,7 @@ def test_operators_of_engines_have_kernels_of_a_device_to_look_into() -> None:
 @pytest.mark.parametrize("engine", ["torch.fsdp2", "shardproof.engine.adapters.reference:ReferenceOnStreams"])
 def test_honest_engines_are_silent(engine: str, tmp_path: Path) -> None:
     for report in race_reports(
-        engine, racing_training(SHARDED), tmp_path / "world", drive_told, kind="processes"
+        engine, racing_training(SHARDED), tmp_path / "world", drive_traced, kind="processes"
     ):
         assert report.races == ()
         assert report.num_touches > 100
@@ -357,5 +363,5 @@ def test_honest_engines_are_silent(engine: str, tmp_path: Path) -> None:
 def test_mutants_are_found_as_on_a_cpu(name: str, tmp_path: Path) -> None:
     (engine,) = (mutant.engine_spec for mutant in MUTANTS if mutant.name == name)
     expected = EXPECTED[name]
-    for report in race_reports(engine, expected.training, tmp_path / "world", drive_told, kind="processes"):
+    for report in race_reports(engine, expected.training, tmp_path / "world", drive_traced, kind="processes"):
         assert set(expected.races) <= expected.found_in(report), "\n".join(map(str, report.races))

@@ -1,4 +1,4 @@
-"""The events of a rank: read as written, in one order with calls and waits, and no part of the ledger."""
+"""A rank's course is read as it was written, in one order with calls and waits, and is no part of the ledger."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def a_call() -> CallSummary:
     )
 
 
-def reported(events: EventLog) -> list[str]:
+def names_of(events: EventLog) -> list[str]:
     return [event.what.name + (f" {event.unit}" if event.unit else "") for event in events]
 
 
@@ -55,7 +55,7 @@ def test_marks_calls_and_waits_lie_in_one_order(tmp_path: Path) -> None:
     recorder.close()
     events = read_journal(tmp_path / "journal").events
     order = ["BEGAN", "ENTERED a", "ISSUED a", "PLACED", "COMPUTES a", "WAITED", "LEFT a", "ENDED"]
-    assert reported(events) == order
+    assert names_of(events) == order
     assert {(m.phase, m.step, m.microbatch) for m in events} == {(Phase.FORWARD, 3, 1)}
     assert [m.seq for m in events if m.seq is not None] == [0, 0, 0]
     assert events[3].stream == "s"
@@ -101,12 +101,12 @@ def test_a_journal_without_a_course_is_read(tmp_path: Path) -> None:
     assert read_journal(tmp_path / "nowhere").events == ()
 
 
-def test_what_a_killed_rank_had_called_is_there_with_the_marks_before_it(tmp_path: Path) -> None:
+def test_the_last_call_of_a_killed_rank_is_recorded_with_the_marks_before_it(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "journal")
     recorder.mark(EventKind.COMPUTES, "a")
     recorder.issued(a_call())
     recorder.mark(EventKind.LEFT, "a")  # never written: nothing was called after it
-    assert reported(read_journal(tmp_path / "journal").events) == ["COMPUTES a", "ISSUED"]
+    assert names_of(read_journal(tmp_path / "journal").events) == ["COMPUTES a", "ISSUED"]
     recorder.close()
 
 
@@ -118,12 +118,12 @@ def test_a_watcher_looks_before_each_call_and_mark_but_not_while_the_harness_rea
             recorder.issued(a_call())
     recorder.issued(a_call())
     recorder.close()
-    looked = reported(read_journal(tmp_path / "journal").events)
+    looked = names_of(read_journal(tmp_path / "journal").events)
     assert looked == ["RESHARDED a", "ISSUED", "BEGAN", "ISSUED", "ENDED", "ISSUED"]
 
 
 def events(*words: str) -> EventLog:
-    """Write events: ``computes a`` and the like, in backward where a word is in capitals."""
+    """Write a course: ``computes a`` and the like, in backward where a word is in capitals."""
     made = []
     for at, word in enumerate(words):
         what, _, unit = word.partition(" ")
@@ -174,7 +174,7 @@ def test_stretches_of_compute(words: tuple[str, ...], expected: list[tuple[str, 
     assert [(s.unit, s.first, s.last) for s in compute_spans(events(*words))] == expected
 
 
-def test_a_flight_ends_where_streams_say_so_if_they_were_watched(tmp_path: Path) -> None:
+def test_watched_streams_decide_the_end_of_a_flight(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "journal")
     first, second = recorder.issued(a_call()), recorder.issued(a_call())
     recorder.waited(first)
@@ -197,7 +197,7 @@ class _Tanh(nn.Module):
         return torch.tanh(self.layer(rows))
 
 
-def test_units_tell_when_they_compute(tmp_path: Path) -> None:
+def test_units_record_when_they_compute(tmp_path: Path) -> None:
     model = nn.Sequential(_Tanh(), _Tanh())
     recorder = Recorder(tmp_path / "journal")
     with watching_units(model, ("0", "1"), recorder):
@@ -209,5 +209,5 @@ def test_units_tell_when_they_compute(tmp_path: Path) -> None:
     recorder.close()
     events = read_journal(tmp_path / "journal").events
     computed = [(s.unit, s.is_backward) for s in compute_spans(events)]
-    # The root's own output is its last child's, so that its backward is not told.
+    # The root returns its last child's output, so that its backward is not recorded.
     assert [c for c in computed if c[0]] == [("0", False), ("1", False), ("1", True), ("0", True)]

@@ -1,4 +1,4 @@
-"""An interceptor leaves calls as they were: what a kernel does without the GIL, and what is no call at all."""
+"""An interceptor leaves calls unchanged: a backend's kernel may drop the GIL, and some calls are not recorded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardproof.harness.tracing.ledger import Op
 from shardproof.harness.tracing.operators import OperatorMode
 from shardproof.harness.tracing.recorder import Recorder
 
-# Without the GIL the two meet at once; with it they never do, and gloo gives up after so long.
+# Without the GIL the two ranks meet at once; with it they never do, and gloo times out.
 _LIMIT = timedelta(seconds=2)
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ def test_a_kernel_that_waits_leaves_the_gil_to_others(recorder: Recorder | None)
     assert recorder is None or [e.op for e in recorder.ledger()] == [Op.BARRIER] * 2
 
 
-def test_what_has_no_data_is_no_call() -> None:
+def test_a_collective_on_meta_tensors_is_not_recorded() -> None:
     pair, recorder = _pair(), Recorder()
     with standing_in_c10d(Interceptor(recorder=lambda: recorder, ranks_of=lambda group: (0, 1))):
         pair[0].allreduce([torch.ones(2, device="meta")])
@@ -80,13 +80,13 @@ class _Witness:
         pass
 
 
-def test_what_a_backend_does_in_a_wait_is_no_operator_of_the_engine() -> None:
+def test_operators_of_a_backend_in_a_wait_are_none_of_the_engine() -> None:
     pair = _pair()
 
     def reduce_scatter(rank: int) -> tuple[list[str], list[float]]:
         witness, output = _Witness(), torch.empty(2)
         with OperatorMode([witness]):
-            # gloo sums up all of it, and copies this rank's part from where it did so when somebody waits
+            # gloo sums the whole tensor, and copies this rank's part out of it in the wait
             pair[rank]._reduce_scatter_base(output, torch.ones(4)).wait()
             output.neg_()
         return witness.names, output.tolist()
@@ -97,7 +97,7 @@ def test_what_a_backend_does_in_a_wait_is_no_operator_of_the_engine() -> None:
 
 
 def _waited_for(pair: list[Any], tensor: torch.Tensor) -> Any:
-    """Reduce a tensor; gives the work of the first rank as C++ has it, when Python has let go of it."""
+    """Reduce a tensor; return the first rank's work as C++ has it, after Python released it."""
     work = pair[0].allreduce([tensor])
     pair[1].allreduce([torch.ones(2)]).wait()
     work.wait()

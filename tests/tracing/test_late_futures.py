@@ -1,4 +1,4 @@
-"""Futures of collectives: not there before somebody waits, or backward has computed all; DDP's reducer included."""
+"""A collective's future completes only after a wait, or at the end of backward; so does one of DDP's reducer."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ def _future(value: float) -> Any:
 
 
 def _use_futures(context: RankContext) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     first = _future(1.0)
     derived = first.then(lambda done: done.value()[0] * 10).then(lambda done: done.value() + 1)
-    told["derived"] = float(derived.wait())
-    told["again"] = float(derived.value())
+    values["derived"] = float(derived.wait())
+    values["again"] = float(derived.value())
     polled = _future(2.0)
     while not polled.done():
         pass
-    told["polled"] = float(polled.value()[0])
+    values["polled"] = float(polled.value()[0])
     several = [_future(3.0), _future(4.0)]
-    told["all"] = [float(value[0]) for value in torch.futures.wait_all(several)]
+    values["all"] = [float(value[0]) for value in torch.futures.wait_all(several)]
     collected = torch.futures.collect_all([_future(5.0)]).wait()
-    told["collected"] = float(collected[0].value()[0])
-    heard: list[float] = []
+    values["collected"] = float(collected[0].value()[0])
+    delivered: list[float] = []
     called = _future(6.0)
-    called.add_done_callback(lambda done: heard.append(float(done.value()[0])))
+    called.add_done_callback(lambda done: delivered.append(float(done.value()[0])))
     called.wait()
-    told["heard"] = heard
+    values["delivered"] = delivered
     reduced = torch.tensor([7.0])
     work = dist.all_reduce(reduced, async_op=True)
     assert work is not None
     work.wait()
-    told["there at once"] = []
-    work.get_future().add_done_callback(lambda done: told["there at once"].append(float(done.value()[0])))
-    return told
+    values["there at once"] = []
+    work.get_future().add_done_callback(lambda done: values["there at once"].append(float(done.value()[0])))
+    return values
 
 
 def _fail_in_a_callback(context: RankContext) -> str:
@@ -94,7 +94,7 @@ def _run(kind: WorldKind, body: Any, folder: Path) -> tuple[list[Any], list[Ledg
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_futures_give_what_works_do(kind: WorldKind, tmp_path: Path) -> None:
+def test_futures_return_the_results_of_their_works(kind: WorldKind, tmp_path: Path) -> None:
     values, ledgers = _run(kind, _use_futures, tmp_path)
     assert (
         values
@@ -105,7 +105,7 @@ def test_futures_give_what_works_do(kind: WorldKind, tmp_path: Path) -> None:
                 "polled": 4.0,
                 "all": [6.0, 8.0],
                 "collected": 10.0,
-                "heard": [12.0],
+                "delivered": [12.0],
                 "there at once": [14.0],
             }
         ]
@@ -115,13 +115,13 @@ def test_futures_give_what_works_do(kind: WorldKind, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_callback_raises_is_raised_to_who_waits(kind: WorldKind, tmp_path: Path) -> None:
+def test_an_error_of_a_callback_is_raised_in_the_wait(kind: WorldKind, tmp_path: Path) -> None:
     assert _run(kind, _fail_in_a_callback, tmp_path)[0] == ["no"] * 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_reducer_that_waits_as_it_reduces_is_not_kept_waiting(kind: WorldKind, tmp_path: Path) -> None:
-    """In the first step of a static graph DDP reduces when backward calls back, and waits at once, in C++."""
+    """In the first step of a static graph DDP reduces in a callback of backward, and waits at once, in C++."""
     values, ledgers = _run(kind, _train_a_static_graph, tmp_path)
     assert values == [True] * 2
     assert all(e.wait is not None for ledger in ledgers for e in ledger)
@@ -129,11 +129,11 @@ def test_a_reducer_that_waits_as_it_reduces_is_not_kept_waiting(kind: WorldKind,
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reducer_of_ddp_waits_when_all_is_computed(kind: WorldKind, tmp_path: Path) -> None:
-    """Taking a future is no wait: its buckets are in flight together, until backward has computed all."""
+    """Taking a future is no wait: the buckets are in flight together until the end of backward."""
     values, ledgers = _run(kind, _train_ddp, tmp_path)
     assert values == [True] * 2
     for ledger in ledgers:
-        # In the first step DDP has one bucket, and learns of which gradients come first.
+        # In the first step DDP has one bucket, and learns the order of gradients.
         reductions = [e for e in ledger if e.op is Op.ALL_REDUCE and e.step == 1 and e.is_async]
         assert len(reductions) > 2
         last = reductions[-1].seq

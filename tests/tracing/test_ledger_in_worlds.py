@@ -1,4 +1,4 @@
-"""What is recorded of real engines: beside CommDebugMode where that works, and right where it does not."""
+"""The interceptor records real engines as CommDebugMode does where that works, and records right where it fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec
 
 KINDS = list(OWN_KINDS)
 
-# CommDebugMode's spelling of what it counts, by our name.
+# CommDebugMode's names of collectives, by our name.
 COUNTED = {
     "allreduce_": Op.ALL_REDUCE,
     "_allgather_base_": Op.ALL_GATHER,
@@ -78,7 +78,7 @@ def _train_twice(context: RankContext, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sees_what_comm_debug_mode_crashes_on(kind: WorldKind, tmp_path: Path) -> None:
+def test_records_trainings_on_which_comm_debug_mode_crashes(kind: WorldKind, tmp_path: Path) -> None:
     for ledger in _launch(kind, 2, _train_twice, "fsdp2", folder=tmp_path):
         for microbatch in range(2):
             ops = Counter(e.op for e in ledger if e.microbatch == microbatch)
@@ -155,19 +155,19 @@ def _never_waits(context: RankContext) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tells_a_result_that_nobody_waited_for(kind: WorldKind, tmp_path: Path) -> None:
+def test_records_a_result_that_no_rank_waited_for(kind: WorldKind, tmp_path: Path) -> None:
     for ledger in _launch(kind, 2, _never_waits, folder=tmp_path):
         assert [e.wait for e in ledger if e.op is Op.ALL_REDUCE] == [None]
 
 
 def _wait_in_vain(context: RankContext) -> None:
     if context.rank == 0:
-        dist.all_reduce(torch.ones(3), async_op=True)  # nobody waits for this one
+        dist.all_reduce(torch.ones(3), async_op=True)  # no rank waits for this call
         dist.all_reduce(torch.ones(3), async_op=True).wait()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_wait_that_never_ends_is_told_as_begun(kind: WorldKind, tmp_path: Path) -> None:
+def test_a_wait_that_never_ends_is_recorded_as_begun(kind: WorldKind, tmp_path: Path) -> None:
     spec = WorldSpec(kind=kind, size=2, deadline_s=3.0)
     assert not launch(spec, _wait_in_vain, folder=tmp_path).is_clean
     first, second = read_journal(journal_path(tmp_path, 0)).ledger

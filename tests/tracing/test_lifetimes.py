@@ -1,4 +1,4 @@
-"""Lifetimes: what memory was for, and what the watch sees."""
+"""Lifetimes: kinds of memory, and the events that the watch sees."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from shardproof.harness.training.watches import watching
 SHARE, INPUT, BUFFER, WHOLE = 0, 1, 2, 3
 
 
-class _Told:
-    """A rank's memory told of by hand; each call is an event in ``phase``."""
+class _RankMemory:
+    """A rank's memory, recorded by hand; each call is an event in ``phase``."""
 
     def __init__(self) -> None:
         self.lives = Allocations()
@@ -53,247 +53,247 @@ class _Told:
         return [life.unit for life in self.lives.report() if life.operator == f"make {key}"]
 
 
-def _gathered(unit: str = "a") -> _Told:
-    """Return of a share that is packed and gathered into a buffer."""
-    told = _Told()
-    told.share(SHARE, unit)
-    told.born(INPUT, BUFFER)
-    told.copied(SHARE, INPUT)
-    told.event().gathered([INPUT], [BUFFER])
-    return told
+def _gathered(unit: str = "a") -> _RankMemory:
+    """Return the memory of a rank that packs a share and gathers it into a buffer."""
+    memory = _RankMemory()
+    memory.share(SHARE, unit)
+    memory.born(INPUT, BUFFER)
+    memory.copied(SHARE, INPUT)
+    memory.event().gathered([INPUT], [BUFFER])
+    return memory
 
 
-def test_what_a_gather_is_copied_out_of_is_staging_and_where_it_goes_is_gathered() -> None:
-    told = _gathered()
-    told.born(WHOLE)
-    told.copied(BUFFER, WHOLE)
-    told.event().computed([WHOLE])
-    kinds = [told.kind(key) for key in (SHARE, INPUT, BUFFER, WHOLE)]
+def test_the_source_of_a_copy_after_a_gather_is_staging_and_its_target_is_gathered() -> None:
+    memory = _gathered()
+    memory.born(WHOLE)
+    memory.copied(BUFFER, WHOLE)
+    memory.event().computed([WHOLE])
+    kinds = [memory.kind(key) for key in (SHARE, INPUT, BUFFER, WHOLE)]
     assert kinds == [MemoryKind.SHARDED, MemoryKind.STAGING, MemoryKind.STAGING, MemoryKind.GATHERED]
-    assert told.units(WHOLE) == told.units(BUFFER) == ["a"]
+    assert memory.units(WHOLE) == memory.units(BUFFER) == ["a"]
 
 
 @pytest.mark.parametrize("is_used", [True, False])
 def test_a_gather_that_nothing_is_copied_out_of_is_gathered_itself(is_used: bool) -> None:
-    told = _gathered()
+    memory = _gathered()
     if is_used:
-        told.event().computed([BUFFER])
-    assert told.kind(BUFFER) is MemoryKind.GATHERED
+        memory.event().computed([BUFFER])
+    assert memory.kind(BUFFER) is MemoryKind.GATHERED
 
 
-def test_what_is_computed_with_stays_gathered_though_a_part_of_it_is_kept() -> None:
-    told = _gathered()
-    told.event().computed([BUFFER])
-    told.born(WHOLE)
-    told.copied(BUFFER, WHOLE)
-    assert told.kind(BUFFER) is told.kind(WHOLE) is MemoryKind.GATHERED
+def test_a_buffer_in_a_computation_stays_gathered_though_a_part_of_it_is_kept() -> None:
+    memory = _gathered()
+    memory.event().computed([BUFFER])
+    memory.born(WHOLE)
+    memory.copied(BUFFER, WHOLE)
+    assert memory.kind(BUFFER) is memory.kind(WHOLE) is MemoryKind.GATHERED
 
 
 def test_a_part_that_is_gathered_again_stays_gathered() -> None:
-    told = _gathered()
-    told.event().computed([BUFFER])
-    told.born(WHOLE, 4)
-    told.copied(BUFFER, WHOLE)
-    told.copied(WHOLE, 4)
-    told.event().gathered([4], [4])
-    assert told.kind(WHOLE) is MemoryKind.GATHERED
+    memory = _gathered()
+    memory.event().computed([BUFFER])
+    memory.born(WHOLE, 4)
+    memory.copied(BUFFER, WHOLE)
+    memory.copied(WHOLE, 4)
+    memory.event().gathered([4], [4])
+    assert memory.kind(WHOLE) is MemoryKind.GATHERED
 
 
-def test_a_gather_of_what_are_no_shares_is_nothing_to_us() -> None:
-    told = _Told()
-    told.born(INPUT, BUFFER)
-    told.event().gathered([INPUT], [BUFFER])
-    assert told.kind(BUFFER) is told.kind(INPUT) is MemoryKind.OTHER
+def test_a_gather_of_memory_that_is_no_share_is_other() -> None:
+    memory = _RankMemory()
+    memory.born(INPUT, BUFFER)
+    memory.event().gathered([INPUT], [BUFFER])
+    assert memory.kind(BUFFER) is memory.kind(INPUT) is MemoryKind.OTHER
 
 
 def test_a_copy_of_shares_is_gathered_once_it_is_computed_with() -> None:
-    told = _Told()
-    told.share(SHARE, "a")
-    told.born(WHOLE, BUFFER)
-    told.copied(SHARE, WHOLE)
-    told.copied(SHARE, BUFFER)
-    told.event().computed([WHOLE])
-    assert told.kind(WHOLE) is MemoryKind.GATHERED
-    assert told.kind(BUFFER) is MemoryKind.OTHER
+    memory = _RankMemory()
+    memory.share(SHARE, "a")
+    memory.born(WHOLE, BUFFER)
+    memory.copied(SHARE, WHOLE)
+    memory.copied(SHARE, BUFFER)
+    memory.event().computed([WHOLE])
+    assert memory.kind(WHOLE) is MemoryKind.GATHERED
+    assert memory.kind(BUFFER) is MemoryKind.OTHER
 
 
 def test_a_buffer_that_is_used_again_has_a_life_for_each_unit() -> None:
-    told = _gathered("a")
-    told.born(WHOLE)
-    told.copied(BUFFER, WHOLE)
-    told.share(4, "b")
-    told.copied(4, INPUT)
-    told.event().gathered([INPUT], [BUFFER])
-    told.born(5)
-    told.copied(BUFFER, 5)
-    assert told.units(BUFFER) == ["a", "b"]
-    first, second = (life for life in told.lives.report() if life.operator == f"make {BUFFER}")
+    memory = _gathered("a")
+    memory.born(WHOLE)
+    memory.copied(BUFFER, WHOLE)
+    memory.share(4, "b")
+    memory.copied(4, INPUT)
+    memory.event().gathered([INPUT], [BUFFER])
+    memory.born(5)
+    memory.copied(BUFFER, 5)
+    assert memory.units(BUFFER) == ["a", "b"]
+    first, second = (life for life in memory.lives.report() if life.operator == f"make {BUFFER}")
     assert first.died == second.born
     assert first.kind is second.kind is MemoryKind.STAGING
 
 
-def test_memory_that_is_given_back_and_taken_again_is_another_life() -> None:
-    told = _gathered()
-    told.event().resized(BUFFER, 0, "resize_", "")
-    told.event().resized(BUFFER, 8, "resize_", "")
-    told.event().gathered([INPUT], [BUFFER])
-    lives = [life for life in told.lives.report() if life.unit == "a" and life.kind is MemoryKind.GATHERED]
+def test_memory_that_is_released_and_taken_again_has_another_life() -> None:
+    memory = _gathered()
+    memory.event().resized(BUFFER, 0, "resize_", "")
+    memory.event().resized(BUFFER, 8, "resize_", "")
+    memory.event().gathered([INPUT], [BUFFER])
+    lives = [life for life in memory.lives.report() if life.unit == "a" and life.kind is MemoryKind.GATHERED]
     assert [(life.num_bytes, life.died is None) for life in lives] == [(8, False), (8, True)]
 
 
 def test_roles_that_an_owner_gave_outlive_a_resize() -> None:
-    told = _Told()
-    told.share(SHARE, "a")
-    told.event().resized(SHARE, 16, "resize_", "")
-    assert [life.kind for life in told.lives.report()] == [MemoryKind.SHARDED, MemoryKind.SHARDED]
-    assert told.lives.has_role(SHARE, Role.SHARE)
+    memory = _RankMemory()
+    memory.share(SHARE, "a")
+    memory.event().resized(SHARE, 16, "resize_", "")
+    assert [life.kind for life in memory.lives.report()] == [MemoryKind.SHARDED, MemoryKind.SHARDED]
+    assert memory.lives.has_role(SHARE, Role.SHARE)
 
 
 def test_a_share_that_was_resized_is_that_units_still_and_other_memory_no_ones() -> None:
-    told = _Told()
-    told.share(SHARE, "a")
-    told.born(4)
-    told.lives.is_role(4, Role.USER, "b")
-    told.event().resized(SHARE, 16, "resize_", "")
-    told.event().resized(4, 16, "resize_", "")
-    told.born(INPUT, BUFFER)
-    told.copied(SHARE, INPUT)
-    told.event().gathered([INPUT], [BUFFER])
-    resized = [life for life in told.lives.report() if life.operator == "resize_"]
+    memory = _RankMemory()
+    memory.share(SHARE, "a")
+    memory.born(4)
+    memory.lives.is_role(4, Role.USER, "b")
+    memory.event().resized(SHARE, 16, "resize_", "")
+    memory.event().resized(4, 16, "resize_", "")
+    memory.born(INPUT, BUFFER)
+    memory.copied(SHARE, INPUT)
+    memory.event().gathered([INPUT], [BUFFER])
+    resized = [life for life in memory.lives.report() if life.operator == "resize_"]
     assert [(life.kind, life.unit) for life in resized] == [
         (MemoryKind.SHARDED, "a"),
         (MemoryKind.USER, None),
     ]
-    assert told.units(BUFFER) == ["a"]
+    assert memory.units(BUFFER) == ["a"]
 
 
-def test_what_is_reduced_is_a_units_but_no_share_of_it() -> None:
-    told = _Told()
-    told.born(GRADIENT, INPUT, BUFFER)
-    told.lives.is_role(GRADIENT, Role.REDUCED, "a")
-    told.copied(GRADIENT, INPUT)
-    told.event().gathered([INPUT], [BUFFER])  # as a norm's, or a logger's
-    assert told.units(GRADIENT) == ["a"]
-    assert told.kind(GRADIENT) is MemoryKind.REDUCED
-    assert told.kind(BUFFER) is MemoryKind.OTHER
+def test_a_reduced_gradient_belongs_to_its_unit_and_is_no_share() -> None:
+    memory = _RankMemory()
+    memory.born(GRADIENT, INPUT, BUFFER)
+    memory.lives.is_role(GRADIENT, Role.REDUCED, "a")
+    memory.copied(GRADIENT, INPUT)
+    memory.event().gathered([INPUT], [BUFFER])  # as a norm's, or a logger's
+    assert memory.units(GRADIENT) == ["a"]
+    assert memory.kind(GRADIENT) is MemoryKind.REDUCED
+    assert memory.kind(BUFFER) is MemoryKind.OTHER
 
 
 def test_a_copy_into_shares_leaves_them_shares_and_those_of_their_own_unit() -> None:
-    told = _gathered()
-    told.share(4, "b")
-    told.event().copied([BUFFER], [4], is_packing=False)  # as loading does, of another unit's
-    told.event().computed([4])
-    told.born(5, 6)
-    told.copied(4, 5)
-    told.event().gathered([5], [6])
-    assert told.kind(4) is MemoryKind.SHARDED
-    assert told.units(4) == told.units(6) == ["b"]
+    memory = _gathered()
+    memory.share(4, "b")
+    memory.event().copied([BUFFER], [4], is_packing=False)  # as loading does, of another unit's
+    memory.event().computed([4])
+    memory.born(5, 6)
+    memory.copied(4, 5)
+    memory.event().gathered([5], [6])
+    assert memory.kind(4) is MemoryKind.SHARDED
+    assert memory.units(4) == memory.units(6) == ["b"]
 
 
 def test_a_copy_of_whole_and_other_memory_is_whole() -> None:
-    told = _gathered()
-    told.born(4, WHOLE, 5)
-    told.event().copied([BUFFER, 4], [WHOLE], is_packing=True)
-    told.event().copied([4], [5], is_packing=True)
-    assert told.kind(WHOLE) is MemoryKind.GATHERED
-    assert told.units(WHOLE) == ["a"]
-    assert told.kind(5) is MemoryKind.OTHER
+    memory = _gathered()
+    memory.born(4, WHOLE, 5)
+    memory.event().copied([BUFFER, 4], [WHOLE], is_packing=True)
+    memory.event().copied([4], [5], is_packing=True)
+    assert memory.kind(WHOLE) is MemoryKind.GATHERED
+    assert memory.units(WHOLE) == ["a"]
+    assert memory.kind(5) is MemoryKind.OTHER
 
 
-def test_what_is_packed_for_no_reduction_is_no_gradient() -> None:
-    told = _Told()
-    told.phase = Phase.BACKWARD
-    told.born(GRADIENT, PACKED, ROW, 20, 21)
-    told.copied(20, 21)
-    told.copied(GRADIENT, PACKED)
-    told.event().reduced([PACKED], [ROW], is_scattered=True)
-    assert told.kind(20) is told.kind(21) is MemoryKind.OTHER
-    assert told.kind(GRADIENT) is MemoryKind.GRADIENT
+def test_memory_packed_for_no_reduction_is_no_gradient() -> None:
+    memory = _RankMemory()
+    memory.phase = Phase.BACKWARD
+    memory.born(GRADIENT, PACKED, ROW, 20, 21)
+    memory.copied(20, 21)
+    memory.copied(GRADIENT, PACKED)
+    memory.event().reduced([PACKED], [ROW], is_scattered=True)
+    assert memory.kind(20) is memory.kind(21) is MemoryKind.OTHER
+    assert memory.kind(GRADIENT) is MemoryKind.GRADIENT
 
 
-def test_what_is_added_to_itself_is_made_of_others_alone() -> None:
-    told = _Told()
-    told.phase = Phase.BACKWARD
-    told.born(GRADIENT)
-    told.event().summed([GRADIENT], [GRADIENT], is_packing=True)
-    told.event().reduced([GRADIENT], [GRADIENT], is_scattered=False)
-    assert told.kind(GRADIENT) is MemoryKind.GRADIENT
+def test_a_gradient_added_to_itself_stays_a_gradient() -> None:
+    memory = _RankMemory()
+    memory.phase = Phase.BACKWARD
+    memory.born(GRADIENT)
+    memory.event().summed([GRADIENT], [GRADIENT], is_packing=True)
+    memory.event().reduced([GRADIENT], [GRADIENT], is_scattered=False)
+    assert memory.kind(GRADIENT) is MemoryKind.GRADIENT
 
 
 GRADIENT, PACKED, ROW = 10, 11, 12
 
 
-def test_gradients_are_what_was_packed_for_a_reduction() -> None:
-    told = _Told()
-    told.phase = Phase.BACKWARD
-    told.born(GRADIENT, PACKED, ROW)
-    told.copied(GRADIENT, PACKED)
-    told.event().reduced([PACKED], [ROW], is_scattered=True)
-    kinds = [told.kind(key) for key in (GRADIENT, PACKED, ROW)]
+def test_memory_packed_for_a_reduction_is_a_gradient() -> None:
+    memory = _RankMemory()
+    memory.phase = Phase.BACKWARD
+    memory.born(GRADIENT, PACKED, ROW)
+    memory.copied(GRADIENT, PACKED)
+    memory.event().reduced([PACKED], [ROW], is_scattered=True)
+    kinds = [memory.kind(key) for key in (GRADIENT, PACKED, ROW)]
     assert kinds == [MemoryKind.GRADIENT, MemoryKind.STAGING, MemoryKind.REDUCED]
 
 
 def test_a_gradient_that_is_reduced_as_it_is_stays_one() -> None:
-    told = _Told()
-    told.phase = Phase.BACKWARD
-    told.born(GRADIENT)
-    told.event().reduced([GRADIENT], [GRADIENT], is_scattered=False)
-    assert told.kind(GRADIENT) is MemoryKind.GRADIENT
+    memory = _RankMemory()
+    memory.phase = Phase.BACKWARD
+    memory.born(GRADIENT)
+    memory.event().reduced([GRADIENT], [GRADIENT], is_scattered=False)
+    assert memory.kind(GRADIENT) is MemoryKind.GRADIENT
 
 
 def test_gradients_are_found_through_casts_sums_and_packing() -> None:
-    told = _Told()
-    told.phase = Phase.BACKWARD
-    told.born(GRADIENT, 20, 21, PACKED, 22, ROW)
-    told.copied(20, GRADIENT, is_packing=False)  # a cast
-    told.event().summed([21], [GRADIENT])  # another microbatch's
-    told.copied(GRADIENT, PACKED)
-    told.copied(PACKED, 22)  # packed once more
-    told.event().reduced([22], [ROW], is_scattered=True)
-    assert [told.kind(key) for key in (20, 21, GRADIENT)] == [MemoryKind.GRADIENT] * 3
-    assert told.kind(PACKED) is told.kind(22) is MemoryKind.STAGING
+    memory = _RankMemory()
+    memory.phase = Phase.BACKWARD
+    memory.born(GRADIENT, 20, 21, PACKED, 22, ROW)
+    memory.copied(20, GRADIENT, is_packing=False)  # a cast
+    memory.event().summed([21], [GRADIENT])  # another microbatch's
+    memory.copied(GRADIENT, PACKED)
+    memory.copied(PACKED, 22)  # packed once more
+    memory.event().reduced([22], [ROW], is_scattered=True)
+    assert [memory.kind(key) for key in (20, 21, GRADIENT)] == [MemoryKind.GRADIENT] * 3
+    assert memory.kind(PACKED) is memory.kind(22) is MemoryKind.STAGING
 
 
-def test_what_the_optimizers_parameters_have_is_reduced() -> None:
-    told = _Told()
-    told.phase = Phase.BACKWARD
-    told.born(GRADIENT, PACKED)
-    told.copied(GRADIENT, PACKED)
-    told.event().reduced([PACKED], [PACKED], is_scattered=False)
-    told.copied(PACKED, GRADIENT)
-    told.lives.is_role(GRADIENT, Role.REDUCED, "a")
-    assert told.kind(GRADIENT) is MemoryKind.REDUCED
-    assert told.kind(PACKED) is MemoryKind.STAGING
+def test_gradients_of_parameters_of_the_optimizer_are_reduced() -> None:
+    memory = _RankMemory()
+    memory.phase = Phase.BACKWARD
+    memory.born(GRADIENT, PACKED)
+    memory.copied(GRADIENT, PACKED)
+    memory.event().reduced([PACKED], [PACKED], is_scattered=False)
+    memory.copied(PACKED, GRADIENT)
+    memory.lives.is_role(GRADIENT, Role.REDUCED, "a")
+    assert memory.kind(GRADIENT) is MemoryKind.REDUCED
+    assert memory.kind(PACKED) is MemoryKind.STAGING
 
 
-def test_what_a_step_makes_is_the_optimizers_and_the_rest_is_other() -> None:
-    told = _Told()
-    told.born(30)
-    told.phase = Phase.STEP
-    told.born(31, 32)
-    told.lives.is_role(32, Role.USER)
-    assert [told.kind(key) for key in (30, 31, 32)] == [
+def test_memory_made_in_a_step_is_the_optimizers_and_the_rest_is_other() -> None:
+    memory = _RankMemory()
+    memory.born(30)
+    memory.phase = Phase.STEP
+    memory.born(31, 32)
+    memory.lives.is_role(32, Role.USER)
+    assert [memory.kind(key) for key in (30, 31, 32)] == [
         MemoryKind.OTHER,
         MemoryKind.OPTIMIZER,
         MemoryKind.USER,
     ]
 
 
-def test_lives_of_no_bytes_or_of_no_time_are_not_told() -> None:
-    told = _Told()
-    told.born(40, num_bytes=0)
-    told.born(41)
-    told.lives.died(41)
-    told.lives.died(42)  # never seen: no matter
-    assert told.lives.report() == ()
+def test_lives_of_no_bytes_or_of_no_time_are_not_reported() -> None:
+    memory = _RankMemory()
+    memory.born(40, num_bytes=0)
+    memory.born(41)
+    memory.lives.died(41)
+    memory.lives.died(42)  # never seen: no matter
+    assert memory.lives.report() == ()
 
 
-def test_stretches_tell_where_the_loop_stood() -> None:
-    told = _Told()
-    told.born(1, 2)
-    told.phase = Phase.BACKWARD
-    told.born(3)
-    assert [(s.start, s.phase) for s in told.lives.stretches()] == [(1, Phase.FORWARD), (3, Phase.BACKWARD)]
+def test_stretches_record_the_position_of_the_loop() -> None:
+    memory = _RankMemory()
+    memory.born(1, 2)
+    memory.phase = Phase.BACKWARD
+    memory.born(3)
+    assert [(s.start, s.phase) for s in memory.lives.stretches()] == [(1, Phase.FORWARD), (3, Phase.BACKWARD)]
 
 
 # The watch --------------------------------------------------------------------------------------------------
@@ -340,8 +340,8 @@ def test_the_watch_sees_resizes(is_held: bool) -> None:
             watch.holds("mine", (tensor,))
         tensor.untyped_storage().resize_(0)
         assert _alive(watch) == []
-        told = watch.report().user_tensors
-    assert ["resized to 0 at tests/tracing/test_lifetimes.py" in tensor.change for tensor in told] == [
+        tensors = watch.report().user_tensors
+    assert ["resized to 0 at tests/tracing/test_lifetimes.py" in tensor.change for tensor in tensors] == [
         True
     ] * is_held
 
@@ -360,17 +360,17 @@ def test_the_watch_sees_that_a_tensor_has_other_memory() -> None:
         watch.holds("mine", (tensor,))
         tensor.data = torch.zeros(2)
         watch.end_step()
-        (told,) = watch.report().user_tensors
-    assert "exchanged" in told.change
+        (user_tensor,) = watch.report().user_tensors
+    assert "exchanged" in user_tensor.change
 
 
-def test_a_tensor_whose_memory_is_gone_when_it_is_met_is_told() -> None:
+def test_a_tensor_whose_memory_is_gone_when_it_is_met_is_reported() -> None:
     with _watched() as watch:
         tensor = torch.ones(4)
         tensor.untyped_storage().resize_(0)
         watch.holds("mine", (tensor,))
-        (told,) = watch.report().user_tensors
-    assert "0 were left" in told.change
+        (user_tensor,) = watch.report().user_tensors
+    assert "0 were left" in user_tensor.change
 
 
 def test_tensors_that_the_user_lets_go_of_are_no_loss() -> None:
@@ -379,11 +379,11 @@ def test_tensors_that_the_user_lets_go_of_are_no_loss() -> None:
         watch.holds("mine", (tensor,))
         del tensor
         watch.end_step()
-        (told,) = watch.report().user_tensors
-    assert told == UserTensor(name="mine", num_bytes=16)
+        (user_tensor,) = watch.report().user_tensors
+    assert user_tensor == UserTensor(name="mine", num_bytes=16)
 
 
-def test_what_is_made_while_the_harness_looks_is_left_out() -> None:
+def test_memory_made_while_the_harness_looks_is_left_out() -> None:
     recorder = Recorder()
     with _watched(recorder) as watch:
         with recorder.during(Phase.OBSERVE):
@@ -393,7 +393,7 @@ def test_what_is_made_while_the_harness_looks_is_left_out() -> None:
         assert _alive(watch) == [("add_", 16)]
 
 
-def test_both_watches_are_told_by_one_mode() -> None:
+def test_one_mode_serves_both_watches() -> None:
     with watching(frozenset(Watch), Recorder()) as watches:
         assert len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()) == 1
         kept = torch.ones(4) + 1
@@ -403,7 +403,7 @@ def test_both_watches_are_told_by_one_mode() -> None:
     assert ("add", kept.nbytes) in [(x.operator, x.num_bytes) for x in watches.lifetimes.report().lives]
 
 
-def test_nobody_watches_where_nobody_asks() -> None:
+def test_no_watch_runs_unless_asked_for() -> None:
     with watching(frozenset(), Recorder()) as watches:
         assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
         assert "resize_" not in vars(torch.UntypedStorage)

@@ -1,4 +1,4 @@
-"""Of each kind of race a mutant is found by operators, unit and streams; honest engines are silent."""
+"""The watch names operators, unit and streams of each kind of racing mutant, and reports no honest engine."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ SHARDED = Plan(
 HYBRID = replace(SHARDED, layout=Layout.HYBRID)
 BFLOAT16 = replace(HYBRID, reduce_dtype=torch.bfloat16)
 PAIRS = replace(SHARDED, reshard=Reshard.TO_PAIRS)
-# Kind, the two operators, and the unit whose turn the second was.
+# Kind, the two operators, and the unit of the second one.
 Found = tuple[RaceKind, str, str, str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What a mutant is found by: which stream should have waited for which, and the operators it left racing."""
+    """The findings that identify a mutant: the stream that should have waited, for which one, and the operators."""
 
     races: tuple[Found, ...]
     waiting: str
@@ -122,7 +122,7 @@ def race_reports(
     body: Callable[..., object] = drive_rank,
     kind: str = "threads",
 ) -> list[RaceReport]:
-    """Train on two ranks, or as many as the plan needs; give each rank's report."""
+    """Train on two ranks, or as many as the plan needs; return each rank's report."""
     is_small = training.plan.layout is not Layout.HYBRID and training.plan.reshard is not Reshard.TO_PAIRS
     spec = WorldSpec.parse(f"{kind}:2" if is_small else f"{kind}:4")
     keep_result(launch(spec, body, training, engine, folder=folder), folder)
@@ -158,19 +158,19 @@ def test_honest_engines_are_silent(engine: str, plan: Plan, tmp_path: Path) -> N
 
 
 def _drive_without_record_stream(context: RankContext, training: Training, engine: str) -> str | None:
-    """Train as torch leaves FSDP1 on a CPU: it tells the allocator nothing. In the world's own process."""
-    module: Any = streams  # the name is its own import, which it gives to nobody else
+    """Train FSDP1 as torch runs it on a CPU, without `record_stream`; in the world's own process."""
+    module: Any = streams  # mypy lets no module use an import that `streams` does not export
     module.guards_of_record_stream = list
     return drive_rank(context, training, engine)
 
 
 @pytest.mark.slow
 def test_fsdp1_is_right_by_record_stream_alone(tmp_path: Path) -> None:
-    told = race_reports("torch.fsdp1", racing_training(SHARDED), tmp_path / "told")
-    untold = race_reports(
-        "torch.fsdp1", racing_training(SHARDED), tmp_path / "untold", _drive_without_record_stream
+    recorded = race_reports("torch.fsdp1", racing_training(SHARDED), tmp_path / "recorded")
+    unrecorded = race_reports(
+        "torch.fsdp1", racing_training(SHARDED), tmp_path / "unrecorded", _drive_without_record_stream
     )
-    assert [report.races for report in told] == [(), ()]
-    for report in untold:
+    assert [report.races for report in recorded] == [(), ()]
+    for report in unrecorded:
         pairs = {(r.kind, r.first.operator, r.second.operator, r.second.unit) for r in report.races}
         assert (REUSE, "addmm", "all_gather", "blocks.1") in pairs

@@ -1,4 +1,4 @@
-"""Races: what the clocks order, what the shadow of memory remembers, what the watch sees, and each mutant found."""
+"""Races: the order of clocks, the shadow of memory, the operators that the watch sees, and reports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.tracing.orders import NO_ORDERS, ORDERS, Ordering, write_here_read_th
 # Clocks -----------------------------------------------------------------------------------------------------
 
 
-def test_a_clock_knows_what_it_was_told_and_all_before() -> None:
+def test_a_clock_knows_its_epochs_and_all_before() -> None:
     clock = Clock({1: 3})
     assert clock.knows(Epoch(1, 3))
     assert clock.knows(Epoch(1, 2))
@@ -36,13 +36,13 @@ def test_a_clock_knows_what_it_was_told_and_all_before() -> None:
     assert not clock.knows(Epoch(2, 1))
 
 
-def test_joined_clocks_know_what_either_knows() -> None:
+def test_joined_clocks_know_the_epochs_of_either() -> None:
     both = Clock({1: 3, 2: 1}).joined(Clock({1: 2, 3: 5}))
     assert all(both.knows(moment) for moment in (Epoch(1, 3), Epoch(2, 1), Epoch(3, 5)))
     assert not both.knows(Epoch(1, 4))
 
 
-def test_an_event_orders_what_was_issued_before_it_alone() -> None:
+def test_an_event_orders_only_work_issued_before_it() -> None:
     order = HappensBefore()
     first, second = order.begin(), order.begin()
     before = order.moment(first)
@@ -53,7 +53,7 @@ def test_an_event_orders_what_was_issued_before_it_alone() -> None:
     assert not order.clock(second).knows(after)
 
 
-def test_waits_pass_on_what_was_waited_for() -> None:
+def test_waits_are_transitive() -> None:
     order = HappensBefore()
     first, second, third = order.begin(), order.begin(), order.begin()
     start = order.moment(first)
@@ -62,7 +62,7 @@ def test_waits_pass_on_what_was_waited_for() -> None:
     assert order.clock(third).knows(start)
 
 
-def test_what_the_host_waited_for_orders_streams_that_are_still_to_come() -> None:
+def test_a_wait_of_the_host_orders_streams_that_begin_later() -> None:
     order = HappensBefore()
     first, second = order.begin(), order.begin()
     start = order.moment(first)
@@ -93,7 +93,7 @@ WRITE, READ = _touch("write", is_write=True), _touch("read", is_write=False)
 
 
 class _Bench:
-    """A memory with one piece, key 0, and two streams; ``touch`` gives the kinds of the conflicts."""
+    """A memory with one piece, key 0, and two streams; ``touch`` returns the kinds of the conflicts."""
 
     def __init__(self) -> None:
         self.order = HappensBefore()
@@ -171,18 +171,18 @@ def test_a_read_does_not_hide_that_of_another_stream() -> None:
         assert bench.touch(WRITE, second) == [RaceKind.WRITE_AFTER_READ]
 
 
-def test_memory_that_nobody_announced_was_there_before() -> None:
+def test_unannounced_memory_was_there_before() -> None:
     bench = _Bench()
     assert not bench.memory.is_known(7)
     assert bench.touch(READ, 1, key=7) == []
     assert bench.memory.is_known(7)
     bench.memory.release(7, bench.order.clock)
-    bench.memory.release(8, bench.order.clock)  # nor was this, and nobody touched it
+    bench.memory.release(8, bench.order.clock)  # neither announced nor touched
     bench.memory.allocate(9, bench.streams[0])
     assert bench.touch(WRITE, 0, key=9) == [RaceKind.REUSE]
 
 
-def test_who_is_in_the_way_of_reuse_is_told_once() -> None:
+def test_a_touch_that_races_with_reuse_is_reported_once() -> None:
     bench = _Bench()
     bench.touch(READ, 1)
     bench.renew()
@@ -200,7 +200,7 @@ def test_memory_is_not_reused_while_another_stream_uses_it() -> None:
     assert bench.touch(WRITE, 0, key=1) == [RaceKind.REUSE]
 
 
-def test_memory_is_reused_by_what_has_waited() -> None:
+def test_memory_is_reused_by_a_stream_that_has_waited() -> None:
     bench = _Bench()
     bench.touch(READ, 1)
     bench.renew()
@@ -215,7 +215,7 @@ def test_memory_is_reused_by_the_pool_that_it_came_from_alone() -> None:
     assert bench.touch(WRITE, 0, key=1) == []
 
 
-def test_the_allocator_waits_for_streams_that_it_was_told_of() -> None:
+def test_the_allocator_waits_for_recorded_streams() -> None:
     bench = _Bench()
     bench.touch(READ, 1)
     bench.memory.record(0, bench.streams[1])
@@ -234,7 +234,7 @@ def _watched() -> Iterator[RaceDetector]:
 
 
 def _races(body: Callable[[], object]) -> list[tuple[RaceKind, str, str]]:
-    """Watch ``body``, which is one rank on its own; give each race's kind and operators."""
+    """Watch ``body``, which is one rank on its own; return each race's kind and operators."""
     with _watched() as watch:
         body()
     return [(race.kind, race.first.operator, race.second.operator) for race in watch.report().races]
@@ -245,18 +245,18 @@ def _side() -> torch.cpu.Stream:
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_whatever_waits_orders(order: Ordering) -> None:
+def test_every_wait_orders_streams(order: Ordering) -> None:
     assert _races(lambda: write_here_read_there(torch.cpu, order)) == []
 
 
 @pytest.mark.parametrize("order", NO_ORDERS.values(), ids=NO_ORDERS)
-def test_whatever_does_not_wait_for_the_write_does_not(order: Ordering) -> None:
+def test_streams_without_a_wait_for_the_write_race(order: Ordering) -> None:
     assert _races(lambda: write_here_read_there(torch.cpu, order)) == [
         (RaceKind.READ_AFTER_WRITE, "add_", "sum")
     ]
 
 
-def test_streams_are_idle_as_torchs_own_where_nobody_watches() -> None:
+def test_unwatched_streams_are_idle_as_torchs_own() -> None:
     plain = torch.cpu.current_stream()
     with streams.tracked_streams():  # as another rank of this process wants them
         stream: Any = _side()
@@ -280,7 +280,9 @@ def test_streams_are_idle_as_torchs_own_where_nobody_watches() -> None:
 def test_events_order_as_streams_do() -> None:
     def body() -> None:
         side, tensor = _side(), torch.ones(4)
-        current: Any = torch.cpu.current_stream()  # Any: while watched it gives an event, torch's own None
+        current: Any = (
+            torch.cpu.current_stream()
+        )  # Any: a watched stream returns an event, torch's own returns None
         side.wait_event(current.record_event())
         tensor.add_(1)  # after the event
         with torch.cpu.stream(side):
@@ -296,7 +298,7 @@ def test_events_order_as_streams_do() -> None:
         (True, []),
     ],
 )
-def test_a_number_that_the_host_reads_orders_what_comes_later(
+def test_a_read_of_the_host_orders_later_work(
     is_read: bool, expected: list[tuple[RaceKind, str, str]]
 ) -> None:
     def body() -> None:
@@ -341,7 +343,7 @@ def test_released_memory_is_kept_recorded_or_raced_for() -> None:
     assert _races(lambda: _let_go(records=False, waits=True)) == []
 
 
-def test_what_raises_for_a_stream_of_the_cpu_raises_under_a_watch_too() -> None:
+def test_calls_that_raise_for_a_stream_of_the_cpu_raise_under_a_watch_too() -> None:
     def body() -> None:
         with pytest.raises(RuntimeError, match="unknown parameter type"):
             torch.ones(4).record_stream(torch.cpu.current_stream())  # type: ignore[arg-type]
@@ -368,7 +370,7 @@ def test_memory_that_is_asked_for_unwritten_is_reused_memory_too(grows: bool) ->
     assert _races(body) == [(RaceKind.REUSE, "sum", "fill_")]
 
 
-def test_what_the_harness_reads_is_no_touch_and_no_collective() -> None:
+def test_reads_of_the_harness_are_no_touches_and_no_collectives() -> None:
     recorder = Recorder()
     with watching(frozenset({Watch.RACES}), recorder) as watches:
         side, tensor = _side(), torch.ones(4)
@@ -383,7 +385,7 @@ def test_what_the_harness_reads_is_no_touch_and_no_collective() -> None:
     assert current_watch() is None
 
 
-def test_a_race_is_told_once_and_counted() -> None:
+def test_a_race_is_reported_once_and_counted() -> None:
     def body() -> None:
         side, tensor = _side(), torch.ones(4)
         for _ in range(3):
@@ -396,7 +398,7 @@ def test_a_race_is_told_once_and_counted() -> None:
     assert {(race.second.operator, race.count) for race in watch.report().races} >= {("sum", 3)}
 
 
-def test_memory_that_a_storage_gives_back_is_released() -> None:
+def test_memory_that_a_storage_frees_is_released() -> None:
     def body() -> None:
         side, tensor = _side(), torch.ones(4)
         side.wait_stream(torch.cpu.current_stream())
@@ -418,7 +420,7 @@ def test_streams_and_storages_are_torchs_own_again_afterwards() -> None:
     assert not isinstance(torch.cpu.Stream(), streams.TrackedStream)
 
 
-def test_a_race_tells_streams_by_the_names_they_were_given() -> None:
+def test_a_race_names_streams_as_the_engine_does() -> None:
     with _watched() as watch:
         copy_stream = _side()
         assert copy_stream is not None

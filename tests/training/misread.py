@@ -1,4 +1,4 @@
-"""Engines whose reads go wrong, or that replace what writes files. Named by path in test_reads.py."""
+"""Engines whose reads fail, or that replace functions that write files. Named by path in test_reads.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardproof.engine.contract import Plan, PreparedModel, Shard
 CULPRIT = 1
 
 
-# Any: whatever they are called with.
+# Any: any arguments.
 def _nothing(*_: Any, **__: Any) -> str:
     return "{}"
 
@@ -38,7 +38,7 @@ class _Lazy(Mapping[str, Shard]):
         return 1
 
 
-# Any: whatever a method is called with and returns.
+# Any: any arguments and results of a method.
 def _reading(method: str, read: Callable[..., Any]) -> type[PreparedDdp]:
     """Make a prepared model of which one method is another."""
     return type("Misread", (PreparedDdp,), {method: read})
@@ -50,7 +50,7 @@ def _changing(change: Callable[[Shard], Any]) -> type[PreparedDdp]:
     return _reading("local_parameters", lambda self: {n: change(s) for n, s in honest(self).items()})
 
 
-# What is wrong with each prepared model of that name.
+# The fault of each prepared model, by name.
 READERS: Mapping[str, type[PreparedDdp]] = {
     "RaisingParameters": _reading("local_parameters", _raising),
     "RaisingGradients": _reading("local_gradients", _raising),
@@ -97,7 +97,7 @@ def _replace_all(owner: object, *names: str, by: Callable[..., Any]) -> None:
         setattr(owner, name, by)
 
 
-# What each engine of that name replaces.
+# The function that each engine replaces, by name.
 PATCHERS: Mapping[str, Callable[[], None]] = {
     "EmptiesJson": lambda: _replace_all(json, "dumps", by=_nothing),
     "BreaksJson": lambda: _replace_all(json, "dumps", by=_raising),

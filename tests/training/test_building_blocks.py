@@ -1,4 +1,4 @@
-"""Blocks of common models are described as they are, and disturbed runs round as other orders of sums would."""
+"""`check` describes blocks of common models as they are, and disturbed runs round as other orders of sums do."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_that_drops_nothing_stays_exact_where_others_draw(dtype: torch.dtype) -> None:
-    """It is tagged as an operator that draws, and in few bits saves a float32 tensor for its backward."""
+    """Attention is tagged as an operator that draws, and in low precision saves a float32 tensor for backward."""
     query = torch.randn(1, 2, 4, 8, dtype=torch.float64, requires_grad=True)
     alone = torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
     with drawing_in(dtype):
@@ -93,7 +93,7 @@ def test_whole_numbers_and_views_are_left_alone() -> None:
 
 
 def test_draws_in_the_dtype_of_an_input_are_those_of_ranks() -> None:
-    """As stochastic depth draws: `torch.rand(shape, dtype=x.dtype)`."""
+    """Stochastic depth draws `torch.rand(shape, dtype=x.dtype)`."""
     torch.manual_seed(0)
     of_rank = torch.rand(5, dtype=torch.float32)
     torch.manual_seed(0)
@@ -120,7 +120,7 @@ def test_the_reference_of_few_bits_has_the_dtypes_of_the_model() -> None:
     assert oracle.dtype(Quantity.GRADIENT, "0.weight") is torch.bfloat16
 
 
-def test_what_the_optimizer_was_not_given_adds_up_and_stays() -> None:
+def test_gradients_outside_the_optimizer_add_up_and_stay() -> None:
     block = NAMED["SomeParameters"]
     oracle = run_oracle(
         Training(problem=block, optimizer=UserOptimizer(spec=block.spec, digest=block.digest)), 2

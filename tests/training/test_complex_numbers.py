@@ -1,4 +1,4 @@
-"""Complex numbers keep their imaginary parts in casts, in the oracle, in comparisons and in what is told of them."""
+"""Casts, the oracle, comparisons and reports keep the imaginary parts of complex numbers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ Judged = tuple[bool, str]
     ],
     ids=str,
 )
-def test_casts_keep_what_numbers_are(dtype: torch.dtype, wider: torch.dtype, as_float64: torch.dtype) -> None:
+def test_casts_keep_the_kind_of_numbers(
+    dtype: torch.dtype, wider: torch.dtype, as_float64: torch.dtype
+) -> None:
     assert cast(torch.ones(2, dtype=dtype), wider).dtype is as_float64
     assert widened(torch.ones(2, dtype=dtype)).dtype is (
         torch.complex128 if dtype.is_complex else torch.float64
@@ -115,7 +117,7 @@ def test_a_wrong_complex_gradient_is_characterised(
     assert text in summary
 
 
-def test_the_part_that_is_further_off_is_told() -> None:
+def test_the_part_with_the_larger_error_is_reported() -> None:
     oracle = run_oracle(TRAINING, 3)
     whole = oracle.steps[1].gradients["turns"]
     assert whole is not None
@@ -130,7 +132,7 @@ def test_the_part_that_is_further_off_is_told() -> None:
     assert f"expected {whole[2].imag.item():.9g}, error 0.5, " in summary
 
 
-def test_the_oracle_turns_by_what_the_model_was_built_with() -> None:
+def test_the_oracle_keeps_the_complex_buffers_of_the_model() -> None:
     oracle = run_oracle(replace(TRAINING, problem=ROTARY), 2)
     built = ROTARY.build().get_buffer("turns")
     for buffers in oracle.buffers:

@@ -1,4 +1,4 @@
-"""What trainings of large models leave does not add up: in memory, on disk, and of their references."""
+"""Observations and references of large models do not accumulate in memory or on disk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _judge(session: TrialSession, steps: int, engine: str = "torch.ddp") -> Reco
     return session.run(case, Cell(engine=engine, world=WorldSpec.parse("threads:2")), suite="", command="")
 
 
-def test_what_passed_is_deleted_once_others_came(session: TrialSession, tmp_path: Path) -> None:
+def test_observations_of_a_pass_are_deleted_once_others_came(session: TrialSession, tmp_path: Path) -> None:
     for steps in (1, 2, 3):
         assert _judge(session, steps).verdict is Verdict.PASSED
     assert (
@@ -46,7 +46,7 @@ def test_what_passed_is_deleted_once_others_came(session: TrialSession, tmp_path
     assert not [*tmp_path.rglob("rank0.observation")]
 
 
-def test_what_failed_is_kept(session: TrialSession, tmp_path: Path) -> None:
+def test_observations_of_a_failure_are_kept(session: TrialSession, tmp_path: Path) -> None:
     assert _judge(session, 1, BROKEN).verdict is Verdict.FAILED
     for steps in (1, 2, 3):
         assert _judge(session, steps).verdict is Verdict.PASSED

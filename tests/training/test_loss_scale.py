@@ -1,4 +1,4 @@
-"""The factor of scaled losses: its course, its law, and what a skipped step leaves out."""
+"""The factor of scaled losses follows torch's scaler, and the oracle skips a step that overflows."""
 
 from __future__ import annotations
 

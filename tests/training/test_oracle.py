@@ -194,7 +194,7 @@ def test_noise_is_the_same_every_time(oracle: OracleObservation) -> None:
 
 
 def test_noise_does_not_depend_on_which_rank_holds_which_piece() -> None:
-    """Swapping two ranks' pieces re-orders the sums and no more, so neither result may seem wrong to the other."""
+    """Swapping two ranks' pieces only re-orders sums, so each result must pass against the other's noise."""
     pieces = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(0))
     exact = EXACT_ORDER.reduce(pieces.double(), Plan())
     for plan in (Plan(accumulation=a) for a in Accumulation):
@@ -312,7 +312,7 @@ def test_a_clipped_gradient_may_be_off_by_as_much_less() -> None:
         assert allowed_error(clipped, place) < 0.1 * allowed_error(plain, place)
 
 
-def test_what_no_loss_reached_or_has_no_elements_may_not_be_off_at_all() -> None:
+def test_a_tensor_that_no_loss_reached_or_without_elements_must_be_exact() -> None:
     oracle = _silent(run_oracle(replace(TRAINING, problem=EMPTY_ROWS), 2))
     empty = [name for name, value in oracle.initial.items() if value.numel() == 0]
     assert empty
@@ -335,7 +335,7 @@ def test_exactness_is_lost_when_the_world_is_no_power_of_two() -> None:
 # Random numbers
 
 
-def test_a_model_that_draws_has_the_noise_of_one_that_does_not() -> None:
+def test_a_model_that_draws_has_the_noise_of_one_without_draws() -> None:
     for problem in (DROPPED, NOISY):
         seen = run_oracle(replace(TRAINING, problem=problem), 2)
         assert seen.draws
@@ -345,7 +345,7 @@ def test_a_model_that_draws_has_the_noise_of_one_that_does_not() -> None:
             assert allowed_error(seen, place) < 1e-4 * gradient.abs().max().item()
 
 
-def test_what_is_drawn_depends_on_step_microbatch_and_rank_alone() -> None:
+def test_draws_depend_on_step_microbatch_and_rank_alone() -> None:
     one, other = (run_oracle(replace(TRAINING, problem=DROPPED), size) for size in (2, 3))
     torch.manual_seed(17)
     again = run_oracle(replace(TRAINING, problem=DROPPED), 2)
@@ -452,7 +452,7 @@ def test_runs_that_are_left_out_would_add_no_noise(
 
 @pytest.mark.parametrize("problem", [MLP_UNEVEN, replace(OWN_MODEL, is_widened=False)], ids=["rows", "own"])
 def test_runs_that_differ_in_more_than_the_order_of_ranks_are_all_kept(problem: Problem) -> None:
-    """Shuffled rows add in other orders too, and a reference of few bits is disturbed anew in each run."""
+    """Shuffled rows also change orders of sums, and each run disturbs a low-precision reference anew."""
     training = Training(problem=problem, optimizer=SGD)
     seen = run_oracle(training, 2)
     orders = oracle_noise._reorderings(training, seen, Batches(problem))

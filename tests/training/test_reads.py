@@ -1,4 +1,4 @@
-"""A read of a prepared model that goes wrong is the engine's fault, with the name of the read and the engine's text."""
+"""A failing read of a prepared model is the engine's fault; the headline has the read's name and the engine's text."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_every_engine_that_misreads_is_here() -> None:
         ("BreaksFiles", "threads:2"),
     ],
 )
-def test_what_an_engine_puts_in_place_of_json_and_torch_save_writes_no_file_of_ours(
+def test_json_and_torch_save_replaced_by_an_engine_write_no_file_of_ours(
     session: TrialSession, engine: str, world: str
 ) -> None:
     record = judged(session, engine, world)

@@ -1,1 +1,1 @@
-"""Tests of which verdict follows from laws and the ends of ranks."""
+"""Tests of verdicts, which follow from laws and from the ends of ranks."""

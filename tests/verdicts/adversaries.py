@@ -17,13 +17,13 @@ from shardproof.engine.contract import Capability, Engine, Plan, PreparedModel
 from tests.worlds.ends import CULPRIT, forked
 
 SLEEP = ["sleep", "600"]
-# What a rank leaves, and what would be collected with its prepared model.
+# Keeps leftovers of a rank from being collected with its prepared model.
 _kept: list[object] = []
 Act = Callable[[], object]
 
 
 def _nothing() -> None:
-    """Do as one should."""
+    """Do nothing."""
 
 
 class PreparedAverage(PreparedModel):
@@ -67,7 +67,7 @@ class Averages(Engine):
 
 
 class RefusesAndLeavesAChild(Averages):
-    """Refuses what it cannot do on every rank, and leaves a process behind on one."""
+    """Refuses unsupported plans on every rank, and leaves a process behind on one."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         if dist.get_rank() == CULPRIT:

@@ -1,4 +1,4 @@
-"""Engines that raise what is hard to report; rank 1 does so in the second forward. Named by path in test_causes.py."""
+"""Engines whose errors are hard to report; rank 1 raises in the second forward. Named by path in test_causes.py."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class EndingError(Exception):
 
 
 class UncausedError(Exception):
-    """Raises when somebody asks for its cause, or for notes."""
+    """Raises on a read of its cause or of its notes."""
 
     @property
     def __cause__(self) -> BaseException:  # type: ignore[override]  # a property, which is the fault
@@ -88,7 +88,7 @@ class Raises(DistributedDataParallelEngine):
         prepared = super().prepare(model, plan, mesh)
         calls: list[int] = []
 
-        # Any: a hook is called with what the module is.
+        # Any: a hook is called with the arguments of the module.
         def fail(*_: Any) -> None:
             calls.append(1)
             if len(calls) == 2 and dist.get_rank() == CULPRIT:
@@ -99,7 +99,7 @@ class Raises(DistributedDataParallelEngine):
 
 
 class UnsupportedWordlessError(ValueError):
-    """Says no, and raises when it is printed."""
+    """Refuses, and raises when it is printed."""
 
     def __str__(self) -> str:
         raise ValueError("no text")
@@ -119,7 +119,7 @@ class RefusesAtLength(DistributedDataParallelEngine):
         raise NotImplementedError(50 * MEGABYTE * "no ")
 
 
-# What each engine of that name raises.
+# The error of each engine, by name.
 ERRORS: Mapping[str, Callable[[], BaseException]] = {
     "RaisesWordless": WordlessError,
     "RaisesTextless": TextlessError,

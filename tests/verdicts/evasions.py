@@ -1,4 +1,4 @@
-"""Engines that hide what they hold or exchange from those who look. Named by path in test_adversaries.py."""
+"""Engines that hide memory or messages from the harness. Named by path in test_adversaries.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardproof.harness.tracing.memory.census import Census
 from tests.verdicts.adversaries import Averages, PreparedAverage
 
 
-# Any: whatever it is called with.
+# Any: any arguments.
 def _count_nothing(*_: Any, **__: Any) -> None:
     """Stand where the census is taken."""
 
@@ -86,14 +86,14 @@ class _PreparedWithoutCopy(PreparedZero2):
 
 
 class DeclaresACopyToUpdate(Zero2Engine):
-    """Declares SHARD and keeps parameters whole, which takes as much on two ranks as a share and a copy of it."""
+    """Declares SHARD and keeps parameters whole, which takes as much memory on two ranks as a share and its copy."""
 
     capabilities = frozenset({Capability.SHARD})
     prepared_type = _PreparedWithoutCopy
 
 
 class _PreparedBackend(PreparedAverage):
-    """Averages when it is read, by a method of the backend, beside one collective that is seen."""
+    """Averages when the harness reads it, by a method of the backend, beside one collective that the watch sees."""
 
     is_due = False
 
@@ -114,16 +114,16 @@ class _PreparedBackend(PreparedAverage):
 
 
 class AveragesUnseenWhenRead(Averages):
-    """Is right where gradients are read in each step, and only there."""
+    """Is right only if gradients are read in each step."""
 
     prepared_type = _PreparedBackend
 
 
 class TrainsOneStep(Averages):
-    """Changes, in its own process, how many steps the loop takes."""
+    """Changes the number of steps of the loop in its own process."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Look for what the loop was asked on the stack."""
+        """Look for the loop's training on the stack."""
         frame = inspect.currentframe()
         while frame is not None:
             training = frame.f_locals.get("training")

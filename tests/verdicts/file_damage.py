@@ -69,7 +69,7 @@ def _send(*messages: Message) -> None:
 
 
 def _send_and_exit(folder: Path) -> None:
-    """Send what a rank sends that trained to its end, and end before the training is written down."""
+    """Send the message of a rank that trained to its end, and end before the training is recorded."""
     results = (Finished(outcome=Returned(rank=rank, value=None)) for rank in (0, CULPRIT))
     _send(*results, Leaving(ident=0, threads=()), Done())
     os._exit(0)

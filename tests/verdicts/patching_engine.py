@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 
 
-# Any: what torch hands to such a hook.
+# Any: the arguments that torch passes to such a hook.
 def _halve_the_first_row(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -22,4 +22,4 @@ register_optimizer_step_pre_hook(_halve_the_first_row)
 
 
 class PatchesTorch(DistributedDataParallelEngine):
-    """Honest but for what its import did."""
+    """Honest but for the change that its import made."""

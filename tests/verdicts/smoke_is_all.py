@@ -1,4 +1,4 @@
-"""A pytest plugin: as if one file of the smoke suite held all the cases that there are."""
+"""A pytest plugin that makes one file of the smoke suite the whole catalogue."""
 
 from __future__ import annotations
 

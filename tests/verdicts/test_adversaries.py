@@ -1,6 +1,6 @@
-"""Engines that deceive, or leave what no script may leave, are red for the right reason; an honest one is green.
+"""Engines that deceive or leave processes behind are red for the right reason, and an honest one is green.
 
-Ends after the result that need no engine, hangs among them, are in test_world_ends.py.
+test_world_ends.py tests ends after the result without an engine, hangs among them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardproof.suites.training import train
 from tests import judging
 from tests.judging import LAWS, TWO_STEPS
 
-SOON_S = 15.0  # far from the deadline, for machines that are busy
+SOON_S = 15.0  # far from the deadline, for busy machines
 WHOLE, SHARDED = Plan(layout=Layout.REPLICATE), Plan(layout=Layout.SHARD)
 PROCESSES, THREADS = "processes:2", "threads:2"
 
@@ -50,8 +50,8 @@ def test_wholes_that_are_shown_as_shards_are_counted(session: TrialSession, worl
         record.headline,
     ), record.headline
     held = {law.law: law.held for law in record.laws}
-    assert held[HoldsItsShare().name], "what the adapter shows is a share"
-    assert held[MatchesOracle().name], "and it is right"
+    assert held[HoldsItsShare().name], "the adapter must show a share"
+    assert held[MatchesOracle().name], "the shown share must be right"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_wholes_that_are_shown_as_shards_are_counted(session: TrialSession, worl
         ),
     ],
 )
-def test_what_follows_the_result_is_told_at_once(
+def test_a_failure_after_the_result_is_reported_at_once(
     session: TrialSession, engine: str, world: str, verdict: Verdict, headline: str
 ) -> None:
     record = judged(session, engine, world)
@@ -91,8 +91,8 @@ def test_memory_that_no_operator_of_the_rank_made_is_counted_in_its_process(sess
     assert "expected the process to have grown by at most" in record.headline
 
 
-def test_what_neither_census_nor_allocator_sees_passes(session: TrialSession) -> None:
-    """Show the limits that docs/threat-model.md names: a change that closes one changes this test and the page."""
+def test_memory_that_neither_census_nor_allocator_sees_passes(session: TrialSession) -> None:
+    """Show the limits that docs/threat-model.md names; a change that closes one changes this test and the page."""
     for record in (
         judged(session, "tests.verdicts.evasions:BlindsItsCensus", THREADS, SHARDED),
         _judged_by_growth(session, "KeepsWholesInAMapping"),
@@ -116,7 +116,7 @@ def test_a_copy_to_update_that_is_not_there_shows_on_four_ranks(session: TrialSe
     assert record.headline.startswith("memory between steps is explained by the layout: ")
 
 
-def test_collectives_of_a_backend_are_unseen_and_what_reads_change_by_them_is_not(
+def test_collectives_of_a_backend_are_unseen_and_changes_by_reads_are_seen(
     session: TrialSession,
 ) -> None:
     engine = "tests.verdicts.evasions:AveragesUnseenWhenRead"
@@ -129,7 +129,7 @@ def test_collectives_of_a_backend_are_unseen_and_what_reads_change_by_them_is_no
 
 
 @pytest.mark.parametrize("world", [THREADS, PROCESSES])
-def test_who_refuses_and_leaves_a_child_left_a_child(session: TrialSession, world: str) -> None:
+def test_a_refusal_that_leaves_a_child_fails_for_the_child(session: TrialSession, world: str) -> None:
     record = judged(session, "RefusesAndLeavesAChild", world, SHARDED)
     assert record.verdict is Verdict.FAILED
     assert re.search(

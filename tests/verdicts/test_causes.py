@@ -1,4 +1,4 @@
-"""An error of an engine is reported as what it is, whatever it does when it is printed and whose words it quotes."""
+"""An engine's error is reported as its own, whatever it does when printed and whichever error it quotes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from shardproof.harness.worlds.threads.collective_errors import (
 from tests import judging
 from tests.verdicts import culprits
 
-SOON_S = 15.0  # far from the deadline, for machines that are busy
+SOON_S = 15.0  # far from the deadline, for busy machines
 TRAINING = Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=3))
-UNTOLD = r"Error: \(its message cannot be shown\), at tests/verdicts/culprits\.py:\d+ in fail$"
+UNPRINTABLE = r"Error: \(its message cannot be shown\), at tests/verdicts/culprits\.py:\d+ in fail$"
 HEADLINES = {
-    "RaisesWordless": f"Wordless{UNTOLD}",
-    "RaisesTextless": f"Textless{UNTOLD}",
-    "RaisesEnding": f"Ending{UNTOLD}",
+    "RaisesWordless": f"Wordless{UNPRINTABLE}",
+    "RaisesTextless": f"Textless{UNPRINTABLE}",
+    "RaisesEnding": f"Ending{UNPRINTABLE}",
     "RaisesSlow": "SlowError: at last$",
     "RaisesUncaused": "UncausedError: a text$",
     "RaisesNameless": "NamelessError: a text$",
@@ -47,7 +47,7 @@ HEADLINES = {
     "QuotesAMismatch": r"tests\.verdicts\.culprits\.CollectiveMismatchError: CollectiveMismatchError: all_reduce",
     "QuotesADeadlock": r"[a-z_.]+\.collective_errors\.DeadlockError: my queue: expected a job",
 }
-# The others differ between kinds of worlds in nothing that is looked at.
+# The others do not depend on the kind of world.
 IN_PROCESSES = ("RaisesWordless", "RaisesEnding", "RaisesMuch", "QuotesATimeout")
 
 
@@ -108,7 +108,7 @@ def _raise(error: BaseException) -> None:
 
 
 def _lose_a_peer() -> None:
-    """Raise as torch does of a peer that is gone."""
+    """Raise torch's error for a peer that is gone."""
     scope: dict[str, Callable[[], None]] = {}
     source = "def wait():\n    raise RuntimeError('Connection closed by peer')"
     exec(compile(source, str(Path(torch.__file__).with_name("made_up.py")), "exec"), scope)
@@ -152,7 +152,7 @@ def test_an_error_of_the_transport_is_known_by_its_origin() -> None:
     )
 
 
-def test_who_abandons_itself_has_raised() -> None:
+def test_a_rank_that_abandons_itself_has_raised() -> None:
     with pytest.raises(WorldAbandonedError) as caught:
         raise WorldAbandonedError
     assert not is_abandonment(caught.value)

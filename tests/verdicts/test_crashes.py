@@ -1,4 +1,4 @@
-"""A world that crashed is explained by what its ledgers hold: a disagreement of ranks first, and then the signal."""
+"""The ledgers explain a crashed world: a disagreement of ranks comes before the signal."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_signal_after_the_result_has_no_hang() -> None:
 
 
 @pytest.mark.parametrize("outcome", [_died(), _raised(OURS)], ids=["signal", "backend"])
-def test_a_disagreement_comes_before_what_the_backend_made_of_it(outcome: Outcome) -> None:
+def test_a_disagreement_comes_before_the_error_of_the_backend(outcome: Outcome) -> None:
     found = _judged(UNLIKE, outcome, Abandoned(rank=1), leaks=("rank 1 left a process",))
     assert found.verdict is Verdict.FAILED
     assert re.fullmatch(
@@ -108,7 +108,7 @@ def test_a_hang_tells_an_error_that_reads_like_its_consequence() -> None:
     assert found.headline.endswith(ended)
 
 
-def test_an_error_without_a_disagreement_is_told_alone() -> None:
+def test_an_error_without_a_disagreement_is_reported_alone() -> None:
     for file in (OURS, THEIRS):
         found = _judged(ALIKE, _raised(file), Abandoned(rank=1))
         assert (found.verdict, found.hang) == (Verdict.CRASHED, None)

@@ -1,4 +1,4 @@
-"""An expectation excuses what it names and nothing else, fails when it excuses nothing, and a bad file is refused."""
+"""An expectation excuses only cases that it names, and fails if unused; a bad file is refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_known_failure_keeps_its_evidence() -> None:
     assert found.headline == "what was seen"
 
 
-def test_a_pass_against_an_expectation_is_told_with_it() -> None:
+def test_a_pass_against_an_expectation_is_reported_with_it() -> None:
     found = expected(a_record(Verdict.PASSED), known(ENTRY))
     assert (found.verdict, found.expectation) == (Verdict.UNEXPECTED_PASS, ENTRY)
     assert found.headline.startswith("expected to be FAILED, and passed")
@@ -56,13 +56,13 @@ def derived(verdict: Verdict = Verdict.FAILED, **changes: Any) -> Record:  # Any
     return a_record(verdict, **{**mine, "known_version": "torch 2.13.0+cpu", **changes})
 
 
-def test_a_derived_engine_inherits_known_failures_and_says_whose() -> None:
+def test_a_derived_engine_inherits_known_failures_and_names_their_engine() -> None:
     found = expected(derived(), known(ENTRY))
     assert (found.verdict, found.expectation) == (Verdict.KNOWN_FAILURE, ENTRY)
     assert found.headline == "torch.fsdp2 fails this case as well; what was seen"
 
 
-def test_a_derived_engine_may_pass_what_the_known_one_fails() -> None:
+def test_a_derived_engine_may_pass_cases_that_the_known_one_fails() -> None:
     assert expected(derived(Verdict.PASSED), known(ENTRY)).verdict is Verdict.PASSED
 
 
@@ -77,7 +77,9 @@ def test_an_expired_expectation_excuses_nothing() -> None:
     assert (found.verdict, found.expectation) == (Verdict.FAILED, expired)
     assert found.headline == "expectation expired on 2030-06-14; what was seen"
     passed = a_record(Verdict.PASSED)
-    assert expected(passed, known(expired)) == passed, "nor does it turn a pass into a failure"
+    assert expected(passed, known(expired)) == passed, (
+        "an expired expectation does not turn a pass into a failure"
+    )
 
 
 def test_an_expectation_excuses_only_the_verdict_that_it_states() -> None:
@@ -119,7 +121,7 @@ def test_where_no_law_was_judged_the_headline_must_be_the_one_expected() -> None
     )
 
 
-def test_an_expectation_kept_by_an_older_release_says_nothing_of_laws() -> None:
+def test_an_expectation_kept_by_an_older_release_names_no_laws() -> None:
     old = an_entry(shows=())
     assert expected(a_record(laws=(MATCHES, BROKEN)), known(old)).verdict is Verdict.KNOWN_FAILURE
 
@@ -181,7 +183,7 @@ def test_a_condition_is_held_against_the_release(condition: str, release: str, f
     assert fit(condition, release) is found
 
 
-# Entries that bore on nothing
+# Unused entries
 
 
 def ran(*records: Record, is_whole: bool = True, cases: frozenset[str] = frozenset({CASE})) -> Ran:
@@ -202,7 +204,7 @@ def ran(*records: Record, is_whole: bool = True, cases: frozenset[str] = frozens
     ],
     ids=["case", "name", "refused", "release", "world", "expired", "expired-case"],
 )
-def test_an_entry_that_bears_on_nothing_is_told(
+def test_an_unused_entry_is_reported(
     changes: dict[str, str], verdict: Verdict, why: str, is_stale: bool
 ) -> None:
     entry = an_entry(**changes)
@@ -218,17 +220,17 @@ def test_a_selection_makes_no_entry_stale(changes: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("verdict", [Verdict.KNOWN_FAILURE, Verdict.UNEXPECTED_PASS, Verdict.CRASHED])
-def test_an_entry_that_bore_on_a_record_is_not_told(verdict: Verdict) -> None:
+def test_a_used_entry_is_not_reported(verdict: Verdict) -> None:
     assert unused(known(ENTRY), ran(a_record(verdict))) == ()
     refused = a_record(Verdict.UNSUPPORTED, world="threads:4")
     assert unused(known(ENTRY), ran(refused, a_record(verdict))) == ()
 
 
-def test_an_entry_of_an_engine_that_took_no_part_is_not_told() -> None:
+def test_an_entry_of_an_engine_that_took_no_part_is_not_reported() -> None:
     assert unused(known(an_entry(case="gone")), ran(a_record(engine="torch.ddp"))) == ()
 
 
-def test_a_case_that_makes_no_sense_in_these_worlds_is_no_stale_one() -> None:
+def test_a_case_that_makes_no_sense_in_these_worlds_is_not_stale() -> None:
     elsewhere = a_record(Verdict.PASSED, case="smoke/test_s.py::test_t")
     (found,) = unused(known(ENTRY), ran(elsewhere, cases=frozenset({CASE, elsewhere.case})))
     assert not found.is_stale
@@ -350,7 +352,7 @@ def test_cases_that_cannot_be_right_are_refused(tmp_path: Path, cases: str, word
         ("[[expectation]]", "[[expectation]", ["TOML"]),
     ],
 )
-def test_a_bad_file_is_refused_with_the_entry_and_what_to_try(
+def test_a_bad_file_is_refused_with_the_entry_and_a_remedy(
     tmp_path: Path, old: str, new: str, words: list[str]
 ) -> None:
     assert old in GOOD

@@ -1,4 +1,4 @@
-"""`expectations --update`: the file follows a run, keeps its comments, and never excuses more without a reason."""
+"""`expectations --update` makes the file match a run, keeps comments, and excuses no failure without a reason."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ S, T = a_record("smoke/s", FAIL), a_record("smoke/t", FAIL)
 REASONED = ("--reason", "It is so.", "--link", "https://example.org/3")
 
 
-def test_a_file_that_says_what_the_run_shows_stays_as_it_is(desk: Desk) -> None:
+def test_a_file_that_matches_the_run_stays_as_it_is(desk: Desk) -> None:
     desk.judge(A, B, S, T)
     assert desk.update() == 0
     assert desk.file.read_text() == FILE
@@ -134,7 +134,7 @@ def test_a_new_failure_needs_a_reason_and_a_link(desk: Desk, capsys: pytest.Capt
     desk.judge(A, B, S, T, a_record("clipping/x", FAIL))
     for more in ((), REASONED[:2], REASONED[2:]):
         assert desk.update(*more) == 1
-        assert desk.file.read_text() == FILE, "nothing is excused without a reason"
+        assert desk.file.read_text() == FILE, "no failure is excused without a reason"
     printed = capsys.readouterr().out
     assert '+    {case = "clipping/x", world = "threads:2"},' in printed
     assert "--reason and --link" in printed
@@ -193,7 +193,7 @@ def test_a_raw_run_writes_a_new_file(desk: Desk) -> None:
     desk.file.unlink()
     assert desk.update(*REASONED) == 0
     assert [e.case for e in desk.known().entries] == ["parity/a", "smoke/s"]
-    assert desk.update() == 0, "what the file excuses now is not proposed again"
+    assert desk.update() == 0, "failures that the file excuses are not proposed again"
 
 
 def test_a_damaged_run_changes_nothing(desk: Desk) -> None:
@@ -205,7 +205,7 @@ def test_a_damaged_run_changes_nothing(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("verdict", [Verdict.ERRORED, Verdict.VACUOUS, Verdict.NOT_RUN])
-def test_what_says_nothing_of_the_engine_is_not_excused(desk: Desk, verdict: Verdict) -> None:
+def test_a_verdict_not_of_the_engine_is_not_excused(desk: Desk, verdict: Verdict) -> None:
     desk.judge(A, B, S, T, a_record("clipping/x", verdict))
     assert desk.update(*REASONED) == 1
     assert desk.file.read_text() == FILE

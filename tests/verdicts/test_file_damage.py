@@ -13,7 +13,7 @@ from shardproof.harness.runner import observation_cache
 from tests import judging
 
 THREADS, PROCESSES = "threads:2", "processes:2"
-SOON_S = 15.0  # far from the deadline, for machines that are busy
+SOON_S = 15.0  # far from the deadline, for busy machines
 BY = {
     "appends_half_a_line": r"rank1\.ledger\.jsonl \(1 damaged line\(s\), the first in line \d+\)",
     "appends_a_mark": r"rank1\.ledger\.jsonl \(changed\)",

@@ -1,4 +1,4 @@
-"""Hang analysis over ledgers written by hand: wait-for relations, suspects, and where ranks diverge."""
+"""Hang analysis over ledgers written by hand finds wait-for relations, suspects, and the divergence of ranks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def late(rank: int, stack: str = "") -> TimedOut:
     return TimedOut(rank=rank, stack=stack, last_call="")
 
 
-def told(entry_: Entry, **fields: object) -> Entry:
-    """Make a call that came to its end."""
+def ended(entry_: Entry, **fields: object) -> Entry:
+    """Make a call that ended."""
     return renew(entry_, **{"wait": OVER, **fields})
 
 
@@ -46,8 +46,8 @@ def doings(hang: HangReport) -> list[RankActivity]:
     return [rank.doing for rank in hang.ranks]
 
 
-def test_rank_that_left_is_suspect() -> None:
-    calls = [told(entry(site=f"x.py:{line}")) for line in (9, 10, 11)]
+def test_a_rank_that_left_is_suspect() -> None:
+    calls = [ended(entry(site=f"x.py:{line}")) for line in (9, 10, 11)]
     found = analysed(
         numbered(calls),
         numbered([*calls, blocked(entry(site="x.py:12"))]),
@@ -72,9 +72,9 @@ def test_rank_that_left_is_suspect() -> None:
     ]
 
 
-def test_rank_in_no_call_is_told_with_its_own_frame() -> None:
+def test_a_rank_in_no_call_is_reported_with_its_own_frame() -> None:
     found = analysed(
-        numbered([blocked(entry())]), numbered([told(entry(group=(1,)))]), outcomes=(late(0), late(1, STACK))
+        numbered([blocked(entry())]), numbered([ended(entry(group=(1,)))]), outcomes=(late(0), late(1, STACK))
     )
     assert "for rank 1 (in no call, at engine.py:40 in linger; last call: all_reduce" in found.summary
     assert doings(found) == [RankActivity.WAITING, RankActivity.OUTSIDE]
@@ -83,12 +83,12 @@ def test_rank_in_no_call_is_told_with_its_own_frame() -> None:
     assert len(found.ranks[1].stack) == 5
 
 
-def test_rank_that_never_called_anything_is_told_so() -> None:
+def test_a_rank_without_any_call_is_reported_as_such() -> None:
     found = analysed(numbered([blocked(entry())]), ())
     assert found.summary.endswith("for rank 1 (in no call, at an unknown place; no call before)")
 
 
-def test_root_of_a_chain_of_waits_is_suspect() -> None:
+def test_the_root_of_a_chain_of_waits_is_suspect() -> None:
     # 0 waits for 1, which waits for 2, which computes for ever.
     pairs = [blocked(entry(group=(0, 1))), blocked(entry(group=(1, 2)))]
     found = analysed(numbered([pairs[0]]), numbered([pairs[1]]), ())
@@ -97,7 +97,7 @@ def test_root_of_a_chain_of_waits_is_suspect() -> None:
     assert "for rank 2 (in no call" in found.summary
 
 
-def test_cycle_is_told_as_such() -> None:
+def test_a_cycle_is_reported_as_such() -> None:
     first, second = entry(group=(0, 1), site="a.py:1"), entry(group=(1, 2), site="b.py:2")
     third = entry(group=(0, 2), site="c.py:3")
     found = analysed(numbered([blocked(first)]), numbered([blocked(second)]), numbered([blocked(third)]))
@@ -113,16 +113,16 @@ def test_groups_of_equal_ranks_make_a_cycle_too() -> None:
     assert found.cycle == (0, 1)
 
 
-def test_of_a_cycle_the_rank_that_most_wait_for_is_suspect() -> None:
+def test_the_rank_of_a_cycle_that_most_ranks_wait_for_is_suspect() -> None:
     everybody, pair = blocked(entry(world_size=4)), blocked(entry(group=(2, 3)))
     found = analysed(*[numbered([everybody])] * 3, numbered([pair]))
     assert found.cycle == (2, 3)
     assert found.suspects == (3,)
 
 
-def test_wait_that_began_and_did_not_end_holds_a_rank() -> None:
+def test_a_wait_that_began_and_did_not_end_holds_a_rank() -> None:
     # As in gloo: the call itself returned.
-    calls = [told(entry(site="x.py:1")), renew(entry(site="x.py:2"), is_async=True, wait=BEGUN)]
+    calls = [ended(entry(site="x.py:1")), renew(entry(site="x.py:2"), is_async=True, wait=BEGUN)]
     found = analysed(numbered(calls), numbered([calls[0]]), outcomes=(late(0, STACK), late(1, STACK)))
     assert doings(found) == [RankActivity.WAITING, RankActivity.OUTSIDE]
 
@@ -138,7 +138,7 @@ def test_wait_that_began_and_did_not_end_holds_a_rank() -> None:
         ("", RankActivity.WAITING),
     ],
 )
-def test_who_took_a_future_waits_unless_its_stack_ends_in_its_own_code(
+def test_a_rank_that_took_a_future_waits_unless_its_stack_ends_in_its_own_code(
     stack: str, doing: RankActivity
 ) -> None:
     future = renew(entry(), is_async=True, wait=replace(OVER, is_over=None))
@@ -146,12 +146,12 @@ def test_who_took_a_future_waits_unless_its_stack_ends_in_its_own_code(
     assert found.ranks[0].doing is doing
 
 
-def test_wait_that_ended_before_others_came_is_one_on_a_device() -> None:
-    assert analysed(numbered([told(entry())]), ()).ranks[0].doing is RankActivity.WAITING
-    assert analysed(numbered([told(entry(Op.BROADCAST, peer=0))]), ()).ranks[0].doing is RankActivity.OUTSIDE
+def test_a_wait_that_ended_before_others_came_is_one_on_a_device() -> None:
+    assert analysed(numbered([ended(entry())]), ()).ranks[0].doing is RankActivity.WAITING
+    assert analysed(numbered([ended(entry(Op.BROADCAST, peer=0))]), ()).ranks[0].doing is RankActivity.OUTSIDE
 
 
-def test_call_of_the_rank_itself_comes_before_those_of_its_threads() -> None:
+def test_a_call_of_the_rank_itself_comes_before_those_of_its_threads() -> None:
     own, other = blocked(entry(site="own.py:1")), blocked(entry(site="thread.py:1"), thread="comm")
     call = analysed(numbered([own, other]), ()).ranks[0].call
     assert call is not None
@@ -159,27 +159,27 @@ def test_call_of_the_rank_itself_comes_before_those_of_its_threads() -> None:
 
 
 @pytest.mark.parametrize("op", [Op.SEND, Op.RECV])
-def test_message_without_its_other_end_is_told(op: Op) -> None:
+def test_a_message_without_its_other_end_is_reported(op: Op) -> None:
     found = analysed(numbered([blocked(entry(op, peer=1))]), ())
     assert found.summary.startswith(f"rank 0 waits in {op}(")
     assert found.suspects == (1,)
     assert found.difference is None
 
 
-def test_message_that_was_answered_holds_nobody() -> None:
-    sent, received = told(entry(Op.SEND, peer=1)), told(entry(Op.RECV, peer=0))
+def test_an_answered_message_holds_no_rank() -> None:
+    sent, received = ended(entry(Op.SEND, peer=1)), ended(entry(Op.RECV, peer=0))
     assert doings(analysed(numbered([sent]), numbered([received]))) == [
         RankActivity.OUTSIDE,
         RankActivity.OUTSIDE,
     ]
-    from_any = told(entry(Op.RECV, peer=None))
+    from_any = ended(entry(Op.RECV, peer=None))
     found = analysed(numbered([sent, blocked(entry(Op.SEND, peer=1))]), numbered([from_any]))
     assert found.ranks[0].awaits == (1,)
 
 
-def test_calls_that_were_alike_in_other_places_are_told_from_where_they_began() -> None:
+def test_equal_calls_from_other_lines_are_reported_from_the_first_of_them() -> None:
     sites = [f"x.py:{line}" for line in range(6)]
-    whole = [told(entry(site=site)) for site in sites]
+    whole = [ended(entry(site=site)) for site in sites]
     short = [c for c in whole if c.site != "x.py:2"]
     found = analysed(
         numbered([*whole[:-1], blocked(whole[-1])]),
@@ -196,8 +196,8 @@ def test_calls_that_were_alike_in_other_places_are_told_from_where_they_began() 
 
 
 def test_one_call_from_two_lines_is_no_straying() -> None:
-    left = [told(entry(site="root.py:1")), told(entry(site="x.py:2")), blocked(entry(site="x.py:3"))]
-    right = [told(entry(site="leaf.py:1")), told(entry(site="x.py:2"))]
+    left = [ended(entry(site="root.py:1")), ended(entry(site="x.py:2")), blocked(entry(site="x.py:3"))]
+    right = [ended(entry(site="leaf.py:1")), ended(entry(site="x.py:2"))]
     found = analysed(numbered(left), numbered(right))
     assert found.difference is not None
     assert found.difference.desynchronised == ()
@@ -205,14 +205,14 @@ def test_one_call_from_two_lines_is_no_straying() -> None:
 
 @pytest.mark.parametrize(("step", "is_straying"), [(0, False), (1, True)])
 def test_other_lines_from_the_first_call_on_are_a_habit_of_the_engine(step: int, is_straying: bool) -> None:
-    left = [told(entry(site="root.py:1")), told(entry(site="root.py:2")), blocked(entry(site="x.py:3"))]
-    right = [told(entry(site="leaf.py:1")), told(entry(site="leaf.py:2"), step=step)]
+    left = [ended(entry(site="root.py:1")), ended(entry(site="root.py:2")), blocked(entry(site="x.py:3"))]
+    right = [ended(entry(site="leaf.py:1")), ended(entry(site="leaf.py:2"), step=step)]
     found = analysed(numbered(left), numbered(right))
     assert found.difference is not None
     assert bool(found.difference.desynchronised) is is_straying
 
 
-def test_ranks_that_all_compute_wait_for_nobody() -> None:
+def test_ranks_that_all_compute_wait_for_no_rank() -> None:
     found = analysed((), (), outcomes=(late(0, STACK), late(1, STACK)))
     assert found.summary == "ranks 0, 1 (in no call, at engine.py:40 in linger; no call before)"
     assert found.suspects == (0, 1)
@@ -228,7 +228,7 @@ def test_ranks_that_called_different_things_wait_for_each_other() -> None:
     ]
 
 
-def test_every_end_is_told() -> None:
+def test_every_end_is_reported() -> None:
     deadlock = Raised(
         rank=0, kind="DeadlockError", message="", traceback=_traceback("e.py"), is_symptom=False, at_s=0.0
     )
@@ -260,10 +260,12 @@ def test_calls_of_a_rank_that_was_lost_with_its_journal_are_not_missed() -> None
     assert found.difference is None
 
 
-@settings(max_examples=60, deadline=None)  # deadline: the machine is shared, and time is not the property
+@settings(
+    max_examples=60, deadline=None
+)  # deadline: the machine is shared, and the test does not measure time
 @given(data=st.data())
 def test_any_single_omission_is_laid_to_the_rank_that_made_it(data: st.DataObject) -> None:
-    honest = tuple(told(e) for e in sharding_ledger(steps=2, microbatches=1, world_size=3))
+    honest = tuple(ended(e) for e in sharding_ledger(steps=2, microbatches=1, world_size=3))
     position = data.draw(st.integers(min_value=0, max_value=len(honest) - 1))
     rank = data.draw(st.integers(min_value=0, max_value=2))
     stopped = numbered([*honest[:-1], blocked(honest[-1])])
@@ -283,5 +285,5 @@ def _traceback(file: str) -> str:
         "Traceback (most recent call last):\n"
         f'  File "/home/me/{file}", line 3, in outer\n    inner()\n'
         f'  File "/home/me/{file}", line 7, in inner\n    call()\n'
-        "DeadlockError: nobody comes\n"
+        "DeadlockError: no rank comes\n"
     )

@@ -1,4 +1,4 @@
-"""Engines that hang, in worlds of threads and of processes: each is explained rightly, and soon after the deadline."""
+"""Each hang in worlds of threads and of processes is explained rightly, and soon after the deadline."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from shardproof.harness.verdicts.judgement import Judgement, judge_failure
 from shardproof.harness.worlds.launch import World
 
 DEADLINE_S = 3.0
-PROMISED_S = 2.0  # how soon after the deadline a hang is explained; a promise, and so asserted as it is
+PROMISED_S = 2.0  # the promised delay after the deadline within which a hang is explained
 TRAINING = Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=3))
 MINE = "engine/mutants/hangs.py"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
-    """What is so of a mutant: what the honest ranks wait in, what the odd one does, and where they part.
+    """The facts of a mutant: the call that honest ranks wait in, the activity of the odd rank, and where they part.
 
     ``position`` is that of the first difference in the group concerned; None for a message.
     """
@@ -93,13 +93,13 @@ by_truth = pytest.mark.parametrize("truth", TRUTHS, ids=lambda t: t.mutant)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
-    """A judgement, and how long after the deadline it was there: negative where nobody had to wait for that."""
+    """A judgement, and its delay after the deadline: negative where it came before the deadline."""
 
     judgement: Judgement
     late_s: float
 
 
-# Any: a rank's body takes what it likes.
+# Any: a rank's body takes any arguments.
 def run(
     body: Callable[..., Any], *args: Any, world: str, folder: Path, deadline_s: float = DEADLINE_S
 ) -> Explained:
@@ -172,7 +172,9 @@ def test_threads_are_explained(truth: Truth, tmp_path: Path) -> None:
 def test_processes_are_explained(truth: Truth, tmp_path: Path) -> None:
     hang = check(truth, explain(truth, "processes:2", tmp_path), 2)
     if truth.is_cycle:
-        assert hang.suspects == hang.cycle == (0, 1)  # of two that wait for each other none is more to blame
+        assert (
+            hang.suspects == hang.cycle == (0, 1)
+        )  # neither of two ranks that wait for each other is the suspect
 
 
 def test_threads_and_processes_are_explained_alike(tmp_path: Path) -> None:
@@ -191,7 +193,7 @@ def test_threads_and_processes_are_explained_alike(tmp_path: Path) -> None:
 
 
 def hold_the_interpreter(context: RankContext) -> None:
-    """Match for ever on the last rank, in C, so that no other Python code runs in its process."""
+    """Match a regular expression for ever on the last rank, in C, so that no other Python code runs in its process."""
     if context.rank == context.size - 1:
         re.match(r"(a+)+$", "a" * 60 + "b")
     dist.barrier()
@@ -234,9 +236,9 @@ def test_a_process_that_does_not_answer_is_ended_in_time(
     assert all(body.__name__ in frame for frame in odd.frames)
 
 
-def test_a_rank_that_is_stopped_for_the_deadlock_of_others_is_told_with_its_stack(tmp_path: Path) -> None:
+def test_a_rank_that_is_stopped_for_the_deadlock_of_others_is_reported_with_its_stack(tmp_path: Path) -> None:
     explained = run(leave_one_and_occupy_another, world="threads:3", folder=tmp_path, deadline_s=30.0)
-    assert explained.late_s < -20, "a deadlock is told when it is there, not at the deadline"
+    assert explained.late_s < -20, "a deadlock must be reported at once, not at the deadline"
     hang = explained.judgement.hang
     assert hang is not None
     assert [r.doing for r in hang.ranks] == [
@@ -255,7 +257,7 @@ def test_the_record_has_the_hang_report_and_no_oracle_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("who hangs is told without numbers")
+        raise AssertionError("a hang must be reported without an oracle")
 
     monkeypatch.setattr("shardproof.harness.runner.observation_cache.ask_oracle", refuse)
     session = TrialSession(Source(folder=tmp_path))

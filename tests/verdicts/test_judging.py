@@ -1,4 +1,4 @@
-"""From a case to a verdict, with engines made for the purpose: each verdict is reached, and no other is."""
+"""Judging reaches each verdict, and no other, with engines made for the purpose."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Forgetful(DistributedDataParallelEngine):
 
 
 class Silent(DistributedDataParallelEngine):
-    """Takes every plan, whatever it declares."""
+    """Accepts every plan, declared or not."""
 
     capabilities = frozenset({Capability.REPLICATE})
 
@@ -65,7 +65,7 @@ class Mistyped(DistributedDataParallelEngine):
 
 
 class Refusing(Engine):
-    """Refuses whatever it is asked."""
+    """Refuses every plan."""
 
     name = "refusing"
     capabilities = frozenset[Capability]()
@@ -75,13 +75,13 @@ class Refusing(Engine):
 
 
 class Crashing(Refusing):
-    """Claims all, then refuses all the same."""
+    """Declares every capability, then refuses."""
 
     capabilities = frozenset(Capability)
 
 
 class RefusesOnOneRank(DistributedDataParallelEngine):
-    """Rank 0 refuses, rank 1 goes ahead."""
+    """Refuses on rank 0 and goes ahead on rank 1."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         if dist.get_rank() == 0:
@@ -90,7 +90,7 @@ class RefusesOnOneRank(DistributedDataParallelEngine):
 
 
 class RefusesTooLate(Silent):
-    """Trains a step before it says no."""
+    """Trains a step before it refuses."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         return _PreparedRefusing(super().prepare(model, plan, mesh).module, named=model)
@@ -102,7 +102,7 @@ class _PreparedRefusing(PreparedDdp):
 
 
 class SynchronisesWhenRead(DistributedDataParallelEngine):
-    """Averages gradients only while somebody looks at them."""
+    """Averages gradients only while the harness reads them."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -151,7 +151,9 @@ def test_a_training_that_diverges_by_itself_is_no_fault_of_the_engine(session: T
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_plan_beyond_what_is_declared_must_be_refused(session: TrialSession, kind: WorldKind) -> None:
+def test_a_plan_beyond_the_declared_capabilities_must_be_refused(
+    session: TrialSession, kind: WorldKind
+) -> None:
     sharded = _case(replace(TRAINING, plan=Plan(layout=Layout.SHARD)))
     assert _judge(session, "Refusing", kind, sharded).verdict is Verdict.UNSUPPORTED
     assert _judge(session, "Silent", kind, sharded).verdict is Verdict.UNSUPPORTED_SILENT
@@ -207,7 +209,7 @@ def test_a_declared_and_missing_method_is_named(session: TrialSession, kind: Wor
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_that_call_different_collectives_are_told_apart(session: TrialSession, kind: WorldKind) -> None:
+def test_different_collectives_of_ranks_are_named(session: TrialSession, kind: WorldKind) -> None:
     record = _judge(session, "Mistyped", kind, _case(TRAINING))
     assert record.verdict is Verdict.FAILED, record.headline
     for part in ("all_reduce", "broadcast", "test_judging.py", "rank"):

@@ -1,4 +1,4 @@
-"""Known failures as a user meets them: which runs pass, which fail, and that judging again says the same."""
+"""Known failures in runs of a user: runs that pass, runs that fail, and the same verdicts when judged again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ expiry = {expiry}
 
 @pytest.fixture
 def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Judged:
-    """Run the one case that there is with these expectations; returns the exit code of pytest, and the run."""
+    """Run the only case with these expectations; return the exit code of pytest, and the run."""
     monkeypatch.setattr(case_id, "files", lambda: {"smoke/test_smoke.py"})
     file, out = tmp_path / "known.toml", tmp_path / "run"
 
@@ -68,7 +68,7 @@ def test_a_known_failure_passes_the_run_and_so_it_is_judged_again(
     assert main(["run", f"--engine={SUMS}", *options]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"KNOWN_FAILURE +1 ", printed), printed
-    assert "not exercised: expectation 2" in printed, "a selection says nothing of other cases"
+    assert "not exercised: expectation 2" in printed, "a selection proves nothing about other cases"
 
     first = read_run(out)
     (record,) = first.records
@@ -112,7 +112,7 @@ def test_a_stale_expectation_alone_fails_a_run_of_the_whole_catalogue(judged: Ju
 
 
 @pytest.mark.slow
-def test_a_stale_expectation_is_only_told_of_a_selection(judged: Judged) -> None:
+def test_an_unused_expectation_fails_no_selection(judged: Judged) -> None:
     selection = [f"--engine={DDP}", f"--engine={SUMS}", "-k", DDP]
     code, run = judged(_entry(DDP, case="smoke/test_gone*"), *selection)
     assert run.footer is not None
@@ -141,6 +141,6 @@ def test_a_bad_file_ends_before_anything_runs(tmp_path: Path, capsys: pytest.Cap
     assert not out.exists()
 
 
-def test_a_file_and_none_are_too_much() -> None:
+def test_a_file_and_no_expectations_are_refused_together() -> None:
     with pytest.raises(SystemExit):
         main(["run", "--expectations=known.toml", "--no-expectations"])

@@ -1,4 +1,4 @@
-"""The headline of a mutant names its sin where more than one tensor tells it: state, other steps, ranks, runs."""
+"""The headline names a mutant's defect where it shows in several tensors: state, other steps, ranks, runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HEADLINES: dict[str, tuple[Training, str, str]] = {
 
 
 @pytest.mark.parametrize("mutant", HEADLINES)
-def test_the_headline_names_the_sin(session: TrialSession, mutant: str) -> None:
+def test_the_headline_names_the_defect(session: TrialSession, mutant: str) -> None:
     training, world, headline = HEADLINES[mutant]
     record = judged(
         session, f"shardproof.engine.mutants.{mutant}", world, training, laws=(MatchesOracle(), RanksAgree())

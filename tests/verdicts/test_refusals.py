@@ -1,4 +1,4 @@
-"""What is made of engines that refuse where a case allows or requires it: on every rank, or not at all."""
+"""An engine may refuse where a case allows or requires it, on every rank or on none."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DislikesOnRank0(Dislikes):
 
 
 class DislikesOnRank1(Dislikes):
-    """Leaves rank 0 to wait, which comes first to whatever there is."""
+    """Leaves rank 0 to wait, which reaches each collective first."""
 
     ranks = (1,)
 
@@ -86,7 +86,7 @@ def test_no_rank_may_refuse_alone(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_refuses_nothing_is_held_to_every_law(session: TrialSession, kind: WorldKind) -> None:
+def test_an_engine_that_refuses_nothing_must_keep_every_law(session: TrialSession, kind: WorldKind) -> None:
     record = _run(session, "torch.ddp", kind, Refusal.ALLOWED)
     assert (record.verdict, len(record.laws)) == (Verdict.PASSED, 5), record.headline
     record = _run(session, "torch.ddp", kind, Refusal.REQUIRED)
@@ -128,7 +128,7 @@ REDUCE = entry(Op.ALL_REDUCE)
 
 
 @pytest.mark.parametrize("refusal", MAY_OR_MUST)
-def test_who_was_stopped_where_the_others_had_been_may_have_been_about_to_refuse(refusal: Refusal) -> None:
+def test_a_rank_stopped_where_the_others_had_been_may_have_been_about_to_refuse(refusal: Refusal) -> None:
     ledgers = {0: numbered([GATHER, REDUCE]), 1: numbered([GATHER])}
     verdict, headline = _verdict(_kept(_raised(0), Abandoned(rank=1), ledgers=ledgers), refusal)
     assert verdict is Verdict.PASSED
@@ -137,7 +137,7 @@ def test_who_was_stopped_where_the_others_had_been_may_have_been_about_to_refuse
 
 @pytest.mark.parametrize("refusal", MAY_OR_MUST)
 @pytest.mark.parametrize("further", [REDUCE, entry(Op.SEND, peer=0)])
-def test_who_was_stopped_beyond_where_another_refused_went_ahead(refusal: Refusal, further: Entry) -> None:
+def test_a_rank_stopped_beyond_the_refusal_of_another_went_ahead(refusal: Refusal, further: Entry) -> None:
     ledgers = {0: numbered([GATHER]), 1: numbered([GATHER, further])}
     verdict, headline = _verdict(_kept(_raised(0), Abandoned(rank=1), ledgers=ledgers), refusal)
     assert verdict is Verdict.FAILED
@@ -161,7 +161,7 @@ def test_a_refusal_in_prepare_counts_as_one_in_training_does(refusal: Refusal) -
 
 
 @pytest.mark.parametrize("refusal", MAY_OR_MUST)
-def test_who_trained_to_the_end_went_ahead(refusal: Refusal) -> None:
+def test_a_rank_that_trained_to_the_end_went_ahead(refusal: Refusal) -> None:
     for first in (_raised(0), Returned(rank=0, value=NO)):
         verdict, headline = _verdict(_kept(first, Returned(rank=1, value=None)), refusal)
         assert verdict is Verdict.FAILED
@@ -177,7 +177,7 @@ def test_who_trained_to_the_end_went_ahead(refusal: Refusal) -> None:
         _raised(1, "RuntimeError", is_symptom=True),
     ],
 )
-def test_who_waits_in_vain_for_one_that_refused_went_ahead(refusal: Refusal, other: Outcome) -> None:
+def test_a_rank_that_waits_in_vain_for_one_that_refused_went_ahead(refusal: Refusal, other: Outcome) -> None:
     verdict, headline = _verdict(_kept(Returned(rank=0, value=NO), other), refusal)
     assert verdict is Verdict.FAILED
     assert headline == f"refused on rank(s) [0] while rank(s) [1] went ahead: {NO}"
@@ -198,7 +198,7 @@ def test_a_refusal_excuses_no_process_left_behind(refusal: Refusal) -> None:
     assert _verdict(kept, refusal) == (Verdict.FAILED, "rank 1 left a process")
 
 
-def test_where_none_is_allowed_a_refusal_is_a_crash() -> None:
+def test_a_refusal_that_is_not_allowed_is_a_crash() -> None:
     verdict, headline = _verdict(_kept(Returned(rank=0, value=NO), Returned(rank=1, value=NO)), Refusal.WRONG)
     assert verdict is Verdict.CRASHED
     assert headline == f"rank 0 refused a plan that the engine declares it can honour: {NO}"
@@ -206,7 +206,7 @@ def test_where_none_is_allowed_a_refusal_is_a_crash() -> None:
 
 
 @pytest.mark.parametrize("refusal", list(Refusal))
-def test_processes_left_behind_are_a_failure_whoever_refused(refusal: Refusal) -> None:
+def test_processes_left_behind_are_a_failure_whichever_rank_refused(refusal: Refusal) -> None:
     kept = _kept(Returned(rank=0, value=None), Returned(rank=1, value=None), leaks=("rank 1 left a process",))
     assert _verdict(kept, refusal) == (Verdict.FAILED, "rank 1 left a process")
 

@@ -1,4 +1,4 @@
-"""Noise that would hide a simple defect makes a run vacuous, and rounding of the model's own hides none."""
+"""Noise that hides a simple defect makes a run vacuous; rounding of the model itself hides none."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_share_of_one_rank_must_show_in_some_tensor(oracle: OracleObservation)
 
 
 def _fainter(sizes: PieceSizes) -> PieceSizes:
-    """Scale what the last rank adds to a hundredth."""
+    """Scale the contribution of the last rank to a hundredth."""
     *others, last = sizes.of_ranks
     return replace(sizes, of_ranks=(*others, 0.01 * last))
 
@@ -153,7 +153,7 @@ class RoundsReductions(Honest):
 
 
 class RoundsLater(Honest):
-    """As a model does whose weights round to others once they differ in one bit."""
+    """Rounds as a model whose weights round to other values once they differ in one bit."""
 
     def gradient(self, pieces: torch.Tensor, moment: Moment) -> torch.Tensor | None:
         honest = ring_mean(accumulate(pieces))
@@ -165,7 +165,7 @@ def judged(engine: Honest, training: Training = ROUNDING) -> tuple[bool, str | N
     return MatchesOracle().judge(evidence).record.held, vacuous_because(evidence)
 
 
-def test_what_a_model_rounds_by_itself_is_no_fault() -> None:
+def test_rounding_of_the_model_is_no_fault() -> None:
     assert judged(Honest()) == (True, None)
     assert judged(RoundsLater()) == (True, None)
 
@@ -220,7 +220,7 @@ class Freezes(Honest):
         return before if moment.name == "layers.1.weight" else after
 
 
-def test_what_an_optimizer_rounds_by_itself_is_noise_of_parameters_alone() -> None:
+def test_rounding_of_the_optimizer_is_noise_of_parameters_alone() -> None:
     problem = replace(SINGLE_GROUP, name="matrices", model=Matrices)
     training = Training(problem=problem, optimizer=OrthogonalUpdates())
     assert judged(Honest(), training) == (True, None)

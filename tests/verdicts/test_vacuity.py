@@ -1,4 +1,4 @@
-"""A training in which nothing could go wrong is vacuous, and no engine can make one so."""
+"""A training that cannot show a defect is vacuous, and no engine can make a training vacuous."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRAINING = Training(problem=SINGLE_GROUP, optimizer=SGD)
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
 @pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_the_fixtures_can_show_something(problem: ModelProblem, world_size: int) -> None:
+def test_the_fixtures_are_not_vacuous(problem: ModelProblem, world_size: int) -> None:
     for optimizer in (SGD, ADAMW):
         evidence = evidence_of(Training(problem=problem, optimizer=optimizer), world_size)
         assert vacuous_because(evidence) is None
@@ -33,7 +33,7 @@ def test_the_fixtures_can_show_something(problem: ModelProblem, world_size: int)
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=lambda o: o.name)
 def test_clearing_before_the_step_is_vacuous(optimizer: Sgd) -> None:
-    """Also with AdamW, whose weight decay moves parameters although they learn nothing."""
+    """AdamW's weight decay moves parameters even without gradients."""
     schedule = Schedule(order=LoopOrder.ZERO_THEN_STEP)
     evidence = evidence_of(Training(problem=MLP_EVEN, optimizer=optimizer, schedule=schedule))
     assert "cleared before" in (vacuous_because(evidence) or "")
@@ -45,7 +45,7 @@ def test_equal_inputs_on_two_ranks_are_vacuous() -> None:
     assert "ranks [0, 2] were given equal inputs" in (vacuous_because(replace(evidence, ranks=ranks)) or "")
 
 
-def test_one_rank_has_nobody_to_differ_from() -> None:
+def test_one_rank_has_no_other_rank_to_differ_from() -> None:
     assert vacuous_because(evidence_of(TRAINING, 1)) is None
 
 
@@ -119,7 +119,7 @@ def test_an_oracle_that_is_not_finite_proves_nothing() -> None:
         assert f"the noise of {place.quantity} {place.name!r}" in (incomparable_because(noisy) or "")
 
 
-def test_a_parameter_must_move_by_twice_what_may_be_off() -> None:
+def test_a_parameter_must_move_by_twice_the_allowed_error() -> None:
     bound = 2 * MULTIPLE * torch.finfo(torch.float32).eps
     evidence = evidence_of(TRAINING)
     for factor, is_vacuous in ((0.0, True), (0.9, True), (1.1, False)):
@@ -132,7 +132,7 @@ def test_a_parameter_must_move_by_twice_what_may_be_off() -> None:
     [SOMETIMES, BORROWED, FROZEN, SINGLE_ROWS, SCALARS, EMPTY_ROWS, ONE_NUMBER],
     ids=lambda p: p.name,
 )
-def test_models_with_idle_and_tiny_parameters_can_show_something(problem: ModelProblem) -> None:
+def test_models_with_idle_and_tiny_parameters_are_not_vacuous(problem: ModelProblem) -> None:
     training = Training(problem=problem, optimizer=SGD, schedule=Schedule(steps=4))
     evidence = evidence_of(training, ranks=evidence_of(TRAINING).ranks)
     assert vacuous_because(evidence) is None
@@ -202,7 +202,7 @@ def test_an_idle_engine_is_wrong_and_not_vacuous(engine: Honest) -> None:
 )
 def test_draws_that_the_oracle_cannot_repeat_are_vacuous(plan: Plan, device: str, why: str | None) -> None:
     evidence = evidence_of(TRAINING)
-    object.__setattr__(training := replace(TRAINING), "plan", plan)  # past what a pipeline's script must be
+    object.__setattr__(training := replace(TRAINING), "plan", plan)  # longer than a pipeline's script
     for draws in (False, True):
         oracle = replace(evidence.oracle, draws=draws, device=device)
         reason = incomparable_because(replace(evidence, training=training, oracle=oracle))

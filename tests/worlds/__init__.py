@@ -1,1 +1,1 @@
-"""Tests of how ranks live and end."""
+"""Tests of worlds: how ranks start, communicate and end."""

@@ -1,4 +1,4 @@
-"""Rank bodies that return and end badly, and some that end well. Run inside worlds by test_world_ends.py."""
+"""Rank bodies that return and then end badly, or well. Run inside worlds by test_world_ends.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardproof.harness.tracing.events import EventKind
 from shardproof.harness.worlds.rank import RankContext
 
 CULPRIT = 1
-# What a rank leaves and what would be collected with its body: executors, processes.
+# Keeps leftovers of a rank from being collected with its body: executors, processes.
 _kept: list[object] = []
 
 
@@ -40,7 +40,7 @@ def _note(context: RankContext, pid: int) -> None:
 
 
 def forked(*, sessions: int) -> int:
-    """Fork a process that never ends, below so many processes that made a session and ended; returns its pid."""
+    """Fork a process that never ends, below a chain of processes that made a session and ended; return its pid."""
     reads, writes = os.pipe()
     if os.fork() == 0:
         for _ in range(sessions):
@@ -57,7 +57,7 @@ def forked(*, sessions: int) -> int:
 
 
 def _fill_disk(context: RankContext) -> None:
-    """Let the journals of this process grow by a few bytes only: what is written at once is more."""
+    """Let the journals of this process grow by fewer bytes than one write has."""
     size = max(path.stat().st_size for path in context.folder.glob("*.ledger.jsonl"))
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, resource.RLIM_INFINITY))
 
@@ -72,32 +72,32 @@ def fills_the_disk_with_calls(context: RankContext) -> None:
 
 
 def fills_the_disk_with_its_last_marks(context: RankContext) -> None:
-    """Return, with marks that the end of the ledger has no room for."""
+    """Return, with more marks than the disk has room for."""
     if _is_culprit(context):
         context.recorder.mark(EventKind.BEGAN)
         _fill_disk(context)
 
 
 def aborts_when_groups_are_destroyed(context: RankContext) -> None:
-    """Replace what ends the process groups."""
+    """Replace the function that destroys process groups."""
     if _is_culprit(context):
         dist.destroy_process_group = lambda *_: os.abort()
 
 
 def hangs_when_groups_are_destroyed(context: RankContext) -> None:
-    """Replace what ends the process groups."""
+    """Replace the function that destroys process groups."""
     if _is_culprit(context):
         dist.destroy_process_group = lambda *_: threading.Event().wait()
 
 
 def raises_when_groups_are_destroyed(context: RankContext) -> None:
-    """Replace what ends the process groups."""
+    """Replace the function that destroys process groups."""
 
     def destroy(*_: object) -> NoReturn:
         raise RuntimeError("a group is still in use")
 
     if _is_culprit(context):
-        dist.destroy_process_group = destroy  # type: ignore[assignment]  # it ends nothing
+        dist.destroy_process_group = destroy  # type: ignore[assignment]  # it destroys nothing
 
 
 def leaves_a_thread(context: RankContext) -> None:
@@ -180,7 +180,7 @@ def dies_beside_a_daemon(context: RankContext) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def dies_beside_a_daemon_of_nobody(context: RankContext) -> None:
+def dies_beside_an_orphaned_daemon(context: RankContext) -> None:
     """Be killed after a fork whose parents have ended."""
     if _is_culprit(context):
         _note(context, forked(sessions=2))
@@ -222,7 +222,7 @@ def _is_idle(thread: int) -> bool:
 
 
 def closes_its_connections(context: RankContext) -> None:
-    """Shut every local connection, the one to the supervisor among them, and live on."""
+    """Shut every local connection, the one to the supervisor among them, and stay alive."""
     if _is_culprit(context):
         for number in sockets():
             with socket.socket(fileno=os.dup(number)) as connection:
@@ -249,7 +249,7 @@ def sends_half_a_message(context: RankContext) -> None:
 
 
 def returns_a_megabyte(context: RankContext) -> list[str]:
-    """Return more than a pipe holds."""
+    """Return more bytes than a pipe holds."""
     return [str(context.rank) * 2**10] * 2**10
 
 

@@ -1,4 +1,4 @@
-"""A module that an engine wants preloaded: it remembers which process imported it, and prints."""
+"""A module that an engine preloads: it records the process that imported it, and prints."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class ImportsItsModule(DistributedDataParallelEngine):
 
 
 class WantsItsModule(ImportsItsModule):
-    """Has it imported once."""
+    """Preloads its module."""
 
     preload = (__name__,)
 
 
 class WantsWhatIsMissing(ImportsItsModule):
-    """Names a module that is not there."""
+    """Preloads a module that does not exist."""
 
     preload = ("tests.no_such_module",)

@@ -1,4 +1,4 @@
-"""Engines of which the last rank is lost in the middle of training; used by tests of launched worlds."""
+"""Engines whose last rank is lost in the middle of training; used by tests of launched worlds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _PreparedDeath(PreparedDdp):
     num_backwards = 0
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Be lost before the second backward."""
+        """End before the second backward."""
         self.num_backwards += 1
         if self.num_backwards == 2 and dist.get_rank() == dist.get_world_size() - 1:
             self.lose()
@@ -48,18 +48,18 @@ class _PreparedLauncherDeath(_PreparedDeath):
 
 
 class IsKilled(DistributedDataParallelEngine):
-    """Its last rank is killed."""
+    """Kills its last rank."""
 
     prepared_type = _PreparedDeath
 
 
 class Hangs(DistributedDataParallelEngine):
-    """Its last rank never comes back."""
+    """Hangs on its last rank."""
 
     prepared_type = _PreparedHang
 
 
 class LosesItsMachine(DistributedDataParallelEngine):
-    """What the launcher started for its last rank is killed."""
+    """Kills the process that the launcher started for its last rank."""
 
     prepared_type = _PreparedLauncherDeath

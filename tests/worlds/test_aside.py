@@ -1,4 +1,4 @@
-"""What is asked aside is answered by bytes within a deadline, and the process that answers never stays behind."""
+"""A process aside answers in bytes within a deadline, and never stays behind."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LIMIT_S = 60.0
 
 
 class Named(nn.Linear):
-    """A layer whose parameter has the name of what files call a leaf."""
+    """A layer whose parameter has the name of a leaf in files."""
 
     def __init__(self, _: torch.Generator) -> None:
         super().__init__(16, 8, bias=False)
@@ -226,7 +226,7 @@ def test_bytes_of_a_pickle_run_no_code(tmp_path: Path) -> None:
 
 
 def test_every_field_of_an_oracle_comes_back() -> None:
-    # The plan is known where it is asked for, and the device is that of the ranks.
+    # The caller knows the plan, and the device is that of the ranks.
     names = {field.name for field in fields(OracleObservation)} - {"plan", "device"}
     assert set(oracle_answer._plain(run_oracle(TRAINING, 2))) == names
     drawing = Training(problem=DROPPED, optimizer=ADAMW, schedule=Schedule(steps=1))

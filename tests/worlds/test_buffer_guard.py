@@ -1,4 +1,4 @@
-"""What is told of the buffers of a call that is under way."""
+"""A guard reports changes to the buffers of a call in flight."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def guard(op: Op, inputs: Pieces, outputs: Pieces, rank: int = 0, peer: int | No
     return BufferGuard(call, kept, 3)
 
 
-def test_nothing_is_told_where_nothing_was_done() -> None:
+def test_untouched_buffers_are_not_reported() -> None:
     whole, row = torch.arange(6.0), torch.empty(3)
     assert [*guard(Op.REDUCE_SCATTER, ((whole[:3], whole[3:]),), ((row,),)).violations()] == []
     buffer = torch.arange(6.0)  # a gather in place: the own row is input and part of the output
@@ -36,7 +36,7 @@ def test_nothing_is_told_where_nothing_was_done() -> None:
 
 
 @pytest.mark.parametrize("fill", [0.0, torch.nan, 2.0], ids=["zero", "nan", "other"])
-def test_an_input_that_changed_is_told(fill: float) -> None:
+def test_a_changed_input_is_reported(fill: float) -> None:
     whole, row = torch.arange(6.0), torch.empty(3)
     lent = guard(Op.REDUCE_SCATTER, ((whole[:3], whole[3:]),), ((row,),))
     whole[4] = fill
@@ -61,7 +61,7 @@ def test_a_nan_that_stayed_is_no_change() -> None:
         torch.bool,
     ],
 )
-def test_an_output_that_was_written_to_is_told_in_any_dtype(dtype: torch.dtype) -> None:
+def test_a_write_to_an_output_is_reported_in_any_dtype(dtype: torch.dtype) -> None:
     mine, pieces = torch.zeros(3).to(dtype), tuple(torch.zeros(3).to(dtype) for _ in range(2))
     for byte in (0, -1):
         lent = guard(Op.ALL_GATHER, ((mine,),), (pieces,))
@@ -70,14 +70,14 @@ def test_an_output_that_was_written_to_is_told_in_any_dtype(dtype: torch.dtype) 
         assert [*lent.violations()] == [ViolationKind.OUTPUT_OVERWRITTEN]
 
 
-def test_what_is_gathered_in_place_must_stay_too() -> None:
+def test_the_input_of_a_gather_in_place_must_stay_too() -> None:
     buffer = torch.arange(6.0)
     lent = guard(Op.ALL_GATHER, ((buffer[:3],),), ((buffer[:3], buffer[3:]),))
     buffer[0] = 7
     assert [*lent.violations()] == [ViolationKind.INPUT_OVERWRITTEN]
 
 
-def test_what_is_reduced_in_place_is_poison_until_it_comes() -> None:
+def test_a_buffer_reduced_in_place_is_poison_until_its_result_comes() -> None:
     summed = torch.arange(6.0)
     lent = guard(Op.ALL_REDUCE, ((summed,),), ((summed,),))
     summed.zero_()
@@ -100,14 +100,14 @@ def test_a_scatter_into_its_own_input_leaves_the_other_rows() -> None:
     ],
     ids=["input", "output"],
 )
-def test_memory_that_is_gone_is_told(pick: Callable[[Tensor, Tensor], Tensor], kind: ViolationKind) -> None:
+def test_freed_memory_is_reported(pick: Callable[[Tensor, Tensor], Tensor], kind: ViolationKind) -> None:
     whole, row = torch.arange(6.0), torch.empty(3)
     lent = guard(Op.REDUCE_SCATTER, ((whole[:3], whole[3:]),), ((row,),))
     pick(whole, row).untyped_storage().resize_(0)
     assert [*lent.violations()] == [kind]
 
 
-def test_both_are_told_where_both_were_harmed() -> None:
+def test_harm_of_both_input_and_output_is_reported() -> None:
     mine, pieces = torch.zeros(2), (torch.zeros(2), torch.zeros(2))
     lent = guard(Op.ALL_GATHER, ((mine,),), (pieces,))
     mine.fill_(1)

@@ -1,4 +1,4 @@
-"""Ranks in processes hash texts differently, as on a cluster, and the seed of a session repeats how."""
+"""Ranks in processes hash texts differently, as on a cluster, and the seed of a session repeats their hashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worlds between jobs: pooled where starting is dear, retired by a failure; sizes up to the largest."""
+"""Worlds between jobs: kept where starting is slow, and ended by a failure; sizes up to the largest."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_pooled_world_lives_until_it_fails(kind: WorldKind, pool: WorldPool, t
 
 
 def test_a_process_that_ends_before_its_first_job_has_died(tmp_path: Path) -> None:
-    """Kill one of two ranks that are ready; the other waits for it in the job, until the deadline if need be."""
+    """Kill one of two ready ranks; the other waits for it in the job, at most until the deadline."""
     world = World(WorldSpec(kind=WorldKind.PROCESSES, size=2, deadline_s=20), tmp_path)
     try:
         host, _ = world._hosts
@@ -80,7 +80,7 @@ def test_a_process_that_ends_before_its_first_job_has_died(tmp_path: Path) -> No
     finally:
         world.close()
     assert isinstance(result.outcomes[0], Died), result
-    assert time.monotonic() - begun < 10, "seen at once"
+    assert time.monotonic() - begun < 10, "the death must be seen at once"
 
 
 def test_sixty_four_ranks_agree(tmp_path: Path) -> None:
@@ -90,15 +90,15 @@ def test_sixty_four_ranks_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_result_that_cannot_be_sent_is_said(kind: WorldKind, tmp_path: Path) -> None:
+def test_a_result_that_cannot_be_sent_is_reported(kind: WorldKind, tmp_path: Path) -> None:
     result = launch(WorldSpec(kind=kind, size=2, deadline_s=20), _return_a_lambda, folder=tmp_path)
-    told = [o for o in result.outcomes if isinstance(o, Raised)]
-    assert told
-    assert "return plain values" in told[0].message
+    errors = [o for o in result.outcomes if isinstance(o, Raised)]
+    assert errors
+    assert "return plain values" in errors[0].message
 
 
 class Unloadable:
-    """Pickles well and cannot be loaded."""
+    """Pickles, and raises when it is loaded."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_fail_to_load, ())
@@ -113,6 +113,6 @@ def _take(context: RankContext, thing: object) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_job_that_cannot_be_loaded_is_said(kind: WorldKind, tmp_path: Path) -> None:
+def test_a_job_that_cannot_be_loaded_is_reported(kind: WorldKind, tmp_path: Path) -> None:
     result = launch(WorldSpec(kind=kind, size=2, deadline_s=20), _take, Unloadable(), folder=tmp_path)
     assert all(isinstance(o, Raised) and "no such table" in o.message for o in result.outcomes)

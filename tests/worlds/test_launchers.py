@@ -1,4 +1,4 @@
-"""Under a launcher of ranks nothing is judged on each rank: one process judges, the others lend their ranks."""
+"""Under a launcher of ranks one process judges, and the others lend their ranks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_
 
 
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "expected"),
     [
         ({**TORCHRUN, "MASTER_PORT": "1", "LOCAL_RANK": "1"}, ("torchrun", 1, 2, 1, "localhost")),
         ({**SLURM, "SLURM_STEP_NODELIST": "n[003-004,9]"}, ("srun", 5, 8, 1, "n003")),
@@ -79,11 +79,11 @@ SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_
     ],
     ids=["torchrun", "slurm", "slurm, plain names", "torchrun below slurm", "batch", "none"],
 )
-def test_the_environment_tells_who_launched(
-    environment: dict[str, str], told: tuple[object, ...] | None
+def test_the_environment_names_the_launcher(
+    environment: dict[str, str], expected: tuple[object, ...] | None
 ) -> None:
     found = find_launched_process(environment)
-    assert told == (found and (found.launcher, found.rank, found.size, found.local_rank, found.address))
+    assert expected == (found and (found.launcher, found.rank, found.size, found.local_rank, found.address))
 
 
 def test_without_a_launcher_its_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_an_agent_that_sends_no_base64_is_lost(tmp_path: Path) -> None:
     assert "bytes of rank1.observation that cannot be read" in link.why_lost
 
 
-def test_an_agent_that_says_nothing_is_lost() -> None:
+def test_a_silent_agent_is_lost() -> None:
     link, theirs = _link()
     send(theirs, HostState(answered=1))
     link.ask("kill", limit_s=10)
@@ -240,18 +240,18 @@ def test_a_restart_of_the_launcher_resumes(tmp_path: Path) -> None:
 
     assert first["torch.replicate"].verdict is Verdict.NOT_RUN, printed
     assert f"rank 1 on {socket.gethostname()} is lost: " in first["torch.replicate"].headline
-    # It is either noticed in the case, or first at the start of the next attempt at its world.
+    # The loss is noticed in the case, or at the next start of its world.
     assert re.match(rf"rank 1 on {socket.gethostname()} (was|is) lost", first["LosesItsMachine"].headline)
     assert not first["LosesItsMachine"].verdict.is_conforming
     assert second["torch.ddp"].duration_s == first["torch.ddp"].duration_s, "it was not run again"
     assert second["torch.replicate"].verdict is Verdict.PASSED
 
 
-def _assert_ends_with_a_sentence(code: int | None, said: str, out: Path) -> None:
+def _assert_ends_with_a_sentence(code: int | None, printed: str, out: Path) -> None:
     assert code != 0
-    assert "of 2 of torchrun: expected --world launched" in said
-    assert "--world processes:2" in said
-    assert "shardproof/harness" not in said, "no traceback of ours"
+    assert "of 2 of torchrun: expected --world launched" in printed
+    assert "--world processes:2" in printed
+    assert "shardproof/harness" not in printed, "no traceback of ours"
     assert not out.exists()
 
 
@@ -259,14 +259,14 @@ def _assert_ends_with_a_sentence(code: int | None, said: str, out: Path) -> None
 def test_torchrun_ends_with_a_sentence(tmp_path: Path) -> None:
     out = tmp_path / "run"
     done = _torchrun(tmp_path, "pytest", "suites/smoke", "--engine", "torch.ddp", "--out", str(out))
-    said, _ = done.communicate(timeout=110)
-    _assert_ends_with_a_sentence(done.returncode, said, out)
+    printed, _ = done.communicate(timeout=110)
+    _assert_ends_with_a_sentence(done.returncode, printed, out)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("called", ["another_world", "own_suite"])
 def test_a_process_of_torchrun_ends_with_a_sentence(tmp_path: Path, called: str) -> None:
-    """In the environment that torchrun makes: torchrun itself would start three processes that import torch."""
+    """The test sets torchrun's environment, because torchrun itself would start three processes that import torch."""
     out, own = tmp_path / "run", tmp_path / "test_own.py"
     own.write_text("def test_it(trial):\n    raise AssertionError\n")
     commands = {

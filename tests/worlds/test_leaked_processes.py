@@ -1,4 +1,4 @@
-"""Nothing but what ranks left is taken for a leak, whatever became of the processes between."""
+"""Only processes that ranks left are leftovers, whether or not the processes between have ended."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WHOLE = {SESSION: 1, REAPER: SESSION, SERVER: REAPER, HOST: SERVER, ORPHAN: REAP
 
 
 def seen_in(monkeypatch: pytest.MonkeyPatch, parents: dict[int, int]) -> list[int]:
-    """Return the orphans found in a tree of processes, given as the parent of each."""
+    """Return the orphans found in a tree of processes, which maps each process to its parent."""
 
     def looked_up(pid: int) -> Process | None:
         if pid not in parents:
@@ -43,7 +43,7 @@ def seen_in(monkeypatch: pytest.MonkeyPatch, parents: dict[int, int]) -> list[in
     return [process.pid for process in found]
 
 
-def test_what_the_keeper_adopted_is_an_orphan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_the_keeper_adopted_is_an_orphan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen_in(monkeypatch, WHOLE) == [ORPHAN]
 
 

@@ -1,4 +1,4 @@
-"""Modules that an engine wants preloaded are imported once for its ranks, and for no other process."""
+"""Modules that an engine preloads are imported once for its ranks, and for no other process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_rank_that_imports_its_engine_anew_does_so_unless_it_is_preloaded(
     assert once.verdict is Verdict.PASSED, once.headline
 
 
-def test_it_is_there_for_ranks_of_its_world_alone_with_the_hash_seeds_of_others(tmp_path: Path) -> None:
+def test_a_module_is_preloaded_only_in_its_own_world_with_the_hash_seeds_of_others(tmp_path: Path) -> None:
     for name, preload, is_there in (
         ("it", (MODULE,), True),
         ("other", ("tests.values",), False),
@@ -56,7 +56,7 @@ def test_a_module_that_is_missing_is_named() -> None:
         describe(f"{MODULE}:WantsWhatIsMissing")
 
 
-def test_what_modules_print_at_import_is_no_part_of_what_the_session_writes(tmp_path: Path) -> None:
+def test_prints_of_modules_at_import_are_no_part_of_the_output_of_the_session(tmp_path: Path) -> None:
     arguments = ("--engine", f"{MODULE}:WantsItsModule", "--world", "processes:2", "--suite", "smoke")
     done = python("-m", "shardproof", "run", *arguments, "--json", "--out", str(tmp_path / "run"))
     assert json.loads(done.stdout)["conforms"], done.stderr

@@ -1,4 +1,4 @@
-"""Ranks that are threads draw random numbers as ranks that are processes do: each from a state of its own."""
+"""Ranks in threads draw random numbers as ranks in processes do, each from a state of its own."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from shardproof.harness.worlds.rank import RankContext
 from shardproof.harness.worlds.threads.isolation import rank_generators
 from tests.values import returned
 
-# Operators that draw on CPU but cannot be told from which generator: they draw through others that can
+# Operators that draw on CPU without a generator argument: they draw through others that have one
 # (native_dropout), or not at all on CPU (choosing a kernel; attention that refuses dropout).
 _DRAW_THROUGH_OTHERS = {"_fused_sdp_choice", "_scaled_dot_product_flash_attention_for_cpu", "native_dropout"}
 
 
 def draw(pause: Any = lambda: None) -> dict[str, Any]:
-    """Draw in every way that an engine might; ``pause`` is called between any two."""
+    """Draw with every operator that an engine might use; call ``pause`` between any two."""
     drawn: dict[str, torch.Tensor] = {}
 
     def keep(name: str, tensor: torch.Tensor) -> None:
@@ -69,11 +69,11 @@ def draw(pause: Any = lambda: None) -> dict[str, Any]:
 def draw_in_turns(context: RankContext) -> dict[str, Any]:
     turn = threading.Event()
     torch.manual_seed(11)
-    # Gives the other ranks a chance between any two draws.
+    # Lets the other ranks run between any two draws.
     return draw(pause=lambda: turn.wait(0.001))
 
 
-def test_every_rank_draws_what_one_process_draws(tmp_path: Path) -> None:
+def test_every_rank_draws_the_numbers_of_one_process(tmp_path: Path) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(11)
         expected = draw()
@@ -167,7 +167,7 @@ def test_leaves_no_trace() -> None:
 
 
 def test_knows_every_operator_that_draws() -> None:
-    told = {name.split(".")[0] for name in random_operators()}
+    known = {name.split(".")[0] for name in random_operators()}
     drawing = set()
     for full_name in torch._C._dispatch_get_all_op_names():
         namespace, _, name = full_name.partition("::")
@@ -177,8 +177,8 @@ def test_knows_every_operator_that_draws() -> None:
         operator = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
         if operator is not None and torch.Tag.nondeterministic_seeded in operator.tags:
             drawing.add(base)
-    assert told >= {"uniform_", "normal_", "bernoulli_", "random_", "randperm", "multinomial"}
-    assert drawing - told <= _DRAW_THROUGH_OTHERS
+    assert known >= {"uniform_", "normal_", "bernoulli_", "random_", "randperm", "multinomial"}
+    assert drawing - known <= _DRAW_THROUGH_OTHERS
 
 
 @pytest.mark.parametrize("name", ["uniform_", "random_.from"])

@@ -1,4 +1,4 @@
-"""Turns of rank threads: one runs at a time, in an order that the seed alone decides; and when turns end."""
+"""Turns of rank threads: one runs at a time, in an order that only the seed decides, until turns end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def live(size: int, body: Body, seed: int = 0, longest_s: float = 5.0) -> Schedu
 
 
 def order(size: int, seed: int) -> list[int]:
-    """Return whose turn it was, where each rank offers its own four times."""
+    """Return the order of turns, where each rank offers its own turn four times."""
     taken: list[int] = []
 
     def body(rank: int, scheduler: Scheduler) -> None:
@@ -75,7 +75,7 @@ def test_a_rank_that_polls_lets_the_others_run() -> None:
     assert live(2, body).given_up is None
 
 
-def test_who_sleeps_is_woken_in_the_order_of_the_seed() -> None:
+def test_sleeping_ranks_are_woken_in_the_order_of_the_seed() -> None:
     woken: list[int] = []
     is_open = False
 
@@ -123,9 +123,7 @@ def test_turns_end_where_a_rank_waits_for_one_that_has_slept(monkeypatch: pytest
                 scheduler.sleep(sleepers[rank], lambda: is_over)
             else:
                 is_over = True
-                scheduler.wake(
-                    sleepers[0]
-                )  # which is not woken before its turn, and has to look all the same
+                scheduler.wake(sleepers[0])  # which is not woken before its turn, and must still look
         if rank == 0:
             is_there.set()
         assert is_there.wait(_HANG_S)
@@ -187,7 +185,7 @@ def test_a_store_lets_others_run_until_a_key_is_there() -> None:
     assert PrefixStore("group", store).get("count") == b"6"
 
 
-def test_a_store_wakes_who_waits_for_several_keys_once_all_are_there() -> None:
+def test_a_store_wakes_a_wait_for_several_keys_once_all_are_there() -> None:
     store = MemoryStore()
 
     def body(rank: int, scheduler: Scheduler) -> None:
@@ -195,7 +193,7 @@ def test_a_store_wakes_who_waits_for_several_keys_once_all_are_there() -> None:
         if rank == 0:
             store.wait(["one", "two"])
         elif rank == 1:
-            scheduler.give_way()  # to rank 2, which then gives way to the first that can go on: not yet rank 0
+            scheduler.give_way()  # to rank 2, which then yields to the first rank that can go on: not yet rank 0
             store.set("two", "value")
         else:
             store.set("one", "value")
@@ -204,7 +202,7 @@ def test_a_store_wakes_who_waits_for_several_keys_once_all_are_there() -> None:
     assert live(3, body).given_up is None
 
 
-def test_a_store_does_what_stores_do() -> None:
+def test_a_store_has_the_methods_of_stores() -> None:
     ours = MemoryStore()  # C++ finds its methods as long as Python holds it
     store = PrefixStore("group", ours)
     assert store.compare_set("key", "", "one") == b"one"
@@ -218,6 +216,6 @@ def test_a_store_does_what_stores_do() -> None:
     assert not store.delete_key("key")
 
 
-def test_a_store_says_what_did_not_come() -> None:
+def test_a_store_names_missing_keys() -> None:
     with pytest.raises(dist.DistStoreError, match=r"no \['key'\] within 0.01 s"):
         MemoryStore().wait(["key"], timedelta(seconds=0.01))

@@ -1,4 +1,4 @@
-"""Simulated ranks call what real ones call; what grows with their number is found."""
+"""Simulated ranks make the calls of real ranks, and show memory that grows with their number."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _observe(kind: WorldKind, size: int, engine: str, training: Training, folder
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_simulated_rank_calls_and_holds_what_a_real_one_does(engine: str, tmp_path: Path) -> None:
+def test_a_simulated_rank_has_the_calls_and_the_memory_of_a_real_one(engine: str, tmp_path: Path) -> None:
     layout = Layout.SHARD if engine in SHARDING else Layout.REPLICATE
     training = train(MLP_UNEVEN, ADAMW, microbatches=2, layout=layout)
     simulated, threads = (

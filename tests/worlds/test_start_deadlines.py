@@ -1,4 +1,4 @@
-"""What is asked of another process has a deadline, whatever state the fork server is in."""
+"""A request to another process has a deadline, whatever the state of the fork server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.shell import python
 from tests.worlds import ends
 
 LIMIT_S = 1.0
-# Far from a minute, for machines that are busy.
+# Far from a minute, for busy machines.
 SOON_S = 20.0
 LOOPS = "tests.waiting_engine:Loops"
 
@@ -107,10 +107,10 @@ def test_a_server_whose_session_ended_before_it_began_ends_in_its_imports(tmp_pa
     (tmp_path / "takes_long.py").write_text("import time; time.sleep(120)")
     path = os.pathsep.join([str(tmp_path), *sys.path])
     script = [sys.executable, "-c", _ENDS_AS_IT_STARTS, "takes_long"]
-    said = tmp_path / "said"
-    with said.open("wb") as file:  # a pipe would be open as long as the server is
+    output = tmp_path / "output"
+    with output.open("wb") as file:  # the server would keep a pipe open
         subprocess.run(script, env={**os.environ, "PYTHONPATH": path}, stdout=file, check=False)
-    reaper, limit = int(said.read_text()), time.monotonic() + 30.0
+    reaper, limit = int(output.read_text()), time.monotonic() + 30.0
     while not has_ended(reaper) and time.monotonic() < limit:
         time.sleep(0.05)
     assert has_ended(reaper)
@@ -134,7 +134,9 @@ def test_a_server_that_stops_during_a_case_is_not_the_ranks_fault(server: int, t
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_server_that_ends_is_replaced_whatever_its_keeper_does(server: int, number: signal.Signals) -> None:
+def test_a_server_that_ends_is_replaced_in_any_state_of_its_keeper(
+    server: int, number: signal.Signals
+) -> None:
     reaper = parent_of(server)
     assert reaper is not None
     os.kill(reaper, number)

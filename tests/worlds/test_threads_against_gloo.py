@@ -1,4 +1,4 @@
-"""Ranks as threads over our transport return what ranks as processes over gloo return."""
+"""Ranks in threads over our transport return the results of ranks in processes over gloo."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Scenario = Callable[[int, int], Plain]
 
 
 def numbers(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Integers of each rank's own, so that any order of summation gives the same."""
+    """Return integers of each rank's own, whose sum does not depend on the order."""
     numel = torch.Size(shape).numel()
     return (torch.arange(1, numel + 1) + 10 * rank).reshape(shape).to(dtype)
 
@@ -35,7 +35,7 @@ def every_work(works: Sequence[dist.Work | None]) -> None:
             work.wait()
 
 
-# ---- collectives: each takes rank and size and gives plain numbers
+# ---- collectives: each takes rank and size and returns plain numbers
 
 
 def all_reduces(rank: int, size: int) -> Plain:
@@ -113,7 +113,7 @@ def rooted(rank: int, size: int) -> Plain:
     dist.gather(numbers(rank, 2), gathered, root)
     scattered = torch.zeros(2)
     dist.scatter(scattered, list(numbers(7, size, 2)) if rank == root else None, root)
-    # What a reduce leaves on other ranks is nobody's promise.
+    # Nothing specifies the result of a reduce on other ranks.
     kept = [reduced] if rank == root else []
     return [t.tolist() for t in (spread, *kept, *(gathered or []), scattered)]
 
@@ -162,7 +162,7 @@ def barriers(rank: int, size: int) -> Plain:
 
 
 def subgroups(rank: int, size: int) -> Plain:
-    # First: torch names such a group by how many groups the rank has, so ranks must not differ in that yet.
+    # First: torch names such a group by the number of groups of the rank, in which ranks must not differ yet.
     local = dist.new_group([0, size - 1], use_local_synchronization=True)
     firsts = dist.new_group([0, 1])
     results: list[Any] = []
@@ -222,7 +222,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> dict[WorldKind, list[dict[
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_threads_give_what_gloo_gives(name: str, both: dict[WorldKind, list[dict[str, Plain]]]) -> None:
+def test_threads_return_the_results_of_gloo(name: str, both: dict[WorldKind, list[dict[str, Plain]]]) -> None:
     threads, processes = ([rank[name] for rank in both[kind]] for kind in OWN_KINDS)
     assert threads == processes
 
@@ -230,7 +230,7 @@ def test_threads_give_what_gloo_gives(name: str, both: dict[WorldKind, list[dict
 # ---- what only threads have
 
 
-_meshes: dict[int, DeviceMesh] = {}  # what the ranks of one process can all see
+_meshes: dict[int, DeviceMesh] = {}  # an object that all ranks of one process share
 
 
 def compare_meshes(context: RankContext) -> list[Plain]:

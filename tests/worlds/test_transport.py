@@ -1,4 +1,4 @@
-"""The in-memory transport alone: threads hand it calls, no process group and no operator is involved."""
+"""The in-memory transport alone: threads call it, without process groups and operators."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tests.calls import made_call
 RedOp: Any = dist.ReduceOp.RedOpType
 Tensor = torch.Tensor
 
-# Far beyond what any of these takes; a thread still alive after it is a hang.
+# Far beyond the duration of any test; a thread that is alive after it hangs.
 _HANG_S = 20.0
 
 
 class Rank:
-    """One rank's end of an exchange, with calls spelt short."""
+    """One rank's end of a transport, with short names for calls."""
 
     def __init__(self, transport: InMemoryTransport, rank: int, size: int) -> None:
         self.transport = transport
@@ -43,10 +43,10 @@ class Rank:
         self.size = size
 
     def call(self, op: Op, inputs: Pieces = (), outputs: Pieces = (), **fields: Any) -> dist.Work:
-        heard = {"on_violation": fields.pop("on_violation")} if "on_violation" in fields else {}
+        callback = {"on_violation": fields.pop("on_violation")} if "on_violation" in fields else {}
         fields = {"ranks": tuple(range(self.size)), "site": call_site(), **fields}
         fields["rank"] = fields["ranks"].index(self.rank)
-        return self.transport.start(made_call(op, inputs, outputs, **fields), **heard)
+        return self.transport.start(made_call(op, inputs, outputs, **fields), **callback)
 
     def all_reduce(self, tensor: Tensor, reduce_op: Any = RedOp.SUM, **fields: Any) -> dist.Work:
         return self.call(Op.ALL_REDUCE, ((tensor,),), ((tensor,),), reduce_op=reduce_op, **fields)
@@ -76,7 +76,7 @@ Body = Callable[[Rank], Any]
 
 
 def outcomes(size: int, body: Body, transport: InMemoryTransport | None = None) -> list[Any]:
-    """Run ``body`` on each rank's thread; give what it returned or raised, in rank order."""
+    """Run ``body`` on each rank's thread; return its values or errors, in rank order."""
     transport = transport or InMemoryTransport(size)
     results: list[Any] = [None] * size
 
@@ -93,7 +93,7 @@ def outcomes(size: int, body: Body, transport: InMemoryTransport | None = None) 
         thread.start()
     for thread in threads:
         thread.join(_HANG_S)
-    assert not any(t.is_alive() for t in threads), "a rank hangs in the exchange"
+    assert not any(t.is_alive() for t in threads), "a rank hangs in the transport"
     return results
 
 
@@ -226,7 +226,7 @@ def test_an_asynchronous_result_is_garbage_until_waited_for(dtype: torch.dtype) 
         assert not bool((early == 1).any())
 
 
-def test_a_result_nobody_waits_for_stays_garbage_and_is_reported() -> None:
+def test_a_result_without_a_wait_stays_garbage_and_is_reported() -> None:
     transport = InMemoryTransport(2)
 
     def body(me: Rank) -> tuple[bool, str]:
@@ -247,7 +247,7 @@ def test_waiting_closes_a_work() -> None:
     assert transport.open_works() == []
 
 
-def test_what_stays_legal_to_read_is_not_poisoned() -> None:
+def test_memory_that_stays_legal_to_read_is_not_poisoned() -> None:
     def body(me: Rank) -> list[bool]:
         tensor = torch.ones(2)
         spread = me.broadcast(tensor, root=0, is_async=True)
@@ -285,19 +285,19 @@ def test_inputs_are_read_at_the_call_and_not_later() -> None:
 
 
 def test_a_result_whose_memory_is_gone_is_not_written() -> None:
-    told: list[ViolationKind] = []
+    kinds: list[ViolationKind] = []
 
     def body(me: Rank) -> list[float]:
         pieces = (torch.empty(1000), torch.empty(1000))
         work = me.all_gather(
-            pieces, torch.ones(1000), is_async=True, on_violation=lambda kind, _: told.append(kind)
+            pieces, torch.ones(1000), is_async=True, on_violation=lambda kind, _: kinds.append(kind)
         )
         pieces[0].untyped_storage().resize_(0)
         work.wait()
         return [float(pieces[1].untyped_storage().nbytes())]
 
     assert returned(2, body) == [[4000.0]] * 2
-    assert told == [ViolationKind.OUTPUT_FREED] * 2
+    assert kinds == [ViolationKind.OUTPUT_FREED] * 2
 
 
 def test_polling_and_futures_end_with_the_result() -> None:
@@ -335,7 +335,7 @@ def test_leaves_autograd_and_modes_alone() -> None:
     assert returned(2, body) == [(0, 0, [2.0] * 4)] * 2
 
 
-def test_keeps_no_tensor_once_everybody_took_their_part() -> None:
+def test_keeps_no_tensor_once_every_rank_took_its_part() -> None:
     odd = 12_347
 
     def body(me: Rank) -> list[dist.Work]:
@@ -364,7 +364,7 @@ def test_messages_arrive_in_order_by_source_and_tag() -> None:
             return []
         got = [torch.empty(1) for _ in range(3)]
         works = [me.recv(t, 0, tag) for t, tag in zip(got, (5, 0, 0), strict=True)]
-        for work in reversed(works):  # which message is whose was settled by the order of posting
+        for work in reversed(works):  # the order of posting decides the receiver of each message
             work.wait()
         return [t.item() for t in got]
 
@@ -472,12 +472,12 @@ def test_disagreement_is_diagnosed_on_every_rank(body: Body, this: str, that: st
         assert f"{this} at tests/worlds/test_transport.py:" in text
 
 
-def test_disagreement_wakes_those_who_wait_without_waiting_for_the_rest() -> None:
+def test_disagreement_wakes_waiting_ranks_without_waiting_for_the_rest() -> None:
     apart = threading.Event()
 
     def body(me: Rank) -> None:
         if me.rank == 2:
-            apart.wait(_HANG_S)  # computes for as long as the others need to find out
+            apart.wait(_HANG_S)  # computes until the other ranks detect it
             return
         try:
             me.all_reduce(torch.ones(1 + me.rank))
@@ -505,7 +505,7 @@ def test_pieces_that_do_not_fit_are_diagnosed_on_every_rank() -> None:
             assert "elements from rank" in str(error)
 
 
-def test_a_call_that_contradicts_itself_is_refused() -> None:
+def test_a_contradictory_call_is_refused() -> None:
     def body(me: Rank) -> None:
         me.all_gather((torch.ones(2), torch.ones(2)), torch.ones(2, dtype=torch.float64))
 
@@ -548,7 +548,7 @@ def test_waiting_for_a_rank_that_returned_is_diagnosed_at_once() -> None:
         if me.rank == 1:
             return
         if me.rank == 2:
-            busy.wait(_HANG_S)  # still computing: it is not everybody who is stuck
+            busy.wait(_HANG_S)  # still computing: not all ranks are stuck
             return
         try:
             me.barrier()
@@ -562,13 +562,13 @@ def test_waiting_for_a_rank_that_returned_is_diagnosed_at_once() -> None:
     assert computing is None
 
 
-def test_two_receives_facing_each_other_are_diagnosed() -> None:
+def test_two_receives_from_each_other_are_diagnosed() -> None:
     for error in outcomes(2, lambda me: me.recv(torch.ones(1), 1 - me.rank).wait()):
         assert isinstance(error, DeadlockError)
         assert "a message from rank" in str(error)
 
 
-def test_two_sends_facing_each_other_are_diagnosed() -> None:
+def test_two_sends_to_each_other_are_diagnosed() -> None:
     # gloo and nccl hang here: neither send ends before it is received.
     def body(me: Rank) -> None:
         me.send(torch.ones(1), 1 - me.rank).wait()
@@ -585,14 +585,14 @@ def test_a_late_rank_is_no_deadlock() -> None:
     def body(me: Rank) -> float:
         tensor = torch.ones(1)
         if me.rank == 2:
-            others_wait.wait(0.2)  # long enough for both others to block; nothing depends on it
+            others_wait.wait(0.2)  # long enough for both others to block; no assertion depends on it
         me.all_reduce(tensor)
         return tensor.item()
 
     assert returned(3, body) == [3.0] * 3
 
 
-def test_a_thread_of_a_blocked_rank_may_still_bring_what_is_missing() -> None:
+def test_a_thread_of_a_blocked_rank_may_still_issue_the_missing_call() -> None:
     def body(me: Rank) -> float:
         tensor, other = torch.ones(1), torch.ones(1)
         if me.rank == 0:
@@ -644,7 +644,7 @@ def test_nothing_starts_after_an_abort() -> None:
     assert isinstance(error, WorldAbandonedError)
 
 
-def test_a_timeout_names_who_did_not_come() -> None:
+def test_a_timeout_names_the_missing_ranks() -> None:
     over = threading.Event()
 
     def body(me: Rank) -> None:

@@ -1,4 +1,4 @@
-"""What crosses from a rank to the process that judges is data: no code of an engine runs there."""
+"""A rank sends only data to the process that judges, so that no code of an engine runs there."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ MESSAGES: list[Message] = [
 
 
 def _read(*pieces: bytes) -> list[object]:
-    """Read what comes in these pieces, each of them at once."""
+    """Read a stream of these pieces, one piece a read."""
     ours, theirs = Pipe()
     inbox = Inbox(ours)
     found: list[object] = []
@@ -154,7 +154,7 @@ def test_a_message_is_sent_whole() -> None:
     assert Inbox(ours).read() == [Ready()]
 
 
-def test_what_is_no_plain_value_is_refused() -> None:
+def test_a_value_that_is_not_plain_is_refused() -> None:
     for value in (object(), {1}, lambda: None, 1j):
         with pytest.raises(TypeError, match="plain values"):
             encode(Finished(outcome=Returned(rank=0, value=value)))
@@ -183,19 +183,19 @@ def test_a_text_of_absurd_length_is_cut() -> None:
         b'{"": ["Ready"]}',
     ],
 )
-def test_what_is_no_message_is_named_as_such(line: bytes) -> None:
+def test_a_line_that_is_no_message_is_named_as_such(line: bytes) -> None:
     (found,) = _read(line + b"\n")
     assert isinstance(found, Garbled)
 
 
-def test_a_line_without_end_is_given_up() -> None:
+def test_a_line_without_end_is_refused() -> None:
     ours, theirs = Pipe()
     inbox = Inbox(ours, longest=1000)
     os.write(theirs.fileno(), b"x" * 2000)
     (found,) = inbox.read()
     assert isinstance(found, Garbled)
     os.write(theirs.fileno(), b"x" * 2000 + b"\n" + encode(Ready()))
-    assert inbox.read() == [], "what follows is not believed"
+    assert inbox.read() == [], "the reader must ignore all later lines"
 
 
 @settings(max_examples=200, derandomize=True, deadline=None)

@@ -1,4 +1,4 @@
-"""A rank has ended when its process has: what follows a rank's result is judged too, and nothing outlives a world."""
+"""A rank ends with its process: failures after a rank's result are judged too, and no process outlives a world."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.worlds import ends
 from tests.worlds.ends import Body
 
 DEADLINE_S = 30.0
-# How soon all must be over that does not wait for a deadline; far from the deadline, for machines that are busy.
+# The limit for all that waits for no deadline; far from the deadline, for busy machines.
 SOON_S = 15.0
 KINDS = list(OWN_KINDS)
 PROCESSES = WorldKind.PROCESSES
@@ -114,8 +114,8 @@ def test_a_child_that_is_left_fails_the_case_and_is_ended(
     assert all(isinstance(o, Returned) for o in result.outcomes)
     judgement = _judged(result, tmp_path)
     assert judgement.verdict is Verdict.FAILED
-    who = "rank 1" if kind is PROCESSES else "ranks 0, 1"
-    assert f"{who} left processes behind" in judgement.headline
+    ranks = "rank 1" if kind is PROCESSES else "ranks 0, 1"
+    assert f"{ranks} left processes behind" in judgement.headline
     assert has_ended(_child(tmp_path))
 
 
@@ -125,7 +125,7 @@ def test_a_child_that_is_left_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("body", [ends.dies_beside_a_daemon, ends.dies_beside_a_daemon_of_nobody])
+@pytest.mark.parametrize("body", [ends.dies_beside_a_daemon, ends.dies_beside_an_orphaned_daemon])
 def test_a_death_is_seen_at_once_though_a_child_holds_the_pipe(
     body: Body, kind: WorldKind, tmp_path: Path
 ) -> None:
@@ -148,7 +148,7 @@ CLEAN = [
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("body", CLEAN)
-def test_what_ends_with_a_script_is_clean(body: Body, kind: WorldKind, tmp_path: Path) -> None:
+def test_leftovers_that_end_with_a_script_are_clean(body: Body, kind: WorldKind, tmp_path: Path) -> None:
     result = _run(body, kind, tmp_path)
     assert result.is_clean, result
 
@@ -168,7 +168,7 @@ def test_a_large_result_arrives(tmp_path: Path) -> None:
 
 
 def test_the_deadline_covers_the_start_of_a_host(tmp_path: Path) -> None:
-    # The host opens it first, and waits for ever that something reads it.
+    # The host opens it first, and waits for ever for a reader.
     os.mkfifo(tmp_path / "host0.stacks")
     started = time.monotonic()
     with pytest.raises(HarnessBug, match="nothing within the deadline of 1 s"):
@@ -184,7 +184,7 @@ def test_a_rank_that_kills_the_fork_server_fails_the_case_and_no_other(tmp_path:
     assert _run(ends.leaves_a_daemon_thread, PROCESSES, tmp_path / "2").is_clean
 
 
-# A session that is ended while two ranks and what they left run, one of it in a session of its own.
+# A session that ends while two ranks and their leftovers run, one leftover in a session of its own.
 _SESSION = """
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The same case in threads and in processes: the same verdict, the same ledger, entry for entry."""
+"""One case has the same verdict and the same ledger in threads and in processes."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ def test_ledgers_are_equal(engine: str, size: int, training: Training, tmp_path:
     assert len(threads.ledgers) == len(processes.ledgers) == size
     for in_threads, in_processes in zip(threads.ledgers, processes.ledgers, strict=True):
         assert in_threads == in_processes
-        assert _reductions(in_threads), "a training that reduces nothing compares nothing"
+        assert _reductions(in_threads), "a training without reductions compares nothing"
 
 
 def _reductions(ledger: tuple[Entry, ...]) -> list[Entry]:
     return [e for e in ledger if e.op in {Op.ALL_REDUCE, Op.REDUCE_SCATTER}]
 
 
-def test_each_collective_is_told_by_its_unit(tmp_path: Path) -> None:
+def test_each_collective_is_recorded_with_its_unit(tmp_path: Path) -> None:
     kept = _observe(WorldKind.THREADS, 2, "torch.fsdp2", train(MLP_UNEVEN, steps=2, microbatches=3), tmp_path)
     for ledger in kept.ledgers:
         for phase, op in ((Phase.FORWARD, Op.ALL_GATHER), (Phase.BACKWARD, Op.REDUCE_SCATTER)):
-            told = [e.unit for e in ledger if (e.phase, e.op, e.step, e.microbatch) == (phase, op, 1, 0)]
+            found = [e.unit for e in ledger if (e.phase, e.op, e.step, e.microbatch) == (phase, op, 1, 0)]
             expected = list(MLP_UNEVEN.units)
-            assert told == (expected if phase is Phase.FORWARD else expected[::-1])
+            assert found == (expected if phase is Phase.FORWARD else expected[::-1])

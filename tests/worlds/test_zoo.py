@@ -1,4 +1,4 @@
-"""Every way in which one rank can go wrong is red, in both kinds of world, with its cause as headline."""
+"""Each failure of one rank is red in both kinds of world, with its cause as headline."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _spec(kind: WorldKind, *, collective_timeout_s: float | None = None) -> Worl
     return WorldSpec(kind=kind, size=2, deadline_s=DEADLINE_S, collective_timeout_s=collective_timeout_s)
 
 
-# What each animal's own outcome is, the verdict, and what the headline must say.
+# Each animal's own outcome, the verdict, and a part of the headline.
 EXPECTED: dict[str, tuple[type[Outcome], Verdict, str]] = {
     "raises": (Raised, Verdict.CRASHED, "rank 1 raised ValueError: the weights are wrong"),
     "exits": (Died, Verdict.CRASHED, "rank 1 exited with status 3"),
@@ -59,7 +59,7 @@ def _open_files() -> int:
 
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> WorldKind:
-    """A kind of world of which one has run: the fork server's own files are open."""
+    """A kind of world that has run before, so that the fork server's own files are open."""
     kind: WorldKind = request.param
     if kind is WorldKind.LAUNCHED:
         request.getfixturevalue("launched")
@@ -79,9 +79,11 @@ def test_is_red_with_the_true_cause(animal: str, kind: WorldKind, tmp_path: Path
     assert time.monotonic() - started < DEADLINE_S + 2
     assert not result.is_clean
     culprit = result.outcomes[CULPRIT]
-    # In the threads world a rank left alone in a collective is told so at once instead of timing out.
-    is_told = kind is WorldKind.THREADS and isinstance(culprit, Raised) and culprit.kind == "DeadlockError"
-    assert isinstance(culprit, expected_outcome) or is_told
+    # In the threads world a rank left alone in a collective raises at once instead of timing out.
+    is_deadlock = (
+        kind is WorldKind.THREADS and isinstance(culprit, Raised) and culprit.kind == "DeadlockError"
+    )
+    assert isinstance(culprit, expected_outcome) or is_deadlock
     keep_result(result, tmp_path / "zoo")
     judgement = judge_failure(load_kept(tmp_path / "zoo"))
     assert judgement.verdict is expected_verdict, judgement.headline
@@ -104,7 +106,7 @@ def _forks_and_returns(context: RankContext) -> None:
         time.sleep(600)  # the process that must not outlive the world
 
 
-def test_ends_what_a_rank_left_behind(kind: WorldKind, tmp_path: Path) -> None:
+def test_ends_processes_that_a_rank_left_behind(kind: WorldKind, tmp_path: Path) -> None:
     result = launch(_spec(kind), _forks_and_returns, folder=tmp_path)
 
     assert all(isinstance(o, Returned) for o in result.outcomes)

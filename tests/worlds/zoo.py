@@ -1,4 +1,4 @@
-"""Ranks that misbehave, each in one way. Rank bodies: module-level, run inside worlds by test_zoo.py."""
+"""Ranks that misbehave, each in one way: module-level rank bodies, run inside worlds by test_zoo.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def exits(context: RankContext) -> None:
 
 
 def exits_cleanly(context: RankContext) -> None:
-    """End the process as if all were well, without a result."""
+    """End the process with status zero, without a result."""
     if context.rank == CULPRIT:
         os._exit(0)
     _reduce()
@@ -65,21 +65,21 @@ def segfaults(context: RankContext) -> None:
 
 
 def skips(context: RankContext) -> None:
-    """Skip itself, which no runner may take for a pass."""
+    """Skip the test, which no runner may count as a pass."""
     if context.rank == CULPRIT:
         pytest.skip("not today")
     _reduce()
 
 
 def hangs_in_compute(context: RankContext) -> None:
-    """Never come to the collective that the others wait in."""
+    """Never reach the collective that the other ranks wait in."""
     if context.rank == CULPRIT:
         threading.Event().wait()
     _reduce()
 
 
 def hangs_in_a_collective_the_others_left(context: RankContext) -> None:
-    """Call one collective more than everybody else."""
+    """Call one collective more than the other ranks."""
     _reduce()
     if context.rank == CULPRIT:
         _reduce()

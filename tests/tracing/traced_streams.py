@@ -1,4 +1,4 @@
-"""Streams and events that are told of as CUDA's are: by torch's own trace, with handles for names; on a CPU."""
+"""Streams and events on a CPU that torch's trace reports as it reports those of CUDA, with handles for names."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.training import rank_body
 from shardproof.harness.training.watches import Watches, watching
 
-told_to_the_allocator: list[tuple[int, int]] = []
-"""Addresses, and handles of the streams that use what is there."""
+recorded_streams: list[tuple[int, int]] = []
+"""Addresses, and handles of the streams that use the memory there."""
 
 _handles = count(1)
 
@@ -28,11 +28,11 @@ class _Current(threading.local):
     """The calling thread's current stream."""
 
     def __init__(self) -> None:
-        self.stream = ToldStream(handle=0)
+        self.stream = TracedStream(handle=0)
 
 
-class ToldStream(torch.cpu.Stream):
-    """A stream; what is issued to it is done at once."""
+class TracedStream(torch.cpu.Stream):
+    """A stream that completes all work at once."""
 
     cuda_stream: int
 
@@ -46,7 +46,7 @@ class ToldStream(torch.cpu.Stream):
         super().__init__(priority)
 
     def record_event(self, event: Any = None) -> Any:
-        recorded = ToldEvent() if event is None else event
+        recorded = TracedEvent() if event is None else event
         recorded.record(self)
         return recorded
 
@@ -63,10 +63,10 @@ class ToldStream(torch.cpu.Stream):
         return True
 
 
-class ToldEvent(torch.cpu.Event):
-    """An event, whose handle is another one's after its end, as those of CUDA are."""
+class TracedEvent(torch.cpu.Event):
+    """An event whose handle a later event reuses, as CUDA's do."""
 
-    _free: list[int] = []  # noqa: RUF012 - every one's
+    _free: list[int] = []  # noqa: RUF012 - shared by all events
 
     def __init__(self) -> None:
         self.cuda_event = self._free.pop() if self._free else 5000 + next(_handles)
@@ -111,16 +111,16 @@ def _synchronize(device: Any = None) -> None:
 
 
 def _taken(tensor: torch.Tensor, stream: Any) -> None:
-    told_to_the_allocator.append((tensor.data_ptr(), stream.cuda_stream))
+    recorded_streams.append((tensor.data_ptr(), stream.cuda_stream))
 
 
 @contextmanager
-def told_device() -> Iterator[None]:
-    """Replace torch's streams by such streams, and let the watch of CUDA look at memory of the CPU."""
+def traced_device() -> Iterator[None]:
+    """Replace torch's streams by traced ones, and let the watch of CUDA read memory of the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (torch.cpu, torch.cuda):
-            patch.setattr(module, "Stream", ToldStream)
-            patch.setattr(module, "Event", ToldEvent)
+            patch.setattr(module, "Stream", TracedStream)
+            patch.setattr(module, "Event", TracedEvent)
             patch.setattr(module, "stream", _selected)
             patch.setattr(module, "current_stream", _current_stream)
             patch.setattr(module, "synchronize", _synchronize)
@@ -131,13 +131,13 @@ def told_device() -> Iterator[None]:
 
 
 @contextmanager
-def _watching_told(asked: Any, recorder: Recorder, device_type: str, **options: Any) -> Iterator[Watches]:
-    with told_device(), watching(asked, recorder, "cuda", **options) as watches:
+def _watching_traced(asked: Any, recorder: Recorder, device_type: str, **options: Any) -> Iterator[Watches]:
+    with traced_device(), watching(asked, recorder, "cuda", **options) as watches:
         yield watches
 
 
-def drive_told(context: RankContext, training: Training, engine: str) -> str | None:
-    """Train under the watch of CUDA, on such streams; a world's rank body, in a process of its own."""
+def drive_traced(context: RankContext, training: Training, engine: str) -> str | None:
+    """Train under the watch of CUDA, on traced streams; a world's rank body, in a process of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_body, "watching", _watching_told)
+        patch.setattr(rank_body, "watching", _watching_traced)
         return rank_body.drive_rank(context, training, engine)
