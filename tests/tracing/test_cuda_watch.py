@@ -172,9 +172,9 @@ def _all_reduce(tensor: torch.Tensor, group: str = "world", *, is_async: bool = 
     return made_call(Op.ALL_REDUCE, whole, whole, group_name=group, is_async=is_async)
 
 
-def _by_nccl(watch: CudaRaceWatch, call: Call, transport: int = NCCL) -> tuple[Clock | None, TracedEvent]:
-    """Issue a call as nccl runs it; return the clock by which the interceptor recognises a wait, and the event of its end."""
-    stream = TracedStream(handle=transport)
+def _by_nccl(watch: CudaRaceWatch, call: Call, own_stream: int = NCCL) -> tuple[Clock | None, TracedEvent]:
+    """Issue a call as nccl runs it; return the clock by which the interceptor knows a wait, and the event of its end."""
+    stream = TracedStream(handle=own_stream)
     done = watch.issued(call)
     stream.wait_stream(torch.cuda.current_stream())
     end = stream.record_event()
@@ -234,10 +234,10 @@ def test_an_earlier_event_of_the_carrier_is_no_wait_for_a_later_collective() -> 
 def test_collectives_of_one_group_are_in_order_and_those_of_two_are_not(group: str, expected: Found) -> None:
     def body(watch: CudaRaceWatch) -> None:
         tensor = torch.ones(4)
-        transport = {"world": NCCL, "pairs": NCCL + 1}
-        _by_nccl(watch, _all_reduce(torch.ones(4), group), transport[group])
+        own_stream = {"world": NCCL, "pairs": NCCL + 1}
+        _by_nccl(watch, _all_reduce(torch.ones(4), group), own_stream[group])
         _by_nccl(watch, _all_reduce(tensor), NCCL)
-        _by_nccl(watch, _all_reduce(tensor, group), transport[group])
+        _by_nccl(watch, _all_reduce(tensor, group), own_stream[group])
 
     kinds = {(first, second) for _, first, second in _races(body)}
     assert kinds == {(first, second) for _, first, second in expected}
