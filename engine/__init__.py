@@ -1,1 +1,1 @@
-"""Who is judged: the contract an engine meets, the adapters of known engines, and the mutants."""
+"""The engines under test: the contract an engine meets, the adapters of known engines, and the mutants."""

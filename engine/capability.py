@@ -1,4 +1,4 @@
-"""What an engine says it can do, and the error with which it refuses the rest."""
+"""The capabilities that an engine declares, and the error that it raises to refuse a plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Capability(Enum):
-    """One promise an adapter may make; the value is the wording that reports show."""
+    """One promise that an adapter can make; reports show the value."""
 
     # Layouts.
     REPLICATE = "replicates parameters on a 1-D mesh"
@@ -69,7 +69,7 @@ class Capability(Enum):
     RESIZED_CHECKPOINTS = "reads its own checkpoints on another number of ranks than wrote them"
     PARAMETER_SHAPES = "gives the optimizer parameters of as many dims as the model's have"
     OWN_BUFFERS = "leaves each rank the buffers that its own forwards made"
-    # Control of one unit by the caller.
+    # The caller controls one unit.
     UNIT_STATE = "reports and changes whether a unit is gathered"
     UNIT_SYNC = "holds back single units' reductions"
     FINALIZE = "lets the caller end backwards, which reduces what they left, once"

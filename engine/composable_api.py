@@ -1,4 +1,4 @@
-"""The interface of ``fully_shard`` and ``replicate``: its names in an engine."""
+"""The interface of ``fully_shard`` and ``replicate``, as one engine implements it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 # Any: engines with this interface share no base class.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComposableApi:
-    """The public names of one engine; ``set_divide_factor`` gets a module, the factor and the number of shards."""
+    """The public names of one engine; ``set_divide_factor`` takes a module, the factor and the number of shards."""
 
     fully_shard: Callable[..., Any]
     replicate: Callable[..., Any]
@@ -22,5 +22,5 @@ class ComposableApi:
     register_forward_method: Callable[..., None]
     share_comm_ctx: Callable[..., None]
     set_divide_factor: Callable[[Any, float, int], None]
-    # What shard_placement_fn returns for a parameter with a mesh of its own.
+    # Returns the result of shard_placement_fn for a parameter with a mesh of its own.
     placed_on: Callable[[DeviceMesh], Any]

@@ -1,4 +1,4 @@
-"""The whole state of an optimizer that gathers it on one rank at a time, as ZeRO-1 of torch and of fairscale does."""
+"""Gathers the state of optimizers that consolidate it on one rank at a time, as torch's and fairscale's ZeRO-1 do."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch.distributed as dist
 __all__ = ["consolidated_state"]
 
 
-# Any: fairscale's optimizer is no class of torch's; a state is nested dicts and lists.
+# Any: fairscale's optimizer does not derive from torch's; a state is nested dicts and lists.
 def consolidated_state(optimizer: Any, group: dist.ProcessGroup) -> dict[str, Any]:
-    """Gather the state on each rank in turn: a rank has to read it before the next one gathers."""
+    """Gather the state on each rank in turn; each rank reads it before the next one gathers."""
     whole: dict[str, Any] = {}
     for rank in range(group.size()):
         optimizer.consolidate_state_dict(rank)

@@ -1,4 +1,4 @@
-"""The contract between the harness and an engine: one method to write, defaults for the rest."""
+"""The contract between the harness and an engine: an adapter implements one method and inherits the rest."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Cut(Enum):
-    """Where an engine that lays a group of parameters one after the other cuts them for the ranks."""
+    """Where an engine cuts a flattened group of parameters into shards."""
 
     EVENLY = "where an even share ends, whatever lies there; parameters are aligned to a few bytes"
     CHUNKS = (
@@ -101,21 +101,21 @@ class Masters(Enum):
 
 
 class NoGradient(Enum):
-    """What an engine shows of a parameter that no loss reached."""
+    """The gradient that an engine shows for a parameter that no loss used."""
 
     NONE = "None, as torch does"
     ZEROS = "zeros, as engines show whose gradients lie in one buffer"
 
 
 class UnitHandle:
-    """One communication group in the caller's hands; each method belongs to a capability and is right for none."""
+    """Lets the caller control one communication group; each method needs a capability and has no working default."""
 
     def unshard(self) -> None:
-        """Gather the unit's parameters now, before a forward or instead of one."""
+        """Gather the unit's parameters now, before or instead of a forward."""
         raise MissingMethodError("units()[...].unshard", Capability.UNIT_STATE)
 
     def unshard_async(self) -> Callable[[], None]:
-        """Start to gather; the function returned waits, and so does the unit's forward."""
+        """Start to gather; the returned function waits for the gather, and so does the unit's forward."""
         raise MissingMethodError("units()[...].unshard_async", Capability.UNIT_STATE)
 
     def reshard(self) -> None:
@@ -123,7 +123,7 @@ class UnitHandle:
         raise MissingMethodError("units()[...].reshard", Capability.UNIT_STATE)
 
     def is_unsharded(self) -> bool:
-        """Return whether the module shows whole parameters, as forward needs them; never communicates."""
+        """Return whether the module shows whole parameters, as in forward; never communicates."""
         raise MissingMethodError("units()[...].is_unsharded", Capability.UNIT_STATE)
 
     def set_gradient_sync(self, *, is_on: bool) -> None:
@@ -131,11 +131,11 @@ class UnitHandle:
         raise MissingMethodError("units()[...].set_gradient_sync", Capability.UNIT_SYNC)
 
     def set_replica_sync(self, *, is_on: bool) -> None:
-        """Set whether the next backwards reduce across replicas too, or within each alone."""
+        """Set whether the next backwards reduce across replicas too, or only within each."""
         raise MissingMethodError("units()[...].set_replica_sync", Capability.REPLICA_SYNC)
 
     def set_last_backward(self, *, is_last: bool) -> None:
-        """Set whether the next backward ends the step, so that all reductions must be waited for."""
+        """Set whether the next backward is the last of the step and has to wait for all reductions."""
         raise MissingMethodError("units()[...].set_last_backward", Capability.UNIT_SYNC)
 
     def set_reshard_after_forward(self, *, is_on: bool) -> None:
@@ -148,7 +148,7 @@ class UnitHandle:
 
 
 class _InBackward(torch.optim.Optimizer):
-    """An optimizer of each parameter's own, stepped by a hook as soon as the parameter's gradient is reduced."""
+    """One optimizer for each parameter; a hook steps it as soon as the parameter's gradient is reduced."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], factory: OptimizerFactory) -> None:
         self._own = {parameter: factory([parameter]) for parameter in parameters}
@@ -157,32 +157,32 @@ class _InBackward(torch.optim.Optimizer):
             parameter.register_post_accumulate_grad_hook(lambda _, own=own: own.step())  # type: ignore[no-untyped-call]  # torch leaves it so
             self.state[parameter] = own.state[parameter]
 
-    def step(self) -> None:  # type: ignore[override]  # no closure is ever given
-        """Do nothing: backward has."""
+    def step(self) -> None:  # type: ignore[override]  # no caller passes a closure
+        """Do nothing: backward has already updated the parameters."""
 
 
 class PreparedModel:
-    """A model in an engine's hands: what the training loop drives and what the harness reads.
+    """A model that an engine has prepared; the training loop drives it and the harness reads it.
 
-    ``module`` is called for forward. ``named`` is the module whose parameter and buffer names are those
-    of the original model; give it when ``module`` is a wrapper that prefixes them. Every method has a
-    default that is right for engines whose parameters are plain tensors or DTensors.
+    ``module`` is called for forward. ``named`` is the module that has the parameter and buffer names of the
+    original model; pass it when ``module`` is a wrapper that prefixes them. Every method has a default that
+    works for engines whose parameters are plain tensors or DTensors.
     """
 
     cut: ClassVar[Cut] = Cut.EVENLY
-    """What flat pieces may be uneven by; says nothing of others."""
+    """The allowed unevenness of flat pieces; does not apply to others."""
 
     masters: Masters = Masters.NONE
     """Whether memory holds a copy of this rank's share of the parameters beside its optimizer state."""
 
     no_gradient: NoGradient = NoGradient.NONE
-    """What `local_gradients` shows where there is no gradient; anything but that, or None, is wrong."""
+    """The value of `local_gradients` for a missing gradient; any value but this or None is wrong."""
 
     wrapped_as: ClassVar[tuple[str, ...]] = ()
-    """What wrappers that stand inside the model are called in names, as ``("module",)``: left out of them."""
+    """The name parts of wrappers inside the model, such as ``("module",)``; they are removed from names."""
 
     is_last_microbatch: bool = True
-    """Whether the microbatch at hand is the last before the optimizer step; set before each forward and backward."""
+    """Whether this microbatch is the last before the optimizer step; set before each forward and backward."""
 
     def __init__(self, module: nn.Module, *, named: nn.Module | None = None) -> None:
         self.module = module
@@ -190,24 +190,24 @@ class PreparedModel:
         self._optimizer: torch.optim.Optimizer | None = None
         self._given: Mapping[str, nn.Parameter] = {}
 
-    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model takes and returns what it likes
-        """Run forward on this rank's microbatch, with the arguments that the model takes."""
+    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model takes and returns anything
+        """Run forward on this rank's microbatch."""
         return self.module(*inputs, **named)
 
     def materialize(self, device: torch.device, state: Mapping[str, torch.Tensor]) -> None:
-        """Allocate the memory of a model without any, and load the first rank's state; other ranks get none."""
+        """Allocate a model on the meta device and load rank 0's state; ``state`` is empty on the other ranks."""
         self.module.to_empty(device=device)
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(self.module, dict(state), options=options)
 
     def optimizer(self, factory: OptimizerFactory) -> None:
-        """Build the optimizer over the parameters that this rank owns; what cannot be honoured may be refused here."""
-        # Afterwards modules may show others, as while gathered.
+        """Build the optimizer over the parameters that this rank owns; may refuse the plan."""
+        # Later, modules may show other parameters, for example while gathered.
         self._given = self._named_parameters()
         self._optimizer = factory(self._given.values())
 
     def optimizer_in_backward(self, factory: OptimizerFactory) -> None:
-        """Build an optimizer for each parameter, which a hook steps in backward; `step` then has nothing to do."""
+        """Build an optimizer for each parameter; a hook steps it in backward, and `step` then does nothing."""
         self._given = dict(self._named_parameters())
         self._optimizer = _InBackward((p for p in self._given.values() if p.requires_grad), factory)
 
@@ -216,8 +216,8 @@ class PreparedModel:
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def backward_of_branch(self, loss: torch.Tensor) -> None:
-        """Run backward from one of several losses of one forward, and keep the graph for the next."""
-        if type(self).backward is not PreparedModel.backward:  # what was changed there would be left out here
+        """Run backward from one of several losses of one forward, and keep the graph for the next loss."""
+        if type(self).backward is not PreparedModel.backward:  # this method would skip the override
             raise MissingMethodError("backward_of_branch", Capability.UNIT_SYNC)
         loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]  # as above
 
@@ -226,7 +226,7 @@ class PreparedModel:
         self.built_optimizer().step()
 
     def grad_scaler(self, *, init_scale: float, growth_interval: int) -> GradScaler:
-        """Return the scaler for training by this engine; it unscales the gradients of `owned_parameters`."""
+        """Return the gradient scaler for this engine; it unscales the gradients of `owned_parameters`."""
         device = next(iter(self.owned_parameters().values())).device
         return GradScaler(device.type, init_scale=init_scale, growth_interval=growth_interval)
 
@@ -235,11 +235,11 @@ class PreparedModel:
         self.built_optimizer().zero_grad(set_to_none=set_to_none)
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Return a context around forward and backward of every microbatch but the last: no gradient sync.
+        """Return a context without gradient sync, for forward and backward of every microbatch but the last.
 
-        In a pipeline it is around each forward and each backward by itself, since those of several microbatches
-        take turns: what the last backward reduces is decided by that backward, not by any forward. The default is
-        the module's own ``no_sync``.
+        In a pipeline the context is entered for each forward and each backward separately, because the microbatches
+        alternate: the last backward decides what it reduces, not any forward. The default is the module's own
+        ``no_sync``.
         """
         no_sync = getattr(self.module, "no_sync", None)
         if no_sync is None:
@@ -248,30 +248,30 @@ class PreparedModel:
         return context
 
     def pipelined(self) -> nn.Module | None:
-        """Return the module whose class torch's pipelining knows and synchronises by itself; None if it has none.
+        """Return a module of a class that torch's pipelining synchronises by itself, or None.
 
-        Then a stage of a pipeline is driven by `accumulating`.
+        With None, `accumulating` controls the synchronisation of a pipeline stage.
         """
         return None
 
     def units(self) -> Mapping[str, UnitHandle]:
-        """Return a handle for each unit of the plan, by its name there, and for the root as ``""``."""
+        """Return a handle for each unit by its name in the plan, and for the root as ``""``."""
         raise MissingMethodError("units", Capability.UNIT_STATE)
 
     def part(self, name: str) -> nn.Module:
-        """Return the submodule of that name as the training loop may call it."""
+        """Return the submodule of that name, for the training loop to call."""
         return self.named.get_submodule(name)
 
     def wrapper(self) -> WrapperNames:
-        """Return the engine's own things behind the names of ``torch.distributed.fsdp``, for cases that call them."""
+        """Return the engine's versions of the ``torch.distributed.fsdp`` API, for cases that call them."""
         raise MissingMethodError("wrapper", Capability.WRAPPER)
 
-    def data_parallel(self) -> Any:  # Any: the class's arguments are what is put to the test
-        """Return the engine's own class behind the name of ``DistributedDataParallel``, for cases that call it."""
+    def data_parallel(self) -> Any:  # Any: cases test the class's arguments
+        """Return the engine's version of ``DistributedDataParallel``, for cases that call it."""
         raise MissingMethodError("data_parallel", Capability.DATA_PARALLEL)
 
     def composable(self) -> ComposableApi:
-        """Return the engine's own things behind the names of ``fully_shard``, for cases that call them."""
+        """Return the engine's versions of the ``fully_shard`` API, for cases that call them."""
         raise MissingMethodError("composable", Capability.COMPOSABLE)
 
     def convert(self, dtype: torch.dtype) -> None:
@@ -279,13 +279,13 @@ class PreparedModel:
         self.module.to(dtype)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
-        """Scale gradients so that their norm over all parameters is at most ``max_norm``; return it before that."""
+        """Scale gradients so that their norm over all parameters is at most ``max_norm``; return the norm before."""
         norm = nn.utils.clip_grad_norm_(self.named.parameters(), max_norm, norm_type)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     @property
     def stateful_module(self) -> nn.Module:
-        """Return the module whose state dicts are taken: ``module``, unless its wrapper is none that torch knows."""
+        """Return the module to take state dicts of: ``module``, unless torch does not support its wrapper."""
         return self.module
 
     def full_state(self) -> dict[str, Any]:
@@ -294,7 +294,7 @@ class PreparedModel:
         return {"model": model, "optimizer": optimizer}
 
     def load_full_state(self, state: dict[str, Any]) -> None:
-        """Take what `full_state` of any prepared model of the same model gave; may communicate."""
+        """Load a result of `full_state` from any preparation of the same model; may communicate."""
         set_state_dict(
             self.stateful_module,
             self.built_optimizer(),
@@ -304,12 +304,12 @@ class PreparedModel:
         )
 
     def shared_state(self) -> dict[str, Any]:
-        """Return state dicts of this rank's shares of model and optimizer, with room for all that may be loaded."""
+        """Return state dicts of this rank's shares of model and optimizer, with an entry for everything loadable."""
         model, optimizer = get_state_dict(self.stateful_module, self.built_optimizer())
         return {"model": model, "optimizer": optimizer}
 
     def load_shared_state(self, state: dict[str, Any]) -> None:
-        """Take what `shared_state` of a model of the same layout gave."""
+        """Load a result of `shared_state` from a model of the same layout."""
         set_state_dict(
             self.stateful_module,
             self.built_optimizer(),
@@ -318,22 +318,22 @@ class PreparedModel:
         )
 
     def save_checkpoint(self, folder: Path) -> None:
-        """Write model and optimizer into an empty folder, all ranks the same one; may communicate."""
+        """Write model and optimizer into an empty folder that all ranks share; may communicate."""
         raise MissingMethodError("save_checkpoint", Capability.CHECKPOINTS)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Take what `save_checkpoint` of the ranks of some world wrote, all of which have returned."""
+        """Load a checkpoint once `save_checkpoint` has returned on every rank, maybe of a world of another size."""
         raise MissingMethodError("load_checkpoint", Capability.CHECKPOINTS)
 
     def recover(self) -> None:
-        """Forget a forward that an exception ended, so that training can go on; called on every rank."""
+        """Discard a forward that raised an exception, so that training can continue; called on every rank."""
 
     def shown_parameters(self) -> Mapping[str, Shard]:
-        """Read every parameter as its module shows it now, whole or this rank's shard; never communicates."""
+        """Read every parameter as its module shows it now: whole, or this rank's shard; never communicates."""
         return {name: shard_of(p) for name, p in self._named_parameters().items()}
 
     def owned_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Return what the optimizer updates, under the original names: what the other reads look at."""
+        """Return the parameters that the optimizer updates, under the original names; the other reads use them."""
         return self._given or self._named_parameters()
 
     def local_parameters(self) -> Mapping[str, Shard]:
@@ -341,7 +341,7 @@ class PreparedModel:
         return {name: shard_of(p) for name, p in self.owned_parameters().items()}
 
     def local_gradients(self) -> Mapping[str, Shard | None]:
-        """Read this rank's shard of every gradient, None where there is none; never communicates."""
+        """Read this rank's shard of every gradient, or None if a parameter has none; never communicates."""
         return {
             name: None if p.grad is None else shard_of(p.grad) for name, p in self.owned_parameters().items()
         }
@@ -364,11 +364,11 @@ class PreparedModel:
         return {self.original_name(name): p for name, p in self.named.named_parameters()}
 
     def original_name(self, name: str) -> str:
-        """Leave out of a name what wrappers put there."""
+        """Remove the wrappers' parts from a name."""
         return ".".join(part for part in name.split(".") if part not in self.wrapped_as)
 
     def built_optimizer(self) -> torch.optim.Optimizer:
-        """Return what `optimizer` has built; RuntimeError before that."""
+        """Return the optimizer that `optimizer` built; raises RuntimeError before that."""
         if self._optimizer is None:
             raise RuntimeError(
                 "PreparedModel: expected an optimizer by now, got none; an override of optimizer() ends with "
@@ -378,30 +378,30 @@ class PreparedModel:
 
 
 class Engine(ABC):
-    """An adapter: the few lines that plug an engine in."""
+    """An adapter: connects one engine to the harness."""
 
     name: str
     capabilities: frozenset[Capability]
     package: ClassVar[str] = "torch"
-    """The distribution that the engine is part of, whose release is the engine's."""
+    """The distribution that contains the engine; its release is the engine's."""
     insists_on_cuda: ClassVar[bool] = False
-    """Whether the engine calls torch.cuda wherever it is: in worlds of a CPU a stand-in is put there for it."""
+    """Whether the engine calls torch.cuda on every device; CPU worlds replace torch.cuda by a stand-in for it."""
     needs_processes: ClassVar[bool] = False
-    """Whether each rank needs a process to itself, as where globals identify ranks: not judged in threads."""
+    """Whether each rank needs a process of its own, as where globals identify ranks; not tested in threads."""
     preload: ClassVar[tuple[str, ...]] = ()
-    """Modules that are imported once for all ranks and cases, such as ``(__name__,)``; else each rank does so anew."""
+    """Modules to import once for all ranks and cases, such as ``(__name__,)``; else each rank imports them."""
     known_as: ClassVar[str] = ""
-    """The known engine that this one is derived from, whose known failures it shares."""
+    """The known engine that this one is derived from; it shares that engine's known failures."""
 
     @abstractmethod
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Put ``model`` in the engine's hands on this rank, as ``plan`` asks.
+        """Prepare ``model`` with the engine on this rank, according to ``plan``.
 
-        Must refuse, by raising, whatever it cannot honour: ``plan.refuse_beyond(self.capabilities)`` does so
+        Must raise for every request that it cannot meet: ``plan.refuse_beyond(self.capabilities)`` does so
         for every capability that the adapter does not declare.
         """
 
     def version(self) -> str:
-        """Name the engine's release, for the record."""
+        """Return the engine's release, for the record."""
         release = torch.__version__ if self.package == "torch" else metadata.version(self.package)
         return f"{self.package} {release}"

@@ -1,4 +1,4 @@
-"""Loads what a user names: ``package.module:attr`` or ``path/to/file.py:attr``. No torch here."""
+"""Loads an object that a user names: ``package.module:attr`` or ``path/to/file.py:attr``. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import threading
 from pathlib import Path
 from types import ModuleType
 
-# Ranks that are threads load the same file at once, and none may see it half executed. Re-entrant: a file may itself
-# load another.
+# Ranks that are threads may load the same file at once; the lock keeps them from a half-executed module. It is
+# re-entrant because a file may load another.
 _LOADING = threading.RLock()
 
 
 class EngineUnavailableError(ImportError):
-    """Raised by a module that cannot serve here; its text is the cause: "needs torch >= 2.14"."""
+    """A module raises this when it cannot work here; the message is the cause: "needs torch >= 2.14"."""
 
 
 class LoadError(Exception):
-    """Nothing can be loaded under this name; the text is the cause: a typo, a missing package, a failing import."""
+    """The name cannot be loaded; the message is the cause: a typo, a missing package, a failing import."""
 
 
 def load(name: str) -> object:
-    """Return the attribute that ``name`` names; raises LoadError with the cause where there is none."""
+    """Return the attribute that ``name`` names; raises LoadError with the cause if it cannot be loaded."""
     location, colon, attribute = name.rpartition(":")
     if not colon:
         raise LoadError(f"expected package.module:attr or path/to/file.py:attr, got {name!r}")
@@ -51,7 +51,7 @@ def _module(location: str) -> ModuleType:
             with _LOADING:
                 return _file(Path(location))
         return importlib.import_module(location)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything, or end the process
+    except (Exception, SystemExit) as error:  # a user's module may raise anything, or exit
         raise LoadError(_why_not_imported(location, error)) from error
 
 

@@ -1,4 +1,4 @@
-"""Reads of an engine that keeps this rank's piece of each parameter: the adapter lists the pieces, the rest follows."""
+"""Reads of an engine that keeps a piece of each parameter on each rank; the adapter only lists the pieces."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ __all__ = ["Piece", "PreparedPieces"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Piece:
-    """An interval of one parameter, flattened: the elements from ``start`` on that this rank has.
+    """An interval of one flattened parameter: the elements from ``start`` on that this rank has.
 
-    ``owner`` is what the optimizer updates: the piece itself, or a flat tensor in which the piece begins at
-    ``offset``. ``numel`` counts its elements; None stands for the rest of the owner. Padding, which lies behind the
-    end of the parameter, is left out. A piece of no elements may start anywhere.
+    ``owner`` is the tensor that the optimizer updates: the piece itself, or a flat tensor in which the piece begins
+    at ``offset``. ``numel`` counts its elements; None means the rest of the owner. Padding after the end of the
+    parameter is left out. An empty piece may start anywhere.
     """
 
     name: str
     shape: tuple[int, ...]
-    owner: Any  # Any: engines set attributes of their own on tensors
+    owner: Any  # Any: engines set their own attributes on tensors
     start: int = 0
     offset: int = 0
     numel: int | None = None
 
     def of(self, tensor: torch.Tensor) -> Shard:
-        """Copy this piece's part of a tensor that lies as its owner does; a single number beside it is of the whole."""
+        """Copy this piece's part of a tensor laid out like its owner; a single number is for the whole parameter."""
         if not tensor.dim() and (self.shape or self.numel is None):
             return shard_of(tensor)
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -47,39 +47,39 @@ class Piece:
 
 
 class PreparedPieces(PreparedModel, ABC):
-    """A model of whose parameters this rank keeps pieces; one that is flat alone is a piece that is the whole."""
+    """A model with a piece of each parameter on this rank; an unsharded flat parameter is one whole piece."""
 
     parameters_are_whole: ClassVar[bool] = False
-    """Whether each rank has every parameter whole beside its pieces, as under ZeRO-1 and ZeRO-2."""
+    """Whether each rank has every whole parameter beside its pieces, as in ZeRO-1 and ZeRO-2."""
 
     @abstractmethod
     def pieces(self) -> Iterable[Piece]:
-        """Return this rank's piece of each parameter that the optimizer updates, an empty one included."""
+        """Return this rank's piece of each parameter that the optimizer updates, including empty ones."""
 
     def optimizer(self, factory: OptimizerFactory) -> None:
-        """Build it over the owners of the pieces."""
+        """Build the optimizer over the owners of the pieces."""
         owners = dict.fromkeys(piece.owner for piece in self.pieces())
         super().optimizer(lambda _: factory(owners))
 
     def value_of(self, piece: Piece) -> torch.Tensor:
-        """Return what the optimizer updates: a tensor that lies as the piece's owner does."""
+        """Return the tensor that the optimizer updates, laid out like the piece's owner."""
         value: torch.Tensor = piece.owner
         return value
 
     def gradient_of(self, piece: Piece) -> torch.Tensor | None:
-        """Return the gradient, which lies as the piece's owner does; None if there is none."""
+        """Return the gradient, laid out like the piece's owner, or None if there is none."""
         gradient: torch.Tensor | None = piece.owner.grad
         is_empty = piece.owner.requires_grad and not piece.of(piece.owner).tensor.numel()
-        # Of nothing, nothing can be missing.
+        # An empty piece cannot lack its gradient.
         return piece.owner if gradient is None and is_empty else gradient
 
-    def state_of(self, piece: Piece) -> Mapping[str, Any]:  # Any: what is no tensor is left out
-        """Return the optimizer's state of the piece's owner, by key."""
+    def state_of(self, piece: Piece) -> Mapping[str, Any]:  # Any: values that are not tensors are left out
+        """Return the optimizer's state for the piece's owner, by key."""
         state: Mapping[str, Any] = self.built_optimizer().state.get(piece.owner, {})
         return state
 
     def shown_parameters(self) -> Mapping[str, Shard]:
-        """Read what modules show of whole parameters, else the pieces: the whole is there in forward and backward."""
+        """Read whole parameters where modules show them, as in forward and backward; else read the pieces."""
         return super().shown_parameters() if self.parameters_are_whole else self.local_parameters()
 
     def owned_parameters(self) -> Mapping[str, nn.Parameter]:
@@ -93,7 +93,7 @@ class PreparedPieces(PreparedModel, ABC):
         return {piece.name: piece.of(self.value_of(piece)) for piece in self.pieces()}
 
     def local_gradients(self) -> Mapping[str, Shard | None]:
-        """Read this rank's pieces; a parameter without one has no gradient."""
+        """Read the gradients of this rank's pieces; a parameter without a piece has none."""
         found = {piece.name: (piece, self.gradient_of(piece)) for piece in self.pieces()}
         return dict.fromkeys(self.owned_parameters()) | {
             name: None if gradient is None else piece.of(gradient)

@@ -1,4 +1,4 @@
-"""What we ask of an engine for one case: layout, communication units, policies. Values only."""
+"""The request to an engine for one case: layout, communication units, policies. Contains values only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class Layout(Enum):
-    """How parameters lie on the ranks."""
+    """How parameters are laid out over the ranks."""
 
     NATIVE = "whatever the engine does on a 1-D mesh"
     REPLICATE = "every rank holds every parameter"
@@ -43,7 +43,7 @@ class Layout(Enum):
 
 
 class Replicas(Enum):
-    """How many replicas a hybrid layout has; with n ranks, which mesh (replicate, shard) that is."""
+    """The number of replicas of a hybrid layout; each member names its (replicate, shard) mesh for n ranks."""
 
     ONE = "(1, n): one, sharded over all ranks; no two ranks hold the same rows"
     TWO = "(2, n / 2): two, each sharded over half of the ranks"
@@ -52,7 +52,7 @@ class Replicas(Enum):
 
 
 class Reshard(Enum):
-    """What becomes of gathered parameters between forward and backward."""
+    """What the engine does with gathered parameters between forward and backward."""
 
     NATIVE = "the engine's default"
     AFTER_FORWARD = "freed after forward, gathered again for backward"
@@ -68,7 +68,7 @@ class Accumulation(Enum):
 
 
 class Grouping(Enum):
-    """How binding the units of a plan are."""
+    """Whether the engine must follow the units of a plan."""
 
     HINT = "an engine that groups differently still trains the same model"
     REQUIRED = "each unit is one communication group, the root takes the rest"
@@ -82,7 +82,7 @@ class Placement(Enum):
 
 
 class Offload(Enum):
-    """Where parameters, gradients and optimizer state live between steps."""
+    """Where parameters, gradients and optimizer state are kept between steps."""
 
     NONE = "on the device"
     OPTIMIZER = (
@@ -93,7 +93,7 @@ class Offload(Enum):
 
 
 class Buffers(Enum):
-    """In what memory the inputs and outputs of collectives lie."""
+    """The memory for the inputs and outputs of collectives."""
 
     NATIVE = "wherever the engine allocates"
     GROUP = "in memory that the process group hands out"
@@ -101,14 +101,14 @@ class Buffers(Enum):
 
 
 class Wire(Enum):
-    """Which reduction crosses between ranks."""
+    """The reduction that runs between ranks."""
 
     NATIVE = "whatever the engine chooses"
     SUM = "sums alone: division happens on the ranks"
 
 
 class Tuning(Enum):
-    """When gradients are reduced, and to which ranks; no member changes a number."""
+    """When gradients are reduced, and to which ranks; no member changes the results."""
 
     NATIVE = "the engine's default"
     OVERLAPPED = "while backward computes; buckets are so small that some are full before its end"
@@ -117,7 +117,7 @@ class Tuning(Enum):
 
 
 class Roots(Enum):
-    """Which module is called from outside and finishes each backward."""
+    """Which module the training loop calls, and which finishes each backward."""
 
     MODEL = "the model"
     EACH_UNIT = "each unit is a root of its own; the model itself is not given to the engine"
@@ -125,9 +125,9 @@ class Roots(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetch:
-    """Whose gather is issued ahead of use: ``(unit, units that it asks for)``, in forward and in backward.
+    """The gathers to issue ahead of use: ``(unit, units that it prefetches)``, in forward and in backward.
 
-    Units that are not listed keep the engine's own order.
+    Units that are not listed keep the engine's default order.
     """
 
     forward: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -146,7 +146,7 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitDtypes:
-    """What one unit computes in, in place of the plan's dtypes; ``casts_inputs`` says whether inputs are cast to it."""
+    """The dtypes of one unit, in place of the plan's; ``casts_inputs``: whether inputs get the compute dtype."""
 
     unit: str
     compute_dtype: torch.dtype | None = None
@@ -156,7 +156,7 @@ class UnitDtypes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """One axis of the device mesh: its name and how many ranks lie along it."""
+    """One axis of the device mesh: its name and its number of ranks."""
 
     name: str
     size: int
@@ -166,22 +166,21 @@ class Axis:
 class Plan:
     """One request to an engine.
 
-    ``units`` names the submodules that each form one communication group, several of them joined by commas where
-    they form one group together; the root takes the remaining parameters; ``grouping`` says whether the engine is
-    free to ignore them. ``replicas`` is for ``Layout.HYBRID`` alone. ``compute_dtype`` is what forward and backward
-    compute in, for which parameters are cast and buffers are not, ``output_dtype`` what the root returns,
-    ``reduce_dtype`` in what gradients cross between ranks; None means the parameters' own, and for the reduction
-    that of the computation. ``divide_factor`` is what the sum of gradients over ranks is divided by; None means the
-    number of ranks. ``clip_in_step`` is the largest norm, of the second power, that the engine's own step leaves
-    gradients. ``gathered_once`` names units whose parameters backward does not need. ``bucket_bytes`` closes
-    a bucket of gradients that are reduced together once it has so many bytes. ``max_reduce_buffers`` bounds how
-    many reductions may hold their input at once. ``ignored`` names parameters that the engine leaves alone.
-    ``replicated`` names units, ``""`` for the root, that are replicated where the others are sharded. ``experts``
-    names parameters that the model has cut over ``expert_parallel`` ranks, each of which has data of its own: of
-    the mesh ``(data, expert)`` that the engine is then given, they are sharded and averaged over ``data`` alone,
-    all other parameters over both axes. ``forward_methods`` are ``(module, method)`` that start that module's
-    forward. ``wrapper`` chooses options that only ``FullyShardedDataParallel`` has; None leaves them to the
-    adapter. ``demands`` are what the training will do with the model beyond forward, backward and step.
+    ``units`` names the submodules that each form one communication group; names joined by commas form one group
+    together. The root takes the remaining parameters. ``grouping`` states whether the engine may ignore the units.
+    ``replicas`` applies only to ``Layout.HYBRID``. ``compute_dtype`` is the dtype of forward and backward; parameters
+    are cast to it, buffers are not. ``output_dtype`` is the dtype of the root's outputs. ``reduce_dtype`` is the dtype
+    of gradients in communication. None means the parameters' own dtype, and for the reduction the compute dtype.
+    ``divide_factor`` divides the sum of gradients over ranks; None means the number of ranks. ``clip_in_step`` is
+    the maximum 2-norm to which the engine's own step clips gradients. ``gathered_once`` names units whose parameters
+    backward does not need. ``bucket_bytes`` is the size at which a bucket of gradients is closed and reduced.
+    ``max_reduce_buffers`` limits the number of reductions that hold their input at once. ``ignored`` names parameters
+    that the engine leaves alone. ``replicated`` names units, ``""`` for the root, that are replicated where the others
+    are sharded. ``experts`` names parameters that the model has cut over ``expert_parallel`` ranks, each with data of
+    its own. The engine is then given the mesh ``(data, expert)``: experts are sharded and averaged over ``data`` only,
+    all other parameters over both axes. ``forward_methods`` are pairs ``(module, method)``; the method starts that
+    module's forward. ``wrapper`` has the options that only ``FullyShardedDataParallel`` has; None leaves them to the
+    adapter. ``demands`` are the capabilities that training needs beyond forward, backward and step.
     """
 
     layout: Layout = Layout.NATIVE
@@ -243,7 +242,7 @@ class Plan:
         return (*self._outer_axes(), *self._data_axes(self.data_size(world_size)), *self._inner_axes())
 
     def data_size(self, world_size: int) -> int:
-        """Count the ranks that are given data of their own; raises ValueError when the plan does not divide them."""
+        """Return the number of ranks with their own data; raises ValueError when the plan does not divide the ranks."""
         model_size = self.tensor_parallel * self.pipeline_stages
         if world_size % model_size:
             raise ValueError(
@@ -253,7 +252,7 @@ class Plan:
         return world_size // model_size
 
     def data_rank(self, rank: int, world_size: int) -> int:
-        """Return whose data a rank is given: stages are the outermost mesh axis, tensor parallelism the innermost."""
+        """Return the index of a rank's data: stages are the outermost mesh axis, tensor parallelism the innermost."""
         return rank % (world_size // self.pipeline_stages) // self.tensor_parallel
 
     def _outer_axes(self) -> tuple[Axis, ...]:
@@ -293,33 +292,33 @@ class Plan:
         )
 
     def divisor(self, world_size: int) -> float:
-        """Return what the sum of gradients over ``world_size`` ranks is divided by."""
+        """Return the divisor of the sum of gradients over ``world_size`` ranks."""
         return world_size if self.divide_factor is None else self.divide_factor
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """Name the axes of the mesh that an engine is given, those of pipeline and tensors left out."""
+        """Return the names of the mesh axes that an engine gets, without those of pipeline and tensor parallelism."""
         if self.experts:
             return ("data", "expert")
         return ("replicate", "shard") if self.layout is Layout.HYBRID else ("data",)
 
     @property
     def cut_axis(self) -> str | None:
-        """The axis of the mesh over which the model itself is cut before an engine gets it."""
+        """The mesh axis over which the model is already cut when an engine gets it."""
         if self.experts:
             return "expert"
         return "tensor" if self.tensor_parallel > 1 else None
 
     @property
     def reduction_dtype(self) -> torch.dtype | None:
-        """The dtype in which gradients cross between ranks; None means that of the parameters."""
+        """The dtype of gradients in communication; None means that of the parameters."""
         if self.reduce_dtype is None and Capability.REDUCE_AS_STORED in self.demands:
             return None
         return self.reduce_dtype or self.compute_dtype
 
     @property
     def needs(self) -> frozenset[Capability]:
-        """The capabilities without which this plan cannot be honoured."""
+        """The capabilities that this plan needs."""
         layout = {
             Layout.NATIVE: None,
             Layout.REPLICATE: Capability.REPLICATE,
@@ -370,7 +369,7 @@ class Plan:
             raise UnsupportedError(sorted(missing, key=lambda c: c.name))
 
     def refuse_options_of_shards(self) -> None:
-        """Raise ValueError for what is asked of shards: for adapters to call where every rank holds the whole."""
+        """Raise ValueError for options of sharding; adapters call it where every rank holds the whole parameters."""
         asked = {
             "placement": self.placement is not Placement.FIRST,
             "reshard": self.reshard not in {Reshard.NATIVE, Reshard.KEEP},

@@ -1,7 +1,8 @@
-"""From a name on the command line to an adapter: a known name, package.module:attr or path/to/file.py:attr.
+"""Finds the adapter for a name from the command line: a known name, package.module:attr or path/to/file.py:attr.
 
-Known are the engines that are built in, those of other packages whose adapters are here, and those that installed
-packages name under the entry points ``shardproof.engines``. A package cannot take the name of one that is here.
+Known names are those of built-in engines, of third-party engines with an adapter in this package, and of engines
+that installed packages declare under the entry points ``shardproof.engines``. A package cannot override a name of
+the first two kinds.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from shardproof.engine.import_by_name import LoadError, load, one_line
 
-if TYPE_CHECKING:  # the names of engines are known without torch
+if TYPE_CHECKING:  # listing the names of engines needs no torch
     from shardproof.engine.contract import Engine
     from shardproof.engine.mutants.mutant import Mutant
 
-# Adapters load when named, so that listing engines costs no import and one missing package affects no other engine.
+# Adapters load on demand: listing engines imports none of them, and a missing package affects no other engine.
 BUILT_IN = {
     "reference": "shardproof.engine.adapters.reference:ReferenceEngine",
     "reference.zero2": "shardproof.engine.adapters.reference_zero:Zero2Engine",
@@ -31,7 +32,7 @@ BUILT_IN = {
     "torch.zero1": "shardproof.engine.adapters.torch_zero1:ZeroRedundancyEngine",
 }
 _OUTSIDE = "shardproof.engine.third_party"
-# Their adapters import them; one that is not installed is listed and refused by name.
+# Their adapters import them; an engine that is not installed is listed, and refused when named.
 THIRD_PARTY = {
     "accelerate.ddp": f"{_OUTSIDE}.accelerate_engine:AccelerateDdpEngine",
     "accelerate.fsdp1": f"{_OUTSIDE}.accelerate_engine:AccelerateFsdp1Engine",
@@ -56,14 +57,14 @@ THIRD_PARTY = {
     "torchft.pure_ddp": f"{_OUTSIDE}.torchft_engine:TorchftPureDdpEngine",
     "torchtitan.simple_fsdp": f"{_OUTSIDE}.torchtitan_engine:SimpleFsdpEngine",
 }
-# The package to import, where it is not the first part of an engine's name.
+# The package to import, if it differs from the first part of the engine's name.
 _PACKAGES = {
     "lightning": "lightning_fabric",
     "mcore": "megatron.core",
     "megatron": "megatron_fsdp",
     "olmo": "olmo_core",
 }
-# How to install it, where an extra of ours cannot: it asks for an older torch, or for much that it does not use.
+# How to install it where an extra of this package cannot: it requires an older torch, or many unused packages.
 _WITHOUT_EXTRA = {
     "colossalai": "--no-deps colossalai, and what docs/engines/colossalai.zero1.md lists",
     "pipegoose": "--no-deps pipegoose, and what docs/engines/pipegoose.ddp.md lists",
@@ -74,28 +75,28 @@ ENTRY_POINTS = "shardproof.engines"
 
 @cache
 def known_engines() -> Mapping[str, str]:
-    """Return where each known engine is, by name: those here, and those of installed packages."""
+    """Return the location of each known engine by name: those of this package, and those of installed packages."""
     return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)} | THIRD_PARTY | BUILT_IN
 
 
 def what_is_missing(name: str) -> str:
-    """Return what has to be installed before a known engine can be imported; empty if nothing is missing."""
+    """Return the packages to install before a known engine can be imported; empty if nothing is missing."""
     if name not in THIRD_PARTY:
         return ""
     family = name.partition(".")[0]
     package = _PACKAGES.get(family, family)
     try:
         spec = importlib.util.find_spec(package)
-    except ModuleNotFoundError:  # of what the package is part of
+    except ModuleNotFoundError:  # of the parent package
         spec = None
-    if spec is not None and spec.origin is not None:  # a folder of that name has no origin
+    if spec is not None and spec.origin is not None:  # a mere folder of that name has no origin
         return ""
     how = _WITHOUT_EXTRA.get(family, f"'shardproof[{family}]'")
     return f"needs {package}, which is not installed; try pip install {how}"
 
 
 class EngineNotFoundError(Exception):
-    """No adapter answers to this name; usual causes: a typo, a missing package, a file that fails to import."""
+    """No adapter has this name; usual causes: a typo, a missing package, a file that fails to import."""
 
     def __init__(self, spec: str, problem: str) -> None:
         self.spec = spec
@@ -107,20 +108,20 @@ class EngineNotFoundError(Exception):
 
 
 def check_spelling(spec: str) -> None:
-    """Raise EngineNotFoundError for a name that nothing can answer to; imports nothing."""
+    """Raise EngineNotFoundError for a name that cannot belong to an adapter; imports nothing."""
     if spec not in known_engines() and ":" not in spec:
         raise EngineNotFoundError(spec, _not_built_in(spec))
 
 
 def shipped_mutants() -> tuple[Mutant, ...]:
-    """Return the engines that are wrong on purpose, sorted by name; imports all their modules."""
+    """Return the mutants, sorted by name; imports all their modules."""
     from shardproof.engine.mutants.all_mutants import MUTANTS
 
     return MUTANTS
 
 
 def resolve(spec: str) -> Engine:
-    """Return the adapter that ``spec`` names; raises EngineNotFoundError with the cause for any that has none."""
+    """Return the adapter that ``spec`` names; raises EngineNotFoundError with the cause if there is none."""
     from shardproof.engine.contract import Engine
 
     check_spelling(spec)

@@ -1,4 +1,4 @@
-"""One rank's piece of a tensor and where it lies in the whole."""
+"""One rank's piece of a tensor and its position in the whole tensor."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.distributed.tensor import Shard as ShardPlacement
 class Shard:
     """A local tensor, the index of its first element in the global tensor, and the global shape.
 
-    A piece is a block, with one offset per dim, or it is flat: an interval of the flattened tensor as a
-    tensor of one dim, with one offset, its start (``Shard.flat`` makes one). A whole tensor has offsets of
-    zero and its own shape; a rank that owns nothing of a tensor has a local tensor with a dim of size 0.
+    A piece is a block with one offset per dim, or it is flat: a 1-D interval of the flattened tensor with one
+    offset, its start (``Shard.flat`` makes one). A whole tensor has zero offsets and its own shape. A rank that
+    owns no part of a tensor has a local tensor with a dim of size 0.
     """
 
     tensor: torch.Tensor
@@ -38,7 +38,7 @@ class Shard:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the piece has as many dims and offsets as it must, and lies within the whole."""
+        """Whether the piece has the right number of dims and offsets, and lies within the whole."""
         shape, local = self._holding_shape, tuple(self.tensor.shape)
         if len(local) != len(shape) or len(self.offsets) != len(shape):
             return False
@@ -46,7 +46,7 @@ class Shard:
         return all(start >= 0 and start + size <= end for start, size, end in spans)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Read this piece's elements out of the last dims of ``whole``: a view, if ``whole`` is contiguous."""
+        """Return this piece's elements from the last dims of ``whole``, as a view if ``whole`` is contiguous."""
         spans = (slice(o, o + n) for o, n in zip(self.offsets, self.tensor.shape, strict=True))
         region: tuple[EllipsisType | slice, ...] = (..., *spans)
         if self.is_flat:
@@ -55,7 +55,7 @@ class Shard:
         return whole[region]
 
     def index_of(self, local: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the index in the whole of the element at the index ``local`` of the local tensor."""
+        """Return the global index of the element at the index ``local`` of the local tensor."""
         index = tuple(o + i for o, i in zip(self.offsets, local, strict=True))
         if not self.is_flat:
             return index
@@ -63,19 +63,19 @@ class Shard:
 
     @property
     def _holding_shape(self) -> tuple[int, ...]:
-        """The shape of that of which the local tensor is a block."""
+        """The shape of the tensor that contains the local tensor as a block."""
         return (math.prod(self.global_shape),) if self.is_flat else self.global_shape
 
 
 def shard_of(tensor: torch.Tensor) -> Shard:
-    """Describe a plain tensor or DTensor as this rank's shard, without communication.
+    """Return a plain tensor or DTensor as this rank's shard, without communication.
 
     The local tensor is detached, copied to the CPU, and cloned: later updates do not change it.
-    Uneven dims follow DTensor's rule, that of ``torch.chunk``: all chunks but the last ones have
-    ceil(n / ranks) rows. A dim that tensor parallelism shards before data parallelism does, which DTensor
-    calls strided, is cut in that order. Raises TypeError for other placements than these and Replicate.
+    Uneven dims follow the rule of DTensor and ``torch.chunk``: all chunks but the last ones have
+    ceil(n / ranks) rows. A strided Shard, where tensor parallelism shards a dim before data parallelism does,
+    is cut in that order. Raises TypeError for placements other than these and Replicate.
     """
-    # Without autograd, so that no operator of DTensor's runs: one costs as much as all of this.
+    # Without autograd, so that no DTensor operator runs: one costs as much as this whole function.
     with torch.no_grad():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return Shard(
@@ -85,12 +85,12 @@ def shard_of(tensor: torch.Tensor) -> Shard:
     )
 
 
-_Placements = tuple[tuple[type[Placement], Placement], ...]  # of each axis of a mesh, with its type
+_Placements = tuple[tuple[type[Placement], Placement], ...]  # for each mesh axis, with its type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """One mesh axis that cuts one dim into ``num_chunks``, of which this rank has the chunk ``index``."""
+    """A mesh axis that cuts a dim into ``num_chunks``; this rank has the chunk ``index``."""
 
     dim: int
     num_chunks: int
@@ -102,19 +102,19 @@ def _offsets(tensor: DTensor) -> tuple[int, ...]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError("shard_of: expected a rank that is part of the tensor's mesh, got one outside it")
-    # By type too: releases of torch differ in whether a strided Shard equals one that is not.
+    # The cache key includes the type: releases of torch differ in whether a strided Shard equals a plain one.
     placements = tuple((type(placement), placement) for placement in tensor.placements)
     return _start_of(tuple(tensor.shape), placements, tuple(mesh.shape), tuple(coordinate))
 
 
-@lru_cache(maxsize=2**12)  # each parameter is read after each step, with its gradient and its optimizer state
+@lru_cache(maxsize=2**12)  # called for each parameter, gradient and optimizer state after each step
 def _start_of(
     shape: tuple[int, ...],
     placements: _Placements,
     mesh: tuple[int, ...],
     coordinate: tuple[int, ...],
 ) -> tuple[int, ...]:
-    """Return the index of the first element of the piece at a place of a mesh."""
+    """Return the index of the first element of the piece at a mesh coordinate."""
     offsets, sizes = [0] * len(shape), [*shape]
     for cut in _cuts(placements, mesh, coordinate):
         chunk = -(-sizes[cut.dim] // cut.num_chunks)
@@ -125,7 +125,7 @@ def _start_of(
 
 
 def _cuts(placements: _Placements, mesh: tuple[int, ...], coordinate: tuple[int, ...]) -> list[_Cut]:
-    """List the cuts in the order in which they were made: strided ones last, from right to left."""
+    """Return the cuts in the order in which they were made: strided ones last, from right to left."""
     plain: list[_Cut] = []
     strided: list[_Cut] = []
     for axis in reversed(range(len(mesh))):
@@ -148,9 +148,9 @@ def _cuts(placements: _Placements, mesh: tuple[int, ...], coordinate: tuple[int,
 
 
 def _is_strided_over(placement: Placement, made_before: list[_Cut]) -> bool:
-    """Return a strided Shard whose piece is one block: its dim was cut before by the axes to its right, no others.
+    """Return whether this is a strided Shard whose piece is one block: only the axes to its right cut its dim before.
 
-    By the name of its type: torch has no public one, and makes it no subclass of Shard in every release.
+    Compares the type's name: the type is not public, and not a subclass of Shard in every release.
     """
     num_pieces = math.prod(cut.num_chunks for cut in made_before)
     return type(placement).__name__ == "_StridedShard" and getattr(placement, "split_factor", 0) == num_pieces

@@ -1,4 +1,4 @@
-"""The interface of ``FullyShardedDataParallel``: what a plan may choose of it, and its names in an engine."""
+"""The interface of ``FullyShardedDataParallel``: the options of a plan, and an engine's versions of its names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 
 class BackwardGather(Enum):
-    """When backward issues the gather of the unit that comes next."""
+    """When backward issues the gather of the next unit."""
 
     BEFORE = "before the gradients of the current unit are computed"
     AFTER = "after the gradients of the current unit were computed"
@@ -21,12 +21,12 @@ class BackwardGather(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrapper:
-    """Options of the wrapper that no other interface has.
+    """Options that only the wrapper has.
 
-    ``use_orig_params``: the optimizer is given the parameters by name, not one flat one for each unit.
+    ``use_orig_params``: the optimizer gets the parameters by name, not one flat parameter for each unit.
     ``forward_prefetch``: forward gathers the next unit before the current one runs.
-    ``limit_all_gathers``: no more than two gathers are in flight. ``by_groups``: the engine is given process groups
-    and not a mesh.
+    ``limit_all_gathers``: at most two gathers are in flight. ``by_groups``: the engine gets process groups instead
+    of a mesh.
     """
 
     use_orig_params: bool = True
@@ -38,12 +38,12 @@ class Wrapper:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrapperNames:
-    """One engine's own things behind the names of ``torch.distributed.fsdp``; enums and configs are torch's.
+    """One engine's versions of the ``torch.distributed.fsdp`` API; enums and configs are torch's.
 
-    The hooks are to be passed to ``register_comm_hook`` with a state of ``DefaultState`` or ``LowPrecisionState``.
+    Pass the hooks to ``register_comm_hook`` with a state of ``DefaultState`` or ``LowPrecisionState``.
     """
 
-    # Any: engines share no base class, and these classes' arguments are what is put to the test.
+    # Any: engines share no base class, and cases test the arguments of these classes.
     FullyShardedDataParallel: Any
     FlatParameter: Any
     ShardedGradScaler: Any

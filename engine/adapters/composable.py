@@ -1,4 +1,4 @@
-"""What the engines with FSDP2's interface share: from a plan to calls of it, and handles of its units."""
+"""Shared by the engines with FSDP2's interface: applies a plan, and controls its units."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _RESHARD: Mapping[Reshard, bool | int | None] = {
 
 
 class ComposableUnit(UnitHandle):
-    """One group of modules; the methods of its first module speak for the group."""
+    """One group of modules, controlled by the methods of its first module."""
 
     def __init__(self, modules: tuple[Any, ...], api: ComposableApi) -> None:
         self._modules = modules
@@ -55,15 +55,15 @@ class ComposableUnit(UnitHandle):
         self._first.reshard()
 
     def is_unsharded(self) -> bool:
-        """Look at the parameters registered: whole ones are plain tensors, shards are DTensors."""
+        """Read the registered parameters: whole ones are plain tensors, shards are DTensors."""
         return not any(isinstance(p, DTensor) for p in self._own_parameters())
 
     def set_gradient_sync(self, *, is_on: bool) -> None:
-        """Set the flag of this group alone."""
+        """Set the flag of this group only."""
         self._first.set_requires_gradient_sync(is_on, recurse=False)
 
     def set_replica_sync(self, *, is_on: bool) -> None:
-        """Set the flag of this group alone."""
+        """Set the flag of this group only."""
         self._first.set_requires_all_reduce(is_on, recurse=False)
 
     def set_last_backward(self, *, is_last: bool) -> None:
@@ -71,11 +71,11 @@ class ComposableUnit(UnitHandle):
         self._first.set_is_last_backward(is_last)
 
     def set_reshard_after_forward(self, *, is_on: bool) -> None:
-        """Set the flag of this group alone."""
+        """Set the flag of this group only."""
         self._first.set_reshard_after_forward(is_on, recurse=False)
 
     def set_reshard_after_backward(self, *, is_on: bool) -> None:
-        """Set the flag of this group alone."""
+        """Set the flag of this group only."""
         self._first.set_reshard_after_backward(is_on, recurse=False)
 
     def _own_parameters(self) -> Iterator[nn.Parameter]:
@@ -98,12 +98,12 @@ class PreparedComposable(PreparedModel):
         self.plan = plan
         self.api = api
         if Capability.RANK_DEPENDENT in plan.demands:
-            # What `set_reduce_scatter_unused_params` promises, also where no rank has a gradient.
+            # `set_reduce_scatter_unused_params` promises this even if no rank has a gradient.
             self.no_gradient = NoGradient.ZEROS
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Keep gradients local: a flag where DDP has a context."""
+        """Keep gradients local by a flag; DDP has a context instead."""
         self._set_gradient_sync(is_on=False)
         try:
             yield
@@ -111,20 +111,20 @@ class PreparedComposable(PreparedModel):
             self._set_gradient_sync(is_on=True)
 
     def composable(self) -> ComposableApi:
-        """Return the names that made this model."""
+        """Return the API that prepared this model."""
         return self.api
 
     def units(self) -> Mapping[str, UnitHandle]:
-        """Return the groups of the plan; the root is one of them unless each unit is its own."""
+        """Return the groups of the plan, with the root unless each unit is a root of its own."""
         names = self.plan.units if self.plan.roots is Roots.EACH_UNIT else (*self.plan.units, "")
         return {name: self.unit_type(members(self.module, name), self.api) for name in names}
 
     def step(self) -> None:
-        """Update the parameters; then say so by an event where the plan demands it."""
+        """Update the parameters; then record an event if the plan demands it."""
         super().step()
         if Capability.STEP_EVENT in self.plan.demands:
             device = next(self.module.parameters()).device
-            # Not torch.Event, which knows no events of a CPU. Any: torch types each device's events apart.
+            # Not torch.Event, which does not support the CPU. Any: torch has a type of event for each device.
             event: Any = torch.get_device_module(device.type).Event()
             event.record()
             self._root().set_post_optim_event(event)
@@ -153,7 +153,7 @@ def members(model: nn.Module, unit: str) -> tuple[nn.Module, ...]:
 
 
 def apply_plan(api: ComposableApi, model: nn.Module, plan: Plan, mesh: DeviceMesh, shape: Layout) -> None:
-    """Put the model in the engine's hands; ``shape`` decides which of the interface's two functions does so."""
+    """Prepare the model with the engine; ``shape`` decides which of the interface's two functions to call."""
     if shape is Layout.REPLICATE:
         plan.refuse_options_of_shards()
     ignored = {model.get_parameter(name) for name in plan.ignored}
@@ -184,7 +184,7 @@ def apply_plan(api: ComposableApi, model: nn.Module, plan: Plan, mesh: DeviceMes
 
 
 def _all_ranks(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh of one axis over all ranks of a mesh of several: all ranks there are."""
+    """Return a 1-D mesh over all ranks of a mesh of several axes, which are all ranks of the world."""
     return init_device_mesh(mesh.device_type, (mesh.size(),), mesh_dim_names=("all",))
 
 
@@ -204,7 +204,7 @@ def _largest_dim(parameter: nn.Parameter) -> Shard:
 
 
 def _set_options(api: ComposableApi, model: nn.Module, plan: Plan, num_shards: int) -> None:
-    """Call the setters, most of which reach one module each."""
+    """Call the setters; most of them affect one module each."""
     managed = [module for module in model.modules() if isinstance(module, api.sharded_module)]
     for module in managed:
         if plan.buffers is Buffers.GROUP:

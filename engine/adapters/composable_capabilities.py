@@ -1,4 +1,4 @@
-"""What the engines with FSDP2's interface declare alike; a new capability is theirs once it is listed here."""
+"""The capabilities that all engines with FSDP2's interface declare; add new ones to this list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DDP whose callers end backwards, on every release of torch: what mutants of that promise spoil."""
+"""DDP whose callers end backwards, on every release of torch; mutants of that promise change it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our own engine, judged like any other: each unit of the plan is one group, the root takes the rest."""
+"""The reference engine: each unit of the plan is one group, and the root takes the rest."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ _API = ComposableApi(
 
 
 class PreparedReference(PreparedComposable):
-    """Clips with the engine's own function, which knows empty shards and meshes of several axes."""
+    """Clips with the engine's own function, which supports empty shards and meshes of several axes."""
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
         return float(reference.clip_grad_norm_(self.module.parameters(), max_norm, norm_type))
 
     def load_full_state(self, state: dict[str, Any]) -> None:
-        """Take this rank's part of each tensor: torch's own way to do so knows no uneven cuts of cut tensors.
+        """Load this rank's part of each tensor: torch's own function does not support uneven cuts of cut tensors.
 
-        Nor does it know of parameters without state: it refuses them, or makes them one of a step already taken.
+        It does not support parameters without state either: it refuses them, or creates the state of one step.
         """
         optimizer = self.built_optimizer()
         model_part, optimizer_part = get_state_dict(self.module, optimizer)
@@ -67,7 +67,7 @@ class PreparedReference(PreparedComposable):
 
 # Any: states are nested dicts and lists of tensors and other values.
 def _part_of(whole: Any, own: Any) -> Any:
-    """Return what ``whole`` holds in the form of ``own``: of each tensor that is sharded there, this rank's part."""
+    """Return ``whole`` in the form of ``own``, with this rank's part of each tensor that is sharded in ``own``."""
     if isinstance(own, DTensor):
         part = shard_of(own).of(whole).to(own.device)
         own.to_local().copy_(part)
@@ -81,7 +81,7 @@ class ReferenceEngine(Engine):
     """Shards, or replicates where the plan says so; both are one engine."""
 
     name = "reference"
-    # CUDA graphs have not been run yet, and buffers are always the engine's own.
+    # CUDA graphs have not been tested yet, and the engine always allocates its own buffers.
     capabilities = COMPOSABLE_CAPABILITIES - ({Capability.MESH_DIMS} if not has_mesh_dims() else set())
     prepared_type: ClassVar[type[PreparedReference]] = PreparedReference
 
@@ -93,12 +93,12 @@ class ReferenceEngine(Engine):
 
 
 class ReferenceOnStreams(ReferenceEngine):
-    """The same engine on a CPU as it is on an accelerator: reductions are issued to their ends, on their streams."""
+    """The same engine with the accelerator's overlap on a CPU: each reduction is issued to its end, on its stream."""
 
     name = "reference.on_streams"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Prepare as ever, then choose the other way to overlap."""
+        """Prepare as usual, then select the other way to overlap."""
         prepared = super().prepare(model, plan, mesh)
         for module in prepared.module.modules():
             if (unit := state_of(module)) is not None:

@@ -1,4 +1,4 @@
-"""Our own engine behind its wrapper, one flat parameter for each unit, on a 1-D or 2-D mesh."""
+"""The wrapper of the reference engine, one flat parameter for each unit, on a 1-D or 2-D mesh."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ NAMES = WrapperNames(
 
 
 class PreparedReferenceWrapper(PreparedWrapper):
-    """Reads each unit's arrangement."""
+    """Reads each unit's layout."""
 
     def pieces(self) -> Iterator[WrapperPiece]:
-        """Leave out whole parameters under their own names."""
+        """Yield the pieces, without whole parameters under their own names."""
         for name, group, piece in named_pieces(self.module):
             if group.mesh.shard_size > 1 or not piece.is_visible:
                 yield WrapperPiece(
@@ -51,7 +51,7 @@ class PreparedReferenceWrapper(PreparedWrapper):
 
 
 class ReferenceWrapperEngine(WrapperEngine):
-    """The wrapper of our own engine."""
+    """The wrapper of the reference engine."""
 
     name = "reference.wrapper"
     capabilities = CAPABILITIES | {Capability.COMPLEX}

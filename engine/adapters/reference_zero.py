@@ -1,4 +1,4 @@
-"""Our own ZeRO-2, judged like any other engine."""
+"""The ZeRO-2 of the reference engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardproof.engine.reference.zero import Zero2
 
 
 class PreparedZero2(PreparedPieces):
-    """Parameters are whole; the optimizer has this rank's piece of each."""
+    """Keeps parameters whole; the optimizer has this rank's piece of each."""
 
     parameters_are_whole = True
 
@@ -33,7 +33,7 @@ class PreparedZero2(PreparedPieces):
         self.engine.backward(loss)
 
     def step(self) -> None:
-        """Clip if asked, update the pieces, then share them."""
+        """Clip if the plan asks for it, update the pieces, then share them."""
         self.clip()
         super().step()
         self.engine.share()

@@ -18,7 +18,7 @@ _OF_NEWER_RELEASES = {Capability.FINALIZE} if hasattr(DistributedDataParallel, "
 
 
 class PreparedDdp(PreparedModel):
-    """DDP leaves the original module and its names in place."""
+    """A model in DDP, which keeps the original module and its names."""
 
     interface: ClassVar[type[DistributedDataParallel]] = DistributedDataParallel
     """The class that cases call."""
@@ -28,12 +28,12 @@ class PreparedDdp(PreparedModel):
         return self.interface
 
     def pipelined(self) -> nn.Module:
-        """Return the wrapper itself: torch's stages know its class, and set which backward is its last."""
+        """Return the wrapper itself: torch's stages support its class, and set which backward is its last."""
         return self.module
 
 
 class DistributedDataParallelEngine(Engine):
-    """One all-reduce per bucket of gradients, started from the C++ reducer during backward."""
+    """All-reduces gradients by bucket; the C++ reducer starts each all-reduce during backward."""
 
     name = "torch.ddp"
     capabilities = frozenset(
@@ -65,7 +65,7 @@ class DistributedDataParallelEngine(Engine):
     options: ClassVar[Mapping[str, Any]] = {}
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap the whole model; DDP buckets parameters itself, so ``plan.units`` does not apply."""
+        """Wrap the whole model; DDP chooses its buckets itself, so ``plan.units`` does not apply."""
         plan.refuse_beyond(self.capabilities)
         finds_unused = bool(plan.demands & {Capability.UNUSED, Capability.RANK_DEPENDENT})
         ddp = DistributedDataParallel(
@@ -81,15 +81,15 @@ class DistributedDataParallelEngine(Engine):
 
 
 def _device_ids(model: nn.Module) -> list[torch.device] | None:
-    """Return the accelerator that the model is on: DDP then moves inputs there, as scripts have it do."""
+    """Return the accelerator that the model is on, so that DDP moves inputs there, as in user scripts."""
     device = next((parameter.device for parameter in model.parameters()), None)
     return None if device is None or device.index is None else [device]
 
 
 def _buffer_options(plan: Plan) -> dict[str, Any]:
-    """Keep DDP from giving all ranks the buffers of rank 0 before each forward, where the plan says so."""
+    """Keep DDP from broadcasting rank 0's buffers before each forward, if the plan asks for it."""
     if Capability.OWN_BUFFERS not in plan.demands:
         return {}
-    # The option has another name since torch 2.13, where the old one warns.
+    # torch 2.13 renamed the option, and warns about the old name.
     names = inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}

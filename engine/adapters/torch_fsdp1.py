@@ -43,10 +43,10 @@ NAMES = WrapperNames(
 
 
 class PreparedFsdp1(PreparedWrapper):
-    """Reads what FSDP1 keeps in private attributes alone."""
+    """Reads FSDP1's private attributes."""
 
     def pieces(self) -> Iterator[WrapperPiece]:
-        """Ask each unit's handle."""
+        """Read the pieces from each unit's handle."""
         return _pieces(self.module)
 
 
@@ -54,13 +54,13 @@ class FullyShardedDataParallelEngine(WrapperEngine):
     """torch's own wrapper."""
 
     name = "torch.fsdp1"
-    # Without an accelerator it refuses to offload, when training is under way.
+    # Without an accelerator it refuses offloading, only once training runs.
     capabilities = CAPABILITIES - {Capability.CPU_OFFLOAD}
     names = NAMES
     prepared_type = PreparedFsdp1
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap every unit of the plan; pieces of a parameter that lies in memory by columns are not read."""
+        """Wrap every unit of the plan; pieces of column-major parameters are not read."""
         strided = [name for name, p in model.named_parameters() if not p.is_contiguous()]
         if strided:
             raise ValueError(f"torch.fsdp1: expected contiguous parameters, got {strided}; try .contiguous()")

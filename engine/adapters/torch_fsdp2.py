@@ -16,7 +16,7 @@ from shardproof.engine.adapters.composable_capabilities import COMPOSABLE_CAPABI
 from shardproof.engine.adapters.torch_internals import RELEASE, can_place, has_mesh_dims, placed_on, replicate
 from shardproof.engine.contract import Capability, ComposableApi, Engine, Layout, Plan, PreparedModel
 
-# What a promise is kept by: a release without the method cannot make it.
+# The method behind each capability: a release without the method does not have the capability.
 _METHODS = {
     Capability.BUFFERS: "set_symm_mem_for_comm",
     Capability.FINALIZE: "set_manual_backward_finalization",
@@ -29,37 +29,37 @@ _METHODS = {
 
 
 def _not_of_this_release() -> Iterator[Capability]:
-    """Yield what FSDP2 does not promise in this release of torch."""
+    """Yield the capabilities that FSDP2 lacks in this release of torch."""
     yield from (capability for capability, method in _METHODS.items() if not hasattr(FSDPModule, method))
     if not can_place():
         yield Capability.EXPERTS
     if not has_mesh_dims():
         yield Capability.MESH_DIMS
     is_newer = RELEASE >= (2, 15)
-    # 2.15 reduces in the dtype of the gradients, which is that of the parameters unless a user sets another.
+    # 2.15 reduces in the gradients' dtype: that of the parameters, unless a user sets another.
     yield Capability.REDUCE_AS_COMPUTED if is_newer else Capability.REDUCE_AS_STORED
-    if is_newer:  # whose reset_iter_state drops all gradients there are
+    if is_newer:  # its reset_iter_state drops all gradients
         yield Capability.RECOVER_KEEPING
     else:
         yield from (Capability.FREES_PACKED, Capability.GRADIENT_DTYPES, Capability.PARAMETER_DTYPES)
 
 
-# Each unit is gathered by the ranks that call it, so it declares no RANK_DEPENDENT_UNITS.
+# Only the ranks that call a unit gather it, so it does not declare RANK_DEPENDENT_UNITS.
 CAPABILITIES = (
     COMPOSABLE_CAPABILITIES | {Capability.REDUCE_AS_COMPUTED, Capability.BUFFERS, Capability.GRAPHS}
 ) - set(_not_of_this_release())
-"""What FSDP2's machinery promises, sharded or replicated."""
+"""The capabilities of FSDP2's machinery, sharded or replicated."""
 
 
 def _set_divide_factor(module: FSDPModule, factor: float, num_shards: int) -> None:
-    """Ask one unit to divide by ``factor``.
+    """Make one unit divide by ``factor``.
 
-    For a factor other than the number of shards FSDP2 would reduce-scatter with PREMUL_SUM, which NCCL alone
-    knows: on a CPU only plain sums, divided afterwards, do. With one shard nothing is scattered, no rank would
-    be sent that op, and to ask for plain sums would bring on the double division that torch 2.13 makes there.
+    For a factor other than the number of shards, FSDP2 reduce-scatters with PREMUL_SUM, which only NCCL supports:
+    a CPU needs plain sums that are divided afterwards. With one shard there is no reduce-scatter, so that op is not
+    used, and forcing plain sums would trigger the double division of torch 2.13.
     """
     assert isinstance(module, nn.Module)
-    # By their mesh: parameters without memory are on no device yet.
+    # Read the device from the mesh: parameters without memory are on no device yet.
     is_on_cpu = all(
         (p.device_mesh.device_type if isinstance(p, DTensor) else p.device.type) == "cpu"
         for p in module.parameters()
@@ -83,21 +83,21 @@ FSDP2_API = ComposableApi(
 
 
 class PreparedFullyShard(PreparedComposable):
-    """FSDP2 swaps module classes in place and keeps names; parameters are DTensors."""
+    """A model in FSDP2, which swaps module classes in place and keeps names; parameters are DTensors."""
 
     def __init__(self, module: nn.Module, plan: Plan) -> None:
         super().__init__(module, plan, FSDP2_API)
         if Capability.ASYNC_GATHER in plan.demands:
             for root in self._roots():
-                root._set_unshard_async_op(True)  # private in torch, and the only way
+                root._set_unshard_async_op(True)  # private in torch; there is no public method
 
     def pipelined(self) -> nn.Module:
-        """Return the module itself: torch's stages know its class."""
+        """Return the module itself: torch's stages support its class."""
         return self.module
 
 
 class FullyShardEngine(Engine):
-    """Each unit is gathered before use and its gradients are reduce-scattered after backward."""
+    """Gathers each unit before use and reduce-scatters its gradients after backward."""
 
     name = "torch.fsdp2"
     capabilities = CAPABILITIES - {Capability.REPLICATE}

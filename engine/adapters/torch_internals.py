@@ -1,7 +1,7 @@
-"""Every private name of torch that the adapters import: what for, and what is lost in a release that lacks it.
+"""The private names of torch that the adapters import, with the effect of a release that lacks each.
 
-Each is imported where it is used, so that an engine without one of them can still be judged on the rest. Adapters
-also read attributes of their engine's own objects, of which no name is imported.
+Each is imported where it is used, so that an engine without one of them can still be tested on the rest. Adapters
+also read private attributes of their engine's objects, without importing a name.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.distributed.fsdp import ShardingStrategy
 from shardproof.engine.import_by_name import EngineUnavailableError
 
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
-"""Major and minor number of this torch: what some promises of its engines depend on."""
+"""Major and minor version of this torch; some capabilities of its engines depend on it."""
 
 
 def torch_replicate() -> Callable[..., Any]:  # Any: a module of a class that torch makes
-    """Return the `replicate` that stands on FSDP2, which has no public name.
+    """Return the `replicate` that is built on FSDP2, which has no public name.
 
-    Without it: no layout of replicas under FSDP2, and no engine torch.replicate; raises EngineUnavailableError.
+    Without it, FSDP2 has no replicated layout and there is no engine torch.replicate; raises EngineUnavailableError.
     """
     try:
         from torch.distributed._composable.replicate_with_fsdp import replicate as found
@@ -37,12 +37,12 @@ def torch_replicate() -> Callable[..., Any]:  # Any: a module of a class that to
 
 
 def replicate(module: nn.Module, **options: Any) -> Any:  # Any: as above
-    """Call the `replicate` that stands on FSDP2; raises as `torch_replicate` does."""
+    """Call the `replicate` that is built on FSDP2; raises as `torch_replicate` does."""
     return torch_replicate()(module, **options)
 
 
 def can_place() -> bool:
-    """Return whether this release lets a parameter of a unit live on a mesh of its own; see `placed_on`."""
+    """Return whether this release supports a parameter on a mesh of its own within a unit; see `placed_on`."""
     try:
         module = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common")
     except ImportError:
@@ -56,9 +56,9 @@ def has_mesh_dims() -> bool:
 
 
 def placed_on(mesh: DeviceMesh) -> Any:  # Any: torch does not publish the type
-    """Return what ``shard_placement_fn`` returns for a parameter that lives on a mesh of its own.
+    """Return the result of ``shard_placement_fn`` for a parameter on a mesh of its own.
 
-    Without it: no experts under FSDP2.
+    Without it, FSDP2 does not support experts.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
@@ -68,7 +68,7 @@ def placed_on(mesh: DeviceMesh) -> Any:  # Any: torch does not publish the type
 def default_comm_hooks() -> ModuleType:
     """Return the module of FSDP1's own communication hooks.
 
-    Without it: the engine torch.fsdp1 has no names for cases that register hooks, and cannot be imported.
+    Without it, the engine torch.fsdp1 lacks the hooks that cases register, and cannot be imported.
     """
     from torch.distributed.algorithms._comm_hooks import default_hooks
 
@@ -78,6 +78,6 @@ def default_comm_hooks() -> ModuleType:
 def hybrid_that_keeps() -> ShardingStrategy:
     """Return FSDP1's strategy that shards within replicas and keeps parameters from forward to backward.
 
-    Without it: no such layout under the wrappers.
+    Without it, the wrappers do not support this layout.
     """
     return ShardingStrategy._HYBRID_SHARD_ZERO2

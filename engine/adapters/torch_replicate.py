@@ -12,7 +12,7 @@ from shardproof.engine.adapters.torch_fsdp2 import CAPABILITIES, FSDP2_API, Prep
 from shardproof.engine.adapters.torch_internals import torch_replicate
 from shardproof.engine.contract import Capability, Engine, Layout, Plan, PreparedModel
 
-torch_replicate()  # refuses here, before any case, where torch has none
+torch_replicate()  # raises at import, before any case, if torch lacks it
 
 _NOT_OF_REPLICAS = {
     Capability.SHARD,
@@ -24,13 +24,13 @@ _NOT_OF_REPLICAS = {
     Capability.MIXED,
     Capability.REPLICA_SYNC,
     Capability.GATHER_ONCE,
-    Capability.COMPOSABLE,  # judged with torch.fsdp2, which has both functions
-    Capability.GRAPHS,  # torch promises them of fully_shard alone
+    Capability.COMPOSABLE,  # tested with torch.fsdp2, which has both functions
+    Capability.GRAPHS,  # torch promises them only for fully_shard
 }
 
 
 class ReplicateEngine(Engine):
-    """Parameters are replicated DTensors; each unit's gradients are all-reduced once."""
+    """Replicates parameters as DTensors and all-reduces each unit's gradients once."""
 
     name = "torch.replicate"
     capabilities = CAPABILITIES - _NOT_OF_REPLICAS

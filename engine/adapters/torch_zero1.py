@@ -13,18 +13,18 @@ from shardproof.engine.consolidation import consolidated_state
 from shardproof.engine.contract import Capability, Cut, OptimizerFactory, Shard, shard_of
 
 with warnings.catch_warnings():
-    # torch deprecates a decorator that its own package of optimizers uses.
+    # torch deprecates a decorator that its own optimizers use.
     warnings.filterwarnings("ignore", message=r".torch\.jit\.", category=DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
 class PreparedZero1(PreparedDdp):
-    """Each parameter has its state on one rank, which updates it and broadcasts it in `step`."""
+    """Keeps each parameter's state on one rank, which updates the parameter and broadcasts it in `step`."""
 
     cut = Cut.PARAMETERS
 
     def optimizer(self, factory: OptimizerFactory) -> None:
-        """Build it over the parameters that the factory chooses and that are trained; it gives state to others."""
+        """Build it over the trained parameters that the factory chooses, because it creates state for others too."""
         parameters = list(self.named.parameters())
         groups = [
             {**group, "params": [p for p in group["params"] if p.requires_grad]}
@@ -33,7 +33,7 @@ class PreparedZero1(PreparedDdp):
 
         # Any: groups of parameters, as torch's optimizers take them.
         def make(share: list[dict[str, Any]]) -> torch.optim.Optimizer:
-            """Build the optimizer of this rank's share: what a factory chooses, it chooses among all parameters."""
+            """Build the optimizer of this rank's share; the factory chooses among all parameters."""
             built = factory(parameters)
             built.param_groups.clear()
             for group in share:
@@ -41,19 +41,19 @@ class PreparedZero1(PreparedDdp):
             return built
 
         process_group: Any = self.module.process_group
-        # Annotated as a class; it is called with groups and with defaults, of which there are none.
+        # Annotated as a class; torch calls it with groups and with defaults, which are empty here.
         maker: Any = make
         self._optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=maker, process_group=process_group)
 
     def step(self) -> None:
-        """Take the learning rates of the share's optimizer, which schedules change, for those of all."""
+        """Copy the learning rates of the share's optimizer, which schedulers change, to the whole optimizer."""
         zero = self._zero()
         for of_all, of_share in zip(zero.param_groups, zero.optim.param_groups, strict=True):
             of_all["lr"] = of_share["lr"]
         super().step()
 
     def local_optimizer_state(self) -> Mapping[str, Shard]:
-        """Read the state of this rank's parameters, which its inner optimizer has."""
+        """Read the state of this rank's parameters from its inner optimizer."""
         state = self._zero().optim.state
         return {
             f"{name}/{key}": shard_of(value)
@@ -69,7 +69,7 @@ class PreparedZero1(PreparedDdp):
         return {"model": self.named.state_dict(), "optimizer": state}
 
     def load_full_state(self, state: dict[str, Any]) -> None:
-        """Load the whole on every rank, of which it keeps its share."""
+        """Load the whole state on every rank; each keeps its share."""
         self.named.load_state_dict(state["model"])
         self._zero().load_state_dict(state["optimizer"])
 
@@ -80,14 +80,14 @@ class PreparedZero1(PreparedDdp):
 
 
 class ZeroRedundancyEngine(DistributedDataParallelEngine):
-    """Gradients are all-reduced by DDP, in whose buckets they lie."""
+    """All-reduces gradients by DDP, as views of its buckets."""
 
     name = "torch.zero1"
-    # Parameters of one dtype alone are taken, and a model with complex ones has others too.
+    # It accepts parameters of one dtype only, and a model with complex parameters has others too.
     capabilities = DistributedDataParallelEngine.capabilities - {
         Capability.COMPLEX,
         Capability.PIPELINE,
         Capability.REPLICATE,
     } | {Capability.ZERO1}
     prepared_type = PreparedZero1
-    options: ClassVar[Mapping[str, Any]] = {"gradient_as_bucket_view": True}  # else they lie there once more
+    options: ClassVar[Mapping[str, Any]] = {"gradient_as_bucket_view": True}  # else they take memory twice

@@ -1,4 +1,4 @@
-"""What engines with the interface of ``FullyShardedDataParallel`` share: from a plan to calls of it, and reads."""
+"""Shared by engines with the interface of ``FullyShardedDataParallel``: applies a plan, and reads the model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from shardproof.engine.contract import (
 )
 from shardproof.engine.pieces import Piece
 
-# What the wrapper puts into the names of everything inside a module that it wraps.
+# The wrapper adds this to the names of everything inside a wrapped module.
 PREFIX = "_fsdp_wrapped_module."
 
 CAPABILITIES = frozenset(
@@ -62,7 +62,7 @@ CAPABILITIES = frozenset(
         Capability.RANK_DEPENDENT_ORDER,
     }
 )
-"""What this adapter asks of either engine."""
+"""The capabilities of both engines with this adapter."""
 
 _PREFETCH = {
     BackwardGather.BEFORE: BackwardPrefetch.BACKWARD_PRE,
@@ -73,13 +73,13 @@ _PREFETCH = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WrapperPiece(Piece):
-    """A piece that is a parameter of its own, or lies in a flat one: ``is_flat`` says which."""
+    """A piece that is a parameter of its own, or part of a flat one if ``is_flat``."""
 
     numel: int
     is_flat: bool
 
     def of(self, tensor: torch.Tensor) -> Shard:
-        """Describe this piece's part of a tensor that belongs to its owner; whole where it has another form."""
+        """Return this piece's part of a tensor that belongs to its owner, or the whole tensor if its shape differs."""
         read = shard_of(tensor)
         if not self.is_flat and tensor.shape == self.owner.shape:
             return Shard.flat(read.tensor, self.start, self.shape)
@@ -91,9 +91,10 @@ class WrapperPiece(Piece):
 
 
 class PreparedWrapper(PreparedModel, ABC):
-    """Between forward and backward parameters are pieces of the unit's flat one: intervals, where it is sharded.
+    """A wrapped model: outside forward and backward, parameters are pieces of the unit's flat one.
 
-    Each engine says by ``pieces`` where those are; all other parameters are read as they are.
+    Pieces are intervals if the unit is sharded. Each engine lists them in ``pieces``; all other parameters are read
+    directly.
     """
 
     def __init__(
@@ -108,10 +109,10 @@ class PreparedWrapper(PreparedModel, ABC):
 
     @abstractmethod
     def pieces(self) -> Iterator[WrapperPiece]:
-        """Find the pieces of the units that are sharded or flat."""
+        """Yield the pieces of the units that are sharded or flat."""
 
     def optimizer(self, factory: OptimizerFactory) -> None:
-        """Build it over what the root shows, a flat parameter of its own included, under the names of the model."""
+        """Build it over the parameters that the root shows, including its own flat one, under the model's names."""
         names = {parameter: name for name, parameter in self.named.named_parameters()}
         self._given = {
             names.get(parameter, name): parameter for name, parameter in self._root.named_parameters()
@@ -122,14 +123,14 @@ class PreparedWrapper(PreparedModel, ABC):
         return self._names
 
     def grad_scaler(self, *, init_scale: float, growth_interval: int) -> GradScaler:
-        """Use the scaler that goes with the wrapper: torch's own asks no other rank what it found."""
+        """Use the sharded scaler: torch's default scaler does not combine found infs over ranks."""
         scaler: GradScaler = self._names.ShardedGradScaler(
             self._root.compute_device.type, init_scale=init_scale, growth_interval=growth_interval
         )
         return scaler
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
-        """Use the wrapper's own."""
+        """Use the wrapper's own method."""
         return float(self._root.clip_grad_norm_(max_norm, norm_type))
 
     def full_state(self) -> dict[str, Any]:
@@ -142,7 +143,7 @@ class PreparedWrapper(PreparedModel, ABC):
             }
 
     def load_full_state(self, state: dict[str, Any]) -> None:
-        """Use the wrapper's functions; may be given what another wrapping gave."""
+        """Use the wrapper's functions; the state may come from another wrapping."""
         wrapper, optimizer = self._names.FullyShardedDataParallel, self.built_optimizer()
         with wrapper.state_dict_type(self._root, StateDictType.FULL_STATE_DICT):
             self._root.load_state_dict(state["model"])
@@ -154,7 +155,7 @@ class PreparedWrapper(PreparedModel, ABC):
         return {name: read(owner.detach()) for name, owner, read in self._owned()}
 
     def local_gradients(self) -> Mapping[str, Shard | None]:
-        """Read this rank's piece of every gradient, or all of it where it was not reduced yet."""
+        """Read this rank's piece of every gradient, or the whole gradient if it is not reduced yet."""
         return {name: _gradient(owner, read) for name, owner, read in self._owned()}
 
     def local_buffers(self) -> Mapping[str, Shard]:
@@ -162,7 +163,7 @@ class PreparedWrapper(PreparedModel, ABC):
         return {name.replace(PREFIX, ""): shard_of(b) for name, b in self.named.named_buffers()}
 
     def local_optimizer_state(self) -> Mapping[str, Shard]:
-        """Read this rank's state: of pieces like the pieces, but for what is one number."""
+        """Read this rank's state: pieces like the parameters', except for single numbers."""
         state = self.built_optimizer().state
         return {
             f"{name}/{key}": read(value)
@@ -172,7 +173,7 @@ class PreparedWrapper(PreparedModel, ABC):
         }
 
     def _owned(self) -> Iterator[tuple[str, nn.Parameter, Callable[[torch.Tensor], Shard]]]:
-        """Yield each parameter's name, whom the optimizer updates for it, and how to read a tensor of that one."""
+        """Yield each parameter's name, the tensor that the optimizer updates, and a function to read its pieces."""
         pieces = list(self.pieces())
         owners = {piece.owner for piece in pieces}
         for piece in pieces:
@@ -183,14 +184,14 @@ class PreparedWrapper(PreparedModel, ABC):
 
 
 def _gradient(owner: nn.Parameter, read: Callable[[torch.Tensor], Shard]) -> Shard | None:
-    """Read one; of no elements nothing can be missing, and whether they have a gradient is left to chance."""
+    """Read one gradient; an empty piece may have one or not, so an absent one is not reported as missing."""
     if owner.grad is not None:
         return read(owner.grad)
     return read(torch.empty_like(owner)) if owner.requires_grad and not owner.numel() else None
 
 
 class WrapperEngine(Engine):
-    """Each unit is one flat parameter: gathered before use, its gradient reduce-scattered after backward."""
+    """Makes each unit one flat parameter: gathers it before use, and reduce-scatters its gradient after backward."""
 
     names: ClassVar[WrapperNames]
     prepared_type: ClassVar[type[PreparedWrapper]]
@@ -202,7 +203,7 @@ class WrapperEngine(Engine):
 
 
 def _open(names: WrapperNames, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Any:
-    """Wrap every unit of the plan, then the root; gives the root's wrapper."""
+    """Wrap every unit of the plan, then the root; return the root's wrapper."""
     if plan.layout is Layout.REPLICATE:
         plan.refuse_options_of_shards()
     _expect_warnings()
@@ -223,7 +224,7 @@ def _open(names: WrapperNames, model: nn.Module, plan: Plan, mesh: DeviceMesh) -
     )
     root = wrap(model, auto_wrap_policy=names.CustomPolicy(lambda module: module in units))
     if plan.reshard is Reshard.AFTER_FORWARD:
-        # The root keeps what it gathered until backward, always: let the root be one that owns nothing.
+        # The root always keeps its gathered parameters until backward: make the root a wrapper that owns none.
         root = wrap(root)
     return root
 
@@ -252,16 +253,16 @@ def _strategy(plan: Plan) -> ShardingStrategy:
 def _precision(plan: Plan) -> MixedPrecision | None:
     if plan.reduce_dtype is None:
         return None
-    # No exceptions by class: for them units would be made that the plan does not have.
+    # No exemptions by class: they would create units that the plan does not have.
     return MixedPrecision(reduce_dtype=plan.reduce_dtype, _module_classes_to_ignore=())
 
 
 _EXPECTED_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
-    # Replication is what such a plan asks for; of a group of one rank it is the same as sharding.
+    # The plan asks for replication; with one rank it equals sharding.
     ("The `NO_SHARD` sharding strategy is deprecated", FutureWarning),
     ("FSDP is switching to use `NO_SHARD` instead of", UserWarning),
     ("When using ``NO_SHARD`` for ``ShardingStrategy``", UserWarning),
-    # What is to go is judged as long as it is there.
+    # Deprecated features are tested until they are removed.
     (r"FSDP\.state_dict_type\(\) and FSDP\.set_state_dict_type\(\) are being deprecated", FutureWarning),
     (r"``FullyShardedDataParallel\.\w+_optim_state_dict``is being deprecated", FutureWarning),
     ("Please use DTensor instead", FutureWarning),
@@ -270,6 +271,6 @@ _EXPECTED_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
 
 
 def _expect_warnings() -> None:
-    """Silence what is said of plans that ask for it; for good, since ranks that are threads share filters."""
+    """Ignore the warnings that plans expect, permanently: ranks that are threads share the warning filters."""
     for message, category in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message, category)

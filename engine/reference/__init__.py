@@ -1,9 +1,9 @@
-"""The reference sharding engine, usable without the harness, with two interfaces on one core.
+"""The reference sharding engine: two interfaces on one core, usable without the harness.
 
-They are ``fully_shard`` and ``replicate`` (FSDP2's) and, in `fsdp1`, ``FullyShardedDataParallel``. Read it in the
-order of its imports: policies, mesh, torch_private and geometry (values and torch); autograd_hooks, parameter,
+The interfaces are ``fully_shard`` and ``replicate`` (FSDP2) and, in `fsdp1`, ``FullyShardedDataParallel``. Read the
+modules in import order: policies, mesh, torch_private and geometry (values and torch); autograd_hooks, parameter,
 extensions and param_layout (tensors); comm_context and collectives (communication); param_group, root_state and
-fsdp_state (when things happen); fsdp_module and fully_shard (the interface).
+fsdp_state (scheduling); fsdp_module and fully_shard (the interface).
 """
 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy

@@ -1,4 +1,4 @@
-"""Hooks on what a forward takes and returns, which report when its backward begins and ends; code without autograd."""
+"""Hooks on a forward's inputs and outputs that report when its backward begins and ends; code without autograd."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.autograd.graph import Node
 
 from shardproof.engine.reference.torch_private import inside_backward
 
-# Any: a module may take and return whatever it likes.
+# Any: a module may take and return anything.
 
 
 def without_autograd() -> AbstractContextManager[object]:
-    """Compute without autograd, and outside of inference mode; nothing is switched that is off already."""
+    """Return a context without autograd and inference mode; it switches off only the modes that are on."""
     if torch.is_inference_mode_enabled():
         outside = ExitStack()
         outside.enter_context(torch.inference_mode(False))
@@ -46,7 +46,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Return ``value`` with every tensor changed, in the order of ``tensors_in``.
 
-    A container in which nothing changes is given back itself, so that a module may write to it for its caller.
+    A container in which nothing changes is returned itself, so that a module may write to it for its caller.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -71,7 +71,7 @@ def _same(changed: Iterable[Any], given: Iterable[Any]) -> bool:
 def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(value) is dict:
         return items
-    rebuilt: Any = copy.copy(value)  # keeps what a subclass holds besides its items
+    rebuilt: Any = copy.copy(value)  # keeps a subclass's attributes besides its items
     for key, item in items.items():
         rebuilt[key] = item
     return rebuilt
@@ -86,36 +86,36 @@ def _sequence_like(value: Any, parts: list[Any]) -> Any:
 def _dataclass_like(value: Any, fields: dict[str, Any]) -> Any:
     rebuilt = copy.copy(value)
     for name, field in fields.items():
-        # Not dataclasses.replace: it refuses fields that __init__ does not take; frozen ones refuse setattr.
+        # Not dataclasses.replace, which rejects fields that __init__ does not take; frozen dataclasses reject setattr.
         object.__setattr__(rebuilt, name, field)
     return rebuilt
 
 
 @dataclasses.dataclass(eq=False)
 class WatchedForward:
-    """One forward through all modules of a call of ``fully_shard``: its watched calls whose backward is to come."""
+    """One forward through all modules of a ``fully_shard`` call: counts its watched calls whose backward is pending."""
 
     num_calls: int = 0
 
 
 class PendingBackwards:
-    """Counts calls: those whose inputs will show the end of their backward, and the others.
+    """Counts the calls whose inputs will show the end of their backward, and the other calls.
 
-    ``on_begin`` is called, as a hook, before backward enters the modules, once or more for each call; ``on_end``
-    when it has computed the gradients of all inputs, with the forward that the call was part of.
+    A hook calls ``on_begin`` before backward enters the modules, once or more for each call. ``on_end`` is called
+    when backward has computed the gradients of all inputs, with the forward that contains the call.
     """
 
     def __init__(self, *, on_begin: Callable[..., None], on_end: Callable[[WatchedForward], None]) -> None:
         self.num_watched = 0
-        self._num_ended = self._num_ended_before = 0  # watched calls: in this backward, and in the one before
-        self._forward = WatchedForward()  # the one under way
+        self._num_ended = self._num_ended_before = 0  # watched calls: in this backward, and the previous one
+        self._forward = WatchedForward()  # the current forward
         self._num_others = 0
-        self._is_counted = False  # the call under way
+        self._is_counted = False  # for the current call
         self._on_begin = on_begin
         self._on_end = on_end
 
     def clear(self) -> None:
-        """Expect no backward any more."""
+        """Expect no further backward."""
         self.num_watched = self._num_others = 0
         self._num_ended_before, self._num_ended = self._num_ended, 0
 
@@ -124,10 +124,10 @@ class PendingBackwards:
         self._forward = WatchedForward()
 
     def end_one(self, forward: WatchedForward) -> int:
-        """Record that the backward of a watched call has ended; return how many calls are still to come.
+        """Record that the backward of a watched call has ended; return the number of calls still to come.
 
-        Those of its own forward are, even where no further backward was expected. A graph that was retained is
-        expected to end as many calls as in the backward before.
+        It includes the calls of the same forward, even if no further backward was expected. A retained graph is
+        expected to end as many calls as in the previous backward.
         """
         forward.num_calls -= 1
         self._num_ended += 1
@@ -136,11 +136,11 @@ class PendingBackwards:
         self.num_watched = max(0, self.num_watched - 1)
         return max(self.num_watched + self._num_others, forward.num_calls, num_retained)
 
-    # Any: whatever a forward takes.
+    # Any: the arguments of a forward.
     def watch_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the inputs as the modules shall see them, so that the end of backward shows."""
+        """Return the inputs for the modules, hooked to detect the end of backward."""
         self._is_counted = False
         if not torch.is_grad_enabled():
             return args, kwargs
@@ -160,16 +160,16 @@ class PendingBackwards:
 
         return map_tensors(replace, args), map_tensors(replace, kwargs)
 
-    # Any: as above, and whatever it returns.
+    # Any: as above, and the result of a forward.
     def watch_outputs(self, inputs: Any, output: Any) -> bool:
-        """Hook the outputs; return whether there is any that backward may come from."""
+        """Hook the outputs; return whether backward can start from any of them."""
         if not torch.is_grad_enabled():
             return False
         outputs = [t for t in tensors_in(output) if t.requires_grad]
         for tensor in outputs:
             tensor.register_hook(self._on_begin)
         for base in _own_bases(outputs, inputs):
-            # An in-place change of a view drops the hooks of the view, but goes through its base.
+            # An in-place change of a view drops the view's hooks, but its backward goes through the base.
             base.register_prehook(self._on_begin)
         if outputs and not self._is_counted:
             self._num_others += 1
@@ -177,13 +177,13 @@ class PendingBackwards:
 
 
 class _Watched(torch.autograd.Function):
-    """The identity on a unit's inputs; its backward is the last thing that the unit's backward does."""
+    """The identity on a unit's inputs; its backward runs last in the unit's backward."""
 
     @staticmethod
     def forward(
         ctx: FunctionCtx, on_end: Callable[[], None], *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.on_end = on_end  # type: ignore[attr-defined]  # how autograd functions keep what is no tensor
+        ctx.on_end = on_end  # type: ignore[attr-defined]  # autograd functions keep non-tensors as attributes
         ctx.set_materialize_grads(False)
         return inputs
 
@@ -193,9 +193,9 @@ class _Watched(torch.autograd.Function):
         return (None, *gradients)
 
 
-# Any: whatever a forward takes.
+# Any: the arguments of a forward.
 def _own_bases(outputs: Iterable[torch.Tensor], inputs: Any) -> list[Node]:
-    """Return the autograd nodes of the tensors that outputs are views of, if the module made them itself."""
+    """Return the autograd nodes of the outputs' base tensors, if the module made them itself."""
     bases = [t._base for t in outputs if t._base is not None]
     if not bases:
         return []

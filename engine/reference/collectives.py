@@ -1,4 +1,4 @@
-"""The two collectives of a group, by what gradients are divided, and the reduction of a group's gradients."""
+"""The two collectives of a group, the division of gradients, and the reduction of a group's gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardproof.engine.reference.mesh import Ranks
 from shardproof.engine.reference.param_layout import ParamLayout, UnshardedMemory
 from shardproof.engine.reference.parameter import FSDPParam
 
-# torch 2.13 gave the flat collectives new names and deprecated these, which older releases have alone.
+# torch 2.13 renamed the flat collectives and deprecated these names; older releases have only these.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -33,11 +33,11 @@ class AllGather(Protocol):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Gather; None means that the current stream may read the output."""
+        """Gather; None means that the current stream can read the output."""
 
 
 class ReduceScatter(Protocol):
-    """Reduces a 1-D tensor of equal parts; every rank keeps its own part."""
+    """Reduces a 1-D tensor of equal parts; each rank keeps its part."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an input or output buffer of ``size`` elements."""
@@ -47,10 +47,10 @@ class ReduceScatter(Protocol):
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        op: Any,  # torch types reduce ops as two unrelated classes
+        op: Any,  # torch has two unrelated classes of reduce ops
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce and scatter; None means that the current stream may read the output."""
+        """Reduce and scatter; None means that the current stream can read the output."""
 
 
 class _Allocates:
@@ -59,7 +59,7 @@ class _Allocates:
 
 
 class DefaultAllGather(_Allocates):
-    """torch's all-gather of one tensor."""
+    """torch's all-gather for one tensor."""
 
     def __call__(
         self,
@@ -74,7 +74,7 @@ class DefaultAllGather(_Allocates):
 
 
 class DefaultReduceScatter(_Allocates):
-    """torch's reduce-scatter of one tensor."""
+    """torch's reduce-scatter for one tensor."""
 
     def __call__(
         self,
@@ -93,9 +93,9 @@ class DefaultReduceScatter(_Allocates):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingAllGather:
-    """A gather under way. No work: there is nothing to wait for.
+    """A gather in flight. Without ``work`` there is nothing to wait for.
 
-    ``kept`` is what its input was copied from: memory of another stream, which must not be freed before.
+    ``kept`` is the source of its input copy: memory of another stream, which must not be freed before the gather ends.
     """
 
     output: torch.Tensor
@@ -110,7 +110,7 @@ def foreach_all_gather(
     all_gather: AllGather,
     kept: torch.Tensor | None,
 ) -> PendingAllGather:
-    """Fill this rank's part of ``output`` with its shards, or what it kept of a gather before; gather the rest."""
+    """Fill this rank's part of ``output`` with its shards, or the part kept from an earlier gather; gather the rest."""
     source = output.chunk(group.size())[group.rank()] if output.numel() else output
     if kept is None:
         layout.copy_in(source)
@@ -123,7 +123,7 @@ def foreach_all_gather(
 
 
 def copy_own_shards(layout: ParamLayout, memory: UnshardedMemory, device: torch.device) -> PendingAllGather:
-    """Return what a gather among one rank would: nothing, if whole parameters are the shards themselves."""
+    """Copy the shards in place of a gather over one rank; does nothing if they are the whole parameters themselves."""
     if memory.is_shared:
         return PendingAllGather(torch.empty(0), None)
     output = memory.direct()
@@ -133,7 +133,7 @@ def copy_own_shards(layout: ParamLayout, memory: UnshardedMemory, device: torch.
     return PendingAllGather(output, None)
 
 
-# Enough exponent for a sum over any number of ranks; every other dtype is scaled down before the sum.
+# The exponent suffices for a sum over any number of ranks; other dtypes are scaled down before the sum.
 _WIDE_RANGE = frozenset({torch.float32, torch.bfloat16})
 
 
@@ -148,7 +148,7 @@ class Division:
 
     @property
     def total(self) -> float:
-        """What is divided by outside of the reduce ops."""
+        """The divisor applied outside the reduce ops."""
         return self.before * self.after
 
 
@@ -157,9 +157,9 @@ def division(
 ) -> Division:
     """Choose the division that turns a sum over all ranks into sum / factor (default: the mean).
 
-    The division is part of the reduction, once, whichever of the two collectives exist: a shard group of one
-    rank has no reduce-scatter, and the factor holds all the same. AVG is used where the mean is asked for;
-    another factor is divided by afterwards, on the small reduced tensor.
+    The reduction divides once, whichever of the two collectives exist: a shard group of one rank has no
+    reduce-scatter, but the factor still applies. The mean uses AVG; another factor divides the small reduced tensor
+    afterwards.
     """
     ranks = shard_size * replicate_size
     if ranks == 1 and factor is None:
@@ -176,7 +176,7 @@ def division(
 
 
 def _split(factor: float) -> Division:
-    """Divide by about the square root before the sum and by the rest after it: neither end of the range is hit.
+    """Divide by about the square root before the sum and by the rest after it, to avoid overflow and underflow.
 
     ``before`` is a power of two, so that dividing by it is exact.
     """
@@ -187,34 +187,34 @@ def _split(factor: float) -> Division:
 
 
 CommHook = Callable[..., Any]
-"""Reduces in place of the engine: ``hook(gradients, row)`` where there are shards, else ``hook(gradients)``."""
+"""Reduces in place of the engine: ``hook(gradients, row)`` with shards, else ``hook(gradients)``."""
 
 
 class PartialReduction:
     """Gradients that were reduce-scattered but not yet all-reduced over replicas: 1-D padded shards.
 
-    They are summed over microbatches in the wider of the reduce dtype and the parameter's own, as sharded gradients
-    are where nothing waits: a sum in bfloat16 would lose microbatches that are small beside it. The sum is rounded to
-    the reduce dtype once, for the all-reduce. FSDP2 sums in the reduce dtype.
+    They are summed over microbatches in the wider of the reduce dtype and the parameter's dtype, as sharded gradients
+    are without replicas: a sum in bfloat16 would lose small microbatches. The sum is rounded to the reduce dtype once,
+    for the all-reduce. FSDP2 sums in the reduce dtype.
     """
 
     def __init__(self, layout: ParamLayout) -> None:
         self._layout = layout
         self._expected: set[FSDPParam] = set()
         self.dtypes: set[torch.dtype] = set()
-        """In which what is here, or on its way, was reduced."""
+        """The reduce dtype of the gradients that are here, or in flight."""
         self._sums: dict[FSDPParam, torch.Tensor] = {}
 
     def __contains__(self, parameter: FSDPParam) -> bool:
-        """Whether something of ``parameter`` is here, or on its way."""
+        """Whether part of a gradient of ``parameter`` is here, or in flight."""
         return parameter in self._expected
 
     def __bool__(self) -> bool:
-        """Whether there is anything here, or on its way."""
+        """Whether any gradient is here, or in flight."""
         return bool(self._expected)
 
     def expect(self, parameters: Sequence[FSDPParam], plan: ReductionPlan) -> None:
-        """Record, when a reduction is issued, whether it will leave something here or take everything away."""
+        """Record, when a reduction is issued, whether it will add partial sums or consume them all."""
         if plan.all_reduces:
             self._expected.difference_update(parameters)
         else:
@@ -224,7 +224,7 @@ class PartialReduction:
             self.dtypes.clear()
 
     def add(self, parameters: Sequence[FSDPParam], reduced: torch.Tensor) -> None:
-        """Sum the parameters' parts of ``reduced`` into what is there."""
+        """Add the parameters' parts of ``reduced`` to the partial sums."""
         for parameter, part in self._layout.parts(parameters, reduced):
             earlier = self._sums.get(parameter)
             if earlier is None or torch.promote_types(earlier.dtype, part.dtype) != earlier.dtype:
@@ -234,7 +234,7 @@ class PartialReduction:
                 earlier.add_(part)
 
     def move_to(self, parameters: Sequence[FSDPParam], reduced: torch.Tensor) -> None:
-        """Sum what is there into the parameters' parts of ``reduced``, and forget it."""
+        """Add the partial sums to the parameters' parts of ``reduced``, and drop them."""
         for parameter, part in self._layout.parts(parameters, reduced):
             earlier = self._sums.pop(parameter, None)
             if earlier is not None:
@@ -248,9 +248,9 @@ class PartialReduction:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReductionPlan:
-    """What a group asks of one reduction.
+    """The options of one reduction of a group.
 
-    ``dtype`` is that on the wire, ``final_dtype`` and ``home`` are where gradients end up.
+    ``dtype`` is the dtype in communication; ``final_dtype`` and ``home`` are the gradients' final dtype and device.
     """
 
     layout: ParamLayout
@@ -268,7 +268,7 @@ class ReductionPlan:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no rank to communicate with, and nothing else to do."""
+        """Whether there is no other rank to communicate with, and no other work."""
         is_lone = self.mesh.shard_size * self.mesh.replicate_size == 1
         return is_lone and self.hook is None and self.comm_hook is None and self.layout.keeps_apart
 
@@ -276,7 +276,7 @@ class ReductionPlan:
 def foreach_reduce(parameters: Sequence[FSDPParam], flat: torch.Tensor, plan: ReductionPlan) -> Reduction:
     """Reduce gradients that were copied into ``flat`` into the sharded parameters' gradients.
 
-    Yields each collective that must be waited for before going on; runs without autograd.
+    Yields each collective that must end before the next step; runs without autograd.
     """
     if plan.comm_hook is not None:
         _write_gradients(_reduced_by_hook(flat, plan.comm_hook, plan), parameters, plan)
@@ -316,7 +316,7 @@ def foreach_reduce(parameters: Sequence[FSDPParam], flat: torch.Tensor, plan: Re
 
 
 def reduce_alone(parameters: Sequence[FSDPParam], gradients: list[torch.Tensor], plan: ReductionPlan) -> None:
-    """Make whole gradients the reduced ones, where there is one rank; rounded as the wire would round them."""
+    """Use whole gradients as the reduced ones on a single rank, rounded as in communication."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         own = gradient.to(plan.dtype)
         if plan.division.total != 1:
@@ -327,7 +327,7 @@ def reduce_alone(parameters: Sequence[FSDPParam], gradients: list[torch.Tensor],
 def reduce_scatter_copy_in(
     parameters: Sequence[FSDPParam], gradients: list[torch.Tensor], plan: ReductionPlan
 ) -> torch.Tensor:
-    """Lay whole gradients out rank by rank, 1-D and in ``plan.dtype``; empties the list."""
+    """Copy whole gradients rank by rank into a 1-D tensor of ``plan.dtype``; empties the list."""
     device = gradients[0].device
 
     def allocate(numel: int) -> torch.Tensor:
@@ -357,5 +357,5 @@ def _reduced_by_hook(flat: torch.Tensor, hook: CommHook, plan: ReductionPlan) ->
 
 
 def _write_gradients(reduced: torch.Tensor, parameters: Sequence[FSDPParam], plan: ReductionPlan) -> None:
-    """Bring the reduced row home, as a view where dtype and device allow."""
+    """Write the reduced row to the gradients, as views where dtype and device allow."""
     plan.layout.write_gradients(parameters, reduced.to(device=plan.home, dtype=plan.final_dtype))

@@ -1,4 +1,4 @@
-"""What the states below one root share to communicate: streams, buffers to reuse, and the reductions in flight."""
+"""Communication that the states below one root share: streams, buffers to reuse, and the reductions in flight."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingCollective:
-    """A collective that was issued, and what it writes to."""
+    """An issued collective, and the memory that it uses."""
 
     work: dist.Work
     output: torch.Tensor
 
 
 Reduction = Iterator[PendingCollective]
-"""A reduction on its way: each item is a collective to wait for before the next step can be taken."""
+"""A reduction in flight: each item is a collective to wait for before the next step."""
 
 
 class GradientReductionHandle:
-    """Reductions that a finalization of backward has issued: gradients are ready once it was waited for."""
+    """The reductions that finalizing backward has issued; gradients are ready after a wait."""
 
     def __init__(self, comm_ctx: CommContext | None, owner: object = None) -> None:
-        self.owner = owner  # the state of the root that issued them: others may share the context
+        self.owner = owner  # the root state that issued them, because others may share the context
         self._comm_ctx = comm_ctx
         self._is_void = False
 
     def wait(self) -> None:
-        """Wait until the current stream may read gradients; a second call does nothing.
+        """Wait until the current stream can read the gradients; a second call does nothing.
 
         Raises RuntimeError after a reset, which drops them.
         """
@@ -47,28 +47,28 @@ class GradientReductionHandle:
             self._comm_ctx = None
 
     def void(self) -> None:
-        """Forget the reductions, which a reset has dropped."""
+        """Forget the reductions after a reset has dropped them."""
         self._is_void = True
 
 
 class CommContext:
-    """Three streams beside the current one, and the reductions that run on two of them.
+    """Three streams beside the current one, with reductions on two of them.
 
-    [Note: two ways to overlap] On an accelerator a wait holds up a stream and not the thread, so a reduction
-    is issued to its end at once. On a CPU a wait holds up the thread: a reduction stops where it would wait
-    and is taken up again at the next unit's backward, when its collective has had a unit's compute to finish.
+    [Note: two ways to overlap] On an accelerator a wait blocks a stream and not the thread, so a reduction
+    is issued to its end at once. On a CPU a wait blocks the thread: a reduction stops where it would wait and
+    resumes at the next unit's backward, after one unit's compute time for its collective.
     """
 
     most_in_flight: int
-    """How many reductions may hold their input at once: more memory, more overlap."""
+    """How many reductions may hold their input at once; more of them take more memory and overlap more."""
 
     waits_hold_up_the_thread: bool
-    """Which of the two ways it is. An accelerator's works on a CPU too, where nothing overlaps then."""
+    """Which of the two ways to use. The accelerator's way works on a CPU too, but without overlap."""
 
     def __init__(self, device: torch.device) -> None:
         self.most_in_flight = 1
         self.unfinished: GradientReductionHandle | None = None
-        # Any: torch types the streams of each device module apart.
+        # Any: torch has a type of stream for each device module.
         self._module: Any = torch.get_device_module(device.type)
         self.waits_hold_up_the_thread = device.type == "cpu"
         self._gather_stream = self._module.Stream(priority=-1)
@@ -82,41 +82,41 @@ class CommContext:
     # Gathers ----------------------------------------------------------------------------------------------
 
     def on_all_gather_stream(self) -> AbstractContextManager[Any]:
-        """Issue what follows on the gather stream."""
+        """Return a context that issues work on the gather stream."""
         return self._on(self._gather_stream)
 
     def order_all_gathers(self, event: Any | None = None) -> None:
-        """Have later gathers start after ``event``, or after all issued so far on the current stream."""
+        """Make later gathers start after ``event``, or after all work issued so far on the current stream."""
         if event is None:
             self._gather_stream.wait_stream(self._module.current_stream())
         else:
             self._gather_stream.wait_event(event)
 
     def all_gather_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a 1-D buffer for a gather, the one recycled last if it fits."""
+        """Return a 1-D buffer for a gather: the last recycled one if it fits."""
         spare, self._spare = self._spare, None
         if spare is not None and spare.dtype == dtype and spare.numel() == numel:
             return spare
         return torch.empty(numel, dtype=dtype, device=device)
 
     def recycle(self, buffer: torch.Tensor) -> None:
-        """Take a gather's buffer back, which the current stream has read."""
-        if self.waits_hold_up_the_thread:  # an accelerator's allocator does this itself
+        """Take back a gather's buffer after the current stream has read it."""
+        if self.waits_hold_up_the_thread:  # an accelerator's allocator reuses memory itself
             self._spare = buffer
 
     def free_buffer(self) -> None:
-        """Free the recycled buffer, if no prefetch has taken it: an idle one would be at the peak."""
+        """Free the recycled buffer if no prefetch has taken it, because an idle one adds to peak memory."""
         self._spare = None
 
     # Reductions -------------------------------------------------------------------------------------------
 
     def reserve(self) -> None:
-        """Let earlier reductions go on until a new one may take memory; see ``most_in_flight``."""
+        """Advance earlier reductions until a new one may allocate memory; see ``most_in_flight``."""
         if self.waits_hold_up_the_thread:
             if len(self._reductions) >= self.most_in_flight:
                 self.advance()
             return
-        # A CPU's streams may give no events: there is nothing to wait for.
+        # A CPU's streams may have no events: there is nothing to wait for.
         self._outputs = [
             (buffers, event) for buffers, event in self._outputs if event is not None and not event.query()
         ]
@@ -143,11 +143,11 @@ class CommContext:
             )
 
     def advance(self) -> None:
-        """Let every reduction in flight wait for its collective and issue the next one."""
+        """Make every reduction in flight wait for its collective and issue the next one."""
         self._reductions = [r for r in self._reductions if next(r, None) is not None]
 
     def finish(self) -> None:
-        """Wait for every reduction: after this the current stream may read all reduced gradients."""
+        """Wait for every reduction; the current stream can then read all reduced gradients."""
         while self._reductions:
             self.advance()
         current = self._module.current_stream()
@@ -159,8 +159,8 @@ class CommContext:
     def _issue_all(
         self, flat: torch.Tensor, in_flight: PendingCollective | None, reduction: Reduction
     ) -> None:
-        # An allocator hands freed memory to the stream that asked for it first, and only this event shows
-        # when the streams here are through with it.
+        # An allocator returns freed memory to the stream that allocated it, and only this event shows when
+        # the streams here no longer use it.
         outputs = []
         self._all_reduce_stream.wait_stream(self._scatter_stream)
         with self._on(self._all_reduce_stream):
@@ -180,7 +180,7 @@ class CommContext:
 
 
 def _resumed(in_flight: PendingCollective | None, reduction: Reduction) -> Reduction:
-    """Wait for a collective, and for each later one when the next step is asked for."""
+    """Wait for a collective, and for each later one when the next step is requested."""
     while in_flight is not None:
         in_flight.work.wait()
         in_flight = next(reduction, None)

@@ -1,4 +1,4 @@
-"""Parameters that pack themselves for a gather and unpack what it delivers: ``fsdp_pre_all_gather`` and its pair."""
+"""Tensor subclasses that pack shards for a gather and unpack the result: ``fsdp_pre_all_gather`` and its pair."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 def has_extension(parameter: ShardedParam) -> bool:
-    """Whether a shard packs itself; raises AssertionError where it has one function of the pair."""
+    """Whether a shard packs itself; raises AssertionError if it has only one function of the pair."""
     found = [hasattr(parameter.local, name) for name in (_PACK, _UNPACK)]
     if (any(found) or hasattr(parameter.local, _RELEASE)) and not all(found):
         raise AssertionError(
@@ -27,10 +27,11 @@ def has_extension(parameter: ShardedParam) -> bool:
 
 
 class Extension:
-    """One parameter's payloads: what its shard is on the wire, and the whole parameter that is made of them.
+    """One parameter's payloads: the packed shards of a gather, and the whole parameter made from them.
 
-    Payloads keep their shapes and dtypes from the first gather on. ``targets`` are where gathered ones lie, (ranks,
-    numel) each; the whole parameter may be the same memory, or others that the extension names, to come and go with it.
+    Payloads keep their shapes and dtypes from the first gather on. ``targets`` hold the gathered payloads, (ranks,
+    numel) each. The whole parameter may use the same memory, or tensors that the extension names; they are allocated
+    and freed with it.
     """
 
     def __init__(self, parameter: ShardedParam, mesh: DataMesh, dtypes: DTypes) -> None:
@@ -38,7 +39,7 @@ class Extension:
         self._mesh = mesh
         self._dtypes = dtypes
         self._held: list[tuple[torch.UntypedStorage, int]] = []
-        self._on_gradient: Any = None  # as of `FSDPParam`
+        self._on_gradient: Any = None  # as in `FSDPParam`
         self._is_unpacked = False
         self._payloads: tuple[torch.Tensor, ...] | None = self._packed()
         self.shapes = [payload.shape for payload in self._payloads]
@@ -51,7 +52,7 @@ class Extension:
             )
 
     def init_targets(self, device: torch.device, on_gradient: Any) -> list[torch.Tensor]:
-        """Make memory for gathered payloads, each its own; the whole parameter is made when they first are there."""
+        """Allocate memory for each gathered payload; the whole parameter is made when the payloads first arrive."""
         self._on_gradient = on_gradient
         ranks = self._mesh.shard_size
         with torch.inference_mode(False):
@@ -63,12 +64,12 @@ class Extension:
         return self.targets
 
     def allocate(self) -> None:
-        """Get memory for what is gathered, and for what was made of it."""
+        """Allocate the memory of the gathered payloads, and of the whole parameter made from them."""
         for storage, size in self._held:
             storage.resize_(size)
 
     def take(self) -> tuple[torch.Tensor, ...]:
-        """Return the payloads of one gather; raises AssertionError where they differ from the first in form."""
+        """Return the payloads of one gather; raises AssertionError if their forms differ from the first gather's."""
         payloads = self._packed() if self._payloads is None else self._payloads
         self._payloads = None
         form = [(payload.shape, payload.dtype) for payload in payloads]
@@ -80,7 +81,7 @@ class Extension:
         return payloads
 
     def unpack(self) -> None:
-        """Make the whole parameter of what the gather delivered."""
+        """Make the whole parameter from the gathered payloads."""
         gathered = tuple(t.reshape(-1, *s[1:]) for t, s in zip(self.targets, self.shapes, strict=True))
         local = self._parameter.local
         unpack: Any = getattr(local, _UNPACK)
@@ -105,7 +106,7 @@ class Extension:
         pack: Any = getattr(parameter.local, _PACK)
         module = parameter.locations[0].module
         given = (self._mesh.axis_of_shards, parameter.shape, geometry.whole_stride, module, self._dtypes)
-        # The function of before torch 2.6 takes the mesh alone.
+        # Before torch 2.6 the function takes only the mesh.
         payloads, self._metadata = pack(*given[: len(inspect.signature(pack).parameters)])
         if not geometry.is_even and any(payload.shape != geometry.padded_shape for payload in payloads):
             raise AssertionError(

@@ -19,7 +19,7 @@ from shardproof.engine.reference.torch_private import sets_grad_dtype
 
 
 class UnshardHandle:
-    """A gather under way."""
+    """A gather in flight."""
 
     def __init__(self, state: FSDPState) -> None:
         self._fsdp_state: FSDPState | None = state
@@ -39,7 +39,7 @@ class FSDPModule:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Build the original class: indexing a container builds a part of it, which is not sharded by that."""
+        """Build the original class: indexing a container builds a part of it, which is not a sharded module."""
         original = next(c for c in cls.__mro__ if not issubclass(c, FSDPModule))
         return original(*args, **kwargs)
 
@@ -62,7 +62,7 @@ class FSDPModule:
         With ``async_op`` returns at once: ``wait()`` on the handle, or the module's forward, waits for the rest.
         """
         state = _fsdp_state(self)
-        state.comm_ctx.order_all_gathers()  # shards may just have been written to
+        state.comm_ctx.order_all_gathers()  # shards may have been written just before
         state.unshard()
         handle = UnshardHandle(state)
         if async_op:
@@ -71,7 +71,7 @@ class FSDPModule:
         return None
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Choose whether to free parameters after forward; ends the root's exception too."""
+        """Choose whether to free parameters after forward; overrides the root's default too."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
                 f"set_reshard_after_forward: expected a bool, got {type(reshard_after_forward).__name__} "
@@ -83,12 +83,12 @@ class FSDPModule:
                 group.set_subgroup(None)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Choose whether to free parameters after backward, as one may not between microbatches."""
+        """Choose whether to free parameters after backward; False keeps them between microbatches."""
         for state in _fsdp_states(self, recurse=recurse):
             state.reshards_after_backward = reshard_after_backward
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Choose whether whole parameters keep their memory while shards are shown, and so their addresses."""
+        """Choose whether whole parameters keep their memory, and so their addresses, while modules show shards."""
         for group in _param_groups(self, recurse=recurse):
             group.keeps_storage = keep
 
@@ -98,15 +98,15 @@ class FSDPModule:
             group.unshards_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather ``modules`` when this module's forward starts, in this order, in place of the prediction."""
+        """Gather ``modules`` in this order when this module's forward starts, in place of the prediction."""
         _fsdp_state(self).forward_prefetch = _prefetched(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather ``modules`` when this module's backward starts, in this order, in place of the prediction."""
+        """Gather ``modules`` in this order when this module's backward starts, in place of the prediction."""
         _fsdp_state(self).backward_prefetch = _prefetched(modules)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Let the next forward's gathers wait for ``event`` and not for all work issued so far; used once."""
+        """Make the next forward's gathers wait for ``event`` and not for all work issued so far; used once."""
         state = _fsdp_state(self)
         (state if state.root_state is None else state.root_state.root).post_optim_event = event
 
@@ -115,16 +115,16 @@ class FSDPModule:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Choose whether gradients must be ready when the coming backwards end; acts on all below the root."""
         state = _fsdp_state(self)
-        if state.root_state is None:  # only the first forward shows which module is the root
+        if state.root_state is None:  # only the first forward determines the root
             state.is_last_backward = is_last_backward
         else:
             state.root_state.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Choose whether the caller ends backwards, by ``finalize_backward``; of the root, between iterations."""
+        """Choose whether the caller ends backwards by ``finalize_backward``; call on the root, between iterations."""
         state = _fsdp_state(self)
         root_state = _root_state_of(self, "set_manual_backward_finalization")
-        if root_state is None:  # only the first forward shows which module is the root
+        if root_state is None:  # only the first forward determines the root
             state.is_finalized_by_hand = enabled
             return
         if root_state.is_finalized_by_hand == enabled:
@@ -137,12 +137,12 @@ class FSDPModule:
         root_state.is_finalized_by_hand = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce what backwards have left and end the iteration; with ``async_op``, gradients are there after a wait.
+        """Reduce the remaining gradients and end the iteration; with ``async_op``, gradients are ready after a wait.
 
-        Raises RuntimeError inside backward, where backwards end by themselves, and where replicas wait.
+        Raises RuntimeError inside backward, if backwards end by themselves, and if an all-reduce over replicas waits.
         """
         root_state = _root_state_of(self, "finalize_backward")
-        if root_state is None:  # nothing has run
+        if root_state is None:  # no forward has run
             return GradientReductionHandle(None) if async_op else None
         if not root_state.is_finalized_by_hand or root_state.is_running:
             raise RuntimeError(
@@ -164,17 +164,17 @@ class FSDPModule:
             group.reduces = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Choose whether reduced shards are summed over replicas at once or accumulated until they are."""
+        """Choose whether to sum reduced shards over replicas at once, or to accumulate them until later."""
         for group in _param_groups(self, recurse=recurse):
             group.all_reduces = requires_all_reduce
 
     def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
-        """Choose whether parameters without a gradient add zeros, as ranks that use different ones need."""
+        """Choose whether parameters without a gradient add zeros, as needed when ranks use different parameters."""
         for group in _param_groups(self, recurse=recurse):
             group.reduces_unused = enable
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Let this many reductions hold their inputs at once; the largest number below the root counts."""
+        """Limit the reductions that hold their inputs at once; the largest number below the root applies."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(
                 f"set_reduce_scatter_max_input_buffers: expected an int, got {max_input_buffers!r}; try 1 or 2"
@@ -228,7 +228,7 @@ class FSDPModule:
             group.all_reduce_hook = hook if stream is None else _on_stream(hook, stream)
 
     def reset_iter_state(self) -> None:
-        """Recover from an exception in forward or backward: wait, free, and drop that iteration's gradients."""
+        """Recover from an exception in forward or backward: wait, free, and drop the iteration's gradients."""
         root_state = _root_state_of(self, "reset_iter_state")
         (_fsdp_state(self) if root_state is None else root_state).reset()
 
@@ -254,12 +254,12 @@ class FSDPModule:
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Convert shards, never whole parameters: nn.Module comes here for ``to``, ``cuda``, ``to_empty``.
 
-        One that fails leaves gradients where they were: nn.Module takes that of a DTensor away while it converts it.
-        Those of a dtype that their parameter sets keep it.
+        A failed conversion keeps the gradients: nn.Module removes a DTensor's gradient while it converts it. Gradients
+        keep a dtype that their parameter sets.
         """
         self.reshard()
         for group in _param_groups(self):
-            group.layout.reset_sharded_params()  # nn.Module forgets what parameters set for gradients
+            group.layout.reset_sharded_params()  # nn.Module loses the parameters' grad_dtype
         held = [p for group in _param_groups(self) for p in group.parameters]
         kept = [(p, p.sharded_param.grad) for p in held if sets_grad_dtype(p.sharded_param)]
         gradients = [(p, p.grad) for p in cast("nn.Module", self).parameters() if p.grad is not None]
@@ -279,7 +279,7 @@ class FSDPModule:
 
 
 class ReplicateModule(FSDPModule):
-    """What ``replicate`` adds to the class of a module: the same methods; nothing is freed after forward."""
+    """What ``replicate`` adds to the class of a module: the same methods, but parameters stay whole after forward."""
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> NoReturn:
         """Raise AssertionError: replicated parameters are whole already."""
@@ -290,7 +290,7 @@ class ReplicateModule(FSDPModule):
 
 
 def managed_class(original: type[nn.Module], base: type[FSDPModule]) -> type[nn.Module]:
-    """Return the class that a module of class ``original`` becomes: one for all its modules, kept on it."""
+    """Return the managed class for modules of class ``original``; it is made once and cached on ``original``."""
     key = f"_managed_by_{base.__name__}"
     if key not in original.__dict__:
         prefix = "FSDP" if base is FSDPModule else "Replicate"
@@ -310,7 +310,7 @@ def _fsdp_state(module: Any) -> FSDPState:
 
 
 def _root_state_of(module: Any, method: str) -> RootState[FSDPState] | None:
-    """Return that of a root, None before its first forward; raises RuntimeError for a module inside one."""
+    """Return a root's state, or None before its first forward; raises RuntimeError for a module inside a root."""
     state = _fsdp_state(module)
     if state.root_state is not None and state.root_state.root is not state:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""The state of one call's module, or list of modules, and the hooks that drive its groups as these run."""
+"""The state of the modules of one call, and the hooks that drive its groups in forward and backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ATTRIBUTE = "_sharding_unit"
 
 
 class TrainingState(Enum):
-    """What the modules of a state are doing."""
+    """The phase that a state's modules are in."""
 
     IDLE = "a forward -> FORWARD; the gradient of an output -> BACKWARD"
     FORWARD = "all its modules have run -> IDLE"
@@ -30,7 +30,7 @@ class TrainingState(Enum):
 
 
 class BackwardPrefetchTime(Enum):
-    """When a state's backward gathers the state that is predicted to come next."""
+    """When a state's backward gathers the predicted next state."""
 
     FIRST = "before its own gradients are computed"
     LAST = "after its own gradients were computed"
@@ -40,8 +40,8 @@ class BackwardPrefetchTime(Enum):
 class FSDPState:
     """The modules of one call of ``fully_shard`` or ``replicate``, and their communication groups.
 
-    Whole parameters are needed from the first module's forward to the last one's, and again from the first
-    gradient of an output until the gradients of all inputs are there.
+    The modules need whole parameters from the first module's forward to the last one's, and again from the first
+    gradient of an output until all inputs have their gradients.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class FSDPState:
         self.backward_prefetch: tuple[FSDPState, ...] = ()
         self.prefetches_in_forward = True
         self.prefetches_in_backward = BackwardPrefetchTime.FIRST
-        self.post_optim_event: Any | None = None  # torch types each device's events apart
+        self.post_optim_event: Any | None = None  # torch has a type of event for each device
         self.root_state: RootState[FSDPState] | None = None
-        self.is_last_backward = True  # of the root to come
+        self.is_last_backward = True  # copied to the future root
         self.is_finalized_by_hand = False  # likewise
         self._comm_ctx = CommContext(device)
         self.share(self._comm_ctx)
@@ -85,7 +85,7 @@ class FSDPState:
 
     @property
     def comm_ctx(self) -> CommContext:
-        """Streams and reductions in flight, shared by all states below a root once that has run."""
+        """Streams and reductions in flight; all states below a root share them once the root has run."""
         return self._comm_ctx
 
     def share(self, comm_ctx: CommContext) -> None:
@@ -96,7 +96,7 @@ class FSDPState:
     def lazy_init(self) -> RootState[FSDPState]:
         """Make this the root of all states below, which are final when the first forward runs.
 
-        Raises RuntimeError, ValueError or AssertionError where they cannot train together, with what to change.
+        Raises RuntimeError, ValueError or AssertionError if they cannot train together, and names the change needed.
         """
         if len(self.modules) > 1:
             raise RuntimeError(
@@ -131,10 +131,10 @@ class FSDPState:
         return root_state
 
     def _choose_reshard(self, *, is_root: bool, subgroups: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
-        """Settle what becomes of whole parameters after forward, now that the root is known.
+        """Decide whether to free whole parameters after forward, now that the root is known.
 
-        By default the root keeps its own: backward needs them at once. A number of ranks needs process groups,
-        which ``subgroups`` collects by their ranks.
+        By default the root keeps its own, because backward needs them at once. A number of ranks needs process groups;
+        ``subgroups`` collects them by their ranks.
         """
         if self.reshard_after_forward is None:
             self.reshard_after_forward = not is_root
@@ -151,7 +151,7 @@ class FSDPState:
             group.unshard()
 
     def wait(self) -> None:
-        """Wait for gathers under way."""
+        """Wait for gathers in flight."""
         self._is_prefetched = False
         for group in self.param_groups:
             group.wait()
@@ -163,21 +163,21 @@ class FSDPState:
             group.reshard()
 
     def drop_prefetch(self) -> None:
-        """Free what was gathered on a prediction that did not come true."""
+        """Free parameters that a wrong prediction gathered."""
         if self._is_prefetched:
             self.reshard()
 
     def end_partial_forward(self) -> None:
-        """Free what a forward left whole because not all modules of this state ran in it."""
+        """Free parameters that stayed whole because a forward did not run all modules of this state."""
         if self._training_state is TrainingState.FORWARD:
             self._training_state = TrainingState.IDLE
             self._reshard_after_forward()
 
     def finish_backward(self, *, frees: bool, is_last: bool) -> None:
-        """Do what is left at the end of backward: inputs that need no gradient did not show that they are done."""
+        """Finish at the end of backward: inputs without gradients do not report the end of a module's backward."""
         if is_last:
             if any(group.state is ShardedState.GATHERING for group in self.param_groups):
-                self.reshard()  # prefetched, and not used
+                self.reshard()  # prefetched but unused
             self.backward_positions.clear()
             self._calls.clear()
         if frees:
@@ -187,7 +187,7 @@ class FSDPState:
             group.forget_backward()
 
     def leave_backward(self, *, frees: bool) -> None:
-        """Free, and hold what no input has shown to be done: the caller finalizes."""
+        """Free parameters, and hold the gradients of modules without a reported end; the caller finalizes."""
         if frees:
             self._free_after_backward()
         self._training_state = TrainingState.IDLE
@@ -196,7 +196,7 @@ class FSDPState:
             group.forget_backward()
 
     def reset(self) -> None:
-        """Forget an iteration that failed."""
+        """Discard a failed iteration."""
         self._training_state = TrainingState.IDLE
         self.backward_positions.clear()
         self._calls.clear()
@@ -214,13 +214,13 @@ class FSDPState:
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Gather, and return the inputs as the module shall see them."""
+        """Gather, and return the inputs for the module."""
         root_state = self.root_state or self.lazy_init()
         recomputes = inside_backward()
-        if self._training_state is TrainingState.BACKWARD and recomputes:  # what backward is about to use
+        if self._training_state is TrainingState.BACKWARD and recomputes:  # backward is about to use them
             self._gather_now()
             return self._cast_inputs(args), self._cast_inputs(kwargs)
-        # Entered before and not done: modules of this state ran in part, or a forward ended with an exception.
+        # Entered before but not left: only some modules of this state ran, or a forward raised an exception.
         begins = self._training_state is not TrainingState.FORWARD or module in self._entered
         if begins:
             self._training_state = TrainingState.FORWARD
@@ -246,7 +246,7 @@ class FSDPState:
     def after_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        """Free what is not needed until backward, and return the output as the caller shall see it."""
+        """Free parameters that are not needed until backward, and return the output for the caller."""
         if self._training_state is TrainingState.BACKWARD and inside_backward():
             return self._cast_outputs(output)
         assert self.root_state is not None
@@ -264,7 +264,7 @@ class FSDPState:
     def _begin_iteration(
         self, root_state: RootState[FSDPState], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Order gathers after the optimizer step, and bring inputs to the device."""
+        """Order gathers after the optimizer step, and move inputs to the device."""
         root_state.comm_ctx.order_all_gathers(root_state.root.post_optim_event)
         root_state.root.post_optim_event = None
         if self is root_state.root:
@@ -292,7 +292,7 @@ class FSDPState:
                 predicted.prefetch()
 
     def prefetch(self) -> None:
-        """Issue the gathers on a prediction."""
+        """Issue the predicted gathers."""
         if all(
             group.state in {ShardedState.SHARDED, ShardedState.PARTIALLY_SHARDED}
             for group in self.param_groups
@@ -338,7 +338,7 @@ class FSDPState:
             predicted.prefetch_in_backward()
 
     def prefetch_in_backward(self) -> None:
-        """Issue the gathers on a prediction, unless the caller said that backward does without."""
+        """Issue the predicted gathers, unless the caller stated that backward does not need them."""
         if all(group.unshards_in_backward for group in self.param_groups):
             self.prefetch()
 
@@ -346,24 +346,24 @@ class FSDPState:
         assert self.root_state is not None
         self.root_state.enter_backward(of_state=False)
         if not self._calls.num_watched and group.is_complete:
-            # No input will show that backward is through. The parameters themselves may be needed further: a
-            # frozen one's module may still compute.
+            # No input will report the end of backward. The parameters may still be needed: a frozen parameter's
+            # module may still compute.
             group.reduce_gradients()
 
     def _inputs_done(self, forward: WatchedForward) -> None:
-        """Free the parameters unless another forward of this backward still waits for its turn."""
+        """Free the parameters unless another forward of this backward is pending."""
         if self._calls.end_one(forward) and not all(group.is_complete for group in self.param_groups):
             return
         self._free_after_backward()
         if self.prefetches_in_backward is BackwardPrefetchTime.LAST and self.root_state is not None:
-            # Before the reduction: the gradients of the next state need not wait for that.
+            # Before the reduction, so that the next state's gradients need not wait for it.
             self._prefetch_next(self.root_state)
-        # Each of several modules may run in a backward of its own, as reentrant checkpoints have it.
+        # Each of several modules may run in its own backward, as with reentrant checkpoints.
         is_joint = len(self.modules) > 1
         self._reduce(group for group in self.param_groups if not (is_joint and group.awaits_gradients))
 
     def _free_after_backward(self) -> None:
-        """Free before reducing: the reduction needs memory, and the gradients have their own."""
+        """Free before reducing, because the reduction needs memory; gradients have their own."""
         for group in self.param_groups:
             if self.reshards_after_backward and group.state is not ShardedState.GATHERING:
                 group.reshard()
@@ -384,7 +384,7 @@ class FSDPState:
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
-    """Return the state of the call that was given ``module`` itself, if any."""
+    """Return the state of the call that took ``module`` itself, if any."""
     state: FSDPState | None = module.__dict__.get(_ATTRIBUTE)
     return state
 

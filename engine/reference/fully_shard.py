@@ -53,11 +53,11 @@ def fully_shard(
 
     ``mesh``: 1-D shards, 2-D (named) replicates over axis 0 and shards over axis 1; None: all ranks.
     ``reshard_after_forward``: True frees whole parameters after forward and gathers them again for backward;
-    False keeps them; a number k leaves each rank the part that k neighbours gather again; None is True but for
-    the root. ``shard_placement_fn``: per parameter the dim to shard, or a mesh of its own. ``dp_mesh_dims``: which axes
-    of ``mesh`` are those of data, where parameters are DTensors on all of its axes.
+    False keeps them; a number k keeps on each rank the part that k neighbours gather again; None is True except for
+    the root. ``shard_placement_fn``: per parameter the dim to shard, or a mesh of its own. ``dp_mesh_dims``: the
+    data-parallel axes of ``mesh``, for parameters that are DTensors on all of its axes.
 
-    Raises ValueError, TypeError, RuntimeError or NotImplementedError for what cannot be sharded.
+    Raises ValueError, TypeError, RuntimeError or NotImplementedError for modules that cannot be sharded.
     """
     data_mesh = sharding_mesh(mesh) if dp_mesh_dims is None else mesh_of_axes(mesh, dp_mesh_dims)
     modules = _checked(module, "fully_shard")
@@ -89,8 +89,8 @@ def replicate(
 ) -> Modules:
     """Replicate the parameters of ``module`` that no earlier call has taken over a 1-D ``mesh``.
 
-    Like ``fully_shard`` with shards of full size: parameters become replicated DTensors, nothing is gathered,
-    and each call's gradients are all-reduced together as soon as backward has computed them.
+    Like ``fully_shard`` with shards of full size: parameters become replicated DTensors without gathers, and each
+    call's gradients are all-reduced together as soon as backward has computed them.
     """
     data_mesh = replicating_mesh(mesh)
     modules = _checked(module, "replicate")
@@ -108,7 +108,7 @@ def replicate(
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let ``module.method_name`` gather and free parameters as forward does; nothing if it is not sharded.
+    """Make ``module.method_name`` gather and free parameters as forward does; does nothing if it is not sharded.
 
     Raises ValueError when there is no such method.
     """
@@ -124,7 +124,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
-        if state.is_running(module):  # called by forward, which does all that
+        if state.is_running(module):  # called by forward, which gathers and frees
             return original(*args, **kwargs)
         args, kwargs = state.before_forward(module, args, kwargs)
         return state.after_forward(module, args, kwargs, original(*args, **kwargs))
@@ -133,7 +133,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let several roots use the same streams, so that their collectives do not overlap each other.
+    """Make several roots use the same streams, so that their collectives do not overlap each other.
 
     Raises ValueError for a module that is not sharded; does nothing for an empty list.
     """
@@ -170,7 +170,7 @@ def _checked(module: nn.Module | list[nn.Module], caller: str) -> tuple[nn.Modul
                 f"`{'replicate' if isinstance(one, ReplicateModule) else 'fully_shard'}`: "
                 f"{type(one).__name__}; one call per module"
             )
-    # A module inside another one of the list adds nothing.
+    # A module inside another one of the list needs no extra work.
     inside = {m for one in modules for m in one.modules() if m is not one}
     return tuple(dict.fromkeys(m for m in modules if m not in inside))
 
@@ -206,7 +206,7 @@ def _manage(
     placement_fn: PlacementFn | None,
     reshard: bool | int | None,
 ) -> None:
-    """Shard what the modules own, once all of it is known to be shardable, and add ``base`` to their classes."""
+    """Check that all parameters can be sharded, shard them, and add ``base`` to the modules' classes."""
     device = compute_device(mesh.mesh)
     home = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
     pins = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and device.type != "cpu"
@@ -240,7 +240,7 @@ def _manage(
 def unmanaged(
     modules: Iterable[nn.Module], ignored: set[nn.Parameter]
 ) -> dict[nn.Parameter, tuple[ParamLocation, ...]]:
-    """Find the parameters that no call below has taken, each with every place where it is registered."""
+    """Return the parameters that no call below has taken, each with every place where it is registered."""
     locations: dict[nn.Parameter, list[ParamLocation]] = {}
     for module in _unmanaged_modules(modules):
         for name, parameter in module._parameters.items():

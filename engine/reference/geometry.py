@@ -1,7 +1,7 @@
-"""How one tensor is cut into equal, padded shards, and how whole and cut forms are copied into each other.
+"""Cuts a tensor into equal, padded shards, and maps between its whole and cut forms.
 
-Dim 0 may be uneven: like ``torch.chunk``, every shard but the last ones has ``ceil(n / ranks)`` rows, and on
-the wire every shard is padded to that. Other dims must divide evenly.
+Dim 0 may be uneven: like ``torch.chunk``, every shard but the last ones has ``ceil(n / ranks)`` rows, and every
+shard is padded to that for communication. Other dims must divide evenly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardproof.engine.reference.mesh import DataMesh
 from shardproof.engine.reference.torch_private import local_tensor
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots, so that what follows is computed once
+@dataclass(frozen=True, kw_only=True)  # without slots, for cached_property
 class Geometry:
     """The cut of a tensor of ``shape`` along ``dim`` over ``ranks``, of which this is ``rank``."""
 
@@ -28,12 +28,12 @@ class Geometry:
 
     @cached_property
     def rows(self) -> int:
-        """The rows of a full shard along ``dim``: those of the padded form."""
+        """The rows of a full, padded shard along ``dim``."""
         return -(-self.shape[self.dim] // self.ranks)
 
     @cached_property
     def padded_shape(self) -> torch.Size:
-        """The shape of every shard on the wire."""
+        """The shape of every padded shard."""
         return self._with_rows(self.rows)
 
     @cached_property
@@ -42,7 +42,7 @@ class Geometry:
 
     @cached_property
     def padded_numel(self) -> int:
-        """The elements of every shard on the wire."""
+        """The number of elements of every padded shard."""
         return self.padded_shape.numel()
 
     @cached_property
@@ -90,8 +90,8 @@ class Geometry:
 def plan_cut(parameter: nn.Parameter, name: str, mesh: DataMesh, placement: Shard | None) -> Geometry:
     """Return how ``parameter`` will be cut over ``mesh``; changes nothing.
 
-    Raises ValueError for scalars and NotImplementedError for what cannot be sharded: tensors that are not
-    contiguous, and uneven dims other than 0.
+    Raises ValueError for scalars, and NotImplementedError for tensors that are not contiguous and for uneven dims
+    other than 0.
     """
     _check_axes(parameter, name, mesh)
     local = local_part(parameter)
@@ -138,7 +138,7 @@ def _check_axes(parameter: nn.Parameter, name: str, mesh: DataMesh) -> None:
 
 
 def local_part(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the tensor that data-parallel ranks share: this rank's part where it is a DTensor already."""
+    """Return the tensor that data-parallel ranks share: this rank's part if the parameter is a DTensor already."""
     whole: torch.Tensor = parameter.detach()
     return local_tensor(whole) if isinstance(whole, DTensor) else whole
 

@@ -1,4 +1,4 @@
-"""Where the data-parallel ranks lie: which mesh axis shards and which replicates."""
+"""The data-parallel ranks: which mesh axis shards and which replicates."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from shardproof.engine.reference.torch_private import concatenated, joined
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """The ranks that hold one copy of the parameters together, and those that hold the same shard; None: this one."""
+    """The ranks that together hold one copy of the parameters, and those with the same shard; None: this rank alone."""
 
     shard_group: dist.ProcessGroup | None
     replicate_group: dist.ProcessGroup | None
-    shard_mesh: DeviceMesh | None = None  # the one that the shard group is of, where it is known
+    shard_mesh: DeviceMesh | None = None  # the mesh of the shard group, if known
 
     @property
     def shard_size(self) -> int:
-        """Over how many ranks a parameter is split."""
+        """The number of ranks over which a parameter is split."""
         return 1 if self.shard_group is None else self.shard_group.size()
 
     @property
@@ -33,12 +33,12 @@ class Ranks:
 
     @property
     def replicate_size(self) -> int:
-        """How many copies of each shard exist."""
+        """The number of copies of each shard."""
         return 1 if self.replicate_group is None else self.replicate_group.size()
 
     @property
     def is_replicated(self) -> bool:
-        """Whether there is a group of replicas, if only of one rank."""
+        """Whether there is a group of replicas, even if of one rank."""
         return self.replicate_group is not None
 
 
@@ -46,7 +46,7 @@ class Ranks:
 class DataMesh(Ranks):
     """The ranks of a 1-D or 2-D device mesh, read as an axis that shards, an axis that replicates, or both.
 
-    Where parameters lie on a mesh of all axes, ``whole`` is that, and ``data_axes`` are those that ``mesh`` is made of.
+    If parameters lie on a mesh of all axes, ``whole`` is that mesh, and ``data_axes`` are the axes that form ``mesh``.
     """
 
     mesh: DeviceMesh
@@ -66,7 +66,7 @@ class DataMesh(Ranks):
 
     @property
     def axis_of_shards(self) -> DeviceMesh:
-        """The axis that shards as a mesh of its own; all of the mesh where it has no other."""
+        """The axis that shards, as a mesh of its own; the whole mesh if it has no other axis."""
         names = self.mesh.mesh_dim_names
         return self.mesh if self.mesh.ndim == 1 or names is None else self.mesh[names[self.shard_axis or 0]]
 
@@ -137,9 +137,9 @@ def compute_device(mesh: DeviceMesh) -> torch.device:
 
 
 def subgroup_of(mesh: Ranks, size: int, known: dict[tuple[int, ...], dist.ProcessGroup]) -> dist.ProcessGroup:
-    """Return the process group of ``size`` neighbours in the shard group that this rank is one of.
+    """Return the process group of ``size`` neighbours in the shard group, this rank included.
 
-    Groups in ``known`` are used again, new ones added: a collective call over each group's own ranks.
+    Reuses the groups in ``known`` and adds new ones: a collective call over each group's own ranks.
     """
     whole = mesh.shard_group
     assert whole is not None

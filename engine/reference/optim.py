@@ -1,4 +1,4 @@
-"""What a training loop does between backward and step: clip by a norm over all ranks, and scale losses."""
+"""Gradient clipping by a norm over all ranks, and loss scaling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardproof.engine.reference.parameter import sharded_param_of
 
-_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same to the norm it divides by
+_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same to its divisor
 
 
 @torch.no_grad()
@@ -27,12 +27,12 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients in place so that their joint norm is at most ``max_norm``; return the norm before.
 
-    The norm (0-dim, plain, equal on every rank) is that of the whole gradients: a shard counts on the ranks
-    that it is spread over, a replica once. Parameters may lie on different meshes; plain tensors count as
-    replicated, and what a module shows while it is gathered stands for its shard. Collective over the sharded axes of
-    every mesh that occurs, whether or not a rank has gradients.
+    The norm (0-dim, plain, equal on every rank) is that of the whole gradients: each shard counts, and a replica
+    counts once. Parameters may lie on different meshes. Plain tensors count as replicated, and a gathered parameter
+    stands for its shard. Collective over the sharded axes of every mesh that occurs, whether or not a rank has
+    gradients.
 
-    ``foreach`` is accepted for torch.nn.utils.clip_grad_norm_'s sake and changes nothing.
+    ``foreach`` is accepted for compatibility with torch.nn.utils.clip_grad_norm_ and has no effect.
 
     Raises ValueError for a negative order; RuntimeError, on every rank, if the norm is not finite and
     ``error_if_nonfinite``.
@@ -56,18 +56,18 @@ def clip_grad_norm_(
 
 
 def clip_scale(max_norm: float, total: torch.Tensor) -> torch.Tensor:
-    """Return what gradients of that norm are multiplied with: torch.nn.utils.clip_grad_norm_'s formula."""
+    """Return the factor for gradients of that norm, by torch.nn.utils.clip_grad_norm_'s formula."""
     return torch.clamp(max_norm / (total + _EPSILON), max=1.0)
 
 
 Spread = tuple[dist.ProcessGroup, ...]
-"""The groups of ranks that a tensor is sharded over, none for one that every rank has whole."""
+"""The groups of ranks that a tensor is sharded over; none if every rank has the whole tensor."""
 
 
 def _norm(parameters: list[torch.Tensor], order: float) -> torch.Tensor:
     by_spread: dict[Spread, list[torch.Tensor]] = {}
-    # At least float32: a sum of bfloat16 squares has a tenth of a percent of rounding in every term. From the
-    # parameters, which all ranks have; gradients may be missing on some.
+    # At least float32: every term of a sum of bfloat16 squares has a rounding error of a tenth of a percent. Read
+    # it from the parameters, which all ranks have; gradients may be missing on some.
     dtype = functools.reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
     for parameter in parameters:
         gradients = by_spread.setdefault(_spread(parameter), [])
@@ -81,10 +81,10 @@ def _norm(parameters: list[torch.Tensor], order: float) -> torch.Tensor:
 def norm_over(
     gradients: Mapping[Spread, Sequence[torch.Tensor]], order: float, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the joint norm (0-dim, of ``dtype``, on ``device``) of local gradients by how they are spread.
+    """Return the joint norm (0-dim, of ``dtype``, on ``device``) of local gradients, grouped by their spread.
 
-    Norms are combined over the innermost axis of those that are spread over most, then with the norms of those that
-    are spread over the other axes, and so on: one collective for each axis.
+    Starts with the gradients that are spread over the most axes: combines their norms over the innermost axis, then
+    with the norms of gradients spread over the other axes, and so on, with one collective for each axis.
     """
     totals = {
         spread: _joined([_local_norm(local, order, dtype) for local in locals_], order, device, dtype)
@@ -120,7 +120,7 @@ def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype) -> torch.
 def _joined(
     norms: list[torch.Tensor], order: float, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the norm of a vector from the norms of its parts: of order 0 counts add up."""
+    """Return the norm of a vector from the norms of its parts; of order 0, counts add up."""
     if not norms:
         return torch.zeros((), dtype=dtype, device=device)
     stacked = torch.stack([n.to(device) for n in norms])
@@ -139,13 +139,13 @@ def _over_ranks(norm: torch.Tensor, group: dist.ProcessGroup, order: float) -> t
 
 
 class ShardedGradScaler(TorchShardedGradScaler):
-    """torch's sharded scaler, but for who is asked whether gradients are finite: all ranks, on every way to a step.
+    """torch's sharded scaler, except that all ranks agree whether gradients are finite, on every way to a step.
 
-    It takes one collective over ``process_group`` (None: all ranks) for each optimizer and step: a rank without any
-    gradient, or with gradients on other devices than its peers', takes part like the rest.
+    It needs one collective over ``process_group`` (None: all ranks) for each optimizer and step. A rank without
+    gradients, or with gradients on other devices than its peers', takes part too.
     """
 
-    # Not torch's sharded one, which asks other ranks here, where fused optimizers and others never come.
+    # Not the sharded scaler's method: it communicates here, but fused optimizers and others never call it.
     unscale_ = GradScaler.unscale_
 
     def _unscale_grads_(
@@ -155,10 +155,10 @@ class ShardedGradScaler(TorchShardedGradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
-        """Unscale as torch does, then agree. All of torch's ways to a step lead through here.
+        """Unscale as torch does, then agree over ranks. All of torch's ways to a step call this method.
 
-        One of them is that of fused optimizers, which unscale by themselves and only ask what was found. Gradients in
-        half precision are allowed, for shards may be kept so.
+        Fused optimizers do too: they unscale by themselves and only read the found infs. Gradients in half precision
+        are allowed, because shards may have that dtype.
         """
         found = super(TorchShardedGradScaler, self)._unscale_grads_(optimizer, inv_scale, found_inf, True)
         return self._agreed(found, found_inf.device)
@@ -166,13 +166,13 @@ class ShardedGradScaler(TorchShardedGradScaler):
     def _agreed(
         self, found: dict[torch.device, torch.Tensor], device: torch.device
     ) -> dict[torch.device, torch.Tensor]:
-        """Return what any device of any rank found for each of ``found``, or for ``device`` where there is none.
+        """Return the found infs of all devices and ranks for each device of ``found``, or for ``device`` if empty.
 
-        The call returns when the result is there, so what is copied to other devices is never the rank's own
-        finding, as it once was (pytorch#115710).
+        The call waits for the result, so that other devices never get a copy of the rank's own value, as they once did
+        (pytorch#115710).
         """
         if device.type == "cpu" and self._device != "cpu":
-            device = torch.device(self._device)  # of the accelerator's group, which may know no other
+            device = torch.device(self._device)  # the accelerator's group may support no other device
         anywhere = torch.zeros((), device=device)
         for by_device in found.values():
             anywhere = torch.maximum(anywhere, by_device.to(device))

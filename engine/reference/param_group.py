@@ -1,4 +1,4 @@
-"""One communication group: the parameters that are gathered together and whose gradients are reduced together."""
+"""One communication group: parameters that are gathered together and reduced together."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class FSDPParamGroup:
         self._kept_shard: torch.Tensor | None = None
         self._subgroup: dist.ProcessGroup | None = None
         self._is_stale = False
-        # Gradients on their way.
+        # Gradients in flight.
         self._is_reduced = False
         self._was_reduced = False
         self._partial = PartialReduction(layout)
@@ -101,10 +101,10 @@ class FSDPParamGroup:
             parameter.listen_to_steps(self.mark_stale)
 
     def lazy_init(self, names: Mapping[nn.Module, str]) -> None:
-        """Name the parameters for messages, by the modules' names, and check what only the first forward can know.
+        """Name the parameters for messages, by the modules' names, and run the checks that need the first forward.
 
-        Raises ValueError for parameters tied across groups, RuntimeError or AssertionError for what `_check_memory`
-        and the reduction cannot work with.
+        Raises ValueError for parameters tied across groups, RuntimeError or AssertionError for parameters that
+        `_check_memory` or the reduction do not support.
         """
         for parameter in self.parameters:
             parameter.name = parameter.locations[0].name_from(names)
@@ -115,7 +115,7 @@ class FSDPParamGroup:
     # Parameters -------------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
-        """Issue the gather, unless parameters are whole or on their way already."""
+        """Issue the gather, unless parameters are whole or being gathered."""
         if self.state is ShardedState.UNSHARDED:
             for parameter in self.parameters:
                 parameter.sync_requires_grad()
@@ -132,14 +132,14 @@ class FSDPParamGroup:
         self.state = ShardedState.GATHERING
 
     def wait(self) -> None:
-        """Wait for a gather under way and let modules see whole parameters."""
+        """Wait for a gather in flight and let modules see whole parameters."""
         if self.state is not ShardedState.GATHERING:
             return
         assert self._unsharded is not None
         gathered = self._wait_for_all_gather()
         with without_autograd():
             self._unsharded.copy_out(gathered)
-        # The next gather may be given the memory that this one was copied out of.
+        # The next gather may reuse the buffer that this one was copied out of.
         self.comm_ctx.order_all_gathers()
         if not self._unsharded.is_in(gathered) and isinstance(self.all_gather, DefaultAllGather):
             self.comm_ctx.recycle(gathered)
@@ -148,7 +148,7 @@ class FSDPParamGroup:
         self.state = ShardedState.UNSHARDED
 
     def reshard(self) -> None:
-        """Free whole parameters and let modules see the shards; a gather under way is waited for and dropped."""
+        """Free whole parameters and let modules see the shards; waits for a gather in flight and drops it."""
         if self.state is ShardedState.GATHERING:
             self._wait_for_all_gather()
             self.comm_ctx.order_all_gathers()  # as above
@@ -158,7 +158,7 @@ class FSDPParamGroup:
         self.state = ShardedState.SHARDED
 
     def reshard_after_forward(self) -> None:
-        """Free whole parameters, but for this rank's part of the smaller group, if one was chosen (`set_subgroup`)."""
+        """Free whole parameters, except for this rank's part of the smaller group if one is set (`set_subgroup`)."""
         if self.state is not ShardedState.UNSHARDED or self._subgroup is None:
             self.reshard()
             return
@@ -172,18 +172,18 @@ class FSDPParamGroup:
     def set_subgroup(self, group: dist.ProcessGroup | None) -> None:
         """Choose the ranks among which whole parameters are split between forward and backward; None: all."""
         if self.state is ShardedState.PARTIALLY_SHARDED:
-            self.reshard()  # what was kept is a part among other ranks
+            self.reshard()  # the kept part belongs to the former ranks
         self._subgroup = group
 
     def mark_stale(self) -> None:
-        """Record that whole parameters, if there are any, are stale; see [Note: stale parameters]."""
+        """Record that any whole parameters are stale; see [Note: stale parameters]."""
         self._is_stale = True
 
     def refresh(self, *, begins_iteration: bool) -> None:
-        """Free whole parameters of before an optimizer step, and accumulated gradients that were cleared.
+        """Free whole parameters from before an optimizer step, and accumulated gradients that were cleared.
 
-        Decided by what every rank does alike, as a gather is collective: torch's optimizers report their steps, and
-        before a new iteration any other optimizer has had the reduced gradients.
+        A gather is collective, so the decision uses only events common to all ranks: torch's optimizers report their
+        steps, and before a new iteration any other optimizer has received the reduced gradients.
         """
         if self._is_stale or (begins_iteration and self._was_reduced):
             self.reshard()
@@ -195,7 +195,7 @@ class FSDPParamGroup:
     def check_unchanged(self) -> None:
         """Raise RuntimeError if backward would compute with other values than forward did.
 
-        Gathered parameters are copies. Those that share the shards' memory are not, and autograd cannot see a
+        Gathered parameters are copies. Parameters that share the shards' memory are not, and autograd does not detect a
         write to the shards.
         """
         is_shared = self._unsharded is not None and self._unsharded.is_shared
@@ -221,7 +221,7 @@ class FSDPParamGroup:
     # Gradients --------------------------------------------------------------------------------------------
 
     def reduce_gradients(self) -> None:
-        """Start the reduction of what gradients there are, or hold them if the next backward shall add to them."""
+        """Start to reduce the existing gradients, or hold them if the next backward is to add to them."""
         self._arrived.clear()
         chosen = [p for p in self.parameters if p.has_unsharded_grad or self._adds_zeros(p)]
         if not chosen:
@@ -245,14 +245,14 @@ class FSDPParamGroup:
             self.comm_ctx.reduce(flat, foreach_reduce(chosen, flat, plan))
 
     def hold_gradients(self) -> None:
-        """Keep what gradients there are for a later reduction."""
+        """Keep the existing gradients for a later reduction."""
         for parameter in self.parameters:
             parameter.hold_unsharded_grad(self._accumulation_dtype(parameter))
         if self.shows_accumulation:
             self._show_accumulation()
 
     def check_reduces_wholly(self) -> None:
-        """Raise RuntimeError where a reduction would leave something to be reduced across replicas."""
+        """Raise RuntimeError if a reduction would leave gradients to be reduced across replicas."""
         is_pending = self.reduces and any(p.has_unsharded_grad for p in self.parameters)
         if self.mesh.is_replicated and not self.all_reduces and (is_pending or self._partial):
             raise RuntimeError(
@@ -261,14 +261,14 @@ class FSDPParamGroup:
             )
 
     def _show_accumulation(self) -> None:
-        """Let what the optimizer owns have a gradient while one accumulates, so that it shows when that is cleared."""
+        """Set a placeholder gradient on the optimizer's parameters while gradients accumulate, to detect clearing."""
         self._shown = [p for p in self.parameters if p.has_unsharded_grad]
         for parameter in self._shown:
             if parameter.sharded_param.grad is None:
                 parameter.sharded_param.grad = placeholder_grad(parameter.sharded_param)
 
     def forget_backward(self) -> None:
-        """Record that a backward is over: what arrives next belongs to another one."""
+        """Record that a backward is over: later gradients belong to another one."""
         self._arrived.clear()
         self._is_reduced = False
 
@@ -282,11 +282,11 @@ class FSDPParamGroup:
     # ------------------------------------------------------------------------------------------------------
 
     def _accumulation_dtype(self, parameter: FSDPParam) -> torch.dtype | None:
-        """Return the dtype of whole gradients that wait, which all ranks share; None: that in which they come."""
+        """Return the dtype of held whole gradients, equal on all ranks; None means the dtype in which they arrive."""
         return self._dtypes.reduce_dtype or parameter.grad_dtype
 
     def _dtype_of(self, chosen: Sequence[FSDPParam], gradients: Sequence[torch.Tensor]) -> torch.dtype:
-        """Choose one dtype in which all gradients of a reduction cross, and what waits for the all-reduce with them."""
+        """Choose the dtype of one reduction, including the partial sums that wait for its all-reduce."""
         if self._dtypes.reduce_dtype is not None:
             return self._dtypes.reduce_dtype
         pairs = zip(chosen, gradients, strict=True)
@@ -294,7 +294,7 @@ class FSDPParamGroup:
         return reduce(torch.promote_types, dtypes)
 
     def _check_zeros(self) -> None:
-        """Raise ValueError where zeros for unused parameters would have no dtype: on all ranks, or the others hang."""
+        """Raise ValueError if zeros for unused parameters would have no dtype, on all ranks, because else some hang."""
         trained = [p for p in self.parameters if p.sharded_param.requires_grad]
         names = [p.name for p in trained if self._accumulation_dtype(p) is None]
         if names:
@@ -304,7 +304,7 @@ class FSDPParamGroup:
             )
 
     def _adds_zeros(self, parameter: FSDPParam) -> bool:
-        """Whether a parameter without a gradient takes part: other ranks may have one, or microbatches before."""
+        """Whether a parameter without a gradient takes part, since other ranks or earlier microbatches may have one."""
         whole = parameter.unsharded_param
         if not self.reduces or whole is None or not whole.requires_grad:
             return False
@@ -355,7 +355,7 @@ class FSDPParamGroup:
             return foreach_all_gather(self.layout, output, group, self.all_gather, kept)
 
     def _wait_for_all_gather(self) -> torch.Tensor:
-        """Wait for the gather under way and return its output."""
+        """Wait for the gather in flight and return its output."""
         assert self._pending_gather is not None
         gather, self._pending_gather = self._pending_gather, None
         if gather.work is not None:
@@ -372,12 +372,12 @@ class FSDPParamGroup:
             parameter.to_sharded()
         assert self._unsharded is not None
         if self._unsharded.is_direct:
-            self.comm_ctx.order_all_gathers()  # the next gather may be given this memory
+            self.comm_ctx.order_all_gathers()  # the next gather may reuse this memory
         if not self.keeps_storage:
             self._unsharded.free()
 
     def _count(self, unsharded: torch.Tensor) -> None:
-        """Record a gradient that is whole.
+        """Record the arrival of a whole gradient.
 
         Autograd sums all uses of a parameter before this is called, so a module that ran twice before
         backward is reduced once.
@@ -387,8 +387,8 @@ class FSDPParamGroup:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every trainable parameter has its gradient of this backward, so that they may be reduced."""
-        # Where ranks may use different parameters, only the end of the module's backward is common to all.
+        """Whether every trainable parameter has its gradient of this backward, so that they can be reduced."""
+        # If ranks use different parameters, only the end of the module's backward is common to all.
         if self.reduces_unused or not self._arrived:
             return False
         trained = (p.unsharded_param for p in self.parameters)
@@ -398,8 +398,8 @@ class FSDPParamGroup:
 
     @property
     def awaits_gradients(self) -> bool:
-        """Whether gradients are held to which this backward has not added yet: reduced now, they would go in parts."""
-        # As above: where ranks may use different parameters, what one waits for may be over on another.
+        """Whether this backward has yet to add to held gradients, which a reduction now would split in two."""
+        # As above: if ranks use different parameters, another rank may have no such gradient to wait for.
         return not self.reduces_unused and any(
             p.has_unsharded_grad and id(p.unsharded_param) not in self._arrived for p in self.parameters
         )
@@ -420,7 +420,7 @@ def _check_tied(parameters: Sequence[FSDPParam]) -> None:
 
 
 def _check_memory(parameters: Sequence[FSDPParam], offload: OffloadPolicy) -> None:
-    """Raise RuntimeError for parameters without memory, or not in the host memory that offloading keeps them in."""
+    """Raise RuntimeError for parameters without memory, or for offloaded parameters that are not on the host."""
     on_meta = [p.name for p in parameters if p.current().is_meta]
     if on_meta:
         raise RuntimeError(

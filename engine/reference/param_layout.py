@@ -1,4 +1,4 @@
-"""How the parameters of a group lie side by side: on the wire as shards, and in memory as whole tensors."""
+"""The layout of a group's parameters: as shards in communication, and as whole tensors in memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from shardproof.engine.reference.parameter import FSDPParam, ShardedParam
 from shardproof.engine.reference.policies import DTypes
 from shardproof.engine.reference.torch_private import chunk_cat, post_accumulate_hooks
 
-_ALIGNMENT_BYTES = 64  # a cache line, and what vectorised kernels like
+_ALIGNMENT_BYTES = 64  # a cache line; also suits vectorised kernels
 
 
 class UnshardedMemory:
     """Whole parameters as views of one block of memory.
 
-    Without a ``block`` they are views of the shards' own: a replicated parameter exists once. ``targets`` are
-    (ranks, ...) views of each parameter's whole memory, ``numels`` the elements that a rank sends of each,
-    ``dtypes`` what they are in; ``is_flat``: each target is a row per rank. A gather writes straight
-    into ``single``, if there is one: nothing has to be rearranged.
+    Without a ``block`` they are views of the shards' memory, because a replicated parameter exists once. ``targets``
+    are (ranks, ...) views of each parameter's whole memory, ``numels`` the elements of each that a rank sends,
+    ``dtypes`` their dtypes; ``is_flat``: each target is a row per rank. A gather writes directly into ``single``, if
+    there is one, because no data has to be rearranged.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class UnshardedMemory:
 
     @property
     def wire_numel(self) -> int:
-        """How many elements a rank sends."""
+        """The number of elements that a rank sends."""
         return sum(self._sizes)
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """The dtype on the wire; groups whose dtypes differ travel as bytes."""
+        """The dtype in communication; groups with several dtypes are sent as bytes."""
         return torch.uint8 if self._travels_as_bytes or not self._dtypes else self._dtypes[0]
 
     @property
@@ -65,11 +65,11 @@ class UnshardedMemory:
 
     @property
     def is_direct(self) -> bool:
-        """Whether gathers write to this memory without a buffer between."""
+        """Whether gathers write to this memory without a buffer."""
         return self._single is not None
 
     def direct(self) -> torch.Tensor | None:
-        """Return the memory that a gather may write to as it is, allocated; None if it must be rearranged."""
+        """Return allocated memory for a gather to write to directly; None if its output must be rearranged."""
         if self._single is None:
             return None
         self._allocate()
@@ -80,7 +80,7 @@ class UnshardedMemory:
         return self._block is None or gathered is self._single
 
     def copy_out(self, gathered: torch.Tensor) -> None:
-        """Copy a gather's output (1-D: rank by rank, all parameters' padded shards) to where it belongs."""
+        """Copy a gather's output (1-D: rank by rank, all parameters' padded shards) to the whole parameters."""
         if self._block is None or gathered is self._single:
             return
         self._allocate()
@@ -97,7 +97,7 @@ class UnshardedMemory:
             extension.unpack()
 
     def part(self, index: int, parts: int) -> torch.Tensor:
-        """Copy out the ``index``-th of ``parts`` equal parts of what a gather delivered, laid out as it was."""
+        """Copy the ``index``-th of ``parts`` equal parts of the gathered data, in the layout of the gather's output."""
         if any(extension.releases for extension in self._extensions):
             raise NotImplementedError(
                 "reshard_after_forward: expected True or False where gathered bytes are freed once they are unpacked, "
@@ -110,7 +110,7 @@ class UnshardedMemory:
         return torch.cat(cut, dim=1).view(-1)
 
     def free(self) -> None:
-        """Free the memory; tensors that autograd saved keep their identity and see the next gather's."""
+        """Free the memory; tensors that autograd saved keep their identity and see the next gather's data."""
         if self._block is not None:
             self._block.untyped_storage().resize_(0)
         for extension in self._extensions:
@@ -153,17 +153,17 @@ class ParamLayout(Protocol):
 
     @property
     def keeps_apart(self) -> bool:
-        """Whether one parameter's gradient may be handed out without the others'."""
+        """Whether one parameter's gradient can be written without the others'."""
         ...
 
     @property
     def packs(self) -> bool:
-        """Whether some parameter packs itself, so that what is gathered is known from its first packing on."""
+        """Whether some parameter packs itself, so that the gathered sizes are known only after its first packing."""
         return False
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What the memory of whole parameters is made for: changes where shards were moved or cast."""
+        """A key for the memory of whole parameters; it changes when shards are moved or cast."""
         ...
 
     @property
@@ -177,7 +177,7 @@ class ParamLayout(Protocol):
     def init_unsharded(
         self, *, dtype: torch.dtype | None, device: torch.device, on_gradient: Callable[[torch.Tensor], None]
     ) -> UnshardedMemory:
-        """Make the memory of whole parameters, in ``dtype`` where they are floating-point, on ``device``."""
+        """Allocate whole parameters on ``device``, in ``dtype`` if they are floating-point."""
         ...
 
     def copy_in(self, out: torch.Tensor) -> None:
@@ -186,7 +186,7 @@ class ParamLayout(Protocol):
     def copy_in_gradients(
         self, parameters: Sequence[FSDPParam], gradients: list[torch.Tensor], allocate: Allocate
     ) -> torch.Tensor:
-        """Lay whole gradients (plain, one per parameter) out rank by rank in memory (1-D) from ``allocate``.
+        """Copy whole gradients (plain, one per parameter) rank by rank into memory (1-D) from ``allocate``.
 
         Empties the list.
         """
@@ -195,15 +195,15 @@ class ParamLayout(Protocol):
     def parts(
         self, parameters: Sequence[FSDPParam], reduced: torch.Tensor
     ) -> Iterator[tuple[FSDPParam, torch.Tensor]]:
-        """Yield each parameter with its part of this rank's row of what was copied in for them, as a view (1-D)."""
+        """Yield each parameter with a view (1-D) of its part of this rank's reduced row."""
         ...
 
     def write_gradients(self, parameters: Sequence[FSDPParam], reduced: torch.Tensor) -> None:
-        """Add a reduced row to the gradients of what the optimizer owns, as views where there are none yet."""
+        """Add a reduced row to the gradients of the optimizer's parameters; missing gradients become views of it."""
 
 
 class PerParameterLayout:
-    """Each parameter is cut by itself; a rank sends its shards of all of them one after the other, each padded."""
+    """Cuts each parameter separately; a rank sends its padded shards one after the other."""
 
     keeps_apart = True
 
@@ -219,13 +219,13 @@ class PerParameterLayout:
 
     @property
     def packs(self) -> bool:
-        """Whether some parameter packs itself, so that what is gathered is known from its first packing on."""
+        """Whether some parameter packs itself, so that the gathered sizes are known only after its first packing."""
         if self._packs is None:
             self._packs = any(self.packs_itself(p) for p in self.parameters)
         return self._packs
 
     def packs_itself(self, parameter: ShardedParam) -> bool:
-        """Whether this parameter does."""
+        """Whether this parameter packs itself."""
         return has_extension(parameter)
 
     def reset_sharded_params(self) -> None:
@@ -234,8 +234,8 @@ class PerParameterLayout:
             self._adopt()
 
     def _adopt(self) -> None:
-        """Work out, once for all gathers until shards change again, what these copy."""
-        self._packs = None  # to be asked again
+        """Compute which tensors gathers copy, once until the shards change again."""
+        self._packs = None  # to be recomputed
         self.is_meta = any(p.local.is_meta for p in self.parameters)
         self.signature = storage_signature(self.parameters, is_shared=self._ranks == 1)
         is_simple = all(
@@ -248,7 +248,7 @@ class PerParameterLayout:
     def init_unsharded(
         self, *, dtype: torch.dtype | None, device: torch.device, on_gradient: Callable[[torch.Tensor], None]
     ) -> UnshardedMemory:
-        """Make one block for all; where nothing is gathered and nothing cast, it is the shards' own memory."""
+        """Allocate one block for all parameters; without gather and cast, use the shards' own memory."""
         packed = [p for p in self.parameters if self.packs_itself(p)]
         self._extensions = {p: Extension(p, self._mesh, self._dtypes) for p in packed}
         plain = [p for p in self.parameters if p not in self._extensions]
@@ -287,7 +287,7 @@ class PerParameterLayout:
         )
 
     def copy_in(self, out: torch.Tensor) -> None:
-        """Copy shards side by side, each padded to the size of the largest; byte for byte, if ``out`` is bytes.
+        """Copy shards side by side, each padded to the size of the largest, as raw bytes if ``out`` is bytes.
 
         ``out`` is this rank's part of the gather's output, so that the gather needs no input of its own.
         """
@@ -306,7 +306,7 @@ class PerParameterLayout:
             start = end
 
     def _sent(self, *, casts: bool) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yield what this rank sends, with the elements that each takes on the wire."""
+        """Yield the tensors that this rank sends, each with its number of elements in communication."""
         for parameter in self.parameters:
             local = parameter.local
             if extension := self._extensions.get(parameter):
@@ -318,7 +318,7 @@ class PerParameterLayout:
     def copy_in_gradients(
         self, parameters: Sequence[FSDPParam], gradients: list[torch.Tensor], allocate: Allocate
     ) -> torch.Tensor:
-        """Lay out as many rows as there are ranks, of all parameters' padded shards."""
+        """Fill one row per rank with all parameters' padded shards."""
         chosen = _sharded(parameters)
         sizes = [p.geometry.padded_numel for p in chosen]
         flat = allocate(self._ranks * sum(sizes))
@@ -339,7 +339,7 @@ class PerParameterLayout:
     def write_gradients(self, parameters: Sequence[FSDPParam], reduced: torch.Tensor) -> None:
         """Write to each parameter its part, without the padding."""
         chosen = _sharded(parameters)
-        # Where some gradients are there already, a view for one that is not would keep the memory of all.
+        # If only some gradients exist, a view as a missing one would keep the memory of all.
         is_copied = [p.sharded.grad is None for p in chosen]
         is_copied = [False] * len(chosen) if all(is_copied) else is_copied
         parts = reduced.split([p.geometry.padded_numel for p in chosen])
@@ -351,7 +351,7 @@ class PerParameterLayout:
 
 
 def storage_signature(parameters: Sequence[FSDPParam], *, is_shared: bool) -> tuple[object, ...]:
-    """Describe the shards: where they are too, if whole parameters may be the same memory."""
+    """Return a key of the shards, with their addresses if whole parameters may share their memory."""
     locals_ = [p.local for p in parameters]
     if is_shared:
         return tuple((local.dtype, local.device, local.data_ptr()) for local in locals_)

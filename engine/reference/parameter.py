@@ -1,4 +1,4 @@
-"""One managed parameter: what the optimizer owns of it, and the plain tensor that forward computes with."""
+"""One managed parameter: the optimizer's part of it, and the plain tensor that forward uses."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from shardproof.engine.reference.torch_private import (
     strided_shard,
 )
 
-# Attributes of parameters: that the original is managed, and the listener of what the optimizer owns.
+# Attributes of parameters: the mark of a managed original, and the listener of an optimizer's parameter.
 _MARK = "_is_sharded_elsewhere"
 _LISTENER = "_step_listener"
-_OWNERS = WeakTensorKeyDictionary()  # of unsharded parameters: weak references to their `FSDPParam`
+_OWNERS = WeakTensorKeyDictionary()  # unsharded parameters, with weak references to their `FSDPParam`
 
 
 def sharded_param_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return what the optimizer owns of a parameter that a module shows while it is gathered, else the parameter."""
+    """Return the optimizer's parameter behind a gathered one; return any other parameter itself."""
     reference = _OWNERS.get(parameter)
     owner: FSDPParam | None = None if reference is None else reference()
     return parameter if owner is None else owner.sharded_param
@@ -47,27 +47,27 @@ class ParamLocation:
     name: str
 
     def get(self) -> nn.Parameter | None:
-        """Return what is registered here now."""
+        """Return the parameter registered here now."""
         return self.module._parameters.get(self.name)
 
     def set(self, parameter: nn.Parameter) -> None:
-        """Register ``parameter`` here; past a plain setattr, which costs more than the rest of a switch."""
+        """Register ``parameter`` here; bypasses setattr, which costs more than the rest of a switch."""
         if type(self.module).__setattr__ is nn.Module.__setattr__:
             self.module._parameters[self.name] = parameter
         else:
             setattr(self.module, self.name, parameter)
 
     def show(self, tensor: torch.Tensor) -> None:
-        """Let the module read ``tensor`` under this name, and leave registered what is registered.
+        """Let the module read ``tensor`` under this name, and keep the registered parameter.
 
-        A module with a setattr of its own, such as nn.LSTM with its list of weights, learns of it by that.
+        Uses a module's own setattr, such as that of nn.LSTM with its list of weights.
         """
         if type(self.module).__setattr__ is not nn.Module.__setattr__:
             registered = self.get()
             setattr(self.module, self.name, tensor)
             if registered is None:
                 self.module._parameters.pop(self.name, None)
-            else:  # in its place: parameters keep their order
+            else:  # in the same place, so that parameters keep their order
                 self.module._parameters[self.name] = registered
         self.module.__dict__[self.name] = tensor
 
@@ -78,12 +78,12 @@ class ParamLocation:
 
 
 class StepListener:
-    """What to call after an optimizer has stepped over a parameter, held weakly; a copy or a pickle calls nothing.
+    """Holds a weak callback for optimizer steps over a parameter; a copy or a pickle has no callback.
 
-    [Note: stale parameters] Whole parameters that a group still holds are not those of the shards after a step.
-    Versions of tensors do not show that: optimizers that loop over tensors in C++ do not count there, and each rank
-    would decide alone about a gather, which is collective. So every sharded parameter carries a listener, and one hook
-    on all of torch's optimizers, which keeps no state, notifies those of the parameters that it was given.
+    [Note: stale parameters] After a step, whole parameters that a group still holds differ from the shards. Tensor
+    versions do not detect this: optimizers with loops in C++ do not increment them, and each rank would decide alone
+    about a gather, which is collective. So every sharded parameter has a listener. One stateless hook on all of
+    torch's optimizers notifies the listeners of the parameters that the optimizer has.
     """
 
     def __init__(self, on_step: Callable[[], None] | None = None) -> None:
@@ -97,7 +97,7 @@ class StepListener:
         setattr(parameter, _LISTENER, self)
 
     def notify(self) -> None:
-        """Call what was given, if it still exists."""
+        """Call the callback, if it still exists."""
         on_step = None if self._on_step is None else self._on_step()
         if on_step is not None:
             on_step()
@@ -115,20 +115,20 @@ register_optimizer_step_post_hook(_optimizer_hook)
 
 
 def placeholder_grad(parameter: torch.Tensor) -> torch.Tensor:
-    """Make a gradient of zeros, in the memory of one, that stands for what is accumulated elsewhere."""
+    """Return a placeholder for an accumulating gradient: zeros that take the memory of one element."""
     return torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
 def is_placeholder(gradient: torch.Tensor) -> bool:
-    """Whether a gradient was made by `placeholder_grad`: nothing can be added to its memory."""
+    """Whether `placeholder_grad` made a gradient; no value can be added in place to it."""
     return gradient.dim() > 0 and not any(gradient.stride())
 
 
 class FSDPParam(ABC):
-    """A parameter in its two forms: this rank's part of it, and the whole of it while it is gathered.
+    """A parameter in its two forms: this rank's part, and the whole parameter while it is gathered.
 
     ``unsharded_param`` is made once per home in memory and keeps its identity, because autograd saves it in forward and
-    reads it in backward: only the memory beneath it comes and goes.
+    reads it in backward: only its memory is allocated and freed.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class FSDPParam(ABC):
         self.is_tied_elsewhere = getattr(origin, _MARK, False)
         setattr(origin, _MARK, True)
         self.unsharded_param: nn.Parameter | None = None
-        self._required_grad = False  # when both were last alike
+        self._required_grad = False  # when both last agreed
         self._grad_dtypes: tuple[torch.dtype | None, ...] = ()  # the one set for gradients, if any
         self._step_listener = StepListener()
         self.inner = _described(origin)
@@ -164,13 +164,13 @@ class FSDPParam(ABC):
 
     @property
     def grad_dtype(self) -> torch.dtype | None:
-        """Of reduced gradients, and where nothing else is asked for of those that wait; None: as they come."""
+        """The dtype of reduced gradients, and by default of held ones; None: the dtype in which they arrive."""
         return self._grad_dtypes[0] if self._grad_dtypes else self.local.dtype
 
     @property
     @abstractmethod
     def sharded_param(self) -> nn.Parameter:
-        """What the optimizer updates: the part as a parameter, or a parameter that it lies in."""
+        """The optimizer's parameter: this rank's part, or a parameter that contains it."""
 
     @abstractmethod
     def current(self) -> torch.Tensor:
@@ -186,7 +186,7 @@ class FSDPParam(ABC):
 
     @abstractmethod
     def accumulate_sharded_grad(self, local: torch.Tensor) -> None:
-        """Add a reduced gradient (this rank's part) to that of what the optimizer owns."""
+        """Add a reduced gradient (this rank's part) to the gradient of the optimizer's parameter."""
 
     @abstractmethod
     def _whole(self, memory: torch.Tensor) -> torch.Tensor:
@@ -208,7 +208,7 @@ class FSDPParam(ABC):
         self._hook()
 
     def sync_requires_grad(self) -> None:
-        """Freeze or thaw the whole parameter and the optimizer's alike: the caller changed what modules showed."""
+        """Set the same requires_grad on the whole and the optimizer's parameter after the caller changed one."""
         whole, owned = self.unsharded_param, self.sharded_param
         assert whole is not None
         if whole.requires_grad != self._required_grad:
@@ -230,9 +230,9 @@ class FSDPParam(ABC):
             whole.grad = whole.grad.to(dtype)
 
     def pop_unsharded_grad(self, dtype: torch.dtype | None) -> torch.Tensor:
-        """Return, and forget, the unsharded gradient: plain, of shape ``shape``; zeros if there is none.
+        """Return and drop the unsharded gradient: plain, of shape ``shape``; zeros if there is none.
 
-        ``dtype`` is that of a reduction over tensor-parallel ranks, should one be needed.
+        ``dtype`` is the dtype of a reduction over tensor-parallel ranks, if one is needed.
         """
         whole = self.unsharded_param
         assert whole is not None
@@ -242,17 +242,17 @@ class FSDPParam(ABC):
         return self._plain(gradient, dtype)
 
     def laid_out(self, whole: torch.Tensor) -> torch.Tensor:
-        """Wrap what data-parallel ranks share as the DTensor of other axes that the parameter was, if it was one."""
+        """Wrap the data-parallel part as a DTensor over the other axes, if the parameter was a DTensor."""
         return whole if self.inner is None else sharded_like(self.inner, whole)
 
     def drop_unsharded_grad(self) -> None:
-        """Forget unsharded gradients: those of an iteration that failed."""
+        """Drop the unsharded gradients of a failed iteration."""
         if self.unsharded_param is not None:
             self.unsharded_param.grad = None
 
     def _hook(self) -> None:
         if self.unsharded_param is not None and self.unsharded_param.requires_grad and not self._is_hooked:
-            # Weak: the collector does not see a cycle that leads through autograd's hooks.
+            # Weak, because the garbage collector does not find a cycle through autograd's hooks.
             arrive = weakref.WeakMethod(self._on_gradient)
 
             def on_gradient(unsharded: torch.Tensor) -> None:
@@ -267,7 +267,7 @@ class FSDPParam(ABC):
         """Return this rank's part of a tensor-parallel gradient, laid out as the parameter is."""
         if not isinstance(gradient, DTensor) or self.inner is None:
             return gradient
-        # Over axes of data it is reduced by the engine, whatever part of the sum it is.
+        # The engine reduces it over the data axes, even if it is a partial sum.
         pairs = enumerate(zip(gradient.placements, self.inner.placements, strict=True))
         placements = tuple(fresh if axis in self._data_axes else own for axis, (fresh, own) in pairs)
         if gradient.placements != placements:
@@ -299,7 +299,7 @@ class ShardedParam(FSDPParam):
         self._adopt_grad_dtype(sharded)
         self._seen = _fingerprint(sharded)
         self.geometry = geometry
-        self.keeps_dtype = False  # where the others of the unit compute in another one
+        self.keeps_dtype = False  # although the unit's others compute in another dtype
 
     @property
     def sharded_param(self) -> nn.Parameter:
@@ -336,7 +336,7 @@ class ShardedParam(FSDPParam):
         return True
 
     def _adopt_grad_dtype(self, found: nn.Parameter) -> None:
-        """Keep what parameters set for gradients: one that was converted or loaded lacks what was set before."""
+        """Keep the parameter's grad_dtype, which conversion and loading lose."""
         for parameter in (self.sharded, found):
             if sets_grad_dtype(parameter):
                 self._grad_dtypes = (parameter.grad_dtype,)
@@ -344,7 +344,7 @@ class ShardedParam(FSDPParam):
             found.grad_dtype = self._grad_dtypes[0]
 
     def init_from(self, whole: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
-        """Make the unsharded parameter of what an extension unpacked, which may end in padding."""
+        """Make the unsharded parameter from an extension's result, which may end in padding."""
         if whole.shape != self.shape:
             whole = torch.as_strided(whole, self.shape, self.geometry.whole_stride, storage_offset=0)
         self._init_from(self.laid_out(whole), on_gradient)
@@ -382,23 +382,23 @@ class ShardedParam(FSDPParam):
         return self.sharded
 
     def _whole(self, memory: torch.Tensor) -> torch.Tensor:
-        # .data: a version counter of its own, so that gathering again does not look to autograd like an
-        # in-place change of what forward saved.
+        # .data has its own version counter, so that autograd does not treat another gather as an in-place
+        # change of a tensor that forward saved.
         return self.laid_out(self.geometry.whole_part(memory).data)
 
 
 def _fingerprint(sharded: nn.Parameter) -> tuple[object, ...]:
-    """Describe a sharded parameter so that a move, a cast or another dtype of gradients shows."""
+    """Return a key of a sharded parameter that changes with a move, a cast or another grad_dtype."""
     if not isinstance(sharded, DTensor):
         return ()
     local = local_tensor(sharded)
-    # Subclasses that pack themselves may have no memory of their own; what packs may be an attribute, too.
+    # Subclasses that pack themselves may have no memory of their own, or keep the packed tensor as an attribute.
     address = local.data_ptr() if type(local) is torch.Tensor else 0
     return id(local), address, local.dtype, len(vars(local)), sharded.grad_dtype
 
 
 def _described(origin: nn.Parameter) -> DTensor | None:
-    """Keep how a parameter lay on ranks before it was sharded, without its memory."""
+    """Return a parameter's DTensor layout from before sharding, without its memory."""
     detached: torch.Tensor = origin.detach()
     if not isinstance(detached, DTensor):
         return None
@@ -419,7 +419,7 @@ def cut_parameter(
     shard = geometry.shard_of(local_part(parameter)).clone(memory_format=torch.contiguous_format)
     spread = _over_all_axes(shard, whole, mesh, geometry.dim)
     if not shard.is_meta:
-        kept = shard.to(home)  # from_local moves what lies elsewhere to the mesh
+        kept = shard.to(home)  # from_local moves other tensors to the mesh's device
         spread = sharded_like(spread, kept.pin_memory() if pins else kept)
     if shard.is_complex():
         _keep_complex_views_in_place()
@@ -438,7 +438,7 @@ def cut_parameter(
 
 
 def _over_all_axes(shard: torch.Tensor, whole: torch.Tensor, mesh: DataMesh, dim: int) -> DTensor:
-    """Wrap this rank's shard as a DTensor over the data-parallel axes and those it already lay on."""
+    """Wrap this rank's shard as a DTensor over the data-parallel axes and its earlier axes."""
     device_mesh = mesh.mesh
     inner: tuple[Placement, ...] = ()
     placement: Placement = Shard(dim)
@@ -469,11 +469,11 @@ def _inner_shards(whole: DTensor, dim: int) -> int:
 
 @cache  # once in a process
 def _keep_complex_views_in_place() -> None:
-    """Let DTensor take ``view_as_real`` of a shard where it lies.
+    """Make DTensor run ``view_as_real`` on a shard in place.
 
     [Note: views of complex shards] Adam and others update a complex parameter through ``torch.view_as_real``, which
-    DTensor takes for a split of the last dim. Where this is the dim that is sharded, as of a bias, and ranks have
-    different numbers of elements, it gathers them first: the view is of a copy, and the optimizer's update is lost.
-    Yet both parts of a number lie where the number does.
+    DTensor treats as a split of the last dim. If that dim is sharded, as of a bias, and ranks have different numbers
+    of elements, DTensor gathers them first: the view is of a copy, and the optimizer's update is lost. The gather is
+    unnecessary, because both parts of a complex number are on the same rank.
     """
     run_where_shards_lie(torch.ops.aten.view_as_real.default)

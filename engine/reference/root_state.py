@@ -1,4 +1,4 @@
-"""What the FSDPStates below one root share: in which order they run, and when a forward or backward begins and ends."""
+"""State shared by the FSDPStates below one root: their order, and the start and end of forward and backward."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ _MOST_FORWARDS_AHEAD = 1024
 
 
 class SharedState(Protocol):
-    """What a `RootState` asks of each state that shares it."""
+    """The interface that `RootState` needs of each state that shares it."""
 
     backward_positions: list[int]
-    """Where the state stands in the order of forwards, for each backward that is still to come."""
+    """The state's positions in the order of forwards, one for each pending backward."""
 
     @property
     def param_groups(self) -> tuple[FSDPParamGroup, ...]:
         """The communication groups of the state."""
 
     def drop_prefetch(self) -> None:
-        """Free what was gathered on a prediction that did not come true."""
+        """Free parameters that a wrong prediction gathered."""
 
     def end_partial_forward(self) -> None:
-        """Free what a forward left whole because not all modules of the state ran in it."""
+        """Free parameters that stayed whole because a forward did not run all modules of the state."""
 
     def finish_backward(self, *, frees: bool, is_last: bool) -> None:
-        """Do what is left at the end of backward."""
+        """Finish at the end of backward."""
 
     def leave_backward(self, *, frees: bool) -> None:
-        """Do what is left at the end of a backward that the caller finalizes."""
+        """Finish at the end of a backward that the caller finalizes."""
 
     def reset(self) -> None:
         """Forget an iteration that failed."""
@@ -42,11 +42,11 @@ State = TypeVar("State", bound=SharedState)
 
 
 class RootState(Generic[State]):
-    """The states of one root, and the order in which they run; made when the root first runs.
+    """The states of one root, and the order in which they run; created when the root first runs.
 
-    [Note: recorded order] In forward the next gather is predicted from the root's last forward, as long as the
-    present one follows it. In backward states run in the reverse of the order in which they left forward.
-    A wrong prediction costs a gather, never a result.
+    [Note: recorded order] In forward the root's last forward predicts the next gather, as long as the current
+    forward follows the same order. In backward, states run in the reverse of the order in which they left forward.
+    A wrong prediction costs a gather, but does not change results.
     """
 
     def __init__(self, root: State, states: tuple[State, ...], comm_ctx: CommContext) -> None:
@@ -66,7 +66,7 @@ class RootState(Generic[State]):
         self.choose_most_in_flight()
 
     def choose_most_in_flight(self) -> None:
-        """Let as many reductions hold their inputs as the most generous group was given."""
+        """Limit the reductions that hold their inputs by the largest limit of any group."""
         self.comm_ctx.most_in_flight = max(
             (group.most_in_flight for state in self.states for group in state.param_groups), default=1
         )
@@ -79,38 +79,38 @@ class RootState(Generic[State]):
     # Forward ----------------------------------------------------------------------------------------------
 
     def enter_forward(self, state: State) -> bool:
-        """Record that ``state`` starts to run; return whether it is the outermost one, so that a forward begins."""
+        """Record that ``state`` starts to run; return whether it is the outermost one, which begins a forward."""
         begins = self._outermost in {None, state}
         if begins:
             self.comm_ctx.check_finished("forward")
             self._outermost = state
-            self._backward_runs = False  # where an exception ended one
+            self._backward_runs = False  # an exception may have ended one
             self._this_forward = []
             self._follows = state is self.root
             self._forget_old_forwards()
-            self._left_forward.append(None)  # nothing is prefetched across two forwards
+            self._left_forward.append(None)  # no prefetch across two forwards
         return begins
 
     def _forget_old_forwards(self) -> None:
-        """Keep the order from growing where forwards are run with autograd and never a backward."""
+        """Limit the recorded order when forwards run with autograd but never a backward."""
         if len(self._left_forward) > _MOST_FORWARDS_AHEAD * (len(self.states) + 1):
             self._left_forward.clear()
             for state in self.states:
                 state.backward_positions.clear()
 
     def record_all_gather(self, state: State) -> None:
-        """Record that ``state`` needs a gather: those come in one order on all ranks, as collectives must."""
+        """Record that ``state`` needs a gather; like all collectives, gathers have the same order on all ranks."""
         self._follows = self.next_in_forward() is state
         self._this_forward.append(state)
 
     def next_in_forward(self) -> State | None:
-        """Predict which state gathers next, if anything is known."""
+        """Predict which state gathers next, or return None."""
         position = len(self._this_forward)
         is_known = self._follows and position < len(self._recorded_forward)
         return self._recorded_forward[position] if is_known else None
 
     def leave_forward(self, state: State) -> None:
-        """Record that ``state`` has run; where it was the outermost one, the forward is over."""
+        """Record that ``state`` has run; if it is the outermost one, the forward is over."""
         if state is not self._outermost:
             return
         self._outermost = None
@@ -131,7 +131,7 @@ class RootState(Generic[State]):
     def next_in_backward(self, position: int) -> State | None:
         """Return the last state before ``position`` in the order of forwards whose backward is still to come.
 
-        The states inside a state left forward before it did, yet their backward is over by the end of its own.
+        Nested states leave forward before their parent, but their backward ends before their parent's.
         """
         if position >= len(self._left_forward):
             return None
@@ -144,8 +144,8 @@ class RootState(Generic[State]):
     def enter_backward(self, *, of_state: bool) -> None:
         """Queue ``_leave_backward`` for the end of the running backward, once for each.
 
-        ``of_state``: a state's own backward starts, which ends what forward left whole. Without one, a gradient
-        came from a module that ran on parameters that its state keeps whole for a backward still to come.
+        ``of_state``: a state's own backward starts, which ends partial forwards. Otherwise a gradient came from a
+        module that ran on parameters that its state keeps whole for a later backward.
         """
         if not inside_backward():
             return
@@ -158,7 +158,7 @@ class RootState(Generic[State]):
         self._backward_runs = False
         frees, self._frees_after_backward = self._frees_after_backward, False
         if frees:
-            self._outermost = None  # where modules of one state ran in part
+            self._outermost = None  # only some modules of one state may have run
         if self.is_finalized_by_hand:
             self.awaits_finalization = True
             for state in reversed(self.states):
@@ -173,7 +173,7 @@ class RootState(Generic[State]):
             self.comm_ctx.finish()
 
     def finalize(self) -> None:
-        """Reduce what backwards have left, and end the iteration; the reductions are still to be waited for."""
+        """Reduce the remaining gradients, and end the iteration; the caller waits for the reductions."""
         for state in self.states:
             for group in state.param_groups:
                 group.check_reduces_wholly()

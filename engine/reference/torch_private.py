@@ -1,4 +1,4 @@
-"""Everything used of torch beneath its public surface, with the reason; nothing else in the engine does."""
+"""All uses of private torch APIs in this engine, with the reason."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def chunk_cat(tensors: list[torch.Tensor], out: torch.Tensor) -> None:
     """Fill ``out`` (rows, columns) with each tensor's equal chunks of dim 0, one in a row, padded with zeros.
 
-    The public ways need two operators for each tensor.
+    The public API needs two operators for each tensor.
     """
     if len({tensor.dtype for tensor in tensors}) > 1:
         tensors = [tensor.to(out.dtype) for tensor in tensors]
@@ -58,13 +58,13 @@ def chunk_cat(tensors: list[torch.Tensor], out: torch.Tensor) -> None:
 
 
 def eager(method: Callable[P, T]) -> Callable[P, T]:
-    """Run a hook as it is where its module is compiled; decided late, for a disabled function loads the compiler."""
+    """Run a hook uncompiled in a compiled module; decides late, because disabling a function loads the compiler."""
     uncompiled: Callable[P, T] | None = None
 
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         nonlocal uncompiled
-        if not torch.compiler.is_compiling():  # which the compiler takes for True where it traces
+        if not torch.compiler.is_compiling():  # the compiler traces this as True
             return method(*args, **kwargs)
         if uncompiled is None:
             uncompiled = torch.compiler.disable(method)
@@ -79,15 +79,15 @@ def inside_backward() -> bool:
 
 
 def local_tensor(sharded: DTensor) -> torch.Tensor:
-    """Return the very tensor that ``sharded`` wraps; ``to_local`` of a parameter returns a new one each time."""
+    """Return the tensor itself that ``sharded`` wraps; ``to_local`` of a parameter returns a new one each time."""
     return sharded._local_tensor
 
 
 def run_where_shards_lie(operator: Any) -> None:
-    """Let DTensor run an operator of one tensor on its shards, of whatever sizes, for good.
+    """Make DTensor run an operator of one tensor on its shards, of any sizes, permanently.
 
-    ``register_sharding``, the public way, leaves shards out where there are more ranks than elements. Raises
-    RuntimeError where torch has no such strategies: the operator would then run on gathered copies.
+    ``register_sharding``, the public API, skips shards if there are more ranks than elements. Raises RuntimeError if
+    torch has no such strategies, because the operator would then run on gathered copies.
     """
     try:
         from torch.distributed.tensor._op_schema import OpSpec, OpStrategy
@@ -99,14 +99,14 @@ def run_where_shards_lie(operator: Any) -> None:
             f"{torch.__version__} does not have: {error}"
         ) from error
 
-    # Any, for both: the schema of a call and its result, whose classes differ between releases.
+    # Any for both: the classes of a call's schema and of its result differ between releases.
     def as_the_input_lies(schema: Any) -> Any:
         (given,) = (argument for argument in schema.args_schema if isinstance(argument, OpStrategy))
         return OpStrategy([kept(given.strategies, i) for i in range(len(given.strategies))])
 
     def kept(choices: Any, chosen: int) -> Any:
         spec = choices[chosen].output_spec
-        # Only the input that lies so already: to move another there first is what must not happen.
+        # Accept only an input with this placement: another one must not be redistributed first.
         costs = [0.0 if i == chosen else math.inf for i in range(len(choices))]
         return OpSpec(output_specs=spec, input_specs=[spec], redistribute_cost=[costs])
 
@@ -117,7 +117,7 @@ _KNOWS_OVERRIDES = hasattr(torch.Tensor, "_has_grad_dtype_override")  # since to
 
 
 def sets_grad_dtype(parameter: torch.Tensor) -> bool:
-    """Whether a parameter sets a dtype for its gradients; before torch 2.15, one that is not its own shows it alone."""
+    """Whether a parameter sets grad_dtype; before torch 2.15, only one that differs from its own dtype shows this."""
     if _KNOWS_OVERRIDES:
         return bool(getattr(parameter, "_has_grad_dtype_override"))  # noqa: B009 -- older releases do not type it
     return parameter.grad_dtype != parameter.dtype

@@ -1,8 +1,8 @@
-"""ZeRO-2 over whole parameters: each rank reduces, keeps and updates an even piece of every parameter, then shares it.
+"""ZeRO-2 over whole parameters: each rank reduces, keeps and updates a piece of every parameter, then shares it.
 
-A piece is a view of the flattened parameter, so the optimizer writes into the parameter itself; with offload it is a
-copy on the host, and so are its gradient and state. All pieces of a parameter are of one length but the last, which is
-shorter where the ranks do not divide the parameter.
+A piece is a view of the flattened parameter, so the optimizer writes into the parameter itself. With offload it is a
+copy on the host, and so are its gradient and state. All pieces of a parameter have equal length, except that the last
+is shorter if the ranks do not divide the parameter.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-# torch 2.13 gave the flat collectives new names and deprecated these, which older releases have alone.
+# torch 2.13 renamed the flat collectives and deprecated these names; older releases have only these.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnPiece:
-    """A parameter, the piece of it that this rank updates, and where that begins in the flattened whole.
+    """A parameter, the piece of it that this rank updates, and the piece's start in the flattened parameter.
 
-    Rank 0 has the piece of number ``turn``, and each rank the one after that of the rank before.
+    Rank 0 has piece number ``turn``, and each rank has the piece after the previous rank's.
     """
 
     parameter: nn.Parameter
@@ -37,7 +37,7 @@ class OwnPiece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduction:
-    """A reduction in flight, what it reads meanwhile, and the sum over ranks that it will leave."""
+    """A reduction in flight, its input, and its output: the sum over ranks."""
 
     piece: OwnPiece
     work: dist.Work
@@ -48,9 +48,9 @@ class Reduction:
 class Zero2:
     """A module whose gradients and optimizer state are sharded over the ranks of a group.
 
-    ``overlaps``: each gradient is reduced once backward has it, else all of them after backward. ``takes_turns``: the
-    ranks' pieces lie one further in each parameter than in the one before, so that the short ones are of all ranks.
-    ``offloads``: the optimizer updates copies on the host, from which the parameters are set.
+    ``overlaps``: each gradient is reduced as soon as backward has computed it, else all after backward.
+    ``takes_turns``: the ranks' pieces shift by one from each parameter to the next, to distribute the short pieces.
+    ``offloads``: the optimizer updates copies on the host, which are then copied to the parameters.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Zero2:
             name: self._piece(parameter, index % group.size() if takes_turns else 0)
             for index, (name, parameter) in enumerate(trained)
         }
-        # Of all ranks alike, and roughly that in which backward has gradients.
+        # Equal on all ranks, and roughly the order in which backward computes gradients.
         self._order = tuple(reversed(self.pieces.values()))
         self._arrived: set[int] = set()
         for piece in self._order if overlaps else ():
@@ -84,7 +84,7 @@ class Zero2:
         return self._group.rank()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run backward; outside `no_sync` reduce what has accumulated, and keep this rank's pieces of it alone."""
+        """Run backward; outside `no_sync` reduce the accumulated gradients, and keep only this rank's pieces."""
         loss.backward()
         if self._is_synchronising:
             self.reduce()
@@ -99,9 +99,9 @@ class Zero2:
             self._is_synchronising = True
 
     def reduce_early(self, piece: OwnPiece, _: torch.Tensor) -> None:
-        """Start to reduce gradients as they arrive, with what has accumulated before, unless `no_sync` holds them back.
+        """Start to reduce accumulated gradients as they arrive, unless `no_sync` holds them back.
 
-        One waits for those that come before it in the order of all ranks: a rank may use parameters in another one.
+        A gradient waits for its predecessors in the common order, because ranks may use parameters in different orders.
         """
         if not self._is_synchronising:
             return

@@ -1,7 +1,7 @@
-"""One rank's data for one microbatch: rows of tensors, or whatever a model of the user's takes.
+"""One rank's data for one microbatch: rows of tensors, or any batch that a user's model takes.
 
 [Note: arguments of any form] Scripts pass ``batch.inputs`` to forward, one by one. A `ModelBatch` is its own only
-input: it stands for all arguments, and `arguments_of` spells them out where the model is called.
+input. It stands for all arguments, and `arguments_of` returns them where the model is called.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 import torch
 
-# Large primes apart, so that no two places of a training share a seed.
+# Large primes, far apart, so that no two microbatches of a training share a seed.
 _STEP, _MICROBATCH, _RANK = 1_000_003, 10_007, 101
 
 
 def microbatch_seed(seed: int, *, step: int, microbatch: int, rank: int) -> int:
-    """Return the seed of one microbatch on one rank, in the training that ``seed`` stands for."""
+    """Return the seed of one microbatch on one rank; ``seed`` is that of the training."""
     return seed * _STEP * 31 + step * _STEP + microbatch * _MICROBATCH + rank * _RANK
 
 
@@ -30,21 +30,21 @@ class Batch(Protocol):
 
     @property
     def target(self) -> torch.Tensor:
-        """What the loss compares the output with, rows first."""
+        """The tensor that the loss compares the output with, rows first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """Tensors of as many rows each."""
+    """Tensors with the same number of rows."""
 
     inputs: tuple[torch.Tensor, ...]
     target: torch.Tensor
 
 
-# Any, from here on: a batch of the user's is any tree of tensors and other values.
+# Any, from here on: a user's batch is any tree of tensors and other values.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelBatch:
-    """What a user's ``batch()`` returned: a mapping of keyword arguments, a tuple of arguments, or the only one."""
+    """The return value of a user's ``batch()``: a mapping of keyword arguments, a tuple, or one argument."""
 
     given: Any
 
@@ -72,7 +72,7 @@ def arguments_of(inputs: Sequence[Any]) -> tuple[tuple[Any, ...], Mapping[str, A
 
 
 def tensors_of(batch: Batch) -> Iterator[torch.Tensor]:
-    """Yield every tensor of a batch, in an order that is the same each time."""
+    """Yield every tensor of a batch, always in the same order."""
     if isinstance(batch, ModelBatch):
         yield from tensors_in(batch.given)
     else:

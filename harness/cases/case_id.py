@@ -1,4 +1,4 @@
-"""Case ids: what a pytest node id says of a case, and the inventory of all cases that the suites hold."""
+"""Case ids: the parts of a pytest node id, and the inventory of all cases in the suites."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CELL = re.compile(r"\[(?P<engine>.+)@(?P<world>[a-z]+:\d+(?::[a-z]+)?)(?:-(?P<r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One case in one cell, as pytest spells it: ``suites/parity/test_x.py::test_y[ENGINE@WORLD-rest]``."""
+    """One case in one cell, in pytest's spelling: ``suites/parity/test_x.py::test_y[ENGINE@WORLD-rest]``."""
 
     nodeid: str
     engine: str
@@ -23,7 +23,7 @@ class Node:
 
     @classmethod
     def parse(cls, nodeid: str) -> Node | None:
-        """Read a node id; None for a test that judges no engine."""
+        """Parse a node id; None for a test that judges no engine."""
         match = _CELL.search(nodeid)
         if match is None:
             return None
@@ -34,12 +34,12 @@ class Node:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What identifies the record of this case."""
+        """The key of this case's record."""
         return (self.engine, self.case, self.world)
 
     @property
     def command(self) -> str:
-        """The command that repeats this one case: of our suites from any folder, else from where pytest was called."""
+        """The command that reruns this case: from any folder for our suites, else from where pytest was called."""
         where = ("--engine", self.engine, "--world", self.world)
         if (SUITES / self.case.partition("::")[0]).is_file():
             return shlex.join(["shardproof", "run", "--case", self.case, *where])
@@ -50,13 +50,13 @@ SUITES = Path(__file__).resolve().parents[2] / "suites"
 
 
 def _below_suites(stem: str) -> str:
-    """Leave out how pytest came to one of our files: by a path from wherever it was called."""
+    """Remove the path by which pytest was called from the id of one of our files."""
     inner = stem.rpartition("suites/")[2]
     return inner if (SUITES / inner.partition("::")[0]).is_file() else stem.removeprefix("suites/")
 
 
 def node_of(case: str, engine: str, world: str) -> str:
-    """Return what pytest calls a case of our suites in one cell, for its command line."""
+    """Return pytest's node id of a case of our suites in one cell, for its command line."""
     stem, _, parameters = case.partition("[")
     rest = f"-{parameters.removesuffix(']')}" if parameters else ""
     return f"{SUITES}/{stem}[{engine}@{world}{rest}]"
@@ -64,10 +64,10 @@ def node_of(case: str, engine: str, world: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalogue:
-    """The ids of the cases that a session collected, those included that no world of the session suits.
+    """The ids of the cases that a session collected, including those that fit no world of the session.
 
-    ``is_whole``: these are all there are; every file of the suites was collected, and no case was
-    left out by its name, its marks or its place. ``is_sharded``: other runs run the rest of them.
+    ``is_whole``: every file of the suites was collected, and no case was left out by its name, its marks or its path.
+    ``is_sharded``: other runs run the remaining cases.
     """
 
     cases: frozenset[str] = frozenset()
@@ -75,17 +75,17 @@ class Catalogue:
     is_sharded: bool = False
 
     def narrowed(self) -> Catalogue:
-        """The same cases, known to be a selection."""
+        """Return the same cases, marked as a selection."""
         return replace(self, is_whole=False)
 
 
 def files() -> frozenset[str]:
-    """List the files that hold cases, as their ids name them."""
+    """List the files that contain cases, in the spelling of case ids."""
     return frozenset(file.relative_to(SUITES).as_posix() for file in SUITES.rglob("test_*.py"))
 
 
 def collected(nodeids: Iterable[str], arguments: Sequence[str]) -> Catalogue:
-    """Return from pytest's node ids, and from the arguments that it was called with, what was collected."""
+    """Return the collected cases, from pytest's node ids and the arguments that it was called with."""
     found = list(nodeids)
     cases = frozenset(node.case for nodeid in found if (node := Node.parse(nodeid)))
     seen = {nodeid.partition("::")[0].removeprefix("suites/") for nodeid in found}

@@ -1,10 +1,11 @@
 """Digests of content: of values, of the code that they call, and of the globals that this code reads.
 
-Definitions of torch, the standard library, installed packages and the harness are known by name: an installation does
-not change. Everything else is known by its bytecode and its values, so that two things of one name differ.
+Definitions of torch, the standard library, installed packages and the harness are hashed by name, because an
+installation does not change. Everything else is hashed by its bytecode and its values, so that two definitions with the
+same name differ.
 
 [Note: what has no digest] A digest must not be guessed. An object that pickle cannot take apart, such as a C callable
-bound to hidden state, has none, and neither has anything that contains it.
+bound to hidden state, has none. Neither has an object that contains one.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from typing import Any
 
 import torch
 
-# Packages whose definitions are known by name, beside the standard library and what is installed.
+# Packages whose definitions are hashed by name, beside the standard library and installed packages.
 _NAMED_PACKAGES = ("torch", "shardproof.harness", "shardproof.engine")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
-# Members of a class that say nothing about what it does, or that are made from other members.
+# Members of a class that do not affect its behaviour, or that are derived from other members.
 _UNREAD_MEMBERS = frozenset(
     {
         "__doc__",
@@ -52,18 +53,18 @@ _UNREAD_MEMBERS = frozenset(
         "__non_callable_proto_members__",
     }
 )
-# How many levels of containers a value may have; code is not nested, however long its calls are.
+# The maximum nesting of containers in a value. Code does not nest, however long its chain of calls is.
 _MAX_DEPTH = 150
 
 
 class _NoDigestError(Exception):
-    """Some part of a value cannot be taken apart."""
+    """A part of a value cannot be taken apart."""
 
 
 def content_digest(value: object) -> str | None:
     """Return a hash of a value and of all code that it refers to; None where a part of it cannot be read.
 
-    Processes agree on it whatever their hash seed is, as long as they run the same release of Python.
+    Processes that run the same release of Python agree on it, whatever their hash seed is.
     """
     try:
         return _Digest().of(value)
@@ -72,7 +73,7 @@ def content_digest(value: object) -> str | None:
 
 
 class _Digest:
-    """A hash in the making. Functions and classes are numbered where they are first met and read at the end."""
+    """A hash under construction. Functions and classes are numbered when they are first met and read at the end."""
 
     def __init__(self, known: dict[int, int] | None = None) -> None:
         self._hash = hashlib.sha256()
@@ -83,7 +84,7 @@ class _Digest:
         self._depth = 0
 
     def of(self, value: object) -> str:
-        """Read a value and then all definitions that it led to."""
+        """Read a value and then all definitions that it refers to."""
         self._add(value)
         while self._unread:
             number, definition = self._unread.popleft()
@@ -95,7 +96,7 @@ class _Digest:
         return self._hash.hexdigest()
 
     def _emit(self, *texts: str | bytes) -> None:
-        """Write texts so that no two sequences of them look alike."""
+        """Write texts so that two different sequences never produce the same bytes."""
         for text in texts:
             data = text.encode() if isinstance(text, str) else text
             self._hash.update(b"%d:" % len(data) + data)
@@ -129,7 +130,7 @@ class _Digest:
         self._depth -= 1
 
     def _refer(self, definition: Any) -> None:  # Any: a function or a class
-        """Write the name of a definition, or the number under which its content follows."""
+        """Write the name of a definition, or the number of its content, which follows later."""
         if _is_named(definition):
             self._emit("name", str(definition.__module__), definition.__qualname__)
         elif id(definition) in self._number:
@@ -145,7 +146,7 @@ class _Digest:
         return number
 
     def _once(self, value: object) -> None:
-        """Read an object by what pickle makes of it, and refer to it where it is met again."""
+        """Read an object by its pickle reduction, and write a reference when it is met again."""
         if id(value) in self._number:
             self._emit("again", str(self._number[id(value)]))
             return
@@ -163,7 +164,7 @@ class _Digest:
                 self._add(part)
 
     def _add_global(self, value: Any, name: str) -> None:  # Any: of any type at all
-        """Read what pickle knows by name alone: a cached function, a dtype, a type variable."""
+        """Read an object that pickle knows by name alone: a cached function, a dtype, a type variable."""
         wrapped = getattr(value, "__wrapped__", None)
         if wrapped is not None:
             self._add(wrapped)
@@ -173,7 +174,7 @@ class _Digest:
             raise _NoDigestError(f"{name} of type {type(value).__qualname__}")
 
     def _add_bound(self, method: Any) -> None:  # Any: a method, or a function of C
-        """Read a method with the object that it is bound to; a function of C is its name."""
+        """Read a method with the object that it is bound to; a C function is hashed by its name."""
         owner = method.__self__
         if isinstance(method, types.MethodType):
             self._emit("method")
@@ -204,7 +205,7 @@ class _Digest:
         self._emit(*sorted(_Digest(self._number).of(member) for member in members), "end")
 
     def add_mutable(self, values: Any) -> None:  # Any: a list or a dictionary, which may contain itself
-        """Read a container, and refer to it inside itself."""
+        """Read a container, and write a reference where it contains itself."""
         if id(values) in self._number:
             self._emit("again", str(self._number[id(values)]))
             return
@@ -235,7 +236,7 @@ class _Digest:
                 self._add_read(name, function.__globals__[name], names)
 
     def _add_read(self, name: str, value: Any, names: list[str]) -> None:  # Any: a global
-        """Read a global; of a module of ours also the attributes that the function may read."""
+        """Read a global; for a module of ours also the attributes that the function may read."""
         self._emit("global", name)
         self._add(value)
         if isinstance(value, types.ModuleType) and not _is_package_named(value.__name__):
@@ -248,7 +249,7 @@ class _Digest:
             del self._number[id(value)]  # another function may read other attributes
 
     def _add_code(self, code: types.CodeType) -> None:
-        """Read bytecode; where it stands in a file changes nothing."""
+        """Read bytecode; its position in a file does not matter."""
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
         self._emit("code", code.co_name, repr(counts), code.co_code, code.co_exceptiontable)
         for names in (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_consts):
@@ -277,7 +278,7 @@ _READERS: dict[type, Any] = {
 }
 
 
-# Any: what pickle makes of an object.
+# Any: the reduction of an object by pickle.
 def _reduced(value: Any) -> Any:
     """Take an object apart as pickle does."""
     if isinstance(value, functools.cached_property):
@@ -285,7 +286,7 @@ def _reduced(value: Any) -> Any:
     try:
         reducer = copyreg.dispatch_table.get(type(value))
         return value.__reduce_ex__(4) if reducer is None else reducer(value)
-    except Exception as error:  # whatever an object raises, it does not want to be taken apart
+    except Exception as error:  # any exception means that the object cannot be taken apart
         raise _NoDigestError(f"{type(value).__qualname__}: {error}") from error
 
 
@@ -315,7 +316,7 @@ def _members(kind: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_named(definition: Any) -> bool:  # Any: a function or a class
-    """Whether a name is enough: not where functions of one name are made one after the other."""
+    """Whether a name is enough: not where several functions are created under the same name."""
     module, qualname = definition.__module__, definition.__qualname__
     return isinstance(module, str) and "<" not in qualname and _is_package_named(module)
 

@@ -1,7 +1,7 @@
-"""How the microbatches of one optimizer step go through a model: one script, played by engines and by the oracle.
+"""Scripts: how the microbatches of one optimizer step go through a model, for engines and for the oracle.
 
-A script says what a training loop does between two optimizer steps: which parts of the model are called in what
-order, when losses go backward, what it does to units meanwhile. It knows neither engine nor oracle, only the
+A script defines the part of a training loop between two optimizer steps: which parts of the model are called in which
+order, when losses go backward, and what else happens to units. It depends on neither engine nor oracle, only on the
 `Actor` that plays one rank.
 """
 
@@ -23,7 +23,7 @@ from shardproof.harness.tracing.ledger import Ledger
 
 
 class Evaluation(Enum):
-    """How an evaluation keeps autograd out."""
+    """How an evaluation disables autograd."""
 
     NO_GRAD = "torch.no_grad"
     INFERENCE = "torch.inference_mode: its tensors may never be used in training"
@@ -34,14 +34,14 @@ class Evaluation(Enum):
 
 
 class Probe(Enum):
-    """What a forward with gradients is for that no backward of the step follows."""
+    """The purpose of a forward with gradients that has no backward in the step."""
 
     DROPPED = "its loss goes backward never, as that of a batch which is left out"
     OF_INPUTS = "the gradient of its loss by its inputs, as adversaries and saliency maps take it"
 
 
 class GradientEdit(Enum):
-    """What a user does to each gradient between backwards."""
+    """A user's edit of each gradient between backwards."""
 
     CLEARED = "None is put in its place"
     HALVED = "it is halved in place"
@@ -50,9 +50,9 @@ class GradientEdit(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterfaceBench:
-    """What calls of an engine's own interface work with, on one rank: its names, and where to record what was seen.
+    """The arguments for calls of an engine's own interface on one rank: its names, and where to record observations.
 
-    ``prepared`` has the names; ``ledger`` gives what this rank has communicated so far.
+    ``prepared`` has the names; ``ledger`` returns the communication of this rank so far.
     """
 
     prepared: PreparedModel
@@ -64,9 +64,9 @@ class InterfaceBench:
 
 
 class Actor(ABC):
-    """One rank in one optimizer step, as a script sees it.
+    """One rank in one optimizer step, as a script calls it.
 
-    ``weight`` is what a sum over items is multiplied with so that averaging over ranks gives the global mean.
+    ``weight`` multiplies a sum over items, so that averaging over ranks gives the global mean.
     """
 
     step: int
@@ -79,9 +79,9 @@ class Actor(ABC):
 
     @abstractmethod
     def part(self, name: str) -> nn.Module:
-        """Return the submodule of that name, as the loop may call it; ``""`` is the model."""
+        """Return the submodule of that name, callable by the loop; ``""`` is the model."""
 
-    # Any: a model takes and returns what it likes.
+    # Any: a model takes and returns any values.
     @abstractmethod
     def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
         """Call the model, or a part of it."""
@@ -92,7 +92,7 @@ class Actor(ABC):
 
     @abstractmethod
     def backward(self, microbatch: int, loss: torch.Tensor, *, is_counted: bool = True) -> None:
-        """Run backward; the value is one of the step's losses unless it stands in for a gradient."""
+        """Run backward; the value counts as one of the step's losses unless it stands in for a gradient."""
 
     @abstractmethod
     def backward_of_branch(self, microbatch: int, loss: torch.Tensor) -> None:
@@ -100,15 +100,15 @@ class Actor(ABC):
 
     @abstractmethod
     def evaluate(self, microbatch: int, how: Evaluation = Evaluation.NO_GRAD) -> None:
-        """Run the model in eval mode without gradients; the loss of its output is one of the step's losses."""
+        """Run the model in eval mode without gradients; the loss of its output counts as one of the step's losses."""
 
     @abstractmethod
     def probe(self, microbatch: int, probe: Probe) -> None:
-        """Run forward with gradients, and no backward by parameters; what is seen counts as one of the losses."""
+        """Run forward with gradients but no backward by parameters; the observed value counts as one of the losses."""
 
     @abstractmethod
     def synchronisation(self, microbatch: int) -> AbstractContextManager[None]:
-        """Return a context around forward and backward of a microbatch: no sync before the last, if so planned."""
+        """Return a context around forward and backward of a microbatch: no sync before the last, if planned."""
 
     @abstractmethod
     def units(self) -> Mapping[str, UnitHandle]:
@@ -116,7 +116,7 @@ class Actor(ABC):
 
     @abstractmethod
     def look(self, moment: str) -> None:
-        """Observe the parameters, and whether units are gathered, as they are now."""
+        """Observe the current parameters, and whether units are gathered."""
 
     @abstractmethod
     def note(self, subject: str, value: object) -> None:
@@ -124,35 +124,35 @@ class Actor(ABC):
 
     @abstractmethod
     def hold(self, name: str, *tensors: torch.Tensor) -> None:
-        """Report to the watches that the loop, and not the engine, keeps these tensors alive."""
+        """Report to the watches that the loop, not the engine, keeps these tensors alive."""
 
     @abstractmethod
     def bench(self) -> InterfaceBench | None:
-        """Return what calls of the engine's own interface need; None where there is no engine."""
+        """Return the arguments for calls of the engine's own interface; None where there is no engine."""
 
     @abstractmethod
     def recover(self) -> None:
-        """Ask the engine to reset after a forward that an exception ended."""
+        """Ask the engine to reset after an exception ended a forward."""
 
     @abstractmethod
     def zero_grad(self) -> None:
-        """Clear the gradients of this step so far, to begin it again."""
+        """Clear this step's gradients, so that the step can start again."""
 
     @abstractmethod
     def edit_gradients(self, edit: GradientEdit) -> None:
-        """Change the gradients that are reduced so far, as a user would: by ``.grad`` of each parameter."""
+        """Edit the gradients that are reduced so far, as a user would: by ``.grad`` of each parameter."""
 
     @abstractmethod
     def convert(self, *dtypes: torch.dtype) -> None:
-        """Convert the engine's model to these dtypes in turn, of which the last is the one it had."""
+        """Convert the engine's model to these dtypes in turn; the last is the original one."""
 
 
 class Script(Protocol):
-    """A picklable, comparable value whose ``repr`` says all that it does."""
+    """A picklable, comparable value whose ``repr`` describes it completely."""
 
     @property
     def demands(self) -> frozenset[Capability]:
-        """What it asks of an engine beyond forward and backward; the plan must demand it too."""
+        """The capabilities that it needs beyond forward and backward; the plan must demand them too."""
 
     def play(self, actor: Actor) -> None:
         """Run all microbatches of one step forward and backward."""
@@ -160,7 +160,7 @@ class Script(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EachMicrobatch:
-    """Forward and backward of one microbatch after the other: what most training loops do."""
+    """Forward and backward of each microbatch in turn, as in most training loops."""
 
     demands: ClassVar[frozenset[Capability]] = frozenset()
 
@@ -177,10 +177,10 @@ def train_microbatch(actor: Actor, microbatch: int) -> None:
 
 
 def with_gradients(inputs: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return the inputs as leaves that get gradients; others than floats cannot."""
+    """Return the inputs as leaves that get gradients, if they are floats."""
     return tuple(given.detach().requires_grad_() for given in inputs)
 
 
 def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return one number in which a difference in any element shows, in whatever order rows are."""
+    """Return one number that changes with any element but not with the order of rows."""
     return torch.stack([tensor.square().sum() for tensor in tensors]).sum()

@@ -1,7 +1,8 @@
-"""A space of training programs: named dimensions, what contradicts what, covering arrays, draws, shrinking.
+"""A space of training programs: named dimensions, contradictions, covering arrays, draws, shrinking.
 
-A program chooses one value of each dimension. The first value of a dimension is its plainest, and a program is spelt by
-the others alone. Nothing here knows what a value means: `shardproof.fixtures.programs` says so of the space that ships.
+A program chooses one value of each dimension. The first value of a dimension is the plainest, and a program's spelling
+lists only the others. The meaning of the values is defined elsewhere, for the bundled space in
+`shardproof.fixtures.programs`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _MOST_TRIES = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimension:
-    """One trait of a model, option of a plan or move of a loop; ``interacts`` asks for triples with others that do.
+    """One property of a model, plan or loop; ``interacts`` names dimensions whose triples with it must be covered.
 
-    ``demands`` are what a value asks of an engine.
+    ``demands`` are the capabilities that a value needs of an engine.
     """
 
     name: str
@@ -59,7 +60,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramRule:
-    """Why programs of which ``holds`` is true make no sense."""
+    """The reason why programs for which ``holds`` is true are contradictory."""
 
     why: str
     holds: Callable[[Program], bool]
@@ -73,7 +74,7 @@ class Space:
     rules: tuple[ProgramRule, ...] = ()
 
     def program(self, choices: Mapping[str, str]) -> Program:
-        """Make a program; raises UsageError for what no dimension has."""
+        """Make a program; raises UsageError for a value that no dimension has."""
         known = {d.name: d for d in self.dimensions}
         for name, value in choices.items():
             if name not in known or value not in known[name].values:
@@ -85,7 +86,7 @@ class Space:
         return Program(choices=tuple((n, v) for n, v in given if v != known[n].plain))
 
     def parse(self, text: str) -> Program:
-        """Read what ``str`` of a program wrote."""
+        """Parse the ``str`` of a program."""
         pairs = (part.partition("=") for part in text.split(",") if part not in {"", "plain"})
         return self.program({name: value for name, _, value in pairs})
 
@@ -95,16 +96,16 @@ class Space:
         return all(value in known.get(name, ()) for name, value in program.choices)
 
     def contradiction(self, program: Program) -> str | None:
-        """Return why a program makes no sense, None if it does."""
+        """Return why a program is contradictory; None if it is not."""
         return next((rule.why for rule in self.rules if rule.holds(program)), None)
 
     def needs(self, program: Program) -> frozenset[Capability]:
-        """Return what the program's values ask of an engine."""
+        """Return the capabilities that the program's values need of an engine."""
         asked = (dict(d.demands).get(program[d], frozenset()) for d in self.dimensions)
         return frozenset[Capability]().union(*asked)
 
     def within(self, capabilities: Collection[Capability]) -> Space:
-        """Return the programs that ask for no more than these capabilities."""
+        """Return the space of the programs that need only these capabilities."""
         kept = tuple(
             replace(
                 d, values=tuple(v for v in d.values if dict(d.demands).get(v, set()) <= set(capabilities))
@@ -114,7 +115,7 @@ class Space:
         return replace(self, dimensions=tuple(d for d in kept if len(d.values) > 1))
 
     def without(self, failing: Iterable[Program]) -> Space:
-        """Return the programs that contain none of these."""
+        """Return the space of the programs that contain none of these."""
         known = tuple(failing)
         rule = ProgramRule(
             why="contains one that is known", holds=lambda p: any(p.contains(k) for k in known)
@@ -123,7 +124,7 @@ class Space:
 
     @cached_property
     def combinations(self) -> frozenset[Combination]:
-        """All pairs, and triples of dimensions that interact, contradictory ones among them."""
+        """All pairs, and triples of dimensions that interact, including contradictory ones."""
         groups = [
             *combinations(self.dimensions, 2),
             *combinations([d for d in self.dimensions if d.interacts], 3),
@@ -135,13 +136,13 @@ class Space:
         )
 
     def combinations_in(self, program: Program) -> set[Combination]:
-        """Return the combinations that a program shows."""
+        """Return the combinations that a program contains."""
         chosen = [(d.name, program[d]) for d in self.dimensions]
         strong = [(d.name, program[d]) for d in self.dimensions if d.interacts]
         return {*map(frozenset, combinations(chosen, 2)), *map(frozenset, combinations(strong, 3))}
 
     def cover(self, seed: int = 0, unseen: Collection[Combination] | None = None) -> Iterator[Program]:
-        """Yield programs until every combination that makes sense stands in one; greedy, the same for each seed."""
+        """Yield programs until every valid combination is in one; greedy, and deterministic for each seed."""
         rng = random.Random(seed)
         left = set(self.combinations if unseen is None else unseen)
         while left:
@@ -154,7 +155,7 @@ class Space:
             yield program
 
     def draw(self, rng: random.Random) -> Program:
-        """Draw a program, each value as likely as the others, from those that make sense."""
+        """Draw a valid program, with each value equally likely."""
         while True:
             program = self.program({d.name: rng.choice(d.values) for d in self.dimensions})
             while self.contradiction(program) is not None and program.choices:
@@ -164,7 +165,7 @@ class Space:
                 return program
 
     def varied(self, program: Program, rng: random.Random) -> Program:
-        """Return a program that differs in one to three dimensions; any that makes sense, if none such is found."""
+        """Return a program that differs in one to three dimensions; any valid one, if none such is found."""
         for _ in range(_MOST_TRIES):
             redrawn = rng.sample(self.dimensions, rng.randint(1, min(3, len(self.dimensions))))
             other = self.program(dict(program.choices) | {d.name: rng.choice(d.values) for d in redrawn})
@@ -173,19 +174,19 @@ class Space:
         return self.draw(rng)
 
     def simpler(self, program: Program, size: int) -> Iterator[Program]:
-        """Yield the programs that make sense and leave out so many choices in a row."""
+        """Yield the valid programs that leave out ``size`` consecutive choices."""
         for start in range(0, len(program.choices), size):
             left = Program(choices=(*program.choices[:start], *program.choices[start + size :]))
             if self.contradiction(left) is None:
                 yield left
 
     def alike(self, program: Program, other: Program) -> Program:
-        """Return the choices of ``program`` in those dimensions in which ``other`` chooses."""
+        """Return the choices of ``program`` in the dimensions in which ``other`` chooses."""
         names = {name for name, _ in other.choices}
         return Program(choices=tuple(c for c in program.choices if c[0] in names))
 
     def _completed(self, target: Combination, left: set[Combination], rng: random.Random) -> Program | None:
-        """Return a program that shows the target, and of what is left as much as a greedy walk finds."""
+        """Return a program with the target and as much of ``left`` as a greedy walk finds."""
         program = self.completion(target)
         if program is None:
             return None
@@ -201,7 +202,7 @@ class Space:
         return program
 
     def completion(self, target: Combination) -> Program | None:
-        """Return a program of these choices and at most two more, the fewest that make sense; None if none do."""
+        """Return a valid program of these choices and at most two more, as few as possible; None if there is none."""
         fixed = dict(target)
         for more in (((),), combinations(self._choices, 1), combinations(self._enabling, 2)):
             for choices in more:
@@ -217,7 +218,7 @@ class Space:
 
     @cached_property
     def _enabling(self) -> tuple[Choice, ...]:
-        """The choices that make sense of some other choice, or pair of choices, that makes none alone."""
+        """The choices that make another choice, or pair of choices, valid that is invalid alone."""
         found = dict.fromkeys(
             more
             for size in (1, 2)

@@ -1,4 +1,4 @@
-"""Which parameters and buffers a rank of a pipeline has: those of its stages, by the problem's own cut."""
+"""The parameters and buffers of a pipeline rank: those of its stages, as the problem cuts the model."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def num_stages(training: Training) -> int:
 
 
 def stages_of(training: Training, rank: int, world_size: int) -> tuple[int, ...]:
-    """Return the stages of one rank, in order: every so many-th, as the outermost mesh axis goes round."""
+    """Return the stages of one rank, in order, dealt round-robin along the outermost mesh axis."""
     ring = training.plan.pipeline_stages
     return tuple(range(rank // (world_size // ring), num_stages(training), ring))
 
 
 def is_on_rank(training: Training, rank: int, world_size: int, name: str) -> bool:
-    """Return whether a rank's stages have a parameter or buffer of that name; always so where there are no stages."""
+    """Return whether a rank's stages have a parameter or buffer of that name; always true where there are no stages."""
     if training.plan.pipeline_stages == 1:
         return True
     names = _names(training.problem, num_stages(training))  # type: ignore[arg-type]  # Protocol without a hash

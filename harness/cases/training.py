@@ -1,4 +1,4 @@
-"""What a training is: one problem, under one plan, on one schedule, driven by one script. Values only."""
+"""The definition of a training: one problem, under one plan, on one schedule, driven by one script. Values only."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ class Problem(Protocol):
 
     @property
     def idle(self) -> tuple[str, ...]:
-        """Name the parameters that are to go without a gradient in every step: frozen ones, and unused ones."""
+        """The parameters that have no gradient in any step: frozen ones, and unused ones."""
 
     @property
     def is_widened(self) -> bool:
-        """Whether the oracle computes in float64; else in the dtypes that the model is built with."""
+        """Whether the oracle computes in float64, not in the dtypes that the model is built with."""
 
     @property
     def parallelize(self) -> Callable[[nn.Module, DeviceMesh], None] | None:
-        """Cut the model's tensors over the mesh of one axis, for tensors or experts; None if there is no such cut."""
+        """Cut the model's tensors over a 1D mesh, for tensor or expert parallelism; None if it has no such cut."""
 
     @property
     def stages(self) -> Callable[[nn.Module, int], tuple[nn.Module, ...]] | None:
-        """Cut the model into so many modules that follow each other, names kept; None if it has no such cut."""
+        """Cut the model into this many consecutive modules, names kept; None if it has no such cut."""
 
     def build(self) -> nn.Module:
         """Build the model with the same float32 values every time, whatever the default RNG's state."""
@@ -56,7 +56,7 @@ class Problem(Protocol):
     def batch(self, *, step: int, microbatch: int, rank: int) -> Batch:
         """Make the microbatch, different for each (step, microbatch, rank), floats in float32."""
 
-    # Any: the output is whatever the model returns.
+    # Any: the output is the model's return value.
     def loss_sum(self, output: Any, batch: Batch) -> torch.Tensor:
         """Sum the loss over the microbatch's items; a scalar in the output's dtype."""
 
@@ -88,7 +88,7 @@ class ZeroGrad(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip:
-    """Gradients are clipped before each optimizer step; the norm is over all parameters, of that power."""
+    """Clips gradients before each optimizer step; the norm is over all parameters, with this exponent."""
 
     max_norm: float
     norm_type: float = 2.0
@@ -98,9 +98,9 @@ class Clip:
 class LossScaling:
     """Losses are multiplied by a factor, and gradients divided by it before they are clipped or used.
 
-    The factor doubles after ``growth_interval`` steps without an overflow. A step in which a gradient of any rank is
-    not finite is skipped on all ranks, and halves it. In the step ``overflows_at`` the gradient of the first column of
-    the model's output, a single tensor, is infinite on the last rank alone.
+    The factor doubles after ``growth_interval`` steps without an overflow. If a gradient of any rank is not finite, all
+    ranks skip the step and the factor halves. In the step ``overflows_at`` the gradient of the first column of the
+    model's output, a single tensor, is infinite on the last rank alone.
     """
 
     init_scale: float = 2.0**10
@@ -120,16 +120,16 @@ class LossScaling:
         return scale
 
 
-LOSS_SCALE = "the loss scale"  # what the loop notes after each step
+LOSS_SCALE = "the loss scale"  # the loop notes it after each step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How long and in what pieces a training runs.
+    """The length of a training and how it is divided.
 
-    ``repeats`` runs all of it again, from the same start. ``are_repeats_read``: as the first one is, in each step; else
-    at their end alone, and only ends are compared. ``steps_in_backward``: each parameter has an optimizer of its own,
-    which a hook steps as soon as its gradient is reduced.
+    ``repeats`` runs it again from the same start. ``are_repeats_read``: repeats are read in each step, as the first run
+    is. Otherwise they are read at their end, and only ends are compared. ``steps_in_backward``: each parameter has an
+    optimizer of its own, and a hook steps it as soon as the gradient is reduced.
     """
 
     steps: int = 3
@@ -147,12 +147,12 @@ class Schedule:
         return self.scaling is not None and self.scaling.overflows_at == step
 
     def clears_to_none(self, step: int) -> bool:
-        """Return whether gradients are None, and not zeros, once this step has cleared them; None before the first."""
+        """Return whether gradients are None, not zeros, once this step has cleared them; None before the first."""
         return self.zero_grad is ZeroGrad.SET_TO_NONE or step % 2 == 0 or step < 0
 
 
 class StateForm(Enum):
-    """In what form state goes from one model to another."""
+    """The form in which state goes from one model to another."""
 
     WHOLE = "whole tensors, on every rank"
     SHARES = "each rank's own shares"
@@ -161,7 +161,7 @@ class StateForm(Enum):
 
     @property
     def demands(self) -> frozenset[Capability]:
-        """What it asks of an engine."""
+        """The capabilities that it needs of an engine."""
         match self:
             case StateForm.WHOLE:
                 return frozenset({Capability.STATE})
@@ -173,9 +173,9 @@ class StateForm(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """After ``after_steps`` steps the state is handed over to a fresh model that is prepared under ``plan``.
+    """After ``after_steps`` steps a fresh model, prepared under ``plan``, takes over the state.
 
-    Without a plan the same model, whose parameters are lost meanwhile, gets it back from files, under a new optimizer.
+    Without a plan the same model loads it from files, after its parameters were lost, under a new optimizer.
     """
 
     after_steps: int
@@ -184,21 +184,21 @@ class Resume:
 
 
 class RanksBefore(Enum):
-    """How many ranks a world had whose state another one takes over."""
+    """The number of ranks of a world whose state another one takes over."""
 
     ONE_MORE = "one more"
     HALF = "half as many"
 
     def of(self, num_ranks: int) -> int:
-        """Return how many, where the later world has ``num_ranks``."""
+        """Return that number, where the later world has ``num_ranks``."""
         return num_ranks + 1 if self is RanksBefore.ONE_MORE else num_ranks // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """A world of another size took ``steps`` steps and ended; its files are what a training starts from.
+    """A world of another size took ``steps`` steps and ended; a training starts from its files.
 
-    That world's plan is ``plan``, or the training's own. Of state in whole tensors the first rank writes the file.
+    That world's plan is ``plan``, or the training's own. For state in whole tensors the first rank writes the file.
     """
 
     steps: int
@@ -208,19 +208,19 @@ class Origin:
 
     @property
     def demands(self) -> frozenset[Capability]:
-        """What it asks of an engine."""
+        """The capabilities that it needs of an engine."""
         is_own = self.form is StateForm.CHECKPOINT
         return self.form.demands | ({Capability.RESIZED_CHECKPOINTS} if is_own else set())
 
 
-HANDED_OUT = "a whole state that was handed out"  # what the loop notes of it, in the first step after
+HANDED_OUT = "a whole state that was handed out"  # the subject of the loop's note in the next step
 AS_HELD = "what the ranks hold"
-LOADED = "a state that was loaded"  # what the loop notes of it, in the first step after
+LOADED = "a state that was loaded"  # the subject of the loop's note in the next step
 UNCHANGED = "unchanged"
 TAKEN = "what the ranks hold once they have loaded a whole state"  # likewise
 AS_HANDED_OUT = "what was handed out"
 
-# With these the loop itself, and no layout, decides what is whole between steps.
+# With these the loop itself, not a layout, determines which parameters are whole between steps.
 _KEEPS = frozenset(
     {
         Capability.UNIT_STATE,
@@ -233,12 +233,12 @@ _KEEPS = frozenset(
 )
 
 
-# Those whose exercises make models beside the one that is trained.
+# Capabilities whose exercises make models beside the one that is trained.
 _INTERFACES = frozenset({Capability.WRAPPER, Capability.COMPOSABLE, Capability.DATA_PARALLEL})
 
 
 class Watch(Enum):
-    """What is watched besides, at a price that not every case shall pay."""
+    """An additional watch, too expensive for every case."""
 
     RACES = "every operator's touches of memory, and the streams that order them"
     LIFETIMES = "every storage from its birth to its end, and what it was for"
@@ -249,10 +249,10 @@ class Watch(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """Everything that decides what a run observes, but for the engine and the world.
+    """All inputs of a run's observation, except the engine and the world.
 
-    ``convert`` is a dtype to which the model is converted once prepared; data follow it. ``schedules``: so many are
-    run at least, where ranks are threads; see `harness.runner.options`.
+    The model is converted to ``convert`` once prepared, and the data follow. ``schedules`` is the minimum number of
+    schedules that run where ranks are threads; see `harness.runner.options`.
     """
 
     problem: Problem
@@ -268,7 +268,7 @@ class Training:
 
     @property
     def needs(self) -> frozenset[Capability]:
-        """The capabilities without which the training cannot be run, those of plans before and after included."""
+        """The capabilities that the training needs, including those of plans before and after."""
         before = None if self.origin is None else self.origin.plan
         after = None if self.resume is None else self.resume.plan
         plans = [plan for plan in (self.plan, before, after) if plan is not None]
@@ -276,7 +276,7 @@ class Training:
 
     @property
     def before(self) -> Training | None:
-        """The training of the world before, whose schedule has the steps that it took; None where there was none."""
+        """The training of the earlier world, whose schedule has the steps that it took; None where there was none."""
         if self.origin is None:
             return None
         return replace(
@@ -291,14 +291,14 @@ class Training:
 
     @property
     def is_counted(self) -> bool:
-        """Whether each rank's memory is counted after each step, and held against the plan's layout."""
+        """Whether each rank's memory is counted after each step and compared with the plan's layout."""
         is_sharded = self.plan.layout not in {Layout.NATIVE, Layout.REPLICATE}
         is_cut_by_others = self.plan.cut_axis is not None or self.plan.pipeline_stages > 1
         makes_models = bool(_INTERFACES & self.script.demands)
         return is_sharded and not (is_cut_by_others or makes_models or self.plan.needs & _KEEPS)
 
     def __post_init__(self) -> None:
-        """Raise ValueError where the plan lacks something that the training will ask of the engine."""
+        """Raise ValueError where the plan lacks a capability that the training needs."""
         asked = {
             Capability.CLIP: self.schedule.clip is not None,
             Capability.LOSS_SCALE: self.schedule.scaling is not None,
@@ -327,7 +327,7 @@ class Training:
             self._check_origin(self.origin)
 
     def _check_origin(self, origin: Origin) -> None:
-        """Raise ValueError for what does not go from one world to another, or has no reference yet."""
+        """Raise ValueError for features that cannot move from one world to another, or have no reference yet."""
         plans = [plan for plan in (self.plan, origin.plan) if plan is not None]
         wants = {
             "state in whole tensors or files": origin.form is not StateForm.SHARES,
@@ -340,7 +340,7 @@ class Training:
             raise ValueError(f"Training: expected of an origin in another world {'; '.join(missing)}")
 
     def _check_pipeline(self) -> None:
-        """Raise ValueError for what a pipeline cannot do, or what its stages would have to do together."""
+        """Raise ValueError for features that a pipeline lacks, or that its stages would have to do together."""
         wants = {
             "a problem with stages": self.problem.stages is not None,
             "a script that takes microbatches through them": Capability.PIPELINE in self.script.demands,
@@ -356,11 +356,11 @@ class Training:
 
 
 def loss_weight(training: Training, world_size: int, step: int) -> float:
-    """Return what each rank multiplies ``loss_sum`` with, so that averaging over ranks gives the global mean.
+    """Return the factor of ``loss_sum`` on each rank with which averaging over ranks gives the global mean.
 
-    The global mean divides by the items of all ranks and microbatches of the step; an engine averages
-    gradients over ranks, hence the factor ``world_size``. A plan with a divide factor of its own changes
-    neither data nor loss: its gradient is then that of the global mean times ``world_size`` / factor.
+    The global mean divides by the items of all ranks and microbatches of the step. An engine averages gradients over
+    ranks, hence the factor ``world_size``. A plan with a divide factor of its own changes neither data nor loss: its
+    gradient is then that of the global mean times ``world_size`` / factor.
     """
     problem = training.problem
     total = sum(

@@ -1,6 +1,6 @@
-"""Units: which submodules a pattern such as ``layers.*`` names, and which parameters a plan puts into which group.
+"""Units: the submodules that a pattern such as ``layers.*`` matches, and the parameters of each group of a plan.
 
-All of it is worked out from names, and never asked of an engine.
+All of it is derived from names, never from an engine.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from shardproof.engine.contract import Layout, Plan, Roots
 from shardproof.harness.cases.training import Problem, Training
 from shardproof.harness.cases.user_model import UserModel
 
-ROOT = ""  # the unit of what no other unit takes
+ROOT = ""  # the unit of all parameters outside other units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitParameters:
-    """The parameters of one unit of a plan, each once however often registered, by its first name.
+    """The parameters of one unit of a plan, each once under its first name, however often registered.
 
     ``shapes`` are whole.
     """
@@ -55,27 +55,27 @@ def groups_of(training: Training, *, without: Iterable[str] = ()) -> tuple[UnitP
 
 
 def identity_of(problem: Problem) -> object:
-    """Return what stands for one problem everywhere: its name, but users' models may share one."""
+    """Return the identity of a problem: its name, and more for users' models, which may share one."""
     return problem if isinstance(problem, UserModel) else problem.name
 
 
 def skeleton_of(problem: Problem) -> nn.Module:
-    """Return a module with the names and shapes of a problem's model, by the problem's own code only if it has to."""
+    """Return a module with the names and shapes of a problem's model; runs the problem's code only if it must."""
     return problem.skeleton() if isinstance(problem, UserModel) else problem.build()
 
 
-# Laws ask for each step and rank, and building a model takes longer than all the rest of judging.
+# Laws ask for each step and rank, and building a model takes longer than all other parts of a judgement.
 _known: dict[tuple[object, ...], tuple[UnitParameters, ...]] = {}
 
 
 def groups_in(model: nn.Module, plan: Plan) -> tuple[UnitParameters, ...]:
-    """Group the parameters of a model that no engine has prepared yet, as `groups_of` does."""
+    """Group the parameters of a model before any engine prepares it, as `groups_of` does."""
     return tuple(_groups(model, plan))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Over how many ranks a plan shards what belongs to each parameter; 1 where every rank holds the whole."""
+    """The number of ranks that share each parameter, gradient and state; 1 where every rank holds the whole."""
 
     parameters: int
     gradients: int
@@ -83,7 +83,7 @@ class Shares:
 
 
 def shares_of(plan: Plan, world_size: int) -> Shares:
-    """Return what the plan's layout shards; raises ValueError for `Layout.NATIVE`."""
+    """Return the shares of the plan's layout; raises ValueError for `Layout.NATIVE`."""
     parameters, gradients, state = 1, 1, world_size
     match plan.layout:
         case Layout.SHARD:
@@ -100,17 +100,17 @@ def shares_of(plan: Plan, world_size: int) -> Shares:
 
 
 def num_shares_of(plan: Plan, world_size: int) -> int:
-    """Return over how many ranks the plan shards each parameter, as `shares_of` does."""
+    """Return the number of ranks over which the plan shards each parameter, as `shares_of` does."""
     return shares_of(plan, world_size).parameters
 
 
 def chunked_numel(groups: Iterable[UnitParameters], num_shares: int) -> int:
-    """Return the most elements that a rank's stretches of all groups can have; see [Note: chunks]."""
+    """Return the maximum number of elements in a rank's stretches of all groups; see [Note: chunks]."""
     return sum(min(sum(map(prod, group.shapes)), chunked_buffer_numel(group, num_shares)) for group in groups)
 
 
 def chunked_buffer_numel(group: UnitParameters, num_shares: int) -> int:
-    """Return the most elements that a rank's buffer of a group has: all are of one size, padding included."""
+    """Return the maximum elements of a rank's buffer of a group; all have one size, padding included."""
     chunk = lcm(*(max(1, prod(shape[1:])) for shape in group.shapes))
     laid = sum(size + max(0, min(chunk, size) - 1) for size in map(prod, group.shapes))
     return chunk * -(-laid // (num_shares * chunk))
@@ -119,7 +119,7 @@ def chunked_buffer_numel(group: UnitParameters, num_shares: int) -> int:
 def _groups(model: nn.Module, plan: Plan) -> Iterator[UnitParameters]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     taken = {model.get_parameter(name) for name in plan.ignored}
-    # With several roots none owns what is outside of them.
+    # With several roots none owns the parameters outside of them.
     units = plan.units if plan.roots is Roots.EACH_UNIT else (*plan.units, ROOT)
     for unit in units:
         inside = (p for name in unit.split(",") for p in model.get_submodule(name).parameters())

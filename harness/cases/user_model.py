@@ -1,16 +1,16 @@
-"""A user's own model as a `Problem`: a class with ``build``, ``batch`` and ``loss``, loaded by name where it is needed.
+"""A user's own model as a `Problem`: a class with ``build``, ``batch`` and ``loss``, loaded by name in each process.
 
 [Note: what a user writes] Three methods: ``build()`` returns the model, ``batch(generator)`` one rank's microbatch, and
 ``loss(output, batch)`` the mean loss over it. A batch is a mapping of keyword arguments, a tuple of arguments, or the
-only argument. ``units`` names the submodules that are natural communication groups, by patterns such as ``layers.*``;
-``optimizer(params)`` and ``scheduler(optimizer)`` are optional. Both random generators, the one that is passed and
-torch's own, are seeded alike for each (step, microbatch, rank), and for ``build()``.
+only argument. ``units`` names the submodules that are natural communication groups, by patterns such as ``layers.*``.
+``optimizer(params)`` and ``scheduler(optimizer)`` are optional. Both random generators, the passed one and torch's
+default, are seeded alike for each (step, microbatch, rank), and for ``build()``.
 
-[Note: one build at a time] Rank threads run by turns, but a turn that lasts is given up, and a build or an import may
-last. Libraries that import their parts on first use do not expect two threads there, so a lock admits one of them.
+[Note: one build at a time] Rank threads run in turns, but the scheduler ends a long turn, and a build or an import may
+be long. Libraries that import their parts on first use do not expect two threads there, so a lock admits one thread.
 
-[Note: means of means] Each microbatch of each rank counts the same: the loss of a step is the mean of their means, as
-most training loops have it.
+[Note: means of means] Each microbatch of each rank has the same weight: the loss of a step is the mean of their means,
+as in most training loops.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _one_at_a_time = threading.RLock()  # see [Note: one build at a time]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorOutline:
-    """A parameter or buffer under one of its names; ``first`` is the name under which the same tensor comes first."""
+    """A parameter or buffer under one of its names; ``first`` is the first name of the same tensor."""
 
     name: str
     first: str
@@ -50,14 +50,14 @@ class TensorOutline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What some passes of a model show.
+    """Facts about a model, found by a few passes.
 
-    ``frozen`` parameters require no gradient, ``seldom`` ones had none in some pass, and ``slow`` ones have gradients
-    so small beside their values that plain descent hardly moves them. ``evaluating`` names the modules that are in
-    evaluation mode, "" for the whole model, ``outside`` the parts of units that are called without their unit.
-    ``uncounted``, ``not_in_bfloat16`` and ``unscaled`` are why closed forms, bfloat16 or a gradient scaler do not
-    apply to the model; empty if they do. ``sparse`` parameters have sparse gradients.
-    ``is_compiled``: inductor compiles the model, which rank threads of one process cannot do at the same time.
+    ``frozen`` parameters require no gradient, and ``seldom`` ones had none in some pass. ``slow`` ones have gradients
+    so small beside their values that plain descent hardly moves them. ``evaluating`` names the modules in evaluation
+    mode, "" for the whole model. ``outside`` names the parts of units that are called without their unit.
+    ``uncounted``, ``not_in_bfloat16`` and ``unscaled`` are the reasons why closed forms, bfloat16 or a gradient scaler
+    do not apply to the model; empty if they do. ``sparse`` parameters have sparse gradients. ``is_compiled``: inductor
+    compiles the model, which rank threads of one process cannot do concurrently.
     """
 
     frozen: tuple[str, ...] = ()
@@ -82,12 +82,12 @@ class ModelFacts:
 class UserModel:
     """The model that ``spec`` names; ``digest`` is that of its file, so that an edited model is another problem.
 
-    ``units`` are the names that the user's patterns match, ``idle`` the parameters that the loss never reaches, and
-    ``still`` those of which a case does not claim that its training moves them; they are compared like all others.
-    ``demands`` is what the model asks of every engine, such as parameters that go without a gradient.
+    ``units`` are the names that the user's patterns match, and ``idle`` the parameters that the loss never reaches. A
+    case does not require that its training moves the ``still`` parameters; it compares them like all others.
+    ``demands`` are the capabilities that the model needs of every engine, such as parameters without a gradient.
     ``is_widened``: the model runs in float64, and neither it nor its optimizer asks for fewer bits than float32.
-    ``outline`` lists the model's tensors, for those who need no values: code of users never runs where it is judged.
-    ``facts`` follow from the rest.
+    ``outline`` lists the model's tensors for callers that need no values: the judging process never runs users' code.
+    ``facts`` are derived from the other fields.
     """
 
     spec: str
@@ -132,7 +132,7 @@ class UserModel:
         return model
 
     def num_items(self, *, step: int, microbatch: int, rank: int) -> int:
-        """Return 1: each microbatch counts the same, see [Note: means of means]."""
+        """Return 1: each microbatch has the same weight, see [Note: means of means]."""
         return 1
 
     def batch(self, *, step: int, microbatch: int, rank: int) -> Batch:
@@ -143,7 +143,7 @@ class UserModel:
             takes_generator = bool(inspect.signature(make).parameters)
             return ModelBatch(given=make(torch.Generator().manual_seed(seed)) if takes_generator else make())
 
-    # Any: the output is whatever the model returns.
+    # Any: the output is the model's return value.
     def loss_sum(self, output: Any, batch: Batch) -> torch.Tensor:
         """Return the user's mean loss over the microbatch."""
         given = batch.given if isinstance(batch, ModelBatch) else batch
@@ -152,7 +152,7 @@ class UserModel:
 
 
 def still_parameters(problem: object) -> frozenset[str]:
-    """Return the parameters of which a case does not claim that its training moves them: of users' models alone."""
+    """Return the parameters that training need not move; only users' models have any."""
     return frozenset(problem.still) if isinstance(problem, UserModel) else frozenset()
 
 
@@ -184,7 +184,7 @@ def _place(module: nn.Module, path: list[str], tensor: torch.Tensor) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserOptimizer:
-    """The optimizer that a user's model names itself; ``digest`` as in `UserModel`."""
+    """The optimizer that a user's model defines; ``digest`` as in `UserModel`."""
 
     spec: str
     digest: str
@@ -196,9 +196,9 @@ class UserOptimizer:
 
 
 class StepSchedules:
-    """The learning rate schedules of the optimizers that a factory makes in one training, if a user's model has one.
+    """The learning rate schedules of all optimizers that a factory makes in one training, if the user's model has any.
 
-    The loop steps them after the optimizer: loading state into an optimizer may call its ``step`` too.
+    The loop steps them after the optimizer, because loading state into an optimizer may call its ``step`` too.
     """
 
     def __init__(self, factory: NamedOptimizer, steps_done: int = 0) -> None:
@@ -209,11 +209,11 @@ class StepSchedules:
             else None
         )
         self._steps_done = steps_done
-        self._made: list[Any] = []  # Any: whatever has a step()
+        self._made: list[Any] = []  # Any: objects with a step()
 
     @property
     def factory(self) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-        """What engines are given in place of the factory."""
+        """The factory that engines use instead."""
         return self._factory if self._make is None else self._scheduled
 
     def step(self) -> None:
@@ -226,14 +226,16 @@ class StepSchedules:
         assert self._make is not None
         self._made.append(self._make(optimizer))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of steps without an optimizer's: another one took those
+            warnings.simplefilter(
+                "ignore"
+            )  # warnings of steps before an optimizer step: another optimizer took it
             for _ in range(self._steps_done):
                 self._made[-1].step()
         return optimizer
 
 
 def definition(spec: str) -> Any:
-    """Return the object that ``spec`` names, made once per process where it is a class."""
+    """Return the object that ``spec`` names; a class is instantiated once per process."""
     with _one_at_a_time:
         return _definition(spec)
 
@@ -246,7 +248,7 @@ def _definition(spec: str) -> Any:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed the default generator for the time of a call, and restore its state."""
+    """Seed the default generator during a call, and restore its state."""
     with drawing_apart():
         torch.default_generator.manual_seed(seed)
         yield

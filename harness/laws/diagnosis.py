@@ -1,6 +1,6 @@
-"""What a wrong tensor looks like: the first named defect that reproduces it, else a pattern in the difference.
+"""Diagnosis of a wrong tensor: the first named defect that reproduces it, else a pattern in the difference.
 
-Diagnosis never decides whether a tensor is wrong; ``harness.laws.parity`` has decided that before.
+Diagnosis never decides whether a tensor is wrong; ``harness.laws.parity`` has already decided that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardproof.harness.training.oracle_observation import Quantity, TensorKey
 NOT_FINITE = "NaN or infinity"
 UNSTRUCTURED = "unstructured difference"
 
-# Rows are sought among all rows of the whole tensor: up to so many differences are computed.
+# Rows are searched among all rows of the whole tensor: the maximum number of differences computed for it.
 _MOST_DIFFERENCES = 2**24
 
 
@@ -40,7 +40,7 @@ def looks_like(evidence: Evidence, place: TensorKey, piece: RankShard) -> str:
         if suspect.fits(hypothesis.tensor):
             return hypothesis.text
     if not torch.isfinite(suspect.expected).all():
-        return UNSTRUCTURED  # there is no reckoning with infinities
+        return UNSTRUCTURED  # infinities allow no arithmetic
     return (
         _unchanged_rows(suspect)
         or _constant_factor(suspect)
@@ -69,7 +69,7 @@ def _suspect(evidence: Evidence, place: TensorKey, piece: RankShard, full: torch
 
 
 def _moved_by_zeros(suspect: Suspect) -> bool:
-    """Whether a parameter without a gradient rests in the reference, and the engine says that it shows zeros."""
+    """Whether a parameter has no gradient in the reference, and the engine declares that it shows zeros."""
     if suspect.place.quantity is not Quantity.PARAMETER:
         return False
     if suspect.at.gradients.get(suspect.place.name, suspect.got) is not None:
@@ -80,7 +80,7 @@ def _moved_by_zeros(suspect: Suspect) -> bool:
 
 
 def _unchanged_rows(suspect: Suspect) -> str | None:
-    """Name the rows, or elements of a flat piece, that kept an earlier value: the wrong ones and one block."""
+    """Name the rows, or elements of a flat piece, that kept an earlier value: the wrong ones, as one block."""
     if suspect.place.quantity is not Quantity.PARAMETER or suspect.got.dim() == 0:
         return None
     is_wrong = suspect.is_beyond.flatten(1).any(1) if suspect.got.dim() > 1 else suspect.is_beyond
@@ -107,7 +107,7 @@ def _constant_factor(suspect: Suspect) -> str | None:
 
 
 def _scalar_factor(suspect: Suspect) -> str | None:
-    """Find a factor of one element among those that a program may make by itself: any other would fit by chance."""
+    """Find a factor of one element among those that a program is likely to make: any other would fit by chance."""
     world_size = suspect.oracle.world_size
     for size in (2, world_size, math.sqrt(world_size)):
         if size == 1:
@@ -121,7 +121,7 @@ def _scalar_factor(suspect: Suspect) -> str | None:
 
 
 def _permuted(suspect: Suspect) -> str | None:
-    """Recognise rows of the whole reference at other places, else the shard's own elements in another order."""
+    """Recognise rows of the whole reference in other places, else the shard's own elements in another order."""
     got, whole = suspect.got, suspect.whole
     if got.dim() == 0 or int(suspect.is_beyond.sum()) < 2 or whole is None or got.is_complex():
         return None
@@ -158,7 +158,7 @@ def _moved_elements(suspect: Suspect) -> str | None:
 
 
 def _rounded_in_reduction(suspect: Suspect) -> str | None:
-    """Recognise rounding: values that a shorter dtype holds exactly, or errors of the size that it makes."""
+    """Recognise rounding: values that a shorter dtype holds exactly, or errors of its rounding's size."""
     if suspect.got.count_nonzero() < 2 or suspect.got.is_complex():
         return None
     pieces = suspect.contributions if suspect.place.quantity is Quantity.GRADIENT else None

@@ -1,4 +1,4 @@
-"""Named defects of a wrong tensor: each in words, with the tensor that it would make of the oracle's pieces."""
+"""Named defects of a wrong tensor: each has a description and the tensor that it would make of the oracle's pieces."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from shardproof.harness.laws.law import Evidence
 from shardproof.harness.training.absolute_error import deviation, largest
 from shardproof.harness.training.oracle_observation import OracleObservation, OracleStep, Quantity, TensorKey
 
-# A hypothesis must fit this many times better than the error it explains, else any small defect would fit
-# its neighbour.
+# A hypothesis must fit this many times better than the error it explains; otherwise a small defect would fit similar
+# hypotheses.
 _MUST_EXPLAIN = 8.0
-# What torch.nn.utils.clip_grad_norm_ adds to the norm before it divides by it.
+# The constant that torch.nn.utils.clip_grad_norm_ adds to the norm before it divides by it.
 _CLIP_EPSILON = 1e-6
 _LAGGING = "computed with last step's parameters"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hypothesis:
-    """A defect in words, and the tensor that it would make."""
+    """A defect in words, and the tensor that it would produce."""
 
     text: str
     tensor: torch.Tensor
@@ -32,10 +32,10 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Suspect:
-    """A wrong shard with all that hypotheses are made from.
+    """A wrong shard with all inputs of hypotheses.
 
-    ``rank`` is the rank among those that have data of their own, ``own`` are the shards of the parameters that the
-    rank holds. ``error`` is the deviation of ``got`` from ``expected``, ``allowed`` the largest that noise explains.
+    ``rank`` counts only ranks with data of their own; ``own`` are the shards of the parameters that the rank holds.
+    ``error`` is the deviation of ``got`` from ``expected``, ``allowed`` the largest that noise explains.
     """
 
     evidence: Evidence
@@ -70,7 +70,7 @@ class Suspect:
 
     @property
     def is_beyond(self) -> torch.Tensor:
-        """Which elements noise does not explain."""
+        """The elements that noise does not explain."""
         return self.error > self.allowed
 
     @property
@@ -88,7 +88,7 @@ class Suspect:
         return None if full is None else self.shard.of(full)
 
     def fits(self, hypothesis: torch.Tensor) -> bool:
-        """Whether ``got`` is the hypothesis up to its noise, and is so because of what the defect changes."""
+        """Whether ``got`` is the hypothesis up to noise, because of the elements that the defect changes."""
         if not self.got.numel():
             return False
         growth = max(1.0, largest(hypothesis) / max(largest(self.expected), torch.finfo(torch.float64).tiny))
@@ -99,7 +99,7 @@ class Suspect:
 
 
 def hypotheses(suspect: Suspect) -> Iterator[Hypothesis]:
-    """Yield the defects that could have made a tensor of this quantity, the most specific first."""
+    """Yield the defects that could have produced a tensor of this quantity, the most specific first."""
     yield Hypothesis(text="zero", tensor=torch.zeros_like(suspect.got))
     if suspect.expected.is_complex():
         yield Hypothesis(text="the complex conjugate", tensor=suspect.expected.conj().resolve_conj())
@@ -123,7 +123,7 @@ def hypotheses(suspect: Suspect) -> Iterator[Hypothesis]:
 
 
 def share_of(suspect: Suspect, rows: range) -> str:
-    """Name the rank whose share by torch.chunk's rule the rows are; empty if they are not exactly one rank's."""
+    """Name the rank whose share by torch.chunk's rule these rows are; empty if they are not exactly one rank's."""
     if suspect.shard.is_flat or suspect.oracle.world_size == 1:
         return ""
     num_rows = suspect.shard.global_shape[0]
@@ -156,7 +156,7 @@ def _of_gradient(suspect: Suspect) -> Iterator[Hypothesis]:
 
 
 def _of_division(suspect: Suspect) -> Iterator[Hypothesis]:
-    """Yield the sum over ranks divided by something else; dividing by one leaves nothing to get wrong."""
+    """Yield the sum over ranks with other divisors; there is none to get wrong where the divisor is one."""
     oracle, expected = suspect.oracle, suspect.expected
     world_size, divisor, factor = oracle.world_size, oracle.divisor, oracle.plan.divide_factor
     if divisor != 1:
@@ -301,7 +301,7 @@ def _of_norm(suspect: Suspect) -> Iterator[Hypothesis]:
 
 
 def _partial_norms(suspect: Suspect, order: float) -> Iterator[tuple[str, float]]:
-    """Yield whose norm a rank may take for that of all gradients, and the norm."""
+    """Yield partial norms that a rank may use for that of all gradients, each with its description."""
     if suspect.oracle.world_size == 1:
         return
     reduced = _unclipped(suspect)
@@ -329,7 +329,7 @@ def _norm(tensors: list[torch.Tensor], order: float) -> float:
 
 
 def factor_between(got: torch.Tensor, expected: torch.Tensor) -> complex | None:
-    """Return the f that brings f x expected closest to got; None if one element alone would fit any f."""
+    """Return the f that brings f x expected closest to got; None for one element, which would fit any f."""
     square = expected.abs().square().sum().item()
     if expected.count_nonzero() < 2 or not math.isfinite(square) or square == 0:
         return None

@@ -1,4 +1,4 @@
-"""A law: what must hold of an observed training. Values in, a value out; nothing here runs an engine."""
+"""Laws: conditions on an observed training. They take values and return a value; nothing here runs an engine."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shardproof.harness.records.observation import Observation
 from shardproof.harness.records.record import LawRecord, TensorRecord
 from shardproof.harness.training.oracle_observation import OracleObservation
 
-# Enough to see a pattern over ranks and microbatches; a whole ledger would bury it.
+# Enough to show a pattern over ranks and microbatches; a whole ledger would hide it.
 _MAX_DETAILS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Evidence:
-    """All that a law may look at: every rank's observation, and the oracle's of the same training."""
+    """The inputs of a law: every rank's observation, and the oracle's of the same training."""
 
     training: Training
     world_size: int
@@ -26,35 +26,35 @@ class Evidence:
 
     @property
     def data_size(self) -> int:
-        """How many ranks have data of their own."""
+        """The number of ranks that have data of their own."""
         return self.training.plan.data_size(self.world_size)
 
     def data_rank(self, rank: int) -> int:
-        """Return whose data a rank was given."""
+        """Return the index of a rank's data."""
         return self.training.plan.data_rank(rank, self.world_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ruling:
-    """What a law says: how it came out, and the worst tensor if it compares tensors."""
+    """The result of a law: its outcome, and the worst tensor if it compares tensors."""
 
     record: LawRecord
     worst: TensorRecord | None = None
 
 
 class Law(Protocol):
-    """One thing that must hold."""
+    """One condition on an observed training."""
 
     @property
     def name(self) -> str:
         """Describe the law in a few words, with its parameters."""
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Rule on the evidence; looks at every rank."""
+        """Rule on the evidence; checks every rank."""
 
 
 def rule(name: str, broken: Sequence[str], *, held: str) -> Ruling:
-    """Rule: the law holds, as ``held`` describes, unless ``broken`` yields something."""
+    """Return a ruling: the law holds, as ``held`` describes, unless ``broken`` contains a text."""
     if not broken:
         return Ruling(record=LawRecord(law=name, held=True, summary=held))
     more = len(broken) - 1

@@ -34,7 +34,7 @@ _MAX_DETAILS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Finding:
-    """One thing that is wrong with one tensor; ``severity`` orders findings of one moment."""
+    """One fault of one tensor; ``severity`` orders findings of one moment."""
 
     text: str
     severity: float
@@ -43,7 +43,7 @@ class _Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Comparison:
-    """One piece against its region of the reference; errors are those of `harness.training.absolute_error`."""
+    """One piece and its region of the reference; errors are those of `harness.training.absolute_error`."""
 
     piece: RankShard
     expected: torch.Tensor
@@ -56,7 +56,7 @@ class _Comparison:
 
     @property
     def ratio(self) -> float:
-        """Error over what is allowed; above 1 is wrong."""
+        """Error over the allowed error; above 1 is wrong."""
         if self.worst_error <= self.allowed:
             return self.worst_error / self.allowed if self.allowed else 0.0
         return self.worst_error / self.allowed if self.allowed else math.inf
@@ -74,7 +74,7 @@ class _Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Closest:
-    """A comparison with the tensor that it was made of."""
+    """A comparison with its tensor."""
 
     place: TensorKey
     comparison: _Comparison
@@ -88,8 +88,8 @@ def _nearness(found: _Closest) -> tuple[float, bool]:
 class MatchesOracle:
     """Every rank's parameters, losses, gradients, optimizer state and buffers are the oracle's.
 
-    The headline is the first wrong quantity in order of time, with its worst tensor: what comes later may be
-    its consequence. When the law holds, the worst tensor is the one that came closest to breaking it.
+    The headline is the first wrong quantity in order of time, with its worst tensor, because later ones may be its
+    consequence. When the law holds, the worst tensor is the one that came closest to breaking it.
     """
 
     name: str = "matches the oracle"
@@ -120,22 +120,22 @@ class MatchesOracle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputesInTheDtypeAsked:
-    """The first gradients are nearer to those of the plan's compute dtype than to those of float64, on each rank.
+    """On each rank the first gradients are nearer to those of the plan's compute dtype than to those of float64.
 
-    The noise of a computation in few bits is so large that one in more bits is within it.
+    The noise of a low-precision computation is so large that a higher-precision one is within it.
     """
 
     name: str = "computes in the dtype asked for"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Add up the squared distances of all gradients of a rank, each in parts of the tensor's largest element."""
+        """Add up the squared distances of all gradients of a rank, each relative to the tensor's largest element."""
         dtype, first = evidence.oracle.plan.compute_dtype, evidence.oracle.first
         if first is None or dtype is None:
             return rule(
                 self.name, ["expected a first step in the compute dtype, the oracle has none"], held=""
             )
         asked, exact = (dict.fromkeys(range(evidence.world_size), 0.0) for _ in range(2))
-        holding = set[int]()  # a rank without an element of any gradient shows nothing
+        holding = set[int]()  # a rank without gradient elements proves nothing
         for name, expected in first.gradients.items():
             place = TensorKey(quantity=Quantity.GRADIENT, step=0, name=name)
             reference = evidence.oracle.steps[0].gradients[name]
@@ -166,7 +166,7 @@ def _broken(law: str, findings: list[_Finding]) -> Ruling:
 
 
 def _moments(evidence: Evidence) -> Iterator[tuple[TensorKey, ...]]:
-    """Yield the tensors that are compared, in the order in which training makes them."""
+    """Yield the compared tensors, in the order in which training makes them."""
     last = len(evidence.oracle.steps) - 1
     yield _places(evidence, Quantity.INITIAL, INITIAL_STEP)
     for step in range(last + 1):
@@ -214,7 +214,7 @@ def _findings(evidence: Evidence, place: TensorKey, comparisons: list[_Compariso
     if place.quantity not in {Quantity.LOSS, Quantity.BUFFER}:  # these may differ between ranks by nature
         divergence = _divergence(comparisons)
         if divergence is not None:
-            # Least severe: where values are wrong too, that says more.
+            # Least severe, because wrong values are more informative.
             yield _Finding(text=f"{where}: {divergence}", severity=0.0)
 
 
@@ -256,7 +256,7 @@ def _record(place: TensorKey, comparison: _Comparison, characterised: str) -> Te
 
 
 def _parts(got: complex, expected: complex) -> tuple[float, float]:
-    """Return both as they are, or of complex numbers the parts, real or imaginary, that are further apart."""
+    """Return both unchanged; of complex numbers the part, real or imaginary, that differs more."""
     pairs = ((got.real, expected.real), (got.imag, expected.imag))
     return max(pairs, key=lambda pair: abs(pair[0] - pair[1]))
 
@@ -269,7 +269,7 @@ def _replicas_are_equal(shards: list[Shard]) -> bool:
 
 
 def _divergence(comparisons: list[_Comparison]) -> str | None:
-    """Find two ranks that hold different values of one element: replicas must agree bit by bit."""
+    """Find two ranks with different values of one element: replicas must agree bit by bit."""
     if not comparisons:
         return None
     shards = [comparison.piece.shard for comparison in comparisons]

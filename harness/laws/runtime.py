@@ -1,4 +1,4 @@
-"""Laws over how a training ran: notes of its script, states of units, equal repetitions, and no races."""
+"""Laws over a training's execution: notes of its script, states of units, equal repetitions, and no races."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOTHING = "nothing"  # stands for a note that was never made
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedUnitState:
-    """At a moment a unit is gathered (``unsharded``), or each rank has its share alone (``sharded``)."""
+    """At a moment a unit is gathered (``unsharded``), or each rank has only its share (``sharded``)."""
 
     moment: str
     unit: str
@@ -34,7 +34,7 @@ class ExpectedUnitState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitsAre:
-    """At each moment of every step each unit is in the state named, on every rank."""
+    """At each moment of every step each unit is in the given state, on every rank."""
 
     states: tuple[ExpectedUnitState, ...]
 
@@ -57,9 +57,9 @@ class UnitsAre:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notes:
-    """The script noted this of a subject, in every step on every rank.
+    """The script made this note about a subject, in every step on every rank.
 
-    ``is_explained``: another note than this value says by itself what is wrong. ``step``: in this one alone.
+    ``is_explained``: a note with another value is itself an explanation of the fault. ``step``: only this step.
     """
 
     subject: str
@@ -93,7 +93,7 @@ class Notes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalesLosses:
-    """The factor of the losses is halved by a step that overflows on any rank, on all ranks, and by no other."""
+    """A step that overflows on any rank halves the factor of the losses on all ranks; no other step does."""
 
     scaling: LossScaling
     name: str = "ranks skip steps and change the loss scale together"
@@ -111,7 +111,7 @@ class ScalesLosses:
 
 
 def _first_unlike(expected: str, got: str) -> str | None:
-    """Name the first item in which two lists differ that were noted as texts; None if they are no lists."""
+    """Name the first item that differs in two lists noted as texts; None if they are no lists."""
     try:
         wanted, found = ast.literal_eval(expected), ast.literal_eval(got)
     except (ValueError, SyntaxError):
@@ -126,7 +126,7 @@ def _first_unlike(expected: str, got: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShowsTheModel:
-    """Whatever a module shows of a parameter at these moments is the oracle's, from before the step's update."""
+    """At these moments the parameters that modules expose equal the oracle's, from before the step's update."""
 
     moments: tuple[str, ...]
 
@@ -180,7 +180,7 @@ def _value(seen: StepObservation, moment: str, subject: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deterministic:
-    """All repetitions that the schedule asks for agree in every bit of every tensor, loss and norm."""
+    """All repetitions in the schedule agree in every bit of every tensor, loss and norm."""
 
     name: str = "repeats itself bitwise"
 
@@ -203,7 +203,7 @@ class Deterministic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoRaces:
-    """No two operators touch the same memory, one of them writing, unless something has the later one wait."""
+    """Two operators touch the same memory, one of them writing, only if happens-before orders them."""
 
     @property
     def name(self) -> str:

@@ -15,24 +15,24 @@ from shardproof.harness.cases.units import chunked_numel, groups_of, num_shares_
 from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.records.observation import Observation
 
-# Engines that lay parameters one after the other let each begin at a multiple of so many bytes.
+# Engines that lay out parameters one after the other may align the start of each to this many bytes.
 _ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldsItsShare:
-    """After each step every rank holds of each parameter what the plan's layout says, no more.
+    """After each step every rank holds no more of each parameter than the plan's layout says.
 
-    Replicated, or ignored by the plan's word: the whole. Sharded over S ranks: at most ceil(n / S) of the n slices
-    along some dim. Of flat pieces the sum alone is bounded, since one flattened group may put a whole parameter on
-    one rank: over all parameters of which a rank shows flat pieces it holds at most the sum of ceil((n + a) / S),
-    where a is what aligning a parameter can add to the n elements. That is enough for any grouping of them. Numbers
-    cannot show this: an engine that drops the request to shard still trains the same model.
+    Replicated, or ignored by the plan: the whole. Sharded over S ranks: at most ceil(n / S) of the n slices along some
+    dim. For flat pieces only the sum is bounded, since one flattened group may put a whole parameter on one rank. Over
+    all parameters of which a rank shows flat pieces it holds at most the sum of ceil((n + a) / S), where a is what
+    aligning a parameter can add to the n elements. This suffices for any grouping of them. Numbers cannot show this: an
+    engine that ignores the request to shard still trains the same model.
 
-    [Note: chunks] Who says that it cuts at chunks (``Cut.CHUNKS``) may hold more on one rank, for that the others
-    hold less: no element lies on two ranks of one replica, and none on no rank. The chunk is not the engine's to
-    choose: at most the least common multiple c of the numels of the rows of a group. A parameter is followed by a
-    gap smaller than c and than itself, and a rank's stretch is the rest over S, rounded up to a multiple of c.
+    [Note: chunks] An engine that declares to cut at chunks (``Cut.CHUNKS``) may hold more on one rank if the others
+    hold less: no element lies on two ranks of one replica, and each lies on one. The engine does not choose the chunk:
+    it is at most the least common multiple c of the numels of the rows of a group. A parameter is followed by a gap
+    smaller than c and than itself, and a rank's stretch is the rest over S, rounded up to a multiple of c.
     """
 
     name: str = "holds its share"
@@ -47,7 +47,7 @@ def _held(evidence: Evidence) -> str:
     if num_shares == 1:
         return f"every parameter whole, {ranks}"
     if _is_in_chunks(evidence):
-        # How uneven shares are is allowed, and not to be overlooked.
+        # Uneven shares are allowed, but reported.
         held = [_num_flat(seen.parameters) for o in evidence.ranks for seen in o.steps]
         sizes = f"of {min(held)} to {max(held)} elements"
         return f"each element once in {num_shares} shares of whole chunks, {sizes}, {ranks}"
@@ -126,7 +126,7 @@ def _chunked_numel(evidence: Evidence) -> int:
 
 
 def _astray(evidence: Evidence) -> Iterator[str]:
-    """Yield which parameters the ranks of a replica hold twice, or not all of."""
+    """Yield the parameters that the ranks of a replica hold twice, or not completely."""
     num_shares = _num_shares(evidence)
     for first in range(0, evidence.world_size, num_shares):
         replica = [o for o in evidence.ranks if first <= o.rank < first + num_shares]
@@ -154,7 +154,7 @@ def _overlap_or_gap(pieces: Sequence[Shard]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiesOnTheDimAskedFor:
-    """Every shard of every parameter and gradient is whole in all dims but the one of the plan's placement.
+    """Every shard of every parameter and gradient is whole in all dims but that of the plan's placement.
 
     Numbers cannot show this: an engine that shards another dim still trains the same model.
     """
@@ -175,7 +175,7 @@ class LiesOnTheDimAskedFor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLiesWithItsParameter:
-    """Optimizer state of a parameter's shape is held as the parameter is: the same piece, on every rank."""
+    """Optimizer state with a parameter's shape is sharded as the parameter is: the same piece, on every rank."""
 
     name: str = "optimizer state lies with its parameter"
 
@@ -230,7 +230,7 @@ def _lies_along(shard: Shard, dim: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EveryRowMoves:
-    """After the last step no row of the parameter that a rank holds is what it was before the first."""
+    """After the last step every row of the parameter that a rank holds differs from its initial value."""
 
     parameter: str
 
@@ -250,7 +250,7 @@ class EveryRowMoves:
         return rule(self.name, broken, held=f"{num_rows} rows on {evidence.world_size} ranks")
 
     def _still_rows(self, observation: Observation) -> tuple[list[int], int]:
-        """Return the places of rows that did not move, and how many rows this rank holds at least a part of."""
+        """Return the places of rows that did not move, and the number of rows this rank holds at least partly."""
         before = observation.initial.get(self.parameter)
         after = observation.steps[-1].parameters.get(self.parameter)
         if before is None or after is None or not before.tensor.numel():
@@ -262,7 +262,7 @@ class EveryRowMoves:
 
 
 def _rows_of_elements(shard: Shard) -> torch.Tensor:
-    """Return the row in the whole of each element of a piece: int64[numel]."""
+    """Return the row in the whole tensor of each element of a piece: int64[numel]."""
     if shard.is_flat:
         row_size = math.prod(shard.global_shape[1:])
         return torch.arange(shard.offsets[0], shard.offsets[0] + shard.tensor.numel()) // row_size

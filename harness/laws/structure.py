@@ -20,14 +20,14 @@ Tensors = Mapping[str, Shard | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankShard:
-    """One rank's shard of one tensor, of the right form to be compared."""
+    """One rank's shard of one tensor, in a form that can be compared."""
 
     rank: int
     shard: Shard
 
 
 def observed(evidence: Evidence, observation: Observation, quantity: Quantity, step: int) -> Tensors:
-    """Return what one rank showed of a quantity; losses as this rank's column of one tensor."""
+    """Return one rank's tensors of a quantity; losses as this rank's column of one tensor."""
     match quantity:
         case Quantity.INITIAL:
             return observation.initial
@@ -57,7 +57,7 @@ def observed(evidence: Evidence, observation: Observation, quantity: Quantity, s
 
 
 def structural_faults(evidence: Evidence, place: TensorKey) -> tuple[str, ...]:
-    """Return what is wrong with the form of one tensor on any rank; values play no part."""
+    """Return the faults in the form of one tensor on any rank; values are not checked."""
     faults = [
         f"rank {observation.rank}: {fault}"
         for observation in evidence.ranks
@@ -79,13 +79,13 @@ def pieces_of(evidence: Evidence, place: TensorKey) -> tuple[RankShard, ...]:
             continue
         is_number_of_state = place.quantity is Quantity.OPTIMIZER_STATE and not shard.global_shape
         if is_number_of_state and _owns_nothing(observation, place):
-            continue  # some optimizers make a count of steps for it at once, and never take one
+            continue  # some optimizers create a step count for it at once, and never step
         pieces.append(RankShard(rank=observation.rank, shard=shard))
     return tuple(pieces)
 
 
 def num_declared_zeros(evidence: Evidence) -> int:
-    """Count the gradients shown as zeros, as declared, where the reference has none: over all ranks and steps."""
+    """Count the declared zero gradients where the reference has none: over all ranks and steps."""
     return sum(
         shard is not None and evidence.oracle.steps[step].gradients.get(name, shard) is None
         for observation in evidence.ranks
@@ -123,7 +123,7 @@ def _reference(evidence: Evidence, observation: Observation, place: TensorKey) -
 
 
 def _excess(evidence: Evidence, observation: Observation, place: TensorKey, shard: Shard) -> str | None:
-    """Excuse a gradient where the oracle has none if the engine says that it shows zeros there, and does."""
+    """Excuse a gradient where the oracle has none if the engine declares to show zeros there, and does."""
     if shard.tensor.any():
         return f"expected None, got {_unexpected(evidence, observation, place, shard)}"
     if observation.no_gradient is NoGradient.ZEROS:
@@ -132,7 +132,7 @@ def _excess(evidence: Evidence, observation: Observation, place: TensorKey, shar
 
 
 def _unexpected(evidence: Evidence, observation: Observation, place: TensorKey, shard: Shard) -> str:
-    """Describe a gradient where there must be none: what a step before left is found often."""
+    """Describe a gradient where there must be none; a common cause is one left from an earlier step."""
     for step in reversed(range(place.step)):
         earlier = _reference(evidence, observation, replace(place, step=step))
         if earlier is None or tuple(earlier.shape) != shard.global_shape or not shard.is_inside:
@@ -154,7 +154,7 @@ def _absence(
     if reference is None and is_listed:
         return None
     if place.quantity is Quantity.OPTIMIZER_STATE and not is_listed and _is_held(evidence, place):
-        return None  # an engine may share the state out by parameter instead of by row
+        return None  # an engine may divide the state by parameter instead of by row
     if place.quantity in {Quantity.GRADIENT, Quantity.OPTIMIZER_STATE} and _owns_nothing(observation, place):
         return None
     if is_listed:
@@ -190,9 +190,9 @@ def _misfit(shard: Shard, reference: torch.Tensor, evidence: Evidence, place: Te
 
 
 def are_consecutive(shards: Iterable[Shard]) -> bool:
-    """Whether shards, replicas aside, are intervals of the flattened whole that follow each other from start to end.
+    """Whether shards, replicas aside, are consecutive intervals of the flattened whole from start to end.
 
-    Then no element is missing, and only replicas share one. False says nothing. It takes no time per element.
+    Then no element is missing, and only replicas share one. False proves nothing. It takes no time per element.
     """
     end, size = 0, -1
     for interval in sorted({interval_of(shard) for shard in shards if shard.tensor.numel()}):
@@ -204,7 +204,7 @@ def are_consecutive(shards: Iterable[Shard]) -> bool:
 
 
 def interval_of(shard: Shard) -> tuple[int, int, int]:
-    """Return start, end and size of the whole; for a block that is no interval, a start that fits nowhere."""
+    """Return start, end and size of the whole; for a block that is no interval, an invalid start."""
     whole, local = shard.global_shape, tuple(shard.tensor.shape)
     size, length = math.prod(whole), math.prod(local)
     if shard.is_flat:

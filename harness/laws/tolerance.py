@@ -1,4 +1,4 @@
-"""How far an engine's tensor may lie from the oracle's: derived from measured noise, never picked by hand."""
+"""The tolerance between an engine's tensor and the oracle's: derived from measured noise, never picked by hand."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from shardproof.harness.training.rounding import is_narrow
 # test holds the fixtures to that.
 MULTIPLE = 16.0
 
-# A tensor of few elements may happen not to deviate in any noise run. Two roundings of its largest value
-# are always possible. Where the reference has as few bits as the engine, as bfloat16, two steps are all: it rounds as
-# the engine does, up to the reduction, and 16 times that would be a quarter of the tensor's largest value.
+# A tensor of few elements may happen not to deviate in any noise run. Two roundings of its largest value are always
+# possible. Where the reference has as few bits as the engine, as bfloat16, two steps are the whole tolerance: it rounds
+# as the engine does, up to the reduction, and 16 times that would be a quarter of the tensor's largest value.
 _FLOOR_ROUNDINGS = 2.0
 
 
-# Runs that round each operator anew, the optimizer's included, leave out little that another engine may do otherwise:
-# of Muon in bfloat16, whose rounding is a fifth of each update, FSDP2 is off by 1.8 times that noise, and other engines
-# by none of it.
+# Runs that round each operator anew, including the optimizer's, cover nearly all that another engine may do
+# differently. For Muon in bfloat16, whose rounding is a fifth of each update, FSDP2 deviates by 1.8 times that noise,
+# and other engines by none of it.
 _MULTIPLE_OF_DISTURBED = 4.0
 
 
 def allowed_error(oracle: OracleObservation, place: TensorKey) -> float:
-    """Return the largest absolute error that re-ordered sums explain; zero where nothing may round.
+    """Return the largest absolute error that re-ordered sums explain; zero where no rounding is possible.
 
-    Zero for exact trainings, for initial parameters that nothing was computed of, for constant buffers (a mask may
-    hold numbers so large that their roundings would hide all others) and for integers.
+    Zero for exact trainings, for initial parameters, which are not computed, for constant buffers (a mask may hold
+    numbers so large that their roundings would hide all others) and for integers.
     """
     is_float = place.quantity in {
         Quantity.LOSS,
@@ -55,7 +55,7 @@ def allowed_error(oracle: OracleObservation, place: TensorKey) -> float:
 def error_of_noise(
     oracle: OracleObservation, place: TensorKey, noise: float, dtype: torch.dtype = torch.float32
 ) -> float:
-    """Return the error that is allowed where noise was measured in ``dtype``."""
+    """Return the allowed error where noise was measured in ``dtype``."""
     floor = _FLOOR_ROUNDINGS * torch.finfo(dtype).eps * oracle.scales[place]
     if not oracle.is_widened and place.quantity in {Quantity.PARAMETER, Quantity.OPTIMIZER_STATE}:
         return _disturbed(place.quantity, noise, floor, dtype)
@@ -69,10 +69,10 @@ def error_of_noise(
 
 
 def _disturbed(quantity: Quantity, noise: float, floor: float, dtype: torch.dtype) -> float:
-    """Return the error that is allowed of what an optimizer made, where its own operators were disturbed too.
+    """Return the allowed error of an optimizer's result, where its own operators were disturbed too.
 
-    Within a step of few bits lies the last bit of an update, which is no sign of a larger error. A state has another
-    such bit of the gradient that went into it: honest engines on four and five ranks differ by both.
+    An error within a low-precision step is the last bit of an update, no sign of a larger error. A state has another
+    such bit, from the gradient that went into it: correct engines on four and five ranks differ by both.
     """
     if is_narrow(dtype):
         step = floor if quantity is Quantity.OPTIMIZER_STATE else floor / _FLOOR_ROUNDINGS

@@ -1,1 +1,1 @@
-"""What a rank does, recorded: collectives, units, streams and memory."""
+"""Records the activity of a rank: collectives, units, streams and memory."""

@@ -1,6 +1,6 @@
-"""Which code of the engine a rank ran: jumps from line to line, which coverage.py counts as arcs.
+"""Records which lines of the engine's code a rank executed: jumps from line to line, which coverage.py calls arcs.
 
-Counted are torch's packages for training in parallel, and those that the adapter and what it imports are in.
+It counts torch's packages for parallel training, and the packages of the adapter and its imports.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from shardproof.harness.tracing.collectives.call_site import short_path
 __all__ = ["COUNTS_ARCS", "Arc", "can_count", "counting_arcs", "read_arcs"]
 
 Arc = tuple[str, int, int]  # of a file, from a line to a line; -N enters or leaves the function of line N
-COUNTS_ARCS = "coverage"  # the package that counts, which not every environment has
+COUNTS_ARCS = "coverage"  # the package that counts arcs; not every environment has it
 _OF_TORCH = ("distributed/fsdp", "distributed/_composable", "nn/parallel")
 _LIBRARIES = sys.stdlib_module_names | {"torch"}
 _HARNESS = "shardproof.harness."
 
 
 def can_count() -> bool:
-    """Return whether the package is there, and nothing else traces this process."""
+    """Return whether the package is installed, and nothing else traces this process."""
     return find_spec(COUNTS_ARCS) is not None and sys.gettrace() is None
 
 
 @contextmanager
 def counting_arcs(engine: Engine, path: Path) -> Iterator[None]:
-    """Count what this thread runs of the engine until exit, and write it to a file; for one rank of a process."""
-    import coverage  # here, because most sessions count nothing
+    """Count the arcs of this thread in the engine until exit, and write them to a file; for one rank per process."""
+    import coverage  # here, because most sessions count no arcs
 
     counter = coverage.Coverage(data_file=None, branch=True, include=_files_of(engine), config_file=False)
     counter.start()
@@ -44,13 +44,13 @@ def counting_arcs(engine: Engine, path: Path) -> Iterator[None]:
         counter.stop()
         data = counter.get_data()
         arcs = ((short_path(f), *arc) for f in data.measured_files() for arc in data.arcs(f) or ())
-        part = path.with_name(f"{path.name}.part")  # a rank that is killed here leaves no half of a file
+        part = path.with_name(f"{path.name}.part")  # a rank that is killed here leaves no partial file
         part.write_text(json.dumps(sorted(arcs)))
         part.replace(path)
 
 
 def _files_of(engine: Engine) -> list[str]:
-    """Return patterns of files: of the folders that hold the adapter and what its module imports by name."""
+    """Return file patterns: the folders of the adapter and of its module's imports."""
     adapter = sys.modules[type(engine).__module__]
     names = {
         adapter.__name__,
@@ -64,5 +64,5 @@ def _files_of(engine: Engine) -> list[str]:
 
 
 def read_arcs(path: Path) -> set[Arc]:
-    """Read what one rank wrote."""
+    """Read the arcs of one rank."""
     return {(file, before, line) for file, before, line in json.loads(path.read_text())}

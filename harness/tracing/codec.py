@@ -1,16 +1,16 @@
-"""The one codec: how dataclasses become JSON's own values and text, and are read back with every field checked.
+"""The JSON codec: encodes dataclasses as JSON values and text, and decodes them with every field checked.
 
 [Note: what a line looks like]
-A line of a run is one JSON object whose keys are the fields of the dataclass, nested values included, and ``kind``
-where lines of several kinds share a file. JSON knows no NaN and no infinity, and parsers disagree about the
-literals that Python would write, so a float that is not finite travels as one of the strings "nan", "inf",
-"-inf". A line at the newest schema must have every field; in a line of an older schema a field that has a
+A line of a run is one JSON object. Its keys are the fields of the dataclass, nested values included, and ``kind`` where
+lines of several kinds share a file. JSON has no NaN and no infinity, and parsers disagree about the literals that
+Python would write, so a float that is not finite is written as one of the strings "nan", "inf", "-inf". A line at the
+newest schema must have every field. In a line of an older schema a field that has a default may be absent.
 default may be absent.
 
-[Note: why no library] What is read may come from an engine, or from a damaged file. It may hold half a surrogate pair,
-a field twice or one that is not known, and must be refused with the field, what was expected and what came. msgspec
-0.22 cannot read or write such text, keeps the last of repeated fields, ignores unknown fields of dataclasses, writes
-NaN as null, knows no union of dataclasses, and quotes no values.
+[Note: why no library] The input may come from an engine, or from a damaged file. It may contain half a surrogate pair,
+a repeated field or an unknown one. The codec must refuse it and report the field, the expected type and the value
+found. msgspec 0.22 cannot read or write such text, keeps the last of repeated fields, ignores unknown fields of
+dataclasses, writes NaN as null, does not support unions of dataclasses, and quotes no values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Reader = Callable[[Any], Any]
 
 _UNFINITE: Mapping[str, float] = MappingProxyType({"nan": math.nan, "inf": math.inf, "-inf": -math.inf})
 _NAMES: Mapping[type, str] = MappingProxyType({str: "a string", int: "an integer", bool: "true or false"})
-_KIND = ""  # the key that names the dataclass of several, or what JSON has no type for
+_KIND = ""  # the key for the dataclass's name where several are possible, or for a type JSON lacks
 ROW: Mapping[str, bool] = MappingProxyType({"is_row": True})
 """Metadata of a field of ranks, of which many are written as a row: its first, its end and its step."""
 _LONGEST_LIST, _LONGEST_ROW = 64, 2**20
@@ -44,7 +44,7 @@ UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, IndexError, Recur
 
 
 class MismatchError(ValueError):
-    """A value that is not what its type says; ``path`` leads to it."""
+    """A value that does not match its type; ``path`` leads to it."""
 
     def __init__(self, expected: str, got: str, hint: str = "") -> None:
         super().__init__(expected, got, hint)
@@ -63,9 +63,9 @@ class MismatchError(ValueError):
 def encode(value: Any, rows: frozenset[type] = frozenset()) -> Any:
     """Return a value in JSON's own types, dataclasses of ``rows`` as lists of their fields' values.
 
-    Other objects stay as they are, for those who know more types than JSON.
+    Other objects stay as they are, for encoders that support more types than JSON.
     """
-    # First, being the most: texts that are enumerated included.
+    # First because it is the most frequent case; includes string enums.
     if isinstance(value, str | int) or value is None:
         return value
     kind: type = type(value)
@@ -86,7 +86,7 @@ def encode(value: Any, rows: frozenset[type] = frozenset()) -> Any:
 
 
 def encode_one_of(value: Any, rows: frozenset[type] = frozenset()) -> dict[str, Any] | None:
-    """Return a dataclass of several that may stand here, with its name; None stays None."""
+    """Return a dataclass with its name, where several dataclasses are possible; None stays None."""
     return None if value is None else {_KIND: type(value).__name__, **encode(value, rows)}
 
 
@@ -95,7 +95,7 @@ def decode(type_: type[T], plain: Any, *, is_older: bool = True) -> T: ...
 @overload
 def decode(type_: UnionType, plain: Any, *, is_older: bool = True) -> Any: ...
 def decode(type_: Any, plain: Any, *, is_older: bool = True) -> Any:
-    """Read what `encode` gave, rows included; raises MismatchError.
+    """Decode the result of `encode`, rows included; raises MismatchError.
 
     Fields with defaults may be absent if ``is_older``.
     """
@@ -108,7 +108,7 @@ def write(line: object, *, kind: str | None) -> str:
 
 
 def read(type_: type[T], text: str, *, where: str, newest: int, kind: str | None) -> T:
-    """Read and check one line; a UsageError that quotes ``where`` (file:line) says what is wrong with it.
+    """Read and check one line; raises a UsageError that quotes ``where`` (file:line) and describes the mismatch.
 
     ``newest`` is the highest schema that can be read.
     """
@@ -159,7 +159,7 @@ def _parse(text: str) -> Any:
 
 @cache
 def _writers(kind: type) -> Mapping[str, Callable[[Any, frozenset[type]], Any]]:
-    """Return what encodes each field of a dataclass."""
+    """Return the encoder of each field of a dataclass."""
     hints = get_type_hints(kind)
     return {
         f.name: _encode_any
@@ -178,7 +178,7 @@ def encode_row(value: tuple[int, ...], rows: frozenset[type] = frozenset()) -> A
     return list(value) if len(value) <= _LONGEST_LIST else _row_of(value)
 
 
-@lru_cache(maxsize=64)  # a journal has one for each call
+@lru_cache(maxsize=64)  # a journal has one per call
 def _row_of(ranks: tuple[int, ...]) -> Any:
     row = range(ranks[0], ranks[-1] + 1, max(1, ranks[1] - ranks[0]))
     return {"first": row.start, "end": row.stop, "step": row.step} if ranks == tuple(row) else list(ranks)
@@ -206,7 +206,7 @@ def _row(first: int, end: int, step: int) -> tuple[int, ...]:
 
 
 def _encode_any(value: Any, rows: frozenset[type]) -> Any:
-    """Encode a plain value of any type, so that it comes back as it was."""
+    """Encode a plain value of any type so that it decodes to an equal value."""
     if isinstance(value, dict):
         items = [[_encode_any(key, rows), _encode_any(item, rows)] for key, item in value.items()]
         return {_KIND: "dict", "items": items}
@@ -234,7 +234,7 @@ def _decode_any(value: Any) -> Any:
 
 @cache
 def _reader(hint: Any, is_older: bool) -> _Reader:
-    """Return what reads values of a type; made once for each."""
+    """Return the reader for a type; created once per type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return _decode_any
@@ -284,7 +284,7 @@ def _items_reader(make: Callable[[list[Any]], Any], read_item: _Reader) -> _Read
         found: list[Any] = []
         try:
             for item in value:
-                found.append(read_item(item))  # its length is where it went wrong
+                found.append(read_item(item))  # its length is the index of the item that failed
         except MismatchError as error:
             raise error.inside(f"[{len(found)}]") from None
         return make(found)
@@ -302,7 +302,7 @@ def _mapping_reader(read_item: _Reader) -> _Reader:
 
 
 def _each(plain: Mapping[str, Any], how: Mapping[str, tuple[frozenset[type], _Reader]]) -> dict[str, Any]:
-    """Read each value by its name: ``how`` has the types that stay as they are, and the reader of others."""
+    """Read each value by its name: ``how`` has the types that need no conversion, and the reader for all others."""
     found: dict[str, Any] = {}
     name = ""
     try:
@@ -345,14 +345,14 @@ def _fields_reader(kind: Any, is_older: bool) -> _Reader:
 
 
 def _unchanged(hint: Any) -> frozenset[type]:
-    """Return the types whose values a reader of ``hint`` returns as they are: most fields need no call of it."""
+    """Return the types whose values the reader of ``hint`` returns unchanged: most fields need no call of it."""
     if get_origin(hint) in {UnionType, Union} and not _dataclasses_of(hint):
         return frozenset().union({NoneType}, *map(_unchanged, get_args(hint)))
     return frozenset({hint}) if hint in _NAMES else frozenset()
 
 
 def _member_reader(kind: type[Enum]) -> _Reader:
-    """Read a member: by its text if that is what members are, else by its name."""
+    """Read a member of an enum: by value if the values are strings, else by name."""
     members = {str(m.value) if issubclass(kind, StrEnum) else m.name: m for m in kind}
 
     def read_member(value: Any) -> Enum:
@@ -367,7 +367,7 @@ def _member_reader(kind: type[Enum]) -> _Reader:
 
 def _plain_reader(kind: type) -> _Reader:
     def read_plain(value: Any) -> Any:
-        if type(value) is not kind:  # exactly: True is an int to isinstance
+        if type(value) is not kind:  # exactly: isinstance accepts True as an int
             raise MismatchError(_NAMES.get(kind, f"a {kind.__name__}"), _quote(value))
         return value
 

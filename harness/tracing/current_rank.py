@@ -1,4 +1,4 @@
-"""Which rank the calling thread is, where ranks are threads. No torch here."""
+"""The rank of the calling thread, where ranks are threads. No torch here."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _owners: WeakKeyDictionary[threading.Thread, int] = WeakKeyDictionary()
 
 
 def bind_rank(rank: int | None) -> None:
-    """Make the calling thread the one that runs ``rank``'s body; None unbinds it."""
+    """Bind the calling thread as the one that runs ``rank``'s body; None unbinds it."""
     _identity.rank = rank
     _identity.is_home = rank is not None
 
 
 def adopt_rank(rank: int) -> None:
-    """Make the calling thread one that ``rank`` started besides its own."""
+    """Bind the calling thread as an additional thread of ``rank``."""
     _identity.rank = rank
     _identity.is_home = False
 
@@ -38,7 +38,7 @@ def is_home_thread() -> bool:
 
 
 def own_thread(thread: threading.Thread, rank: int) -> None:
-    """Record that ``rank`` started a thread besides its own."""
+    """Record that ``rank`` started an additional thread."""
     _owners[thread] = rank
 
 

@@ -1,8 +1,8 @@
-"""The event log of one rank: calls, waits, and when units computed, in the order in which they happened. No torch here.
+"""The event log of one rank: calls, waits and the computation of units, in order of time. No torch here.
 
-[Note: the event log] A ledger records what crossed between ranks, and is the same whenever a training runs. The
-event log puts its calls and waits in one order with what units did meanwhile, each with its time. It lies in the same
-journal, in lines of its own; its order is that of the lines. A journal of before event logs has none.
+[Note: the event log] A ledger records the communication between ranks, and is the same in every run of a training. The
+event log puts the calls and waits in one order with the units' computation, each with its time. It is part of the same
+journal, in lines of its own, and its order is the order of the lines. Journals from before event logs have none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardproof.harness.tracing.ledger import Phase
 
 
 class EventKind(Enum):
-    """What happened; the order is that in which one unit passes through them."""
+    """The kinds of events, in the order in which one unit passes through them."""
 
     BEGAN = "a phase of the loop began"
     ENDED = "a phase of the loop ended"
@@ -37,11 +37,11 @@ class EventKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceEvent:
-    """One thing that happened on a rank.
+    """One event of a rank.
 
-    ``at_ns`` is a monotonic clock's: of use among ranks of one machine alone. ``seq`` is the number of the call
-    that it is about, else None; ``unit`` is the unit, else None, and ``""`` is the root. ``stream`` is the name of
-    the stream where a call was placed, which only a watch over streams knows.
+    ``at_ns`` is the time by a monotonic clock, comparable only between ranks of one machine. ``seq`` is the number of
+    the call that the event concerns, else None. ``unit`` is the unit, else None; ``""`` is the root. ``stream`` is the
+    name of the call's stream, which only a watch over streams records.
     """
 
     what: EventKind
@@ -59,9 +59,9 @@ EventLog = tuple[TraceEvent, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InFlight:
-    """One collective of a rank; ``issued`` and ``landed`` are positions in the event log.
+    """One collective in flight on a rank; ``issued`` and ``landed`` are positions in the event log.
 
-    It lands when what computes waits for it: the host, or under a watch over streams the stream on which units
+    It lands when the computation waits for it: the host, or under a watch over streams the stream on which units
     compute. ``landed`` is None without a wait.
     """
 
@@ -72,7 +72,7 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeSpan:
-    """A unit computes from one position of the event log to another, and no event of a unit lies between."""
+    """A unit computes from one position of the event log to another, without an event of a unit in between."""
 
     unit: str
     first: int
@@ -82,7 +82,7 @@ class ComputeSpan:
 
 # Any: JSON.
 def events_of(line: Mapping[str, Any]) -> tuple[TraceEvent, ...]:
-    """Read the events of one line of a rank's journal; raises what reading JSON raises."""
+    """Read the events of one line of a rank's journal; raises the errors of reading JSON."""
     events = decode(EventLog, line["marks"]) if "marks" in line else ()
     if "at_ns" not in line:
         return events
@@ -95,7 +95,7 @@ def events_of(line: Mapping[str, Any]) -> tuple[TraceEvent, ...]:
 
 def collectives_in_flight(events: EventLog) -> tuple[InFlight, ...]:
     """Return every collective with its issue and landing, in the order of issue."""
-    # Where streams were watched, what the host waited for on another stream orders nothing that computes.
+    # Where streams were watched, a wait of the host for another stream does not order computation.
     is_watched = any(event.what is EventKind.JOINED for event in events)
     landing = EventKind.JOINED if is_watched else EventKind.WAITED
     landed = {event.seq: at for at, event in reversed([*enumerate(events)]) if event.what is landing}
@@ -108,7 +108,7 @@ def collectives_in_flight(events: EventLog) -> tuple[InFlight, ...]:
 
 @dataclass(slots=True)
 class _Frame:
-    """A unit that was entered; ``since`` is where its present span began, None while it does not compute."""
+    """A unit that was entered; ``since`` is the start of its present span, None while it does not compute."""
 
     unit: str
     is_backward: bool
@@ -116,11 +116,10 @@ class _Frame:
 
 
 def compute_spans(events: Sequence[TraceEvent]) -> tuple[ComputeSpan, ...]:
-    """Return when units computed, in order.
+    """Return the spans in which units computed, in order.
 
-    A unit that calls another computes before and after it. In backward, what a unit around another computes after
-    the inner one cannot be seen from the outside, and is in no span; a forward that runs again in backward is
-    part of it.
+    A unit that calls another computes before and after it. In backward, hooks cannot see the computation of an outer
+    unit after an inner one, so no span contains it. A forward that is recomputed in backward is part of backward.
     """
     return tuple(sorted(_ComputeSpans(events).found, key=lambda s: s.first))
 
@@ -152,7 +151,7 @@ class _ComputeSpans:
             case EventKind.LEFT:
                 self._leave(at, unit)
             case EventKind.GRADED:
-                # A recomputed forward may have been broken off, and is the unit's own backward in any case.
+                # A recomputed forward may have stopped early, and is part of the unit's own backward in any case.
                 if any(frame.unit == unit for frame in self._frames):
                     self._pause(at)
                     self._frames.clear()

@@ -1,8 +1,8 @@
-"""The file that a rank writes as it trains: the lines of its ledger and its events, written and read. No torch here.
+"""The file that a rank writes as it trains: writes and reads the lines of its ledger and its events. No torch here.
 
-[Note: lines by hand] An entry, its wait and its end are written on the way of each collective, where a generic encoder
-would take as long as all else that recording costs. So these lines are put together here, by a format that the codec
-reads like any other.
+[Note: lines by hand] An entry, its wait and its end are written in the path of each collective. A generic encoder there
+would take as long as all other recording. So this module formats these lines itself, in a format that the codec reads
+like any other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardproof.harness.tracing.codec import UNREADABLE, decode, encode, encode_
 from shardproof.harness.tracing.events import EventLog, TraceEvent, events_of
 from shardproof.harness.tracing.ledger import BufferViolation, CallSummary, Entry, Ledger, Wait, completed
 
-_MOST_BYTES = 2**30  # a rank can make a file of any size, as one hole, that no memory holds
+_MOST_BYTES = 2**30  # a rank can make a sparse file of any size, larger than memory
 
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))  # once: json.dumps would build one per line
@@ -27,9 +27,9 @@ _OF_TENSORS = ("dtype", "shapes", "num_bytes", "reduce_op", "peer", "is_async")
 
 
 class Journal(NamedTuple):
-    """What one rank left; there are no events where the file is older than event logs.
+    """The journal of one rank; it has no events if the file is older than event logs.
 
-    ``damaged`` are the numbers of lines that cannot be read, from 1; what they held is in neither.
+    ``damaged`` are the numbers of unreadable lines, from 1; the ledger and the events omit them.
     """
 
     ledger: Ledger
@@ -56,12 +56,12 @@ def wait_line(seq: int, wait: Wait, at_ns: int) -> str:
 
 
 def over_line(seq: int) -> bytes:
-    """Return the line, with its end, of a wait that came to its end: as short as it is frequent."""
+    """Return the line, with its newline, of a wait that returned: short, because it is frequent."""
     return b'{"over":%d}\n' % seq
 
 
 def violation_line(seq: int, violation: BufferViolation) -> str:
-    """Return the line of what was done to the buffers of a call."""
+    """Return the line of a violation of a call's buffers."""
     return _ENCODER.encode({"harm": seq, **encode(violation)})
 
 
@@ -77,7 +77,7 @@ def _json(value: str | bool | None) -> str:
 
 @lru_cache(maxsize=2**12)  # each step makes the same calls
 def _json_of_call(call: CallSummary) -> tuple[str, str, str]:
-    """Return the JSON of a call's own fields, less braces, in the three parts that an entry has them in."""
+    """Return the JSON of a call's own fields, without braces, in the three parts in which an entry contains them."""
     plain = {name: encode(getattr(call, name)) for name in _FIELDS} | {"group": encode_row(call.group)}
     parts = (("op", "group"), _OF_TENSORS, ("site", "group_name"))
     first, second, third = (_ENCODER.encode({name: plain[name] for name in part})[1:-1] for part in parts)
@@ -85,7 +85,7 @@ def _json_of_call(call: CallSummary) -> tuple[str, str, str]:
 
 
 def read_journal(path: Path) -> Journal:
-    """Read what a rank left behind, however it ended: an unfinished last line is dropped, a missing file is empty."""
+    """Read a rank's journal, however the rank ended: drops an unfinished last line; a missing file is empty."""
     if not path.is_file():
         return Journal((), ())
     if path.stat().st_size > _MOST_BYTES:
@@ -117,7 +117,7 @@ def _parsed_line(line: bytes) -> Any:
 
 
 class _Reading:
-    """Takes one line after the other; a line that raises leaves nothing behind."""
+    """Reads one line after the other; a line that raises leaves no trace."""
 
     def __init__(self) -> None:
         self.events: list[TraceEvent] = []

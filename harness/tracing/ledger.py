@@ -10,7 +10,7 @@ from shardproof.harness.tracing.codec import ROW
 
 
 class Op(StrEnum):
-    """Kinds of communication; one name for all spellings of a collective (list, base, coalesced, functional)."""
+    """Kinds of communication; one name for all APIs of a collective (list, base, coalesced, functional)."""
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
@@ -26,12 +26,12 @@ class Op(StrEnum):
 
 
 class Phase(StrEnum):
-    """What the training loop was doing when a collective was issued."""
+    """The phase of the training loop in which a collective was issued."""
 
     PREPARE = "prepare"  # until the engine has wrapped the model
     FORWARD = "forward"
     BACKWARD = "backward"
-    BETWEEN = "between"  # the loop's own hands, outside forward and backward: units gathered by call
+    BETWEEN = "between"  # the loop itself, outside forward and backward: it gathers units by call
     STEP = "step"  # optimizer step and zero_grad
     OBSERVE = "observe"  # the harness reads; a collective here is the adapter's, not training's
 
@@ -40,10 +40,9 @@ class Phase(StrEnum):
 class Wait:
     """Where a collective's result was first waited for (by Work.wait, its future, or a functional wait).
 
-    ``num_issued`` is how many calls the rank had issued by then; None in ledgers that predate it.
-    ``is_over`` is whether that wait came to its end; None if unknown: the caller took the future and waits for it
-    unseen, or the ledger predates this field. Worlds differ in it where they may: an engine
-    cannot choose it.
+    ``num_issued`` is the number of calls that the rank had issued by then; None in ledgers that predate the field.
+    ``is_over`` is whether that wait returned. It is None if unknown: the caller took the future and waits for it
+    unobserved, or the ledger predates the field. Worlds may differ in it, because an engine cannot control it.
     """
 
     phase: Phase
@@ -54,7 +53,7 @@ class Wait:
 
 
 class ViolationKind(StrEnum):
-    """What became of a collective's buffers while it was under way."""
+    """What happened to a collective's buffers while it was in flight."""
 
     INPUT_OVERWRITTEN = "its input was overwritten"
     INPUT_FREED = "its input was freed"
@@ -64,7 +63,7 @@ class ViolationKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferViolation:
-    """Something done to a collective's buffers before its result was there, and where that was noticed, at the wait."""
+    """A use of a collective's buffers before its result was there; ``site`` is the wait that detected it."""
 
     kind: ViolationKind
     phase: Phase
@@ -78,14 +77,13 @@ class BufferViolation:
 class Entry:
     """One collective issued by one rank.
 
-    ``num_bytes`` is the payload in one normal form for every spelling: of an all-gather the gathered
-    output, of a reduce-scatter the whole input, of the rest the tensor itself. ``shapes`` are the shapes
-    of this rank's contribution. ``step`` is -1 before the first step; ``microbatch`` is -1 outside one.
-    ``group`` holds global ranks and ``group_seq`` counts that group's collectives on this rank from 0
-    (point-to-point messages count per peer); ``group_name`` is torch's, which distinguishes groups of equal ranks,
-    empty in ledgers that were kept without it. ``unit`` is the innermost unit whose forward or backward was
-    under way when the call was made. ``wait`` is None for a result that was not waited for. ``harms`` are known of
-    worlds of threads alone.
+    ``num_bytes`` is the payload in one normal form for every API: of an all-gather the gathered output, of a
+    reduce-scatter the whole input, of all others the tensor itself. ``shapes`` are the shapes of this rank's
+    contribution. ``step`` is -1 before the first step; ``microbatch`` is -1 outside one. ``group`` contains global
+    ranks and ``group_seq`` counts that group's collectives on this rank from 0 (point-to-point messages count per
+    peer). ``group_name`` is torch's, which distinguishes groups of equal ranks; it is empty in ledgers recorded without
+    it. ``unit`` is the innermost unit whose forward or backward was running at the call. ``wait`` is None for a result
+    that was not waited for. Only threads worlds record ``harms``.
     """
 
     seq: int
@@ -111,10 +109,10 @@ class Entry:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What must agree over the ranks of the group for the collective to mean anything.
+        """Return the values on which the ranks of the group must agree for the collective to be valid.
 
-        Shapes agree except where a rank's contribution may differ by nature: all-to-all, gather, scatter, and the list
-        form of all-gather. What all ranks contribute to an all-gather is as much on each of them.
+        Shapes must agree, except where contributions may differ between ranks: all-to-all, gather, scatter, and the
+        list form of all-gather. In an all-gather the total of all contributions must be equal on every rank.
         """
         ragged = self.op in {Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER, Op.ALL_GATHER, Op.BARRIER}
         numel = None if ragged else tuple(_numel(s) for s in self.shapes)
@@ -122,7 +120,7 @@ class Entry:
         return (self.op, self.dtype, self.reduce_op, self.peer, numel, gathered)
 
     def describe(self) -> str:
-        """Format the call for a person, with where it was made."""
+        """Format the call for a person, with its call site."""
         reduce_op = f"{self.reduce_op}, " if self.reduce_op else ""
         shapes = " ".join(str(list(s)) for s in self.shapes)
         return (
@@ -133,7 +131,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSummary:
-    """The fields of an Entry that the call itself decides."""
+    """The fields of an Entry that the call itself determines."""
 
     op: Op
     group_name: str
@@ -148,7 +146,7 @@ class CallSummary:
 
 
 Ledger = tuple[Entry, ...]
-_LONGEST_GROUP = 64  # ranks that are named one by one
+_LONGEST_GROUP = 64  # ranks that are listed one by one
 
 
 def _spell(ranks: tuple[int, ...]) -> str:
@@ -165,5 +163,5 @@ def _numel(shape: tuple[int, ...]) -> int:
 def completed(
     entries: Iterable[Entry], waits: Mapping[int, Wait], harms: Mapping[int, tuple[BufferViolation, ...]]
 ) -> Ledger:
-    """Return entries with their waits and harms, which are known later, by the entries' numbers."""
+    """Return entries with their waits and harms, which are recorded later, by the entries' numbers."""
     return tuple(replace(e, wait=waits.get(e.seq), harms=harms.get(e.seq, ())) for e in entries)

@@ -1,9 +1,9 @@
-"""Which operator reads and writes which tensors: seen by one dispatch mode, which reports to every watch of the rank.
+"""Reports which operator reads and writes which tensors: one dispatch mode reports to every watch of the rank.
 
-[Note: which threads] A dispatch mode belongs to a thread, and backward runs on the thread that called it: on a CPU
-autograd has no threads of its own. So one mode around a rank's training sees forward, backward and the optimizer,
-whether Python or C++ calls the operators. On a device backward runs on threads of autograd, to which torch hands the
-modes of the one that called it. What an engine does on threads that it starts itself is not seen.
+[Note: which threads] A dispatch mode belongs to a thread. On a CPU backward runs on the thread that called it, because
+autograd has no CPU threads of its own. So one mode around a rank's training sees forward, backward and the optimizer,
+whether Python or C++ calls the operators. On a device backward runs on threads of autograd, to which torch passes the
+modes of the calling thread. Operators on threads that an engine starts itself are not seen.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from shardproof.harness.tracing.current_rank import current_rank
 # The interceptor sees the tensors of these; the operators only pass them on.
 _COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
 _SILENT = frozenset({"profiler", "prim", "debugprims", "rngprims"})
-# Their schemas need not declare what they write, so what they call is looked at instead.
+# The schemas of other namespaces need not declare their writes, so the operators that they call are observed instead.
 _KNOWN = frozenset({"aten", "prims", "quantized", "mkldnn", "mkl", "inductor"})
-# The host needs the value and waits for it. Others that give no tensor look at sizes and the like alone.
+# The host waits for the value. Other operators that return no tensor read only metadata such as sizes.
 _HOST_READS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::allclose"})
 _UNWRITTEN = ("aten::empty", "aten::new_empty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Footprint:
-    """What an operator's schema declares of what it does to its arguments."""
+    """The reads and writes of its arguments that an operator's schema declares."""
 
     name: str
     positions: tuple[bool, ...]  # whether the argument at each position is written
@@ -54,23 +54,24 @@ class OperatorObserver(Protocol):
         writes: Sequence[torch.Tensor],
         fresh: set[int],
     ) -> None:
-        """Record an operator that ran; ``fresh`` are the storages, by id, that it has just made."""
+        """Record an operator that ran; ``fresh`` contains the ids of the storages that it has just made."""
 
     def allocated(self, tensor: torch.Tensor) -> None:
-        """Record memory that was asked for, and is not written yet."""
+        """Record memory that was allocated, and is not written yet."""
 
     def host_read(self) -> None:
-        """Record that the host waited for what the last operator computed."""
+        """Record that the host waited for the result of the last operator."""
 
 
-# Without it no mode is made: `private_names.require` refuses the watches first, and a census says that it is empty.
+# If it is missing no mode is made: `private_names.require` refuses the watches first, and a census reports that it is
+# empty.
 _Mode: Any = optional("torch.utils._python_dispatch:TorchDispatchMode")
 _current_mode: Any = optional("torch.utils._python_dispatch:_get_current_dispatch_mode")
 _Made = Callable[[Any, str], None]  # Any: what an operator returns, with the name of the operator
 
 
 class OperatorMode(_Mode or object):  # type: ignore[misc]  # a class of Any
-    """Reports each operator on the calling thread to observers, and what it returned, unless views, to ``made``."""
+    """Reports each operator on the calling thread to observers, and its results, except views, to ``made``."""
 
     def __init__(self, witnesses: Sequence[OperatorObserver], made: _Made | None = None) -> None:
         super().__init__()
@@ -79,9 +80,9 @@ class OperatorMode(_Mode or object):  # type: ignore[misc]  # a class of Any
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Report nothing until exit, and cost operators nothing, unless a mode of the engine lies above this one.
+        """Report nothing until exit, and add no overhead, unless a mode of the engine is above this one.
 
-        Only without observers: they have to see what an engine does while it is read.
+        Only without observers: they have to see the engine's operators while it is read.
         """
         if self._witnesses or _current_mode is None or _current_mode() is not self:
             yield
@@ -93,15 +94,15 @@ class OperatorMode(_Mode or object):  # type: ignore[misc]  # a class of Any
             self.__enter__()
 
     def ignore_compile_internals(self) -> bool:
-        """Let compiled functions stay compiled where nothing but results is looked at: that changes no verdict."""
+        """Let compiled functions stay compiled where only results are observed: that changes no verdict."""
         return not self._witnesses
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Mark the method below instead of letting torch wrap it, which costs more than the rest of it."""
+        """Mark the method below instead of letting torch wrap it: the wrapper costs more than the rest of it."""
         return not hide_from_dynamo(cls.__torch_dispatch__)
 
-    # Any: an operator takes and returns what it likes.
+    # Any: an operator takes and returns any type.
     def __torch_dispatch__(
         self,
         func: Any,
@@ -113,7 +114,7 @@ class OperatorMode(_Mode or object):  # type: ignore[misc]  # a class of Any
         if types:
             for kind in types:
                 if hasattr(kind, "__tensor_flatten__"):
-                    return NotImplemented  # such as a DTensor, which comes back with the tensors inside it
+                    return NotImplemented  # for a DTensor, for example, which returns here with the tensors inside it
             return func(*args, **kwargs)
         known = _operators.get(id(func)) or _look_at(func)
         if known.is_foreign and self._witnesses and (kernel := _kernel(func, args, kwargs)) is not None:
@@ -146,7 +147,7 @@ class OperatorMode(_Mode or object):  # type: ignore[misc]  # a class of Any
                     witness.allocated(tensor)
             return
         if not made and not writes and not footprint.is_host_read:
-            return  # a view, or a question about sizes
+            return  # a view, or a metadata query
         fresh = {id(t.untyped_storage()) for t in made}
         for witness in self._witnesses:
             witness.operator(footprint.name, reads, (*writes, *made), fresh)
@@ -156,21 +157,21 @@ class OperatorMode(_Mode or object):  # type: ignore[misc]  # a class of Any
 
 # Any: an operator, its arguments and its kernel.
 def _kernel(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """Return what calls the kernel of the device that the arguments are on."""
+    """Return a function that calls the kernel for the device of the arguments."""
     devices = {tensor.device.type for tensor in _tensors((*args, *kwargs.values()))}
     return device_kernel(func, next(iter(devices - {"cpu"}), "cpu"))
 
 
 class _Operator(NamedTuple):
-    """What is to know of an operator: ``footprint`` is None where no watch needs it."""
+    """The properties of an operator: ``footprint`` is None where no watch needs it."""
 
-    func: Any  # kept, so that no other has its address
-    makes_memory: bool  # its schema lets it return anything but views of its arguments, or its arguments
+    func: Any  # kept alive, so that its id is not reused
+    makes_memory: bool  # its schema allows results other than its arguments and views of them
     is_foreign: bool
     footprint: _Footprint | None
 
 
-# By address: an operator's own hash is computed anew, in Python, each time.
+# Keyed by id: an operator computes its hash anew, in Python, each time.
 _operators: dict[int, _Operator] = {}
 
 
@@ -202,7 +203,7 @@ def _footprint(func: Any) -> _Footprint:
 def _arguments(
     footprint: _Footprint, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[Any, bool]]:
-    yield from zip(args, footprint.positions, strict=False)  # trailing defaults are left out
+    yield from zip(args, footprint.positions, strict=False)  # trailing defaults are omitted
     for name, value in kwargs.items():
         yield value, footprint.names[name]
 
@@ -219,14 +220,14 @@ class Witness(OperatorObserver, Protocol):
     """A watch over one rank: receives operators, collectives, waits for them, and resizes of storages."""
 
     def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        """Record that a storage is about to have another size, before it has."""
+        """Record that a storage is about to be resized."""
 
-    # Any: whatever the witness knows a collective by.
+    # Any: the witness's own handle of a collective.
     def issued(self, call: Call, seq: int) -> Any:
         """Record a collective before it starts; ``seq`` is its place in the ledger, -1 where there is none."""
 
     def handed_over(self) -> None:
-        """Record that the transport of the collective issued last on this thread has it."""
+        """Record that the transport has taken over the last collective issued on this thread."""
 
     def waited(self, issued: Any) -> None:
         """Record a wait for a collective."""
@@ -264,9 +265,9 @@ def current_witnesses() -> _Witnesses | None:
 
 @contextmanager
 def observing_operators(*witnesses: Witness, made: _Made | None = None) -> Iterator[OperatorMode | None]:
-    """Report to the observers what the calling thread's rank does to memory, until exit; with none, change nothing.
+    """Report memory operations of the calling thread's rank to the observers until exit; without observers, do nothing.
 
-    ``made`` is called with what operators return, except views, and with their names. Yields the mode that reports.
+    ``made`` is called with the results of operators, except views, and with their names. Yields the mode that reports.
     """
     if not witnesses:
         with nullcontext() if made is None or _Mode is None else OperatorMode((), made) as mode:

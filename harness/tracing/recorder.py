@@ -1,4 +1,4 @@
-"""Writing one rank's ledger: where the loop stands, what was called, what was waited for; kept as it happens."""
+"""Writes one rank's ledger as the run goes on: the loop's position, the calls and the waits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardproof.harness.tracing.ledger import (
 
 
 class LoopPosition(NamedTuple):
-    """Where the training loop stands: the labels that an entry would be given now."""
+    """The position of the training loop: the labels of an entry that is made now."""
 
     phase: Phase
     step: int
@@ -38,11 +38,11 @@ class LoopPosition(NamedTuple):
 
 
 class Recorder:
-    """One rank's ledger in the making.
+    """The ledger of one rank while it is being written.
 
-    Each entry is appended to ``journal`` (JSON lines, one unbuffered write each) when the call is made, so
-    that what a rank did survives its death; other events go with the next of them. Thread-safe: a backend
-    may complete work on threads of its own.
+    Each entry is appended to ``journal`` (JSON lines, one unbuffered write each) when the call is made, so that the
+    journal survives the rank's death. Other events are written together with the next entry. Thread-safe: a backend may
+    complete work on threads of its own.
     """
 
     def __init__(self, journal: Path | None = None) -> None:
@@ -62,11 +62,11 @@ class Recorder:
         self._lost: OSError | None = None
         self._lock = threading.Lock()
         self._home = threading.get_ident()
-        # O_APPEND and no buffer: the kernel has the line before the collective starts, even if we are killed.
+        # O_APPEND and no buffer: the kernel has the line before the collective starts, even if the process is killed.
         self._journal = None if journal is None else os.open(journal, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
 
     def claim_thread(self) -> None:
-        """Take the calling thread for the rank's own, which has one name in every world."""
+        """Treat the calling thread as the rank's own, which has the same name in every world."""
         self._home = threading.get_ident()
 
     def name_axes(self, axis_of_group: Mapping[str, str]) -> None:
@@ -75,7 +75,7 @@ class Recorder:
 
     @contextmanager
     def during(self, phase: Phase, *, step: int = -1, microbatch: int = -1) -> Iterator[None]:
-        """Label what is issued inside; restores the outer label afterwards."""
+        """Label entries that are issued inside; restores the outer label at exit."""
         outer = (self._phase, self._step, self._microbatch)
         self._phase, self._step, self._microbatch = phase, step, microbatch
         self._units.clear()
@@ -87,18 +87,18 @@ class Recorder:
             self._phase, self._step, self._microbatch = outer
 
     def enter_unit(self, unit: str) -> None:
-        """Note that a unit's forward began."""
+        """Record that a unit's forward began."""
         self._units.append(unit)
         self.mark(EventKind.ENTERED, unit)
 
     def leave_unit(self, unit: str) -> None:
-        """Note that a unit's forward ended; tolerates units that an exception skipped."""
+        """Record that a unit's forward ended; tolerates units that an exception skipped."""
         self.mark(EventKind.LEFT, unit)
         while self._units and self._units.pop() != unit:
             pass
 
     def enter_unit_backward(self, unit: str) -> None:
-        """Note that backward reached a unit; it lasts until backward reaches another."""
+        """Record that backward reached a unit, which stays current until backward reaches another."""
         self._units[:] = [unit]
         self.mark(EventKind.TURNED, unit)
 
@@ -110,7 +110,7 @@ class Recorder:
         seq: int | None = None,
         stream: str | None = None,
     ) -> None:
-        """Record what happened just now."""
+        """Record an event that happened now, after a look at the watcher."""
         self.look()
         self.note(what, unit, seq=seq, stream=stream)
 
@@ -122,10 +122,10 @@ class Recorder:
         seq: int | None = None,
         stream: str | None = None,
     ) -> None:
-        """Note it without a look: what a look itself has found."""
+        """Record an event without a look: for events that a look itself has found."""
         if self._journal is None:
             return
-        # As it will be written, and not a Mark: this is on the way of every unit of every step.
+        # In its written form, and not a Mark: every unit of every step runs through this.
         at_ns, place = time.monotonic_ns(), (self._phase, self._step, self._microbatch)
         with self._lock:
             self._pending.append((what.name, at_ns, *place, unit, seq, stream))
@@ -146,7 +146,7 @@ class Recorder:
 
     @property
     def phase(self) -> Phase:
-        """The loop's phase now."""
+        """Return the loop's current phase."""
         return self._phase
 
     @property
@@ -155,7 +155,7 @@ class Recorder:
         return LoopPosition(self._phase, self._step, self._microbatch, unit)
 
     def issued(self, call: CallSummary) -> int:
-        """Write a call down and return its sequence number, before the call starts."""
+        """Write an entry and return its sequence number, before the call starts."""
         self.look()
         with self._lock:
             entry = self._entry(call)
@@ -164,7 +164,7 @@ class Recorder:
         return entry.seq
 
     def waited(self, seq: int, *, is_over: bool | None = True) -> None:
-        """Record a wait for a result; only the first time counts. See `Wait` for ``is_over``."""
+        """Record a wait for a result; only the first wait counts. See `Wait` for ``is_over``."""
         with self._lock:
             if seq in self._waits:
                 return
@@ -179,14 +179,14 @@ class Recorder:
             self._write(wait_line(seq, wait, time.monotonic_ns()))
 
     def over(self, seq: int) -> None:
-        """Write down that the wait came to its end."""
+        """Record that the wait returned."""
         with self._lock:
             if seq in self._waits and seq not in self._over:
                 self._over.add(seq)
                 self._write_text(over_line(seq))
 
     def record_violation(self, seq: int, kind: ViolationKind, site: str) -> None:
-        """Write down what was done to the buffers of a call before its result was there; noticed now, at ``site``."""
+        """Record a use of a call's buffers before its result was there; detected now, at ``site``."""
         with self._lock:
             phase, step, microbatch, unit = self.place
             harm = BufferViolation(
@@ -196,7 +196,7 @@ class Recorder:
             self._write(violation_line(seq, harm))
 
     def ledger(self) -> Ledger:
-        """Return all entries so far with their waits, and with what became of their buffers."""
+        """Return all entries so far with their waits and buffer violations."""
         with self._lock:
             waits = {
                 seq: replace(wait, is_over=True) if seq in self._over else wait
@@ -219,7 +219,7 @@ class Recorder:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of all that was written to the journal."""
+        """Return the SHA-256 of all that was written to the journal."""
         return self._written.hexdigest()
 
     def _entry(self, call: CallSummary) -> Entry:
@@ -251,17 +251,17 @@ class Recorder:
         )
 
     def _write(self, line: str = "") -> None:
-        """Write a line down, after the marks before it: one write for both."""
+        """Write a line, after the events before it: one write for both."""
         lines = [events_line(self._pending)] if self._pending else []
         self._write_text("".join(f"{text}\n" for text in (*lines, line) if text).encode())
         self._pending.clear()
 
     def _write_text(self, text: bytes) -> None:
-        if self._journal is None or self._lost is not None:  # nothing may follow half a line
+        if self._journal is None or self._lost is not None:  # no line may follow a partial one
             return
         try:
             written = os.write(self._journal, text)
-            if written != len(text):  # how a full disk shows before it raises
+            if written != len(text):  # a full disk shows this way before it raises
                 raise OSError(
                     f"the ledger: only {written} of {len(text)} bytes were taken; is the disk full?"
                 )

@@ -1,4 +1,4 @@
-"""Keys for storages, and word of each one's end."""
+"""Unique keys for storages, and a notice when each storage ends."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ import torch
 
 
 class _Ref(weakref.ref[torch.UntypedStorage]):
-    """A weak reference that knows where its storage was, and the key that it was given."""
+    """A weak reference with the address and the key of its storage."""
 
     __slots__ = ("address", "key")
 
     def __init__(
         self, storage: torch.UntypedStorage, on_end: Callable[[weakref.ref[torch.UntypedStorage]], None]
     ) -> None:
-        super().__init__(storage, on_end)  # type: ignore[call-arg]  # its stub knows __new__ alone
+        super().__init__(storage, on_end)  # type: ignore[call-arg]  # its stub has __new__ alone
         self.address = id(storage)
         self.key = -1
 
 
 class Storages:
-    """Keys for storages, never used twice. ``ended`` returns an ended storage's key, whichever code released it.
+    """Keys for storages, never used twice. ``ended`` returns the keys of ended storages, whichever code released them.
 
-    torch keeps a storage's Python object as long as the storage itself, whichever tensors of C++ hold it.
+    torch keeps a storage's Python object as long as the storage itself, even if only C++ tensors hold it.
     """
 
     def __init__(self) -> None:
         self._refs: dict[int, _Ref] = {}
         self._keys = count()
-        # A storage may end on any thread, in the middle of anything: appending is all that is done there.
+        # A storage may end on any thread, in the middle of any operation, so the callback only appends.
         self._ended: deque[weakref.ref[torch.UntypedStorage]] = deque()
 
     def key(self, storage: torch.UntypedStorage) -> int:
         found = self._refs.get(id(storage))
-        if found is None or found() is not storage:  # one that ended a moment ago was at the same address
+        if found is None or found() is not storage:  # a storage that has just ended was at the same address
             found = _Ref(storage, self._ended.append)
             found.key = next(self._keys)
             self._refs[id(storage)] = found

@@ -1,4 +1,4 @@
-"""Reporting to the recorder which unit's forward or backward is under way, by public hooks that change nothing."""
+"""Reports to the recorder which unit's forward or backward is running, by public hooks that change nothing."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from shardproof.harness.tracing.recorder import Recorder
 
 @contextmanager
 def watching_units(model: nn.Module, units: tuple[str, ...], recorder: Recorder) -> Iterator[None]:
-    """Hook the named submodules, and the root as ``""``, for the duration.
+    """Hook the named submodules, and the root as ``""``, until exit.
 
-    A unit's turn begins with hooks that are put first: an engine that gathers it in hooks of its own does so
-    inside the turn. Hooks that are put last show that it computes, when the engine's are through. Units
-    that the engine renamed away are left out; their traffic is attributed to the unit around them.
+    Hooks that are registered first mark the beginning of a unit's turn: an engine that gathers the unit in its own
+    hooks does so inside the turn. Hooks that are registered last mark the start of computation, after the engine's
+    hooks. Units that the engine renamed are left out; their traffic is attributed to the unit around them.
     """
     handles = []
     known = dict(model.named_modules())
@@ -43,7 +43,7 @@ def watching_units(model: nn.Module, units: tuple[str, ...], recorder: Recorder)
 
 @contextmanager
 def watching_states(units: Mapping[str, UnitHandle], recorder: Recorder) -> Iterator[None]:
-    """Note when a unit is first seen whole, or sharded again: before each call, and whenever a unit's turn changes."""
+    """Record when a unit is first seen unsharded or sharded again: before each call, and at each change of turn."""
     seen = {name: unit.is_unsharded() for name, unit in units.items()}
 
     def look() -> None:
@@ -57,21 +57,21 @@ def watching_states(units: Mapping[str, UnitHandle], recorder: Recorder) -> Iter
 
 
 class _LatestOutput:
-    """The tensor that a unit returned last: where a unit's output is also that of the unit around it, the
-    inner one is what backward reaches."""
+    """The tensor that a unit returned last. Where a unit and the unit around it return the same tensor, backward
+    reaches the inner unit."""
 
     def __init__(self) -> None:
         self._tensor: weakref.ref[torch.Tensor] | None = None
 
     def is_new(self, tensor: torch.Tensor) -> bool:
-        """Return whether no unit has just returned this tensor, and remember it."""
+        """Return whether no unit has just returned this tensor, and store it."""
         known = self._tensor is not None and self._tensor() is tensor
         self._tensor = weakref.ref(tensor)
         return not known
 
 
 class _Hooks:
-    """What one unit's module calls, in forward and by the gradients of what it was given and gave."""
+    """The hooks of one unit: on its module in forward, and on the gradients of its inputs and outputs."""
 
     def __init__(self, unit: str, recorder: Recorder, turns: _LatestOutput, results: _LatestOutput) -> None:
         self._unit = unit
@@ -79,7 +79,7 @@ class _Hooks:
         self._turns = turns
         self._results = results
 
-    # Any, here and below: a module takes and returns what it likes.
+    # Any, here and below: a module takes and returns any type.
     def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._recorder.enter_unit(self._unit)
 
@@ -87,18 +87,18 @@ class _Hooks:
         """Record that forward begins; hook its inputs' gradients to record the end of backward."""
         self._recorder.mark(EventKind.COMPUTES, self._unit)
         if self._recorder.phase is Phase.BACKWARD:
-            return  # a forward that is run again: what it is given has said so the first time
+            return  # a recomputed forward: the hooks were registered the first time
         given = (t.grad_fn for t in _tensors_in(inputs) if t.requires_grad)
-        # An engine that watches inputs puts one node of its own before them all, which this precedes.
+        # An engine that watches inputs inserts one node of its own before them all; this hook comes before that node.
         if (node := next((n for n in given if n is not None), None)) is not None:
             node.register_prehook(self._marks(EventKind.GRADED))
 
     def leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """End the turn, and have its outputs' gradients announce the unit's backward."""
+        """End the turn, and hook the outputs' gradients to record that backward reaches the unit."""
         self._recorder.leave_unit(self._unit)
         for tensor in _tensors_in(output):
             if tensor.requires_grad and self._turns.is_new(tensor):
-                tensor.register_hook(self._arrive)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                tensor.register_hook(self._arrive)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def left(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Hook the gradients of the output, as the engine returns it, to record when backward begins."""

@@ -1,1 +1,1 @@
-"""N ranks and how they live: threads of one process, or processes of their own, behind one function."""
+"""Runs N ranks as threads of one process, or as processes of their own, behind one function."""

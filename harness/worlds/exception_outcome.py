@@ -1,9 +1,9 @@
-"""From an exception to the outcome `Raised`. An exception is an engine's code: printing it may fail in any way.
+"""Converts an exception to the outcome `Raised`. An exception is an engine's code: printing it may fail in any way.
 
-[Note: whose error] Whether an error is a consequence of another rank's failure cannot be read from its text alone: an
-engine may quote torch's words, or ours. So the origin decides first. An error that the engine's own code raised by a
+[Note: whose error] The text of an error alone does not show whether another rank's failure caused it: an engine may
+quote the texts of torch or the harness. So the origin decides first. An error that the engine's own code raised by a
 ``raise`` statement is the engine's, unless it was raised while such a consequence was handled. Torch raises plain
-RuntimeErrors for lost peers, from C++: of those the text is all there is.
+RuntimeErrors for lost peers, from C++: for these only the text is available.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from shardproof.harness.worlds.threads.collective_errors import (
     WorldAbandonedError,
 )
 
-# How a note begins that says in which call of the harness to the engine an error was raised.
+# The beginning of a note that names the call of the harness to the engine in which an error was raised.
 IN = "in PreparedModel."
-# Characters of a message, which stands in headlines, and of a traceback.
+# Characters of a message, which appears in headlines, and of a traceback.
 _LONGEST_MESSAGE = 4_000
 _LONGEST_TRACEBACK = 40_000
 _LONGEST_NAME = 200
 _LONGEST_CHAIN = 16  # of causes
 
-# How gloo, nccl and the store word the news that a peer is gone or late.
+# The messages of gloo, nccl and the store for a peer that is gone or late.
 _PEER_IS_GONE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|timed out|timeout|socket closed|remote process exited",
     re.IGNORECASE,
@@ -43,7 +43,7 @@ _PEER_IS_GONE = re.compile(
 _RAISE = dis.opmap["RAISE_VARARGS"]
 _HARNESS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
-# Whatever a class of an engine puts in their place.
+# Independent of attributes that an engine's class may define instead.
 _traceback_of = vars(BaseException)["__traceback__"].__get__
 _cause_of = vars(BaseException)["__cause__"].__get__
 _context_of = vars(BaseException)["__context__"].__get__
@@ -51,7 +51,7 @@ _name_of = vars(type)["__name__"].__get__
 
 
 def raised(rank: int, error: BaseException, message: str = "") -> Raised:
-    """Return the outcome of a rank that raised; ``message`` takes the place of the error's own. Never raises."""
+    """Return the outcome of a rank that raised; ``message`` replaces the error's own. Never raises."""
     return Raised(
         rank=rank,
         kind=kind_of(error),
@@ -63,7 +63,7 @@ def raised(rank: int, error: BaseException, message: str = "") -> Raised:
 
 
 def kind_of(error: BaseException) -> str:
-    """Return the name of an error's type, with its module if it has the name of another error of our transport."""
+    """Return the name of an error's type, with its module if an error of the transport has the same name."""
     kind = type(error)
     name = legible(str.__str__(_name_of(kind)), _LONGEST_NAME)
     if name in _names_of_ours(CollectiveError) and not _is_ours(error):
@@ -73,7 +73,7 @@ def kind_of(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return an error's text, shortened; if it has none that can be read, what happened instead."""
+    """Return an error's text, shortened; if it cannot be read, the reason instead."""
     text = _text(error)
     if text is None:
         return "(its message cannot be shown)"
@@ -81,7 +81,7 @@ def text_of(error: BaseException) -> str:
 
 
 def is_abandonment(error: BaseException) -> bool:
-    """Whether an error is the one by which the harness stops a rank, and not raised by an engine."""
+    """Return whether an error is the one by which the harness stops a rank, and not raised by an engine."""
     return isinstance(error, WorldAbandonedError) and not _is_engines_own(error)
 
 
@@ -103,7 +103,7 @@ def _message(error: BaseException) -> str:
 
 
 def _calls(error: BaseException) -> list[str]:
-    """List the notes by which the harness marked in which call to the engine an error was raised."""
+    """List the notes by which the harness marked the call to the engine in which an error was raised."""
     notes: list[str] = []
 
     def collect() -> str:
@@ -115,7 +115,7 @@ def _calls(error: BaseException) -> list[str]:
 
 
 def _attempt(call: Callable[[], str]) -> str | None:
-    """Return what an engine's code returns, None if it raises: even what would end the rank, for that has failed."""
+    """Return the result of an engine's code, None if it raises anything: even SystemExit counts as a failure."""
     try:
         return call()
     except BaseException:
@@ -129,7 +129,7 @@ def _trace(error: BaseException) -> str:
     while pending and num_seen < _LONGEST_CHAIN:
         found = pending.pop()
         num_seen += 1
-        # Private, and so not relied upon: without it a long message makes formatting slow.
+        # Private, and so optional: without it a long message makes formatting slow.
         if isinstance(text := getattr(found, "_str", None), str):
             found._str = shortened(text, _LONGEST_MESSAGE)  # type: ignore[attr-defined]  # as above
         pending += [more for more in (found.__cause__, found.__context__) if more is not None]
@@ -137,13 +137,13 @@ def _trace(error: BaseException) -> str:
 
 
 def _frames(error: BaseException) -> str:
-    """Format a traceback without asking the error for anything."""
+    """Format a traceback without calling methods of the error."""
     lines = traceback.format_tb(_traceback_of(error))
     return "".join(["Traceback (most recent call last):\n", *lines, f"{kind_of(error)}\n"])
 
 
 def _is_symptom(error: BaseException, depth: int = 0) -> bool:
-    """Whether the failure of another rank brought an error about; see [Note: whose error]."""
+    """Return whether the failure of another rank caused an error; see [Note: whose error]."""
     if _is_ours(error):
         return isinstance(error, CollectiveTimeoutError)
     if not isinstance(error, RuntimeError | ConnectionError) or depth > _LONGEST_CHAIN:
@@ -162,7 +162,7 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def _is_engines_own(error: BaseException) -> bool:
-    """Whether a ``raise`` statement made the error, in code that is neither torch's nor the harness's."""
+    """Return whether a ``raise`` statement made the error, in code of neither torch nor the harness."""
     origin = _origin(error)
     if origin is None:
         return False
@@ -171,7 +171,7 @@ def _is_engines_own(error: BaseException) -> bool:
 
 
 def _is_of_library(error: BaseException) -> bool:
-    """Whether the innermost frame is torch's or the harness's."""
+    """Return whether the innermost frame is torch's or the harness's."""
     origin = _origin(error)
     return origin is not None and origin.tb_frame.f_code.co_filename.startswith((_HARNESS, _TORCH))
 

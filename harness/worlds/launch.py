@@ -1,4 +1,4 @@
-"""Running one body on every rank of a world, and accounting for every rank. Nothing here knows engines."""
+"""Runs one body on every rank of a world, and accounts for every rank. Independent of engines."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ from shardproof.harness.worlds.processes.leaked_processes import LeakedProcesses
 from shardproof.harness.worlds.rank import journal_path
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
-# How long others may take to report once one rank has failed for a reason of its own: long enough for ranks that
-# fail in the same instant, or that the failure wakes, to be accounted for by name.
+# How long other ranks may take to report after one rank failed for a reason of its own: long enough to account by name
+# for ranks that fail in the same instant, or that the failure wakes.
 _GRACE_S = 0.3
-# How long processes may take to leave after their last result, and never longer than the world's deadline: a rank that
-# leaves rightly needs milliseconds, and one that never ends should not cost a whole deadline more.
+# How long processes may take to leave after their last result, and never longer than the world's deadline. A rank that
+# leaves correctly needs milliseconds, and one that never ends should not cost another full deadline.
 _LEAVE_LIMIT_S = 10.0
-# For all processes of a world together: faulthandler answers a signal in milliseconds, even while Python code is
-# stuck; a process that is stopped or cannot be scheduled does not answer, and must not hold up the verdict.
+# For all processes of a world together. faulthandler answers a signal in milliseconds, even while Python code is stuck.
+# A process that is stopped or cannot be scheduled does not answer, and must not delay the verdict.
 _STACKS_LIMIT_S = 0.5
 
 
 def launch(spec: WorldSpec, body: Callable[..., Any], *args: Any, folder: Path) -> WorldResult:
     """Run ``body(context, *args)`` on every rank of a fresh world; returns one outcome per rank, never raises for them.
 
-    ``body`` is a module-level function; ``args`` and results are picklable. ``folder`` is an empty or new folder
-    that receives the ranks' journals and whatever the body writes. The outcomes are there within the world's
-    deadline and two seconds; processes that do not end after their results have ten seconds more. No process that
-    the world started outlives the call.
+    ``body`` is a module-level function; ``args`` and results are picklable. ``folder`` is an empty or new folder that
+    receives the ranks' journals and all files of the body. The call returns within the world's deadline plus two
+    seconds, or plus twelve if processes do not end after their results. No process that the world started outlives the
+    call.
     """
     world = World(spec, folder)
     try:
@@ -72,7 +72,7 @@ class World:
         self.spec = spec
         shares = [spec.ranks] if spec.kind.shares_a_process else [(rank,) for rank in spec.ranks]
         self._cluster = _cluster_for(spec) if spec.kind is WorldKind.LAUNCHED else None
-        # As in a launcher's job: one process has the store, for all ranks of one world.
+        # As in a launcher's job, one process serves the store for all ranks of one world.
         self._store = (
             TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if self._cluster else None
         )
@@ -91,7 +91,7 @@ class World:
     def run(self, body: Callable[..., Any], *args: Any, folder: Path, seed: int | None = None) -> WorldResult:
         """Run one job on every rank; after a result that is not clean the world is over.
 
-        ``seed`` is of the schedule, where ranks are threads; None for that of the world's spec.
+        ``seed`` is the schedule's, where ranks are threads; None for the seed of the world's spec.
         """
         if body.__module__ == "__main__":
             raise UsageError(
@@ -109,7 +109,7 @@ class World:
             self._listen_while(lambda host: bool(host.pending), deadline)
             self._check_servers(host for host in self._hosts if host.pending)
             if not self._pending and not self._has_cause and self._has_symptom:
-                # A rank may have died after its result: its end is seen a moment later than what the others raise.
+                # A rank may have died after its result: its end is seen a moment later than the errors of the others.
                 self._listen_while(lambda _: True, time.monotonic() + _GRACE_S)
             outcomes = self._account(folder)
         except BaseException:
@@ -121,7 +121,7 @@ class World:
         return result
 
     def close(self) -> Ending:
-        """End the world; returns the ranks that ended badly after their results, and what was left behind."""
+        """End the world; returns the ranks that ended badly after their results, and the leaked processes."""
         try:
             return self._leave() if self.is_usable else Ending()
         except BaseException:
@@ -138,7 +138,8 @@ class World:
             )
         else:
             given = found.environment(ranks[0], size)
-        # No process listens on the port unless an engine does: the same on all ranks of a world, another in the next.
+        # No process listens on the port unless an engine does. It is the same on all ranks of a world, and another in
+        # the next.
         port = 20_000 + crc32(str(folder).encode()) % 10_000
         host = HostSpec(
             world=self.spec,
@@ -150,7 +151,7 @@ class World:
         return HostHandle(host) if found is None or ranks == (0,) else RemoteHost(host, found.links[ranks[0]])
 
     def _await_ready(self) -> None:
-        """Wait until all processes can take a job; they are forks of a warm server, so a deadline is plenty."""
+        """Wait until all processes can take a job; they are forks of a warm server, so a deadline is ample."""
         self._listen_while(lambda host: not host.is_ready, time.monotonic() + self.spec.deadline_s)
         for host in self._hosts:
             host.check_start()
@@ -179,7 +180,7 @@ class World:
             host.check_server()
 
     def _listen_while(self, is_awaited: Callable[[Host], bool], limit: float) -> None:
-        """Listen to the hosts until none is awaited that is not over; sooner if one fails for a reason of its own."""
+        """Listen to the hosts until every awaited one is over; sooner if one fails for a reason of its own."""
         stop_at = limit
         while (left := stop_at - time.monotonic()) > 0 and any(
             is_awaited(host) and not host.is_over for host in self._hosts
@@ -206,7 +207,7 @@ class World:
         return [rank for host in self._hosts for rank in host.pending]
 
     def _account(self, folder: Path) -> dict[int, Outcome]:
-        """Return every rank its outcome: those still pending are abandoned if there is a cause, else timed out."""
+        """Return every rank's outcome: pending ranks are abandoned if there is a cause, else timed out."""
         for host in self._hosts:
             if isinstance(host, RemoteHost):
                 host.gather(folder)
@@ -226,13 +227,13 @@ class World:
         return {rank: self._located(o) for host in self._hosts for rank, o in host.outcomes.items()}
 
     def _located(self, outcome: Outcome) -> Outcome:
-        """Add the machine of a rank that did not end well, where there may be several."""
+        """Add the machine of a rank that did not end well, in a world that may have several."""
         if self._cluster is None or isinstance(outcome, Returned):
             return outcome
         return replace(outcome, host=self._cluster.host(outcome.rank))
 
     def _stacks(self) -> dict[int, str]:
-        """Return the stacks of all pending ranks, empty for those that do not answer in time."""
+        """Return the stacks of all pending ranks, empty for ranks that do not answer in time."""
         late = [host for host in self._hosts if host.pending]
         for host in late:
             host.ask_for_stacks()
@@ -242,7 +243,7 @@ class World:
         return {rank: host.stack(rank) for host in late for rank in host.pending}
 
     def _kill(self) -> tuple[str, ...]:
-        """End all processes; returns what ranks that came to their own ends had left behind."""
+        """End all processes; returns the leaks of ranks that ended by themselves."""
         self.is_usable = False
         for host in self._hosts:
             if not host.is_over:
@@ -252,7 +253,7 @@ class World:
         return (*self._leaked.end(), *(leak for host in far for leak in host.end_leaked()))
 
     def _look(self, host: Host) -> None:
-        """Note what is below a host that is still alive."""
+        """Record the processes below a host that is still alive."""
         if isinstance(host, RemoteHost):
             host.look()
         else:
@@ -266,7 +267,7 @@ class World:
 
 
 class WorldPool:
-    """Keeps one world per spec between jobs, where starting one is dear; a failure retires it."""
+    """Keeps one world per spec between jobs, because starting one is expensive; a failure retires it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,6 +1,6 @@
-"""How each rank of a world ended, and which end caused the others.
+"""The outcome of each rank of a world, and which outcome caused the others.
 
-``host`` is the machine of a rank, empty where all ranks of a world are on the machine that judges.
+``host`` is the machine of a rank, empty where all ranks of a world are on the judging machine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returned:
-    """The rank's body came to its end; ``value`` is what it returned (Any: the body decides).
+    """The rank's body returned ``value`` (Any: the body decides).
 
     ``digests`` are the SHA-256 of the files that the rank wrote, by name, as it wrote them; older runs have none.
     """
@@ -25,7 +25,7 @@ class Returned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raised:
-    """The rank's body raised. ``is_symptom``: the error is one that another rank's failure brings about.
+    """The rank's body raised. ``is_symptom``: another rank's failure can cause this error.
 
     ``at_s`` is CLOCK_MONOTONIC, which all processes of a machine share.
     """
@@ -41,13 +41,13 @@ class Raised:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Died:
-    """The rank's process ended without a word: ``exit_code`` as wait reports it, negative for a signal.
+    """The rank's process ended without a report: ``exit_code`` as wait returns it, negative for a signal.
 
-    It is None where the rank was lost with its machine, or with the process that a launcher had started for it. What
-    the rank wrote, its journal included, is then lost too.
+    It is None if the rank was lost with its machine, or with the process that a launcher had started for it. The rank's
+    files, including its journal, are then lost too.
 
-    ``is_attributed`` is False where ranks share a process and it is unknown which of them ended it.
-    ``text`` is what the dying process could still say, such as a stack. ``is_after_result``: its result had come.
+    ``is_attributed`` is False if ranks share a process and it is unknown which of them ended it. ``text`` is the last
+    output of the dying process, such as a stack. ``is_after_result``: its result had arrived.
     """
 
     rank: int
@@ -72,11 +72,11 @@ class Died:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedOut:
-    """The rank had not ended at the deadline; ``stack`` is where it was, ``last_call`` its last collective.
+    """The rank had not ended at the deadline; ``stack`` is its stack then, ``last_call`` its last collective.
 
-    ``is_after_result``: its result had come, and its process did not end; ``thread`` names the thread of the rank
-    that it waited for, if there was one, and the stack is then that thread's. ``is_attributed`` is False where ranks
-    share a process and it is unknown which of them holds it up.
+    ``is_after_result``: its result had arrived, and its process did not end. ``thread`` names the thread of the rank
+    for which it waited, if there was one, and the stack is then that thread's. ``is_attributed`` is False if ranks
+    share a process and it is unknown which of them prevents its end.
     """
 
     rank: int
@@ -90,7 +90,7 @@ class TimedOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abandoned:
-    """The rank was stopped because of another rank; ``stack`` is where it was, empty if it could not be asked."""
+    """The rank was stopped because of another rank; ``stack`` is its stack then, empty if it could not be read."""
 
     rank: int
     stack: str = ""
@@ -102,7 +102,7 @@ Outcome = Returned | Raised | Died | TimedOut | Abandoned
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a world ended after its last result: the ranks that ended badly, and what was left behind."""
+    """The end of a world after its last result: the ranks that ended badly, and the leaked processes."""
 
     outcomes: Mapping[int, Outcome] = field(default_factory=dict)
     leaks: tuple[str, ...] = ()
@@ -110,27 +110,27 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldResult:
-    """One outcome per rank, in rank order; ``leaks`` are processes that a rank left behind (and we ended)."""
+    """One outcome per rank, in rank order; ``leaks`` are processes that a rank left behind (the harness ended them)."""
 
     outcomes: tuple[Outcome, ...]
     leaks: tuple[str, ...] = ()
 
     @property
     def is_clean(self) -> bool:
-        """Whether every rank returned and nothing was left behind."""
+        """Return whether every rank returned and nothing was left behind."""
         return not self.leaks and all(isinstance(o, Returned) for o in self.outcomes)
 
     def ended_by(self, ending: Ending) -> WorldResult:
-        """Return this result with what its world's end adds: a rank has ended when its process has."""
+        """Return this result with the ending of its world: a rank has ended when its process has."""
         outcomes = tuple(ending.outcomes.get(o.rank, o) for o in self.outcomes)
         return WorldResult(outcomes=outcomes, leaks=(*self.leaks, *ending.leaks))
 
 
 def causal(result: WorldResult) -> Outcome | None:
-    """Pick the outcome that explains the others; None when every rank returned.
+    """Return the outcome that explains the others; None when every rank returned.
 
-    A death comes first: peers of a dead rank raise, a raising rank kills no other. Then the earliest error
-    that is not a symptom, then a rank that never ended, then the earliest symptom.
+    A death comes first: peers of a dead rank raise, but a raising rank kills no other. Then the earliest error that is
+    not a symptom, then a rank that never ended, then the earliest symptom.
     """
     died = [o for o in result.outcomes if isinstance(o, Died)]
     raised = sorted((o for o in result.outcomes if isinstance(o, Raised)), key=lambda o: o.at_s)

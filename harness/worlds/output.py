@@ -1,4 +1,4 @@
-"""What the processes of a world print, from Python or from C: kept in a file each instead of mixed on the terminal."""
+"""Redirects the output of a world's processes, from Python or C, to one file each instead of the terminal."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 SUFFIX = ".output"
-# Characters of a record: enough for a few tracebacks. The files hold the rest.
+# Characters of a record: enough for a few tracebacks. The files contain the rest.
 _LIMIT = 8_000
 
 
 def redirect_output(file: Path) -> None:
-    """Send what this process prints, and what processes that it starts print, to ``file`` from now on."""
+    """Redirect the output of this process, and of processes that it starts, to ``file`` from now on."""
     sys.stdout.flush()
     sys.stderr.flush()
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -21,7 +21,7 @@ def redirect_output(file: Path) -> None:
         os.dup2(descriptor, number)
     os.close(descriptor)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A process that is killed must not take its last words along.
+        # The last output of a process that is killed must not be lost.
         sys.stdout.reconfigure(line_buffering=True)
 
 
@@ -32,9 +32,9 @@ def drop_empty(file: Path) -> None:
 
 
 def printed(folder: Path, *, limit: int = _LIMIT) -> str:
-    """Return what the worlds kept in ``folder`` printed, the last ``limit`` characters of each process."""
+    """Return the output that worlds kept in ``folder``, the last ``limit`` characters of each process."""
     parts = []
-    # A rank may have put a pipe.
+    # A rank may have created a pipe there.
     for file in sorted(path for path in folder.rglob(f"*{SUFFIX}") if path.is_file()):
         size = file.stat().st_size
         with file.open("rb") as stream:

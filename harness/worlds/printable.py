@@ -1,15 +1,15 @@
-"""Text that an engine made, in a form that any file, terminal or page can hold: of bounded length, without controls."""
+"""Bounds text that an engine made and escapes control characters, for any file, terminal or page."""
 
 from __future__ import annotations
 
 import re
 
-# All control characters but line feed and tab, what turns the direction of writing, and halves of surrogate pairs.
+# All control characters except line feed and tab, characters that change the text direction, and lone surrogates.
 _UNPRINTABLE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def shortened(text: str, longest: int) -> str:
-    """Return a text with its middle replaced by the number of characters left out, if it is longer than that."""
+    """Return the text; if it is longer than ``longest``, replace its middle by the number of omitted characters."""
     left_out = len(text) - longest
     if left_out <= 0:
         return text
@@ -18,7 +18,7 @@ def shortened(text: str, longest: int) -> str:
 
 
 def legible(text: str, longest: int) -> str:
-    """Shorten a text, and write characters that no terminal should receive as Python escapes."""
+    """Shorten a text, and escape characters that a terminal should not receive, as Python does."""
     return _UNPRINTABLE.sub(_escaped, shortened(text, longest))
 
 

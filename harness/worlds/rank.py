@@ -1,4 +1,4 @@
-"""The edge of a rank: the one place that catches everything a rank's body may do, and turns it into an outcome."""
+"""Runs a rank's body: the one place that catches every exception of a body, and turns it into an outcome."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardproof.harness.worlds.outcome import Abandoned, Outcome, Returned
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankContext:
-    """What a rank's body is given: who it is, where tensors go, where files go, and its ledger."""
+    """The argument of a rank's body: its rank, the device of its tensors, the folder for its files, and its ledger."""
 
     rank: int
     size: int
@@ -25,11 +25,11 @@ class RankContext:
     folder: Path
     recorder: Recorder
     shares_a_process: bool = False  # with all other ranks
-    is_simulated: bool = False  # other ranks are not there, and numbers mean nothing
+    is_simulated: bool = False  # the other ranks do not exist, and numbers have no meaning
 
 
 def journal_path(folder: Path, rank: int) -> Path:
-    """Name the file in which a rank's ledger is kept as it happens."""
+    """Return the path of a rank's journal."""
     return folder / f"rank{rank}.ledger.jsonl"
 
 
@@ -40,7 +40,7 @@ def run_rank(context: RankContext, job: Job, enter: Callable[[], None]) -> Outco
     try:
         context.recorder.close()
         return replace(outcome, digests=_digests(context)) if isinstance(outcome, Returned) else outcome
-    except Exception as error:  # a rank whose ledger is not whole has not returned
+    except Exception as error:  # a rank whose ledger is incomplete has not returned
         return raised(context.rank, error) if isinstance(outcome, Returned) else outcome
 
 
@@ -58,7 +58,7 @@ def _outcome(context: RankContext, job: Job, enter: Callable[[], None]) -> Outco
     try:
         enter()
         return Returned(rank=context.rank, value=job.body(context, *job.args))
-    # SystemExit, KeyboardInterrupt and pytest's Skipped included: nothing is a pass.
+    # Includes SystemExit, KeyboardInterrupt and pytest's Skipped: none of them is a pass.
     except BaseException as error:
         found = raised(context.rank, error)
         return Abandoned(rank=context.rank, stack=found.traceback) if is_abandonment(error) else found

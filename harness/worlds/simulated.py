@@ -1,8 +1,8 @@
-"""Collectives of a rank whose world is not there: recorded like any other, and answered by the rank itself.
+"""Collectives of a rank whose peers do not exist: recorded like any other, and answered by the rank itself.
 
 [Note: simulated results] A gather returns the rank's own piece in every place, a reduction the rank's own contribution.
-So shapes, dtypes and metadata are as engines expect, and numbers mean nothing. torch's own fake group does nearly the
-same, piece by piece, and in its works DDP finds no result.
+So shapes, dtypes and metadata are as engines expect, and the numbers have no meaning. torch's own fake group does
+nearly the same, piece by piece, but DDP finds no result in its works.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from shardproof.harness.worlds.threads.process_group import global_ranks
 
 
 def simulating(recorder: Callable[[], Recorder | None]) -> Interceptor:
-    """Return what records the calls of simulated ranks, and answers them."""
+    """Return an interceptor that records the calls of simulated ranks, and answers them."""
     return Interceptor(
         recorder=recorder,
-        ranks_of=cache(global_ranks),  # a list of thousands, for each call
+        ranks_of=cache(global_ranks),  # a list of thousands, per call
         transport=_OwnAnswers(),
         observer=current_witnesses,
         is_split=False,
@@ -62,7 +62,7 @@ def _answer(call: Call, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.T
 
 
 class _Done(dist.Work):
-    """The work of a call that is over."""
+    """The work of a completed call."""
 
     def __init__(self, call: Call) -> None:
         super().__init__()
@@ -80,9 +80,9 @@ class _Done(dist.Work):
         return future
 
     def is_completed(self) -> bool:
-        """Return that it is."""
+        """Return True."""
         return True
 
     def is_success(self) -> bool:
-        """Return that it is one."""
+        """Return True."""
         return True

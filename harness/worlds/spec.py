@@ -17,22 +17,22 @@ _MAX_SIMULATED = 65_536
 
 
 class WorldKind(StrEnum):
-    """How ranks live."""
+    """The form in which ranks run."""
 
-    THREADS = "threads"  # threads of one killable process, over our own in-memory collectives
-    PROCESSES = "processes"  # a process each, over gloo on a CPU, over the own backend of other devices
+    THREADS = "threads"  # threads of one killable process, over in-memory collectives
+    PROCESSES = "processes"  # one process each, over gloo on a CPU, over the own backend of other devices
     LAUNCHED = (
         "launched"  # as processes, each beside one that torchrun or srun started, on any number of hosts
     )
-    SIMULATED = "simulated"  # a few of very many, one after the other in one process; nothing is exchanged
+    SIMULATED = "simulated"  # a few of very many, one after the other in one process; no data is exchanged
 
     @property
     def shares_a_process(self) -> bool:
-        """Whether all ranks of a world live in one process."""
+        """Return whether all ranks of a world live in one process."""
         return self in {WorldKind.THREADS, WorldKind.SIMULATED}
 
 
-# Of engines that insist on CUDA: the CPU has a stand-in for it.
+# For engines that require CUDA: the CPU has a stand-in for it.
 DEVICES_OF_CUDA = ("cpu", "cuda")
 OWN_KINDS = (WorldKind.THREADS, WorldKind.PROCESSES)  # those that exchange data and need no launcher
 
@@ -41,8 +41,8 @@ OWN_KINDS = (WorldKind.THREADS, WorldKind.PROCESSES)  # those that exchange data
 class WorldSpec:
     """One world. ``deadline_s`` bounds the whole case; ``collective_timeout_s`` is the process group's own.
 
-    ``seed`` orders what the threads world may order freely: whose turn it is, and how late results are.
-    ``preload`` names modules that its ranks find imported.
+    ``seed`` decides the free choices of the threads world: which rank runs next, and how late results are. ``preload``
+    names modules that are imported before its ranks start.
     """
 
     kind: WorldKind
@@ -74,16 +74,16 @@ class WorldSpec:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that are run: all, but of a simulated world the first, the second, one in the middle and the last."""
+        """The ranks that run: all, but in a simulated world the first, the second, a middle one and the last."""
         if self.kind is not WorldKind.SIMULATED:
             return tuple(range(self.size))
         return tuple(sorted({0, min(1, self.size - 1), self.size // 2, self.size - 1}))
 
     @classmethod
     def parse(cls, text: str, *, deadline_s: float = 60.0) -> WorldSpec:
-        """Read ``threads:4``, ``processes:2`` or ``processes:2:DEVICE``; raises UsageError for the rest.
+        """Parse ``threads:4``, ``processes:2`` or ``processes:2:DEVICE``; raises UsageError for other texts.
 
-        ``launched`` has the size that the launcher of this process gave.
+        The size of ``launched`` comes from the launcher of this process.
         """
         if text.partition(":")[0] == WorldKind.LAUNCHED and not re.match(r"launched:\d", text):
             text = text.replace("launched", f"launched:{launched_process(os.environ).size}", 1)
@@ -110,7 +110,7 @@ _EXCHANGING = frozenset(WorldKind) - {WorldKind.SIMULATED}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """A named set of world sizes, in worlds of these kinds: where ranks exchange data, if nothing else is said."""
+    """A named set of world sizes, for worlds of these kinds; by default the kinds in which ranks exchange data."""
 
     name: str
     allows: Callable[[int], bool]
@@ -126,24 +126,24 @@ ANY = Sizes(name="ranks that exchange data", allows=lambda size: True)
 ALONE = Sizes(name="one rank", allows=lambda size: size == 1)
 SEVERAL = Sizes(name="two ranks or more", allows=lambda size: size > 1)
 THREE_OR_MORE = Sizes(name="three ranks or more", allows=lambda size: size > 2)
-# For calls of an engine that keeps something for the whole process, so that ranks which share one disturb each other.
+# For calls of an engine that keeps process-wide state, so that ranks in one process would disturb each other.
 APART = Sizes(
     name="ranks that share no process",
     allows=lambda size: size > 1,
     kinds=frozenset({WorldKind.PROCESSES, WorldKind.LAUNCHED}),
 )
-# For laws that count what is alive: gloo's own threads may hold a work, and its tensors, after the engine let go of it.
+# For laws that count live memory: gloo's own threads may hold a work, and its tensors, after the engine released it.
 TOGETHER = Sizes(
     name="several ranks that share a process",
     allows=lambda size: size > 1,
     kinds=frozenset({WorldKind.THREADS}),
 )
-# For laws that need no numbers.
+# For laws that compare no numbers.
 SIMULATED = Sizes(
     name="ranks that are simulated", allows=lambda size: size > 1, kinds=frozenset({WorldKind.SIMULATED})
 )
-# After a world of half as many ranks, or of one more: a launcher starts one number of them, and a machine may have no
-# device for another one.
+# After a world of half as many ranks, or of one more: a launcher starts one number of ranks, and a machine may have no
+# device for another rank.
 AFTER_FEWER = Sizes(
     name="two ranks or more, after a world of half as many",
     allows=lambda size: size > 1,

@@ -173,7 +173,7 @@ def _all_reduce(tensor: torch.Tensor, group: str = "world", *, is_async: bool = 
 
 
 def _by_nccl(watch: CudaRaceWatch, call: Call, own_stream: int = NCCL) -> tuple[Clock | None, TracedEvent]:
-    """Issue a call as nccl runs it; return the clock by which the interceptor knows a wait, and the event of its end."""
+    """Issue a call as nccl runs it; return the clock that the interceptor knows a wait by, and the event of its end."""
     stream = TracedStream(handle=own_stream)
     done = watch.issued(call)
     stream.wait_stream(torch.cuda.current_stream())

@@ -1,1 +1,1 @@
-"""FSDP1's interface on the same core: ``FullyShardedDataParallel`` stands in a module's place."""
+"""FSDP1's interface on the same core: ``FullyShardedDataParallel`` wraps a module."""

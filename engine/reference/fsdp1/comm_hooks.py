@@ -1,6 +1,6 @@
 """torch's hooks that average one gradient over a group, and two of our own that do so in a narrower dtype.
 
-torch's two raise on a CPU, once the result is there: they ask it for a stream.
+torch's two low-precision hooks raise on a CPU after the reduction, because they use the result's stream.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ reduce_scatter_hook = default_hooks.reduce_scatter_hook
 def fp16_compress_hook(
     state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
 ) -> None:
-    """Average as float16 on the wire: ``grad`` in place, or into ``output`` where one is given."""
+    """Average with float16 communication: ``grad`` in place, or into ``output`` if given."""
     _reduce_as(torch.float16, state, grad, output)
 
 
 def bf16_compress_hook(
     state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
 ) -> None:
-    """Average as bfloat16 on the wire: ``grad`` in place, or into ``output`` where one is given."""
+    """Average with bfloat16 communication: ``grad`` in place, or into ``output`` if given."""
     _reduce_as(torch.bfloat16, state, grad, output)
 
 
 def _reduce_as(
     dtype: torch.dtype, state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None
 ) -> None:
-    """Reduce a copy in ``dtype``; both divisions happen in it, as they do where a policy sets the reduce dtype."""
+    """Reduce a copy in ``dtype``; both divisions use that dtype, as with a policy that sets the reduce dtype."""
     wire = grad.to(dtype)
     if output is None:
         allreduce_hook(state, wire)
@@ -53,7 +53,7 @@ def _reduce_as(
 
 
 def _put(target: torch.Tensor, result: torch.Tensor, dtype: torch.dtype) -> None:
-    """Make ``target`` hold ``result`` in ``dtype``, in its own memory where that has the dtype already."""
+    """Make ``target`` hold ``result`` in ``dtype``, in the same memory if it already has that dtype."""
     if target.dtype == dtype:
         if target is not result:
             target.copy_(result)
@@ -61,5 +61,5 @@ def _put(target: torch.Tensor, result: torch.Tensor, dtype: torch.dtype) -> None
     before = target.data
     target.data = result.to(dtype)
     if before.device.type != "cpu":
-        # Of another stream, maybe, than the one that just read it: not to be handed out before that is done.
+        # The memory may belong to another stream than its last reader: keep it until that read ends.
         before.record_stream(torch.get_device_module(before.device).current_stream())

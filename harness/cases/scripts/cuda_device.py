@@ -1,4 +1,4 @@
-"""Scripts that look at what a CUDA device alone has - graphs, kernels, pools - and are plain loops elsewhere."""
+"""Scripts that observe features of CUDA devices - graphs, kernels, pools - and are plain loops elsewhere."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.profiler import ProfilerActivity, profile
 from shardproof.engine.contract import Capability
 from shardproof.harness.cases.script import Actor, EachMicrobatch
 
-# Subjects of the notes, and what is noted where all is well.
+# Subjects of the notes, and the value noted in a correct run.
 REPLAY, EQUAL = "a captured forward and backward, replayed on other inputs,", "equal to the eager one"
 COPIES, FEW = "the number of kernels in backward that copy", "below that of parameters"
 POOL, OWN_POOL = "memory outside the allocator's common pool", "there"
 
-_NUM_WARM_UPS = 3  # as many as torch's own manual recommends before a capture
+_NUM_WARM_UPS = 3  # torch's manual recommends three before a capture
 _COPYING = ("cat", "copy", "memcpy dtod")  # parts of the names of kernels that move and do not compute
 
 
@@ -60,7 +60,7 @@ def _replay_is_equal(actor: Actor) -> bool:
 
 
 def _once(actor: Actor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Run forward and backward; the loss stays on the device, where a capture can have it."""
+    """Run forward and backward; the loss stays on the device, because a capture needs it there."""
     output: torch.Tensor = actor.forward(0, *inputs)
     actor.backward(0, output.float().square().sum(), is_counted=False)
     return output
@@ -84,7 +84,7 @@ def _clear(actor: Actor) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountsCopies:
-    """A plain loop over one microbatch that counts, in its backward, kernels that copy.
+    """A plain loop over one microbatch that counts the copy kernels in its backward.
 
     One for each parameter means that gradients are packed one by one.
     """
@@ -114,7 +114,7 @@ def _copies(event: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchesPools:
-    """A plain loop, after which the pools are looked at from which memory was taken."""
+    """A plain loop that then reads which pools memory was allocated from."""
 
     demands: ClassVar[frozenset[Capability]] = frozenset()
 

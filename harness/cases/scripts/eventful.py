@@ -1,4 +1,4 @@
-"""A script around another one: other forwards come between, parts freeze, inputs and backwards change their form."""
+"""A script that wraps another one: it adds forwards, freezes parts, and changes the form of inputs and backwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Eventful", "FailurePoint", "Freezing", "Interlude"]
 
 
 class Interlude(Enum):
-    """When something else happens in a step, such as an evaluation of the first microbatch."""
+    """When another action happens in a step, such as an evaluation of the first microbatch."""
 
     NONE = "never"
     BEFORE = "before its first forward"
@@ -26,7 +26,7 @@ class Interlude(Enum):
 
 
 class FailurePoint(Enum):
-    """When a forward of a step raises FloatingPointError, which the model must do for inputs that are no numbers."""
+    """When a forward of a step raises FloatingPointError, which the model must do for NaN inputs."""
 
     NONE = "never"
     FIRST = "before the step's other forwards"
@@ -46,8 +46,8 @@ class Freezing:
 class Eventful:
     """Play ``inner`` with these events.
 
-    ``by_keyword`` hands the rows to forward as ``rows=``, and ``inputs_have_gradients`` as leaves that get one.
-    ``backward_by_halves`` takes two backwards through the graph of each forward, of half of the loss each.
+    ``by_keyword`` passes the rows to forward as ``rows=``, and ``inputs_have_gradients`` as leaves that get one.
+    ``backward_by_halves`` runs two backwards through the graph of each forward, each of half the loss.
     """
 
     inner: Script
@@ -88,14 +88,14 @@ class Eventful:
         self.interlude(actor, Interlude.END)
 
     def interlude(self, actor: Actor, moment: Interlude) -> None:
-        """Run what comes between the step's forwards and backwards at this moment."""
+        """Run the interlude between the step's forwards and backwards at this moment."""
         if self.evaluation is moment:
             actor.evaluate(0, self.how)
         if self.probe is not None and self.probed is moment:
             actor.probe(0, self.probe)
 
     def _around(self, actor: Actor, *, is_counted: bool = True) -> Actor:
-        return cast(Actor, _Proxy(actor, self, is_counted=is_counted))  # it passes on all that it does not do
+        return cast(Actor, _Proxy(actor, self, is_counted=is_counted))  # it delegates all other methods
 
     def _fail(self, actor: Actor) -> None:
         (rows,) = actor.batch(actor.num_microbatches - 1).inputs
@@ -109,7 +109,7 @@ class Eventful:
 
 
 class _Proxy:
-    """An actor whose forwards and backwards have the form asked for, with interludes after its first backward."""
+    """An actor whose forwards and backwards have the requested form, with interludes after its first backward."""
 
     def __init__(self, actor: Actor, script: Eventful, *, is_counted: bool = True) -> None:
         self._actor = actor
@@ -131,7 +131,7 @@ class _Proxy:
         return self._actor.forward(microbatch, *inputs, part=part)
 
     def backward(self, microbatch: int, loss: torch.Tensor, *, is_counted: bool = True) -> None:
-        """Run backward, then what comes between if this is the moment."""
+        """Run backward, then the interlude if this is its moment."""
         if self._script.backward_by_halves:
             loss = loss * 0.5
             self._actor.backward_of_branch(microbatch, loss)

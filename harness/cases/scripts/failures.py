@@ -1,4 +1,4 @@
-"""Loops in which something comes between: a forward that raises, or an evaluation."""
+"""Loops with an interruption: a forward that raises, or an evaluation."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ RAISED = "what the forward did that had to raise"  # the subject of a note
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailsFirst:
-    """The last microbatch of a step makes the model raise; then the whole step is done again.
+    """The last microbatch of a step makes the model raise; then the whole step runs again.
 
-    The model must raise FloatingPointError for inputs that are no numbers.
+    The model must raise FloatingPointError for NaN inputs.
     """
 
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.RECOVER})
@@ -36,7 +36,7 @@ class FailsFirst:
 class SkipsAFailure:
     """After the last microbatch of a step one more makes the model raise; the optimizer steps without it.
 
-    As for `FailsFirst`, the model must raise FloatingPointError for inputs that are no numbers.
+    As for `FailsFirst`, the model must raise FloatingPointError for NaN inputs.
     """
 
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.RECOVER, Capability.RECOVER_KEEPING})
@@ -56,7 +56,7 @@ class EvaluationPoint(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluates:
-    """Microbatches one after the other, and evaluations at a moment of each step."""
+    """Each microbatch in turn, with evaluations at one point of each step."""
 
     moment: EvaluationPoint
     how: Evaluation = Evaluation.NO_GRAD

@@ -12,13 +12,13 @@ from shardproof.harness.cases.script import Actor, EachMicrobatch, InterfaceBenc
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Exercise:
-    """Each rank calls ``body(bench, *arguments)`` before each step; what it notes is what a law may judge.
+    """Each rank calls ``body(bench, *arguments)`` before each step; a law may judge its notes.
 
-    ``body`` is a function of a module, ``arguments`` are values whose repr distinguishes them.
+    ``body`` is a module-level function; ``arguments`` are values whose repr distinguishes them.
     """
 
     body: Callable[..., None]
-    arguments: tuple[Any, ...] = ()  # Any: whatever the body takes
+    arguments: tuple[Any, ...] = ()  # Any: the arguments of the body
     interface: Capability = Capability.WRAPPER
     beside: frozenset[Capability] = frozenset()
 
@@ -27,7 +27,7 @@ class Exercise:
         return self.beside | {self.interface}
 
     def __repr__(self) -> str:
-        """Format it without the function's address, which no two processes share."""
+        """Format it without the function's address, which differs between processes."""
         return f"Exercise({self.body.__module__}.{self.body.__qualname__}{self.arguments!r})"
 
     def play(self, actor: Actor) -> None:

@@ -1,4 +1,4 @@
-"""Loops in which the caller reaches for parameters and gradients: hooks, edits, freezing, conversions."""
+"""Loops in which the caller changes parameters and gradients: hooks, edits, freezing, conversions."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = [
     "HooksGradients",
 ]
 
-# The subject of a note, and what is noted where all is well.
+# The subject of a note, and the value noted in a correct run.
 HOOKED, REDUCED = "what hooks on parameters see", "each reduced gradient, once"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditsGradients:
-    """A plain loop in which each gradient is edited after the first microbatch."""
+    """A plain loop that edits each gradient after the first microbatch."""
 
     edit: GradientEdit
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.EDIT_GRADIENTS})
@@ -43,7 +43,7 @@ class EditsGradients:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClearsWhileHeldBack:
-    """A plain loop in which reductions wait, and all gradients that the model shows meanwhile are cleared."""
+    """A plain loop that defers reductions and meanwhile clears all gradients that the model exposes."""
 
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.PENDING_APART})
 
@@ -56,10 +56,10 @@ class ClearsWhileHeldBack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldsBackByTurns:
-    """Of four microbatches one waits for the reduction across replicas alone, one for all of it, the last for nothing.
+    """One of four microbatches defers only the reduction across replicas, one the whole reduction, the last none.
 
-    The first is one that is reduced or, where ``clears``, one more that waits for replicas: then what the model shows
-    is cleared before the last.
+    The first microbatch is reduced; where ``clears``, it defers the reduction across replicas instead, and the
+    gradients that the model exposes are cleared before the last.
     """
 
     units: tuple[str, ...]
@@ -81,7 +81,7 @@ class HoldsBackByTurns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertsAndBack:
-    """A plain loop in which the model is converted to these dtypes and then to float32, which it had."""
+    """A plain loop that converts the model to these dtypes and then back to float32, its original dtype."""
 
     moment: Interlude
     dtypes: tuple[torch.dtype, ...] = ()
@@ -99,7 +99,7 @@ class ConvertsAndBack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Freezes:
-    """A plain loop in which these parts are frozen in some steps and trained in others, with evaluations between."""
+    """A plain loop that freezes these parts in some steps and trains them in others, with evaluations between."""
 
     parts: tuple[str, ...]
     steps: tuple[int, ...]
@@ -116,7 +116,7 @@ class Freezes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HooksGradients:
-    """A plain loop with a hook on each parameter; ``times`` is how often each gradient is reduced in a step."""
+    """A plain loop with a hook on each parameter; ``times`` is the number of reductions of each gradient in a step."""
 
     times: int
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.GRADIENT_HOOKS})

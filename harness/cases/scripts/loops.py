@@ -1,4 +1,4 @@
-"""Training loops: orders of microbatches, reductions held back, nested inputs, evaluations between steps."""
+"""Training loops: orders of microbatches, deferred reductions, nested inputs, evaluations between steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardproof.harness.cases.script import Actor, EachMicrobatch, train_microba
 
 
 class Holding(Enum):
-    """What is held back before the last microbatch."""
+    """What the loop defers until the last microbatch."""
 
     GRADIENTS = "the whole reduction"
     REPLICAS = "the reduction across replicas alone"
@@ -22,9 +22,9 @@ class Holding(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldingBack:
-    """A plain loop in which ``units`` hold their reductions back until the last microbatch; ``""`` is the root.
+    """A plain loop in which ``units`` defer their reductions until the last microbatch; ``""`` is the root.
 
-    Units are set by their own handles, each alone; with ``keeps`` they keep gathered parameters meanwhile.
+    Each unit is set by its own handle; with ``keeps`` they also keep gathered parameters meanwhile.
     """
 
     units: tuple[str, ...]
@@ -53,10 +53,10 @@ class HoldingBack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interleaved:
-    """Forwards run ``ahead`` of backwards by so many microbatches, as on a stage of a pipeline.
+    """Forwards run ``ahead`` microbatches before backwards, as on a stage of a pipeline.
 
-    One ahead is one-forward-one-backward; as many ahead as there are microbatches runs all forwards first.
-    The script marks which backward ends the step.
+    One ahead is one-forward-one-backward; as many ahead as there are microbatches runs all forwards first. The script
+    marks which backward ends the step.
     """
 
     ahead: int
@@ -98,10 +98,10 @@ class SumOfForwards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchByBranch:
-    """The model returns several outputs; each has a loss and a backward of its own, in the order of ``branches``.
+    """The model returns several outputs; each has its own loss and backward, in the order of ``branches``.
 
-    All of them go through the graph of one forward, and the script marks which backward ends the step. Outputs
-    share the columns of the target, the first ones first.
+    All of them go through the graph of one forward, and the script marks which backward ends the step. Outputs split
+    the columns of the target in order.
     """
 
     branches: tuple[int, ...]
@@ -126,10 +126,10 @@ class BranchByBranch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NestInputs:
-    """Forward is called with one tensor and a tuple of the others, or with what ``packs`` makes of the two.
+    """Forward is called with one tensor and a tuple of the others, or with the value that ``packs`` makes of the two.
 
-    They come from the host, as from a loader; what is packed comes from the device, because torch's engines move what
-    is in tuples, lists and dicts, and no engine promises more.
+    They come from the host, as from a loader. Packed values come from the device, because torch's engines move tensors
+    inside tuples, lists and dicts, and no engine promises more.
     """
 
     packs: Callable[[torch.Tensor, tuple[torch.Tensor, ...]], object] | None = None
@@ -160,7 +160,7 @@ class EvaluatesFirst:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldsOn:
-    """A plain loop that keeps each output, a slice of each input, and the outputs of ``units``, taken by hooks."""
+    """A plain loop that keeps each output, a slice of each input, and the outputs of ``units``, captured by hooks."""
 
     units: tuple[str, ...]
     demands: ClassVar[frozenset[Capability]] = frozenset()
@@ -177,7 +177,7 @@ class HoldsOn:
                 actor.backward(microbatch, actor.loss(microbatch, output))
             kept += [output.detach(), *activations, *slices]
 
-    # Any: a model takes and returns what it likes.
+    # Any: a model takes and returns any values.
     def _forward(self, actor: Actor, microbatch: int) -> tuple[Any, list[torch.Tensor]]:
         taken: list[torch.Tensor] = []
 

@@ -33,9 +33,9 @@ class OnePartOnOddSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunksOfTheHead:
-    """The model runs down to ``stop``; ``head`` runs on chunks of that, each with a backward; then the trunk's.
+    """The model runs down to ``stop``; ``head`` runs on chunks of that output, each with a backward; then the trunk's.
 
-    The model's activations and those of the whole output are so never in memory together.
+    So the model's activations and those of the whole output are never in memory together.
     """
 
     stop: str
@@ -49,7 +49,7 @@ class ChunksOfTheHead:
                 self.play_one(actor, microbatch)
 
     def play_one(self, actor: Actor, microbatch: int) -> None:
-        """Run one microbatch through trunk, chunks and trunk."""
+        """Run one microbatch through trunk, head chunks and the trunk's backward."""
         batch = actor.batch(microbatch)
         trunk = actor.forward(microbatch, *batch.inputs, self.stop)
         cut = trunk.detach().requires_grad_()
@@ -63,7 +63,7 @@ class ChunksOfTheHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlaggedChunks:
-    """As `ChunksOfTheHead`, but flags of the ``units`` and the root say that the last microbatch ends the step."""
+    """Like `ChunksOfTheHead`, but flags of the ``units`` and the root mark that the last microbatch ends the step."""
 
     chunks: ChunksOfTheHead
     units: tuple[str, ...]
@@ -80,7 +80,7 @@ class FlaggedChunks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrunkTwiceOnOddSteps:
-    """Even steps go through the model; odd ones run all microbatches down to ``stop``, then one backward of all."""
+    """Even steps go through the model; odd ones run all microbatches down to ``stop``, then one backward for all."""
 
     stop: str
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.INTERLEAVE, Capability.UNUSED})
@@ -135,9 +135,9 @@ def after_chunk(chunk: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldHeadOpen:
-    """The head's unit is set to stay gathered through all chunks, each with a backward of its own, then is freed.
+    """The head's unit stays gathered through all chunks, each with its own backward, and is then freed.
 
-    The model returns what its part ``head`` takes; the head takes a chunk of it, and of the target, and returns
+    The model returns the inputs of its part ``head``. The head takes a chunk of them, and of the target, and returns
     the loss. The gradients of all chunks then go through the rest of the model.
     """
 

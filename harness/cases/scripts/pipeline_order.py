@@ -1,4 +1,4 @@
-"""A script whose microbatches go through a pipeline of stages on several ranks, in an order that a schedule gives."""
+"""A script whose microbatches go through a pipeline of stages on several ranks, in the order of a schedule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardproof.harness.cases.script import Actor, EachMicrobatch
 
 
 class PipelineOrder(Enum):
-    """In what order a rank of a pipeline takes forwards and backwards; how many stages it has."""
+    """The order of forwards and backwards on a rank of a pipeline, and its number of stages."""
 
     ONE_FORWARD_ONE_BACKWARD = ("a backward as soon as there is one, one stage on each rank", 1)
     INTERLEAVED = ("the same, with two stages on each rank that are no neighbours", 2)
@@ -23,10 +23,10 @@ class PipelineOrder(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipelined:
-    """All microbatches of a step go through the stages, gradients are reduced after each stage's last backward.
+    """All microbatches of a step go through the stages; gradients are reduced after each stage's last backward.
 
-    Ranks of a pipeline are driven by ``harness.training.pipeline``; a rank that holds the whole model takes one
-    microbatch after the other, which comes to the same.
+    ``harness.training.pipeline`` drives the ranks of a pipeline. A rank that holds the whole model runs one microbatch
+    after the other, which is equivalent.
     """
 
     order: PipelineOrder

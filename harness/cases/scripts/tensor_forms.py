@@ -1,4 +1,4 @@
-"""The plain loop, with notes of what form tensors have where the loop meets them; values are not its concern."""
+"""The plain loop, with notes on the form of tensors where the loop sees them; it does not note values."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ HOMES = "where parameters and gradients are after backward"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotesForms:
-    """Forward and backward of each microbatch, noting dtype, layout and device of what the loop can see.
+    """Forward and backward of each microbatch, with notes of dtype, layout and device of the loop's tensors.
 
-    A note of several tensors names every form found, so that one which is unlike the others shows.
+    A note of several tensors lists every form found, so that a deviating tensor shows.
     """
 
     demands: ClassVar[frozenset[Capability]] = frozenset()
@@ -53,13 +53,13 @@ class NotesForms:
 
 
 def dtypes_of(unit: str) -> str:
-    """Name the subject of the notes about a unit's dtypes."""
+    """Return the subject of the notes about a unit's dtypes."""
     return f"the dtypes of inputs, parameters and output of {unit}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotesUnitDtypes:
-    """Forward and backward of each microbatch, noting in which dtypes each unit is called, computes and returns."""
+    """Forward and backward of each microbatch, noting the dtypes in which each unit is called, computes and returns."""
 
     units: tuple[str, ...]
     demands: ClassVar[frozenset[Capability]] = frozenset()
@@ -72,7 +72,7 @@ class NotesUnitDtypes:
     def _watch(self, actor: Actor, unit: str) -> None:
         module, noted = actor.part(unit), list[str]()
 
-        # Any: a module takes what it likes. Both run after the engine's own hooks, which were there before.
+        # Any: a module takes any inputs. Both hooks run after the engine's own, which were registered before.
         def enter(_: nn.Module, inputs: tuple[Any, ...]) -> None:
             noted.append(_dtypes(inputs))
             noted.append(_dtypes(module.parameters()))
@@ -87,10 +87,10 @@ class NotesUnitDtypes:
 
 @contextmanager
 def _watching(model: nn.Module) -> Iterator[list[str]]:
-    """Collect the layouts of each module's own parameters as its forward finds them."""
+    """Collect the layouts of each module's own parameters at the start of its forward."""
     seen: list[str] = []
 
-    # Any: a module takes what it likes.
+    # Any: a module takes any inputs.
     def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         seen.extend(_layout(_local(p.detach())) for p in module.parameters(recurse=False))
 

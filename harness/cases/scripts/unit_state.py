@@ -1,4 +1,4 @@
-"""Scripts that look at units, and gather, free and instruct them by hand, around forward and backward."""
+"""Scripts that inspect units, and gather, free and configure them by hand, around forward and backward."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ AFTER_BACKWARD = "after backward"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookAround:
-    """A plain loop that looks around the last microbatch's forward and backward.
+    """A plain loop that observes before and after the last microbatch's forward and backward.
 
-    Between the two it ``frees`` units, or sets the policy of ``changes`` to free after forward.
+    Between the two it frees the units of ``frees``, or sets the policy of ``changes`` to free after forward.
     """
 
     frees: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class ToggleReshard:
 
 
 class Gather(Enum):
-    """How the caller asks for whole parameters, and who waits for them."""
+    """How the caller asks for whole parameters, and which side waits for them."""
 
     BLOCKING = "the call returns when they are there"
     AWAITED = "the call returns at once; the caller waits, when all units have been asked"
@@ -106,7 +106,7 @@ class UnshardByHand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlternateHeads:
-    """The model returns the outputs of two heads; the loss is of one, and of the other in the next step."""
+    """The model returns the outputs of two heads; the loss uses one, and the other in the next step."""
 
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.UNIT_STATE, Capability.UNUSED})
 

@@ -1,8 +1,8 @@
-"""What the laws over ledgers share: expected numbers (exact or between bounds), and the walk over every rank.
+"""Shared parts of the laws over ledgers: expected numbers (exact or bounded), and the iteration over all ranks.
 
-[Note: a blind law] A law that finds no entry where there should be some has proven nothing, so it fails. In
-a world of several ranks that is so for a rank without any entry of its training, and for a selection that
-covers no step or microbatch of the schedule, whatever the law says. A world of one rank need not communicate.
+[Note: a blind law] A law that finds no entry where there should be some has proven nothing, so it fails. In a world of
+several ranks this holds for a rank without any entry of its training, and for a selection that covers no step or
+microbatch of the schedule. A world of one rank need not communicate.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def evaluate(amount: Amount, training: Training, world_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)  # positional: `Exactly(2)` reads aloud
 class Exactly:
-    """This number and no other."""
+    """Exactly this number."""
 
     amount: Amount
 
@@ -93,7 +93,7 @@ def _spell(amount: Amount, training: Training, world_size: int) -> str:
 
 
 def blindness(evidence: Evidence, selects: Sequence[Select], per: Per) -> list[str]:
-    """Return why a law could not have failed, if so; see [Note: a blind law]."""
+    """Return why a law could not have failed, if that is so; see [Note: a blind law]."""
     schedule = evidence.training.schedule
     broken = [
         f"expected a {per.value} to look at, got none: {select} of {schedule.steps} step(s) with "
@@ -114,12 +114,12 @@ def ledgers(evidence: Evidence) -> Iterator[tuple[int, Ledger]]:
 
 
 def pick(select: Select, ledger: Ledger, evidence: Evidence) -> Ledger:
-    """Return what a selection picks, in order of issue."""
+    """Return the entries that a selection picks, in order of issue."""
     return select.pick(ledger, evidence.training.schedule)
 
 
 def at(moment: LoopStep, entries: Ledger) -> Ledger:
-    """Keep what was issued at that moment."""
+    """Return the entries issued at that moment."""
     return tuple(e for e in entries if moment.holds(e))
 
 

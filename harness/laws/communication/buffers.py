@@ -14,9 +14,9 @@ from shardproof.harness.tracing.ledger import Entry, Ledger
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeavesBuffersAlone:
-    """While a collective is under way its input is neither changed nor freed, and its output is not written to.
+    """While a collective is in flight, its input is neither changed nor freed, and its output is not written to.
 
-    Looked at where the result is delivered: in worlds of threads, for asynchronous collectives.
+    Checked when the result is delivered: in worlds of threads, for asynchronous collectives.
     """
 
     name: str = "buffers are left alone"
@@ -29,7 +29,7 @@ class LeavesBuffersAlone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultsAreWaitedFor:
-    """Each asynchronous collective of a training is waited for, at the latest at its end."""
+    """Each asynchronous collective of a training is waited for before the training ends."""
 
     name: str = "results are waited for"
 
@@ -45,7 +45,7 @@ class ResultsAreWaitedFor:
 
 
 def harm_in(ledgers: Sequence[Ledger]) -> str | None:
-    """Return the first harm that ranks did to buffers of collectives, for a world whose end it may explain."""
+    """Return the first violation of a collective's buffers, which may explain how a world ended."""
     return next((text for rank, ledger in enumerate(ledgers) for text in _harms(rank, ledger)), None)
 
 
@@ -58,7 +58,7 @@ def _harms(rank: int, ledger: Ledger, evidence: Evidence | None = None) -> Itera
 
 
 def _spell(entry: Entry, evidence: Evidence | None) -> str:
-    """Return what a collective is, in whose turn it was issued, and whose parameters are of its size."""
+    """Describe a collective: its kind, the turn that issued it, and the parameters of its size."""
     during = "" if entry.unit is None else f" in {entry.phase} of {spell_unit(entry.unit)}"
     if evidence is None:
         return f"{entry.describe()}{during}"

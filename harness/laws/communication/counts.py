@@ -1,4 +1,4 @@
-"""Laws over what crossed between ranks: counts, bytes, order, dtypes, waits; each looks at every rank."""
+"""Laws over communication between ranks: counts, bytes, order, dtypes, waits; each checks every rank."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ __all__ = [
     "ReduceOps",
 ]
 
-_MAX_ENTRIES = 6  # enough to see a pattern; a whole ledger would bury it
+_MAX_ENTRIES = 6  # enough to show a pattern; a whole ledger would hide it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """So many collectives in each microbatch or step, on each rank."""
+    """The number of collectives in each microbatch or step, on each rank."""
 
     select: Select
     expected: Bound
@@ -58,7 +58,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bytes:
-    """So many bytes in each microbatch or step, on each rank, beside the ``minimum`` that theory allows."""
+    """The number of bytes in each microbatch or step, on each rank, beside the theoretical ``minimum``."""
 
     select: Select
     expected: Bound
@@ -85,7 +85,7 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FewCalls:
-    """At most so many collectives in the whole training, preparation included, on each rank."""
+    """The maximum number of collectives in the whole training, preparation included, on each rank."""
 
     at_most: Amount
 
@@ -109,7 +109,7 @@ class FewCalls:
 
 
 def _most_frequent(ledger: Ledger) -> tuple[Entry, int]:
-    """Return the first call of the kind that is made most often, and how often."""
+    """Return the first call of the most frequent kind, and its count."""
     kinds = Counter((e.op, e.phase, e.site) for e in ledger)
     kind, most = kinds.most_common(1)[0]
     return next(e for e in ledger if (e.op, e.phase, e.site) == kind), most
@@ -117,7 +117,7 @@ def _most_frequent(ledger: Ledger) -> tuple[Entry, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nothing:
-    """No collective of this kind; fails too when nothing at all was observed."""
+    """No collective of this kind; also fails when no entry at all was observed."""
 
     select: Select
 
@@ -140,8 +140,8 @@ class Nothing:
 class InOrder:
     """In each microbatch every collective of a selection is issued before any of the next selection.
 
-    A microbatch in which one of the selections finds nothing breaks the law. Microbatches that not all of
-    the selections cover are left out.
+    A microbatch in which one of the selections finds no entry breaks the law. Microbatches that some selection does not
+    cover are left out.
     """
 
     selects: tuple[Select, ...]
@@ -175,7 +175,7 @@ class InOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlyThese:
-    """Nothing but what one of the selections picks; ``among`` says of which entries that is asked."""
+    """Only entries that one of the selections picks; ``among`` limits the entries checked."""
 
     selects: tuple[Select, ...]
     among: Select = field(default_factory=Select)
@@ -199,12 +199,12 @@ class OnlyThese:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadsAreSilent:
-    """Nothing is communicated while the harness reads: else an engine could synchronise only when looked at."""
+    """Reads of the harness do not communicate: otherwise an engine could synchronise only when it is read."""
 
     name: str = "reads are silent"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Look for what ranks issued while they were read."""
+        """Find the calls that ranks issued while they were read."""
         broken = [
             f"rank {o.rank}, {when(e)}: the adapter communicated while it was read: {e.describe()}"
             for o in evidence.ranks
@@ -216,7 +216,7 @@ class ReadsAreSilent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EachSelected:
-    """Judges each selected collective by itself; a rank with none selected breaks the law unless it is alone."""
+    """Judges each selected collective separately; a rank with none selected breaks the law unless it is alone."""
 
     select: Select
 
@@ -225,7 +225,7 @@ class _EachSelected:
         raise NotImplementedError
 
     def breach(self, entry: Entry) -> str | None:
-        """Describe what is wrong with a collective; None where nothing is."""
+        """Describe the fault of a collective; None where there is none."""
         raise NotImplementedError
 
     def judge(self, evidence: Evidence) -> Ruling:
@@ -275,7 +275,7 @@ class ReduceOps(_EachSelected):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asynchronous(_EachSelected):
-    """Every selected collective is issued without blocking the rank, which waits for the result by itself."""
+    """Every selected collective is issued without blocking the rank, which waits for the result separately."""
 
     @property
     def name(self) -> str:
@@ -289,7 +289,7 @@ class Asynchronous(_EachSelected):
 class AllWaited(_EachSelected):
     """Every selected result was waited for before the optimizer step of its step began.
 
-    What is issued during the optimizer phase itself must be waited for within it.
+    Collectives issued during the optimizer phase itself must be waited for within it.
     """
 
     @property
@@ -307,7 +307,7 @@ class AllWaited(_EachSelected):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tally:
-    """Adds up what a selection picks, for each moment that it covers."""
+    """Adds up the entries that a selection picks, for each moment that it covers."""
 
     select: Select
     per: Per
@@ -319,7 +319,7 @@ class _Tally:
         return [self.measure(at(m, p)) for _, p in self._picked(evidence) for m in self._moments(evidence)]
 
     def breaches(self, evidence: Evidence, expected: Bound) -> Iterator[str]:
-        """Yield every moment whose amount is not as expected, and what lies outside all moments."""
+        """Yield every moment with an unexpected amount, and the entries outside all moments."""
         spelt = expected.spell(evidence.training, evidence.world_size)
         for rank, picked in self._picked(evidence):
             for moment in self._moments(evidence):
@@ -334,7 +334,7 @@ class _Tally:
                 yield f"rank {rank}: expected none {where}, got {len(strays)}{_list(strays)}"
 
     def spell(self, evidence: Evidence) -> str:
-        """Format the range of amounts seen."""
+        """Format the range of observed amounts."""
         amounts = self.amounts(evidence) or [0]
         low, high = min(amounts), max(amounts)
         return f"{low if low == high else f'{low} to {high}'} {self.noun} per {self.per.value}"
@@ -352,7 +352,7 @@ def _num_bytes(entries: Ledger) -> int:
 
 
 def _by_unit(entries: Sequence[Entry]) -> str:
-    """Name the units of which more collectives were issued than of the others: those are communicated twice."""
+    """Name the units with more collectives than the others: those are communicated twice."""
     counts = Counter(e.unit for e in entries)
     fewest = min(counts.values(), default=0)
     if len(counts) > 1 and fewest > 1 and set(counts.values()) == {fewest}:

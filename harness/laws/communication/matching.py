@@ -1,13 +1,13 @@
-"""Which calls of several ranks form one collective, and the law that ranks agree on them.
+"""Matches the calls of several ranks that form one collective, and has the law that ranks agree on them.
 
-See [Note: which calls belong together] in ``harness.laws.communication.matching``. Here groups of equal ranks are
-distinguished by their names too, because this is the wait-for relation and not what should have been.
+See [Note: which calls belong together] in ``harness.laws.communication.matching``. Here groups of equal ranks are also
+distinguished by their names, because this is the wait-for relation and not the expected communication.
 
-[Note: which calls belong together] The n-th collective of a group must be the same on all of its members, so
-calls are matched by their position among the rank's collectives in that group; groups of equal ranks are distinguished
-by torch's name for them, which members share, for by it they meet. Point-to-point messages are matched by position
-among those from one rank to one other within a group. A receive from any source takes whichever message is left, so
-for a rank with such receives only the totals are compared.
+[Note: which calls belong together] The n-th collective of a group must be the same on all of its members, so calls are
+matched by their position among the rank's collectives in that group. Groups of equal ranks are distinguished by torch's
+name for them: members share that name, because they rendezvous by it. Point-to-point messages are matched by position
+among those from one rank to one other within a group. A receive from any source takes any remaining message, so for a
+rank with such receives only the totals are compared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardproof.harness.laws.law import Evidence, Ruling
 from shardproof.harness.records.record import LawRecord
 from shardproof.harness.tracing.ledger import Entry, Ledger, Op
 
-# What a rank cannot come back from before all others have come; of the rest, some rank only gives and may go on.
+# Collectives that no rank can leave before all have entered; in the others, a rank that only sends may go on.
 _OF_ALL = frozenset({Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE, Op.ALL_TO_ALL, Op.BARRIER})
 
 
@@ -64,19 +64,19 @@ class Counterparts:
                 calls.append(entry)
 
     def name_of(self, group: ProcessGroup) -> str:
-        """Return torch's name of a group where another one has the same ranks, else nothing."""
+        """Return torch's name of a group where another group has the same ranks, else an empty string."""
         return group.name if len(self._names[group.ranks]) > 1 else ""
 
     def position(self, rank: int, entry: Entry) -> int:
-        """Count the rank's collectives of that group, or messages that way, before this one."""
+        """Count the rank's collectives of that group, or messages in that direction, before this one."""
         return self._position[rank, entry.seq]
 
     def collectives(self, group: ProcessGroup) -> dict[int, list[Entry]]:
-        """Return each member's collectives of a group, none for a member that made none."""
+        """Return each member's collectives of a group; empty for a member that made none."""
         return {rank: self._collectives[group][rank] for rank in group.ranks}
 
     def absent(self, rank: int, entry: Entry) -> tuple[int, ...]:
-        """Return the ranks that have yet to come to a call, or that came with another one in its place."""
+        """Return the ranks that have not yet made a call, or that made a different one in its place."""
         position = self.position(rank, entry)
         if is_message(entry):
             return self._absent_end(rank, entry, position)
@@ -87,7 +87,7 @@ class Counterparts:
         )
 
     def is_stuck(self, rank: int, entry: Entry) -> bool:
-        """Return whether a call that was waited for cannot have completed on this rank, whatever the wait says."""
+        """Return whether a call that was waited for cannot have completed on this rank, although the wait returned."""
         is_over = entry.wait is not None and entry.wait.is_over
         return (not is_over or entry.op in _OF_ALL) and bool(self.absent(rank, entry))
 
@@ -103,7 +103,7 @@ class Counterparts:
 
 
 class Extent(Enum):
-    """How much of the truth the ledgers hold."""
+    """How complete the ledgers are."""
 
     COMPLETE = "every rank came to its end"  # a call without counterpart is wrong
     PARTIAL = "some rank stopped on the way"  # a call without counterpart may only be early
@@ -111,7 +111,7 @@ class Extent(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksAgree:
-    """Every collective means the same on every member of its group, and every message has a receiver."""
+    """Every collective is the same on every member of its group, and every message has a receiver."""
 
     @property
     def name(self) -> str:
@@ -133,7 +133,7 @@ class RanksAgree:
 def first_disagreement(ledgers: Mapping[int, Ledger], extent: Extent = Extent.PARTIAL) -> str | None:
     """Describe the earliest call on which ranks disagree, None if there is none.
 
-    Partial ledgers, of a world that hung or died, are not blamed for calls that another rank never reached.
+    In partial ledgers, of a world that hung or died, calls that another rank never reached are not faults.
     """
     found = min(_disagreements(ledgers, extent), key=_first_issued, default=None)
     return None if found is None else found.text
@@ -141,7 +141,7 @@ def first_disagreement(ledgers: Mapping[int, Ledger], extent: Extent = Extent.PA
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Disagreement:
-    """What two or more ranks disagree about; ``seq`` is where the first of them issued it."""
+    """A disagreement between ranks; ``seq`` is the first of their calls in it."""
 
     seq: int
     text: str
@@ -161,7 +161,7 @@ def _first_issued(disagreement: _Disagreement) -> int:
 
 
 def _unobserved(ledgers: Mapping[int, Ledger], world_size: int) -> list[str]:
-    """Return which ranks prove nothing by agreeing: an engine on several ranks must communicate."""
+    """Return the ranks whose agreement proves nothing: an engine on several ranks must communicate."""
     silent = [r for r in range(world_size) if world_size > 1 and shows_nothing(ledgers.get(r, ()))]
     return [f"rank {r}: {NOTHING_OBSERVED}" for r in silent]
 
@@ -189,7 +189,7 @@ def _collectives(ledgers: Mapping[int, Ledger]) -> dict[ProcessGroup, dict[int, 
 def _first_in_group(
     group: ProcessGroup, calls: Mapping[int, list[Entry]], extent: Extent
 ) -> _Disagreement | None:
-    """Walk the group's calls side by side to the first on which its members differ."""
+    """Return the group's first call on which its members differ."""
     for position in range(max(map(len, calls.values()))):
         made = {rank: entries[position] for rank, entries in calls.items() if position < len(entries)}
         seq = min(e.seq for e in made.values())
@@ -260,7 +260,7 @@ def _total_disagreement(ledgers: Mapping[int, Ledger], rank: int) -> _Disagreeme
 
 
 def _messages(ledgers: Mapping[int, Ledger], op: Op) -> dict[_Channel, list[Entry]]:
-    """Sort one end of all messages by channel; receives from any source have none."""
+    """Sort one side of all messages by channel; receives from any source have none."""
     channels: dict[_Channel, list[Entry]] = defaultdict(list)
     for rank, ledger in ledgers.items():
         for entry in ledger:

@@ -1,8 +1,8 @@
-"""The law that units are gathered, freed and reduced in a named order; a collective's size identifies its unit.
+"""The law that units are gathered, freed and reduced in a given order; a collective's size identifies its unit.
 
-[Note: whose parameters] Engines say nothing of what they send. In a model whose units all have different sizes the
-number of bytes identifies the unit, whether or not an engine pads rows to the number of ranks or aligns parameters. A
-model in which two units could be mistaken for each other proves nothing about order, and breaks the law.
+[Note: whose parameters] Engines do not report what they send. In a model whose units all have different sizes the
+number of bytes identifies the unit, even if an engine pads rows to the number of ranks or aligns parameters. A model
+with two units that cannot be distinguished proves nothing about order, and breaks the law.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shardproof.harness.records.observation import Observation
 from shardproof.harness.tracing.events import EventKind, TraceEvent
 from shardproof.harness.tracing.ledger import Entry, Op
 
-_ALIGNED_BYTES = 16  # as far as engines are known to align each parameter in a buffer
+_ALIGNED_BYTES = 16  # the largest known alignment of parameters in a buffer
 
 
 def group_of(entry: Entry, groups: Sequence[UnitParameters], num_ranks: int) -> UnitParameters | None:
-    """Return the group whose parameters or gradients an entry carries; None where none or several are of that size."""
-    # A replica's part of the gradients is reduced across replicas: as many times smaller as it has ranks.
+    """Return the group whose parameters or gradients an entry carries; None where zero or several have that size."""
+    # An all-reduce across replicas carries one shard of the gradients, so it is smaller by the size of a replica.
     share = num_ranks // len(entry.group) if entry.op is Op.ALL_REDUCE else 1
     size = entry.num_bytes * share
     found = [group for group in groups if group.num_bytes <= size <= _most_bytes(group, num_ranks)]
@@ -32,7 +32,7 @@ def group_of(entry: Entry, groups: Sequence[UnitParameters], num_ranks: int) -> 
 
 
 def mistakable(groups: Sequence[UnitParameters], evidence: Evidence) -> Iterator[str]:
-    """Yield which units could be mistaken for each other; see [Note: whose parameters]."""
+    """Yield the units that cannot be distinguished; see [Note: whose parameters]."""
     for one, other in combinations(sorted(groups, key=lambda g: g.num_bytes), 2):
         if _most_bytes(one, evidence.world_size) >= other.num_bytes:
             yield (
@@ -42,7 +42,7 @@ def mistakable(groups: Sequence[UnitParameters], evidence: Evidence) -> Iterator
 
 
 def spell_unit(unit: str) -> str:
-    """Format a unit for a person."""
+    """Format a unit for messages."""
     return "the root" if unit == ROOT else unit
 
 
@@ -52,7 +52,7 @@ def _most_bytes(group: UnitParameters, num_ranks: int) -> int:
 
 @dataclass(frozen=True, slots=True)  # positional: `Gathers("blocks.0")` reads aloud
 class Gathers:
-    """The parameters of a unit are gathered; ``during`` whose forward or backward, if that matters."""
+    """The parameters of a unit are gathered; ``during`` names the forward or backward, if that matters."""
 
     unit: str
     during: str | None = None
@@ -84,7 +84,7 @@ class Computes:
 
 @dataclass(frozen=True, slots=True)  # positional: as above
 class Reshards:
-    """A unit is sharded again, as its modules show it; the training must watch units (``Watch.UNITS``)."""
+    """A unit is sharded again, as its modules show; the training must watch units (``Watch.UNITS``)."""
 
     unit: str
 
@@ -97,7 +97,7 @@ Event = Gathers | Reduces | Computes | Reshards
 
 @dataclass(frozen=True, slots=True)  # positional: as above
 class Together:
-    """These events follow each other, whichever comes first."""
+    """These events happen next to each other, in any order."""
 
     events: frozenset[Event]
 
@@ -115,11 +115,11 @@ _KINDS: Mapping[Op, type[Event]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """In each microbatch these gathers, frees and reductions happen, in this order, and no others.
+    """In each microbatch exactly these gathers, frees and reductions happen, in this order.
 
-    Where no event is a reduction, reductions are left out of account, and so are gathers, frees, and the broadcasts
-    by which modules show what they compute; ``select`` narrows further, frees by phase and moment alone. Sizes
-    identify units, so the parameters must travel in the dtype in which the model was built.
+    Where no event is a reduction, reductions are ignored. The same holds for gathers, frees, and the broadcasts by
+    which modules show what they compute. ``select`` narrows further, but frees by phase and moment only. Sizes identify
+    units, so the parameters must be communicated in the dtype in which the model was built.
     """
 
     select: Select
@@ -145,7 +145,7 @@ class Order:
         return rule(self.name, broken, held=f"in order on every rank in {len(moments)} microbatches")
 
     def _happened(self, observation: Observation, evidence: Evidence) -> Sequence[Entry | TraceEvent]:
-        """Return what is asked for in order; without events, which alone show frees, the calls by themselves."""
+        """Return the events to put in order; without events, which alone show frees, the calls."""
         picked = [e for e in pick(self.select, observation.ledger, evidence) if self._is_asked(e)]
         if not self._asks_for(Reshards):
             return picked
@@ -182,7 +182,7 @@ def _each(event: Event | Together) -> Iterable[Event]:
 
 
 def _settled(events: Sequence[Event | Together], observed: Sequence[Event | str]) -> Iterator[Event]:
-    """Put what may come in any order into the order in which it came, as far as it did."""
+    """Put events of any order into the order in which they happened, as far as they did."""
     position = 0
     for event in events:
         members = sorted(_each(event), key=str)
@@ -199,7 +199,7 @@ def _is_met(wanted: Event | None, got: Event | str | None) -> bool:
 
 
 def _event(happened: Entry | TraceEvent, groups: Sequence[UnitParameters], num_ranks: int) -> Event | str:
-    """Return whose parameters it is about; a text where no unit is of that size."""
+    """Return the unit of an event; a text where no unit has that size."""
     if isinstance(happened, TraceEvent):
         return Reshards(happened.unit or "")
     if happened.op is Op.BROADCAST and happened.unit is not None:

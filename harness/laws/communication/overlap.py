@@ -1,9 +1,9 @@
-"""Laws of what communicates while units compute: which collectives overlap, and how far ahead units are gathered.
+"""Laws on communication during compute: which collectives overlap, and how far ahead units are gathered.
 
-[Note: overlap] A collective overlaps where it is issued before a unit begins to compute, and what computes waits for
-it when that unit is done: whatever the network and the device do then, they may do at once. What is exposed has no
-unit's compute between the two. Both are orders of events on the host, and no times: an engine on a device may hide
-more, as its host runs ahead, and hides no less unless collectives are slow.
+[Note: overlap] A collective overlaps if it is issued before a unit begins to compute, and the compute stream waits for
+it after that unit is done: the network and the device can then work concurrently. A collective is exposed if no unit's
+compute lies between the two. Both are orders of events on the host, not times: an engine on a device may hide more,
+because its host runs ahead, and hides no less unless collectives are slow.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _NO_WATCH = "expected a watch over streams, got none; try watch=frozenset({Watch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlaps:
-    """Each selected collective is in flight while some unit computes, but for those of the units named.
+    """Each selected collective is in flight while some unit computes, except those of the named units.
 
-    Compute of the root plays no part: it is what lies between units. The training must watch streams
+    Compute of the root does not count, because it lies between units. The training must watch streams
     (``Watch.RACES``): a call that blocks its own stream does not block the one on which units compute.
     """
 
@@ -88,10 +88,10 @@ class Overlaps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapsBackward:
-    """In each step some selected collective is in flight while a unit computes its backward, or none is.
+    """In each step a selected collective is in flight while a unit computes its backward, or none is.
 
-    ``is_expected`` says which. How many are in flight is up to the sizes of buckets. Compute of the root plays no part,
-    and the training must watch streams, as for `Overlaps`.
+    ``is_expected`` says which. The number in flight depends on the sizes of buckets. Compute of the root does not
+    count, and the training must watch streams, as for `Overlaps`.
     """
 
     select: Select
@@ -138,7 +138,7 @@ class OverlapsBackward:
 
 
 def _hidden(observation: Observation, spans: Sequence[ComputeSpan]) -> set[int]:
-    """Return the numbers of the collectives that are in flight during one of these spans."""
+    """Return the numbers of the collectives in flight during one of these spans."""
     return {
         in_flight.seq
         for in_flight in collectives_in_flight(observation.events)
@@ -156,10 +156,10 @@ def _is_hidden(in_flight: InFlight, spans: Sequence[ComputeSpan]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefetchDistance:
-    """When a unit begins to compute, so many of those that compute next are gathered or on their way, and no others.
+    """When a unit begins to compute, exactly this many of the next units are gathered or being gathered.
 
-    ``phase`` is FORWARD or BACKWARD. At the end, where fewer units are left, all of them are. What the root has
-    gathered when it begins is not asked: no list speaks for it.
+    ``phase`` is FORWARD or BACKWARD. At the end, where fewer units are left, all of them are. Gathers of the root at
+    the time it begins are not checked, because no list covers it.
     """
 
     phase: Phase
@@ -211,7 +211,7 @@ class PrefetchDistance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Turn:
-    """A unit begins to compute for the first time in a phase; ``ahead`` is what is gathered and has not begun."""
+    """A unit's first compute in a phase; ``ahead`` are the units that are gathered but have not begun."""
 
     unit: str
     ahead: tuple[str, ...]
@@ -258,9 +258,9 @@ def _list(units: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtMostInFlight:
-    """Whenever a selected collective is issued, at most so many of them, itself included, are not waited for yet.
+    """When a selected collective is issued, at most this many of them, itself included, are not waited for yet.
 
-    A collective that blocks is waited for at once. What a rank holds for a collective, it holds at least until then.
+    A blocking collective is waited for at once. A rank holds the buffers of a collective at least until the wait.
     """
 
     select: Select
@@ -293,7 +293,7 @@ def _counts(picked: Ledger) -> Iterator[tuple[Entry, int]]:
 
 
 def _is_under_way(entry: Entry, seq: int) -> bool:
-    """Return whether ``entry`` was not waited for when call ``seq`` was made, itself among those issued by then."""
+    """Return whether ``entry`` was issued but not waited for when call ``seq`` was made."""
     wait = entry.wait
-    # A ledger without the times of waits proves no bound.
+    # A ledger without wait times proves no bound.
     return wait is None or wait.num_issued is None or wait.num_issued > seq

@@ -1,4 +1,4 @@
-"""Which entries of a ledger a law is about, and the microbatches or steps it counts them in. Values only."""
+"""Selections of the ledger entries that a law is about, and the microbatches or steps in which it counts them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from shardproof.harness.cases.training import Schedule
 from shardproof.harness.tracing.events import TraceEvent
 from shardproof.harness.tracing.ledger import Entry, Ledger, Op, Phase
 
-BEFORE_STEPS = -1  # the step of what prepare communicates
+BEFORE_STEPS = -1  # the step of communication in prepare
 NOTHING_OBSERVED = "expected some collective in training, got none: nothing was observed"
 
 
 class Window(Enum):
-    """Which part of a training a selection looks at; the harness's own reads are in none of them."""
+    """The part of a training that a selection covers; the harness's own reads are in none of them."""
 
     STEADY = "every step after the first"  # step 0 warms up: lazy groups, rebuilt buckets
     TRAINING = "every step"
-    EVERYTHING = "every step, and before the first"  # adds what prepare communicates
+    EVERYTHING = "every step, and before the first"  # adds the communication in prepare
 
 
 class Microbatches(Enum):
-    """Which microbatches of a step, however many it has."""
+    """The microbatches of a step, however many it has."""
 
     ALL = "all"
     LAST = "last"  # where an accumulating engine communicates
@@ -31,7 +31,7 @@ class Microbatches(Enum):
 
 
 class Per(Enum):
-    """What a number is counted in."""
+    """The unit of time in which a number is counted."""
 
     MICROBATCH = "microbatch"
     STEP = "step"
@@ -45,7 +45,7 @@ class LoopStep:
     microbatch: int | None = None
 
     def holds(self, happened: Entry | TraceEvent) -> bool:
-        """Return whether an entry was issued then, or something else happened."""
+        """Return whether an entry was issued, or an event happened, at this moment."""
         return happened.step == self.step and self.microbatch in {None, happened.microbatch}
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class Select:
 
     def __post_init__(self) -> None:
         for name in ("ops", "phases", "dtypes", "units", "steps"):
-            # A string is a sequence too: `ops=Op.ALL_REDUCE` would match letters and so nothing.
+            # A string is a sequence too: `ops=Op.ALL_REDUCE` would match letters, and so no entry.
             if not isinstance(getattr(self, name), tuple):
                 raise TypeError(f"Select.{name}: expected a tuple, got {getattr(self, name)!r}; try a comma")
         if Phase.PREPARE in self.phases and not self._covers_step(BEFORE_STEPS):
@@ -99,11 +99,11 @@ class Select:
         return " ".join(filter(None, spelt))
 
     def pick(self, ledger: Ledger, schedule: Schedule) -> Ledger:
-        """Return the entries selected, in order of issue."""
+        """Return the selected entries, in order of issue."""
         return tuple(entry for entry in ledger if self._matches(entry, schedule))
 
     def moments(self, schedule: Schedule, per: Per) -> tuple[LoopStep, ...]:
-        """Return the steps or microbatches this selection covers; empty where the schedule has none of them."""
+        """Return the steps or microbatches that this selection covers; empty where the schedule has none of them."""
         return tuple(self._moments(schedule, per))
 
     def _moments(self, schedule: Schedule, per: Per) -> Iterator[LoopStep]:
@@ -157,5 +157,5 @@ class Select:
 
 
 def shows_nothing(ledger: Ledger) -> bool:
-    """Return whether a ledger holds nothing of a training, so that its silence proves nothing."""
+    """Return whether a ledger has no entry of a training, so that it proves nothing."""
     return all(entry.phase is Phase.OBSERVE for entry in ledger)

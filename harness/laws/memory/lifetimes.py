@@ -1,11 +1,11 @@
 """Laws over the lifetimes of memory: live bytes after a phase, peaks, leaks, units unsharded in turn, user tensors.
 
-[Note: a blind watch] A rank without a report, or whose report shows no step or nothing of what a law is about,
-breaks the law: nothing was shown.
+[Note: a blind watch] A rank without a report breaks the law. So does a report without a step, or without the memory
+that a law is about: it proves nothing.
 
-[Note: what no rank owns] A gather is known by the shares that it is given. Of a unit of which a rank owns nothing, as
-where one element is left for seven ranks, it is given padding alone, which an engine may keep in memory that no
-parameter lies in: what is gathered then may or may not be seen, and as many bytes may be missing on that rank.
+[Note: what no rank owns] A gather is recognised by its input shares. If a rank owns nothing of a unit, for example one
+element over seven ranks, its share is padding alone, which an engine may keep in memory that contains no parameter. The
+watch may or may not see such a gather, and that many bytes may be missing on that rank.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def reports(evidence: Evidence, broken: list[str]) -> Iterator[tuple[int, Lifeti
 
 
 def made(life: Allocation) -> str:
-    """Return what made a piece of memory."""
+    """Return the operator or call that allocated a piece of memory."""
     unit = "" if life.unit is None else f" of unit {life.unit!r}"
     return f"{life.num_bytes} bytes{unit} from {life.operator} at {life.site}"
 
 
 class AfterPhase(Enum):
-    """After what."""
+    """The phase after which memory is counted."""
 
     FORWARD = "each forward"
     BACKWARD = "each backward"
@@ -66,7 +66,7 @@ class AfterPhase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveBytes:
-    """So many bytes of these kinds are alive after each forward, backward or step."""
+    """The number of live bytes of these kinds after each forward, backward or step."""
 
     kinds: tuple[MemoryKind, ...]
     after: AfterPhase
@@ -78,7 +78,7 @@ class LiveBytes:
         return f"{self.expected} bytes {_spell(self.kinds)} after {self.after.value}"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Look at the last event of each forward, backward or step on every rank."""
+        """Check the last event of each forward, backward or step on every rank."""
         broken: list[str] = []
         amounts: list[int] = []
         for rank, report in reports(evidence, broken):
@@ -109,7 +109,7 @@ class LiveBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakBytes:
-    """At most so many bytes of these kinds are alive at once in a phase of each step."""
+    """The peak of live bytes of these kinds in a phase of each step."""
 
     kinds: tuple[MemoryKind, ...]
     phase: Phase
@@ -142,10 +142,10 @@ class PeakBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoLeaks:
-    """At the end of each step as many bytes of each kind are alive as at the end of the one before.
+    """At the end of each step as many bytes of each kind are alive as at the end of the step before.
 
-    The first step is left out: optimizers make their state in it. So is the user's memory: the loop's own data
-    differ from step to step.
+    The first step is left out, because optimizers make their state in it. The user's memory is left out too, because
+    the loop's own data differ from step to step.
     """
 
     name: str = "each step leaves as much memory as the one before"
@@ -183,7 +183,7 @@ def _breach(
     evidence: Evidence,
     rank: int,
 ) -> Iterator[str]:
-    """Yield that at this moment another number of bytes is alive than expected, if so."""
+    """Yield a breach if the number of live bytes at this moment is not as expected."""
     if not _allows(expected, moment.num_bytes(kinds), kinds, evidence, rank):
         spelt = expected.spell(evidence.training, evidence.world_size)
         yield f"rank {rank}, {moment}: expected {spelt} {noun}, got {_count(moment, kinds)}"

@@ -1,1 +1,1 @@
-"""Interception of collectives: every one of every backend, seen from inside torch's own operators."""
+"""Interception of the collectives of every backend, inside torch's own operators."""

@@ -1,4 +1,4 @@
-"""From the arguments of each c10d operator to the one normal form of a call, and back to its return value."""
+"""Converts the arguments of each c10d operator to the normal form of a call, and back to its return value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardproof.harness.tracing.collectives.call import Pieces
 from shardproof.harness.tracing.ledger import Op
 
 Tensors = Sequence[torch.Tensor]
-# Any: operators box their arguments; what lies under each name is fixed by the operator's schema.
+# Any: operators box their arguments; the operator's schema fixes the type of each.
 Arguments = Mapping[str, Any]
 
 
@@ -29,10 +29,10 @@ class CollectiveTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveSchema:
-    """One c10d operator: what it means and how its tensors are laid out.
+    """One c10d operator: which collective it is and how its tensors are laid out.
 
-    ``exchanged`` is given the arguments by name, the caller's group rank and the group's size.
-    ``returned`` names the argument that the operator gives back beside the work, if any.
+    ``exchanged`` takes the arguments by name, the caller's group rank and the group's size.
+    ``returned`` names the argument that the operator returns beside the work, if any.
     """
 
     op: Op
@@ -46,7 +46,7 @@ def _each(tensors: Tensors) -> Pieces:
 
 
 def _pieces(buffer: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
-    # view, not reshape: a copy of a non-contiguous buffer would swallow what is written to the pieces.
+    # view, not reshape: with a copy of a non-contiguous buffer, writes to the pieces would be lost.
     return tuple(buffer.view(-1).tensor_split(size))
 
 
@@ -82,7 +82,7 @@ def _all_gather_list(a: Arguments, rank: int, size: int) -> CollectiveTensors:
 
 
 def _all_gather_lists(a: Arguments, rank: int, size: int) -> CollectiveTensors:
-    # Coalesced lists come rank-major: output_lists[rank][i] belongs to input_list[i].
+    # Coalesced lists are rank-major: output_lists[rank][i] belongs to input_list[i].
     outputs = tuple(zip(*a["output_lists"], strict=True))
     return CollectiveTensors(inputs=_each(a["input_list"]), outputs=outputs)
 
@@ -179,5 +179,5 @@ SCHEMAS: Mapping[str, CollectiveSchema] = {
 
 
 def process_group(a: Arguments) -> dist.ProcessGroup:
-    """Unbox the group of any c10d operator's arguments."""
+    """Unbox the group in the arguments of any c10d operator."""
     return dist.ProcessGroup.unbox(a["process_group"])

@@ -1,4 +1,4 @@
-"""A collective call in one normal form, whatever spelling the engine used. Values only."""
+"""A collective call in one normal form, whichever API the engine used. Values only."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ class Call:
     BARRIER           ()                                    ()
     ================  ====================================  ===================================
 
-    Pieces may be views of one buffer, and outputs may alias inputs (in-place forms). ``peer`` is the group
-    rank of the root, destination or source; None where there is none, and for a receive from any source.
-    ``device`` is where the tensors live. ``timeout_s`` is the group's own limit. ``site`` is where in the engine
-    the call was made.
+    Pieces may be views of one buffer, and outputs may alias inputs (in-place forms). ``peer`` is the group rank of the
+    root, destination or source. It is None where there is none, and for a receive from any source. ``device`` is the
+    device of the tensors. ``timeout_s`` is the group's own limit. ``site`` is the call site in the engine.
     """
 
     op: Op
@@ -62,12 +61,12 @@ class Call:
         return self.ranks[self.rank]
 
     def described_by(self) -> list[torch.Tensor]:
-        """Return the tensors that describe it: its contribution, or what it receives where it has none."""
+        """Return the tensors that describe the call: its inputs, or its outputs where it has no inputs."""
         parts = self.inputs if any(self.inputs) else self.outputs
         return [t for part in parts for t in part]
 
     def __str__(self) -> str:
-        """Format it as messages name it: what was called, with what, and by which place in the engine."""
+        """Format the call for messages: the operation, its tensors and its call site."""
         tensors = self.described_by()
         pieces = [f"{short_name(t.dtype)}{list(t.shape)}" for t in tensors[:4]]
         pieces += [f"... {len(tensors)} in all"] if len(tensors) > len(pieces) else []

@@ -1,4 +1,4 @@
-"""Where in the engine a collective or operator was called: the nearest frame that is not part of the calling."""
+"""Where in the engine a collective or operator was called: the nearest frame that does not just pass the call on."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import sys
 from pathlib import Path, PurePath
 from types import CodeType, FrameType
 
-# As imports spell it, links unresolved: frames spell it so.
+# As imports spell it, with symlinks unresolved, because frames use that path.
 _OURS = Path(__file__).parents[2]
 _PREFIX = "shardproof/"
 
-# Files through which a call passes on its way to the backend, and those through which autograd calls back.
+# Files through which a call passes on its way to the backend, and files through which autograd calls hooks.
 _PASSAGE = (
     "torch/distributed/distributed_c10d.py",
     "torch/distributed/c10d_logger.py",
@@ -28,7 +28,7 @@ _PASSAGE = (
     "torch/utils/_python_dispatch.py",
     "torch/utils/_device.py",
 )
-# The package, and the clone that it is in: tests and suites are imported from there.
+# The package and the clone that contains it: tests and suites are imported from there.
 _ROOTS = (_OURS.parent, _OURS.resolve().parent)
 _PASSAGE_OF_OURS = tuple(str(_OURS / part) for part in ("tracing", "worlds", "training/watches"))
 _OF_PYTHON = ("contextlib.py", "threading.py", "typing_extensions.py")
@@ -38,7 +38,7 @@ _NOWHERE = "outside Python"
 def call_site(below: int = 1) -> str:
     """Name the caller as ``file.py:line in function``; cheap enough for every collective.
 
-    ``below`` counts the innermost frames that are known to be no caller, this one included.
+    ``below`` counts the innermost frames that cannot be the caller, this one included.
     """
     frame: FrameType | None = sys._getframe(below)
     while frame is not None:
@@ -54,7 +54,8 @@ def is_internal_frame(file: str) -> bool:
     return short_path(file).startswith((*_PASSAGE, *_OF_PYTHON)) or file.startswith(_PASSAGE_OF_OURS)
 
 
-# By address, because a code object computes its hash anew each time; the code is kept, so that no other has it.
+# Keyed by id, because a code object computes its hash anew each time. The entry keeps the code object alive, so that
+# its id is not reused.
 _places: dict[int, tuple[CodeType, tuple[str, str] | None]] = {}
 
 
@@ -66,7 +67,7 @@ def _look_at(code: CodeType) -> tuple[CodeType, tuple[str, str] | None]:
 
 
 def short_path(file: str) -> str:
-    """Return the path as it reads on any machine: under the package, else under the project, else the file."""
+    """Return a path that is the same on every machine: relative to the package, else to the project, else the name."""
     path = PurePath(file)
     parts = path.parts
     if "site-packages" in parts:

@@ -1,11 +1,11 @@
-"""The future of a work on a CPU: complete when it is waited for, and not before, as its work is.
+"""The future of a work on a CPU: like its work, it completes when it is waited for, and not before.
 
-[Note: futures in backward] C++ waits for a future where nothing can see it, and DDP's reducer does so at the end of
-backward, or where a hook ends it. So a future that was taken in backward is completed there, after all that backward
-computes and before what the reducer has queued for then: as late as can be, in the thread whose result it is. One
-that is taken even later, as by DDP for a static graph in its first step, is complete at once: its taker waits without
-another word. So is one that C++ takes where no backward is, as DDP does in join. A future that Python takes elsewhere
-is complete when it is waited for, or its value is asked for.
+[Note: futures in backward] C++ waits for a future where Python cannot see it. DDP's reducer does so at the end of
+backward, or where a hook ends it. So a future that was taken in backward is completed there, after all computation of
+that backward and before the callbacks that the reducer has queued. This is as late as possible, on the thread that
+needs the result. A future that is taken even later, as by DDP for a static graph in its first step, completes at once,
+because its taker waits without another call. So does a future that C++ takes outside of backward, as DDP does in join.
+A future that Python takes elsewhere completes when it is waited for, or when its value is read.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _wait_all = torch.futures.wait_all
 
 
 class LateFuture(_Future[Any]):
-    """A future that ``deliver`` completes; a wait calls it."""
+    """A future that ``deliver`` completes; a wait calls ``deliver``."""
 
-    # Any, here and below: a future holds what its callbacks make of the result.
+    # Any, here and below: a callback may turn the result into any type.
     def __init__(self, deliver: Callable[[LateFuture], None], is_there: Callable[[], bool]) -> None:
         super().__init__()
         self._deliver = deliver
         self._is_there = is_there
 
     def come(self) -> None:
-        """Wait for the work, and complete."""
+        """Wait for the work, and complete the future."""
         if not super().done():
             self._deliver(self)
 
@@ -46,7 +46,7 @@ class LateFuture(_Future[Any]):
         return super().wait()
 
     def value(self) -> Any:
-        """Return the value, for which it waits."""
+        """Wait, and return the value."""
         self.come()
         return super().value()
 
@@ -57,13 +57,13 @@ class LateFuture(_Future[Any]):
         return super().done()
 
     def then(self, callback: Callable[[_Future[Any]], Any]) -> _Future[Any]:
-        """Return the future of what the callback makes of this one; it comes with this one."""
+        """Return a future of the callback's result; it completes together with this one."""
         later = LateFuture(lambda _: self.come(), self.done)
 
         def go_on(done: _Future[Any]) -> None:
             try:
                 later.set_result(callback(done))
-            except Exception as error:  # whatever the callback raises belongs to who waits for it
+            except Exception as error:  # the exception is raised where the future is waited for
                 later.set_exception(error)
 
         self.add_done_callback(go_on)
@@ -71,7 +71,7 @@ class LateFuture(_Future[Any]):
 
 
 def late_future(work: dist.Work, value: Callable[[], Any]) -> LateFuture:
-    """Return a work's future; ``value`` is read when the work was waited for, as it is when the future is."""
+    """Return a work's future; ``value`` is called after the wait for the work, in the wait for the future."""
 
     def deliver(future: LateFuture) -> None:
         work.wait()
@@ -84,14 +84,14 @@ def late_future(work: dist.Work, value: Callable[[], Any]) -> LateFuture:
             call_after_backward(_come_all)
         case Backward.CALLS_BACK:
             future.come()
-        # C++ called, not Python.
+        # The caller is C++, not Python.
         case Backward.ABSENT if "get_future" not in sys._getframe(2).f_code.co_names:
             future.come()
     return future
 
 
 class _Due(threading.local):
-    """The futures that this thread's backward has left open."""
+    """The futures of this thread's backward that are still open."""
 
     def __init__(self) -> None:
         self.futures: list[LateFuture] = []
@@ -106,7 +106,7 @@ def _come_all() -> None:
 
 
 def _functions_that_wait() -> Iterator[tuple[Any, str, Any]]:
-    """Yield torch's functions that would block in C++ for late futures, and what lets these come before."""
+    """Yield torch's functions that would block in C++ on late futures, with wrappers that complete these first."""
 
     def come(futures: Iterable[_Future[Any]]) -> list[_Future[Any]]:
         given = list(futures)
@@ -117,7 +117,7 @@ def _functions_that_wait() -> Iterator[tuple[Any, str, Any]]:
 
     yield torch.futures, "collect_all", lambda futures: _collect_all(come(futures))
     yield torch.futures, "wait_all", lambda futures: _wait_all(come(futures))
-    # Since torch 2.15 a hook amid backward may end it.
+    # Since torch 2.15 a hook in the middle of backward may end it.
     if (end := getattr(DistributedDataParallel, "finalize_backward", None)) is not None:
 
         def finalize_backward(module: DistributedDataParallel) -> None:

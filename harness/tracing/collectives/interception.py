@@ -1,14 +1,14 @@
-"""Standing in c10d's own operators: each call is read, recorded and carried on.
+"""Intercepts c10d's own operators: reads and records each call, and passes it on.
 
-[Note: why kernels] Every collective, whether Python, a functional collective or a C++ reducer asks for it,
-reaches its backend through an operator of the ``c10d`` namespace. Kernels of ours before the backends' own, of
-those few operators, see all of them, in any thread and any autograd mode, and cost nothing per ordinary operator,
-where a dispatch mode costs Python time for each of them. The backend's kernel is called from there, so gloo and
-nccl do exactly what they did; in the threads world a transport of ours takes its place.
+[Note: why kernels] Every collective reaches its backend through an operator of the ``c10d`` namespace, whether Python,
+a functional collective or a C++ reducer calls it. The harness registers kernels for these few operators before the
+backends' kernels. They see all calls, in any thread and any autograd mode, and add no overhead to ordinary operators. A
+dispatch mode would add Python overhead to each of them. The harness's kernel calls the backend's kernel, so gloo and
+nccl behave as before. In the threads world the harness's transport takes the backend's place.
 
-[Note: the GIL] A backend's kernel must run without the GIL, as it does when torch calls it. gloo's own threads
-let go of works, and so of Python objects, while they hold the lock that its kernels take: a thread that came to that
-lock with the GIL would never get it. Some kernels also wait for other ranks.
+[Note: the GIL] A backend's kernel must run without the GIL, as it does when torch calls it. gloo's own threads release
+works, and so Python objects, while they hold the lock that its kernels take. A thread that waited for that lock with
+the GIL held would deadlock. Some kernels also wait for other ranks.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ _REDUCE_OP_NAMES = {op: name.lower() for name, op in dist.ReduceOp.RedOpType.__m
 
 
 class CollectiveTransport(Protocol):
-    """What moves the data of a call; the backend itself where there is none."""
+    """Moves the data of a call; without a transport the backend does."""
 
     def start(self, call: Call, on_violation: Callable[[ViolationKind, str], None] | None) -> dist.Work:
         """Start the call and return its work; a synchronous call is complete on return.
 
-        ``on_violation`` receives, with the site, what was done to the buffers of an asynchronous one too early.
+        ``on_violation`` receives each premature use of the buffers of an asynchronous call, with its call site.
         """
 
 
 class CollectiveObserver(Protocol):
-    """Receives calls, and waits for them, besides the recorder."""
+    """Receives calls and the waits for them, in addition to the recorder."""
 
-    # Any: whatever the observer knows a call by.
+    # Any: the observer's own handle of a call.
     def issued(self, call: Call, seq: int) -> Any:
-        """Record a call before it starts; what it returns is handed back at the wait.
+        """Record a call before it starts; the return value is passed to `waited`.
 
-        ``seq`` is the recorder's number of it, -1 without a recorder.
+        ``seq`` is the recorder's number for the call, -1 without a recorder.
         """
 
     def handed_over(self) -> None:
-        """Record that the transport of the call issued last on this thread has the call, or is done with it."""
+        """Record that the transport has taken over, or completed, the last call issued on this thread."""
 
     def waited(self, issued: Any) -> None:
-        """Record a wait, of which there may be several for one call."""
+        """Record a wait; one call may have several."""
 
 
 def _nothing() -> CollectiveObserver | None:
@@ -70,7 +70,7 @@ def _nothing() -> CollectiveObserver | None:
 class Interceptor:
     """The recorder of calls made on this thread, another observer, the transport, and the ranks of a group.
 
-    ``is_split`` has flat buffers cut into a piece for each rank, which takes long where there are thousands.
+    ``is_split`` splits flat buffers into one piece per rank, which is slow for thousands of ranks.
     """
 
     recorder: Callable[[], Recorder | None]
@@ -82,7 +82,7 @@ class Interceptor:
 
 @contextmanager
 def standing_in_c10d(interceptor: Interceptor) -> Iterator[None]:
-    """Stand before the backends' kernels of all c10d operators, of whatever device, until exit.
+    """Intercept all c10d operators before the backends' kernels, for every device, until exit.
 
     Process-wide: ranks that are threads share one interceptor, and its ``recorder`` distinguishes them.
     """
@@ -94,16 +94,16 @@ def standing_in_c10d(interceptor: Interceptor) -> Iterator[None]:
 
 # Any: a kernel, as the dispatcher calls it.
 def _untraced(name: str, schema: CollectiveSchema, interceptor: Interceptor, works: Works, go_on: Any) -> Any:
-    """Make a kernel that compilers leave alone: an engine's collective may be called inside a compiled forward."""
+    """Make a kernel that compilers do not trace: an engine's collective may be called inside a compiled forward."""
     kernel = _Kernel(name, schema, interceptor, works, go_on)
     dynamo = optional("torch._dynamo")
     return kernel if dynamo is None else dynamo.disable(kernel.__call__)
 
 
 class _Kernel:
-    """What stands before the backends' kernels of one operator."""
+    """The kernel that runs before the backends' kernels of one operator."""
 
-    # Any: calls the kernel of the backend.
+    # Any: calls the backend's kernel.
     def __init__(
         self, name: str, schema: CollectiveSchema, interceptor: Interceptor, works: Works, go_on: Any
     ) -> None:
@@ -115,12 +115,12 @@ class _Kernel:
         self._names = tuple(a.name for a in arguments)
         self._defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
 
-    # Any: boxed arguments and results; the operator's schema fixes them, not Python.
+    # Any: boxed arguments and results; the operator's schema fixes their types.
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = self._interceptor.recorder()
         if (recorder is None and self._interceptor.transport is None) or are_of_meta(keyset):
             return self._go_on(keyset, *args, **kwargs)
-        # The dispatcher leaves trailing defaults out.
+        # The dispatcher omits trailing defaults.
         arguments = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
         call = _read(self._schema, arguments, self._interceptor)
         seq = -1 if recorder is None else recorder.issued(_summary(call))
@@ -141,7 +141,7 @@ class _Kernel:
         return boxed if self._schema.returned is None else (arguments[self._schema.returned], boxed)
 
     def _announce(self, call: Call, recorder: Recorder | None, seq: int) -> _Observers:
-        """Report a call to the observer before it starts; return what receives the waits for it."""
+        """Report a call to the observer before it starts; return the observers of its waits."""
         observer = self._interceptor.observer()
         issued = None if observer is None else observer.issued(call, seq)
         return _Observers(recorder, seq, observer, issued)
@@ -150,7 +150,7 @@ class _Kernel:
 class _Observers:
     """The recorder and the observer of one call."""
 
-    # Any: whatever the observer knows the call by.
+    # Any: the observer's own handle of the call.
     def __init__(
         self, recorder: Recorder | None, seq: int, observer: CollectiveObserver | None, issued: Any
     ) -> None:
@@ -182,7 +182,7 @@ def _valuer(interceptor: Interceptor, device: torch.device) -> Valuer | None:
 
 # Any: the list of a work's outputs.
 def _outputs(carried: dist.Work) -> Callable[[], Any]:
-    outputs = carried.result()  # from now on, so that they are there when they are asked for
+    outputs = carried.result()  # read now, so that they are still available at the wait
     return lambda: outputs
 
 
@@ -239,10 +239,10 @@ def _summary(call: Call) -> CallSummary:
 
 
 def _shape(piece: tuple[torch.Tensor, ...], call: Call) -> tuple[int, ...]:
-    """One tensor's shape; of W pieces, their number and size, or their total when they are uneven."""
+    """Return one tensor's shape; for W pieces, their number and size, or their total when they are uneven."""
     if len(piece) == 1:
         whole, num_ranks = piece[0], len(call.ranks)
-        if call.op is Op.REDUCE_SCATTER and num_ranks > 1:  # it is not split
+        if call.op is Op.REDUCE_SCATTER and num_ranks > 1:  # the harness did not split it
             even = whole.numel() % num_ranks == 0
             return (num_ranks, whole.numel() // num_ranks) if even else (whole.numel(),)
         return tuple(whole.shape)

@@ -1,4 +1,4 @@
-"""The works that an interceptor returns: they report waits, and stay as long as a wait may come."""
+"""The works that an interceptor returns: they report waits, and stay alive as long as a wait is possible."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import torch.distributed as dist
 
 from shardproof.harness.tracing.collectives.futures import late_future
 
-# How many works stay that Python has let go of: C++ may still hold the pointer of one, and without its Python half
-# that would never be over.
+# How many works stay alive after Python has released them: C++ may still hold the pointer of one, and without its
+# Python half that work would never complete.
 _NUM_KEPT = 64
 
-# Any: the value of a future. Called with a work when its future is taken; returns what reads the value once complete.
+# Any: the value of a future. Called with a work when its future is taken; returns a function that reads the value after
+# completion.
 Valuer = Callable[[dist.Work], Callable[[], Any]]
 
 
@@ -25,16 +26,17 @@ class WaitObserver(Protocol):
     """Receives the waits for one call."""
 
     def waits(self, *, is_over: bool | None) -> None:
-        """Record that a wait began or ended; ``is_over`` as `harness.tracing.ledger.Wait` has it."""
+        """Record that a wait began or ended; ``is_over`` as in `harness.tracing.ledger.Wait`."""
 
     def over(self) -> None:
-        """Record that the wait came to its end; one that raises does not."""
+        """Record that the wait returned; a wait that raises is not recorded."""
 
 
 class WatchedWork(dist.Work):
-    """A work that reports to the recorder each wait for it, or for its future, and when that ends.
+    """A work that reports to the recorder each wait for it, or for its future, and when that wait returns.
 
-    Without ``valuer`` the future is the work's own, as that of a device knows of streams; taking it counts as waiting.
+    Without ``valuer`` the future is the backend's own, because a device's future tracks streams; taking it counts as
+    waiting.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class WatchedWork(dist.Work):
         outputs: Sequence[torch.Tensor],
     ) -> None:
         super().__init__()
-        # C++ may ask a work for single numbers when it is over and all others have let go of them, as DDP's join does.
+        # C++ may read single-element results of a completed work after Python has released it, as DDP's join does.
         self._numbers = [*outputs] if sum(t.numel() for t in outputs) == 1 else None
         self._inner = inner
         self._observer = observer
@@ -56,17 +58,17 @@ class WatchedWork(dist.Work):
         self._is_taken = False
 
     def __del__(self) -> None:
-        """Stay for C++, which may still hold the other half, but without the tensors, once Python has let go."""
+        """Stay alive without the tensors after Python's last reference, because C++ may still hold its half."""
         if self._is_over:
             self._inner = _Over()
         self._works.keep(self)
 
     def let_go(self) -> None:
-        """Let go of the tensors of a work on a device whose future was taken, once the device is through with it."""
+        """Release the tensors of a device's work whose future was taken, once the device has completed the work."""
         if self._is_taken and self._inner.is_completed():
             self._inner, self._is_taken = _Over(), False
 
-    # Any below: dist.Work's own methods are untyped where they hand tensors back.
+    # Any below: dist.Work's own methods that return tensors are untyped.
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._begin(is_over=False)
         with inside_backend():
@@ -106,7 +108,7 @@ class WatchedWork(dist.Work):
         return self._inner.result()
 
     def is_completed(self) -> bool:
-        # A caller that learns that a result is there may use it: that ends a wait like any other.
+        # A caller that learns that the result is there may use it: this ends a wait like any other.
         is_completed = self._inner.is_completed()
         if is_completed:
             self._begin(is_over=True)
@@ -133,19 +135,19 @@ class WatchedWork(dist.Work):
         self._observer.over()
         self._is_over = True
         if self._numbers is not None:
-            with inside_backend():  # copies, which no census counts: the engine's own it may let go of
+            with inside_backend():  # copies that no census counts: the engine may release its own tensors
                 self._numbers = [number.detach().clone() for number in self._numbers]
 
 
 class _Over(dist.Work):
-    """What is left of a work that is over and that only C++ may hold: it can wait again, and no more."""
+    """The remainder of a completed work that only C++ may still hold: it can be waited for again, and no more."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
 
 
 class Works:
-    """Keeps works referenced: all that were not waited for, and the most recent of those that Python has let go of."""
+    """Keeps works referenced: all that were not waited for, and the most recent that Python has released."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, WatchedWork] = {}
@@ -158,8 +160,8 @@ class Works:
         valuer: Valuer | None,
         outputs: Sequence[torch.Tensor] = (),
     ) -> WatchedWork:
-        """Return a work that stands for ``inner``, and keep it until it is waited for."""
-        if valuer is None:  # of a device, where futures are taken that are not over
+        """Return a work that wraps ``inner``, and keep it until it is waited for."""
+        if valuer is None:  # on a device, futures are taken before they are complete
             for kept in tuple(self._kept):
                 kept.let_go()
         work = WatchedWork(inner, observer, self, valuer, outputs)
@@ -167,16 +169,16 @@ class Works:
         return work
 
     def waited(self, work: WatchedWork) -> None:
-        """Leave a work to those who hold it."""
+        """Drop the reference to a work; its other holders keep theirs."""
         self._waiting.pop(id(work), None)
 
     def keep(self, work: WatchedWork) -> None:
-        """Keep a work that is about to go, for a while; it goes without a word the next time."""
+        """Keep a work that is being finalized for a while; its finalizer does not run a second time."""
         self._kept.append(work)
 
 
 class _Own(threading.local):
-    """The calling thread's."""
+    """The state of the calling thread."""
 
     depth = 0
 
@@ -184,8 +186,8 @@ class _Own(threading.local):
 _own = _Own()
 
 
-class inside_backend:  # noqa: N801 - reads as the context that it is
-    """Context of a call into a backend: gloo, for one, copies what it has summed up during the wait."""
+class inside_backend:  # noqa: N801 - reads as a context manager
+    """Context of a call into a backend: gloo, for example, copies its sums during the wait."""
 
     __slots__ = ()
 
@@ -197,5 +199,5 @@ class inside_backend:  # noqa: N801 - reads as the context that it is
 
 
 def is_inside_backend() -> bool:
-    """Return an operator that a backend calls from those of the engine."""
+    """Return whether the backend is running, to tell its operators from those of the engine."""
     return _own.depth > 0

@@ -1,1 +1,1 @@
-"""Which memory of what kind is alive when on each rank, and how much of it between steps."""
+"""Records which memory of which kind is live at which time on each rank, and how much remains between steps."""

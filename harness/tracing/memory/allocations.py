@@ -1,18 +1,18 @@
-"""The lives of one rank's memory as they go on, and what each was for, reported at the end. Pure; no torch here.
+"""Tracks the lives of one rank's memory, and infers at the end the kind of each. Pure; no torch here.
 
-[Note: kinds] No engine is asked what its memory is for. What the optimizer owns is known from the contract; the rest
-follows from what flows where, unit by unit:
+[Note: kinds] The harness does not ask an engine what its memory is for. The contract defines what the optimizer owns.
+The rest follows from the data flow, unit by unit:
 
-- A gather that is given shares makes its output *whole*, of the units that the shares belong to. A copy of what is
-  whole is whole. The output of a gather that was copied from and never computed with is staging; other whole memory
-  is gathered, a part that is kept for the next gather included.
+- A gather that takes shares makes its output *whole*, of the units to which the shares belong. A copy of whole memory
+  is whole. The output of a gather that was copied from and never computed with is staging. Other whole memory is
+  gathered, including a part that is kept for the next gather.
   Where nothing is sharded there is no gather: there a copy of shares that is computed with is gathered.
-- What a reduction is given is gradients. So is what was copied to make it, over any number of copies; of these what
-  was packed itself is staging. The output of a reduce-scatter is reduced, and so is what the optimizer's
-  parameters have for gradients.
-- What an optimizer step makes, and nothing of the above, is the optimizer's.
+- The input of a reduction is gradients. So is each source of that input, over any number of copies. A source that was
+  itself packed is staging. The output of a reduce-scatter is reduced, and so are the gradients of the optimizer's
+  parameters.
+- Memory that an optimizer step makes, and that is none of the above, is the optimizer's.
 
-Where other parameters than before come into a buffer, one life of it ends and another begins.
+When other parameters than before are written to a buffer, one life of it ends and another begins.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from shardproof.harness.tracing.recorder import LoopPosition
 
 
 class Role(Enum):
-    """What memory was seen to be, or to be used for."""
+    """The observed role or use of memory."""
 
-    SHARE = auto()  # what the optimizer owns lies in it
-    REDUCED = auto()  # a gradient of what the optimizer owns lies in it
+    SHARE = auto()  # contains what the optimizer owns
+    REDUCED = auto()  # contains a gradient of what the optimizer owns
     USER = auto()
     GATHERED_FROM = auto()
     GATHERED_INTO = auto()
-    COPIED_OUT = auto()  # the output of a gather, and copied to where it is whole as well
-    COMPUTED_WITH = auto()  # filled from shares, and read by what is no copy
+    COPIED_OUT = auto()  # the output of a gather, also copied to other whole memory
+    COMPUTED_WITH = auto()  # filled from shares, and read by an operator other than a copy
     WHOLE = auto()
     REDUCED_FROM = auto()
     SCATTERED_INTO = auto()
@@ -43,7 +43,7 @@ class Role(Enum):
 
 @dataclass(slots=True, eq=False)
 class _Life:
-    """A life that goes on; ``units`` are those whose parameters it has carried, ``carries`` those of now."""
+    """A life; ``units`` are all units whose parameters it has carried, ``carries`` the current ones."""
 
     num_bytes: int
     born: int
@@ -54,13 +54,13 @@ class _Life:
     roles: set[Role] = field(default_factory=set)
     units: set[str] = field(default_factory=set)
     carries: frozenset[str] = frozenset()
-    # What gradients may have been copied from: indices of lives.
+    # The possible sources of gradients: indices of lives.
     sources: set[int] = field(default_factory=set)
     is_packed: bool = False
 
 
 class Allocations:
-    """All memory of one rank, by a key that is unique among what is alive; events are counted from 0."""
+    """All memory of one rank, by a key that is unique among live memory; events are counted from 0."""
 
     def __init__(self) -> None:
         self._all: list[_Life] = []
@@ -71,15 +71,15 @@ class Allocations:
 
     @property
     def num_events(self) -> int:
-        """How many events there were."""
+        """Return the number of events."""
         return self._now
 
     def is_alive(self, key: int) -> bool:
-        """Whether the memory was announced, and has not ended."""
+        """Return whether the memory has a life that has not ended."""
         return key in self._alive
 
     def advance(self, place: LoopPosition) -> None:
-        """Begin the next event, which happens where the loop stands."""
+        """Begin the next event, at the loop's position ``place``."""
         self._now += 1
         if place != self._place:
             self._place = place
@@ -101,11 +101,11 @@ class Allocations:
         )
 
     def size_of(self, key: int) -> int:
-        """Return how many bytes the memory has."""
+        """Return the size of the memory in bytes."""
         return self._life(key).num_bytes
 
     def resized(self, key: int, num_bytes: int, operator: str, site: str) -> None:
-        """End a life, and begin one of another size in the same storage, with the roles that its owner gave it."""
+        """End a life, and begin one of another size in the same storage, with the roles from its owner."""
         old = self._life(key)
         self.died(key)
         self.born(key, num_bytes, operator, site)
@@ -129,11 +129,11 @@ class Allocations:
             life.carries |= {unit}
 
     def has_role(self, key: int, role: Role) -> bool:
-        """Whether memory was seen to be that."""
+        """Return whether memory was seen in a role."""
         return role in self._life(key).roles
 
     def copied(self, sources: Sequence[int], targets: Sequence[int], *, is_packing: bool) -> None:
-        """Note that targets were filled from sources with nothing changed, side by side if this is packing."""
+        """Record that targets were filled from sources unchanged, side by side if this is packing."""
         carried = frozenset[str]().union(*(self._life(key).carries for key in sources))
         is_whole = any(Role.WHOLE in self._life(key).roles for key in sources)
         for key in targets:
@@ -148,20 +148,20 @@ class Allocations:
         self.summed(sources, targets, is_packing=is_packing)
 
     def computed(self, sources: Sequence[int]) -> None:
-        """Note an operator that is no copy."""
+        """Record an operator other than a copy."""
         for key in sources:
             if self._life(key).carries:
                 self._life(key).roles.add(Role.COMPUTED_WITH)
 
     def summed(self, sources: Sequence[int], targets: Sequence[int], *, is_packing: bool = False) -> None:
-        """Note that targets hold, element by element, something of sources."""
+        """Record that targets contain, element by element, terms from sources."""
         for key in targets:
             others = {self._alive[source] for source in sources if source != key}
             self._life(key).sources |= others
             self._life(key).is_packed |= is_packing and bool(others)
 
     def gathered(self, inputs: Iterable[int], outputs: Iterable[int]) -> None:
-        """Note a gather: of parameters, if what it is given are shares."""
+        """Record a gather: of parameters, if its inputs are shares."""
         given = [self._life(key) for key in inputs]
         carried = frozenset[str]().union(*(life.carries for life in given))
         if not carried:
@@ -172,7 +172,7 @@ class Allocations:
             self._carrying(key, carried).roles |= {Role.GATHERED_INTO, Role.WHOLE}
 
     def reduced(self, inputs: Iterable[int], outputs: Iterable[int], *, is_scattered: bool) -> None:
-        """Note a reduction; in place, unless it scatters."""
+        """Record a reduction; in place, unless it scatters."""
         for key in inputs:
             self._life(key).roles.add(Role.REDUCED_FROM)
         for key in outputs if is_scattered else ():
@@ -196,7 +196,7 @@ class Allocations:
         )
 
     def stretches(self) -> tuple[LoopSpan, ...]:
-        """Return where the loop stood, in order."""
+        """Return the positions of the loop, in order."""
         return tuple(self._stretches)
 
     def _life(self, key: int) -> _Life:
@@ -219,7 +219,7 @@ class Allocations:
                 roles.add(role)
 
     def _gradients(self) -> set[int]:
-        """Find what was copied, over any number of copies, to make the input of a reduction."""
+        """Find the sources, over any number of copies, of the inputs of reductions."""
         found: set[int] = set()
         ahead = [source for life in self._all if Role.REDUCED_FROM in life.roles for source in life.sources]
         while ahead:

@@ -1,26 +1,26 @@
-"""Counting the bytes that one rank holds: every storage that its operators made, as long as it lives.
+"""Counts the bytes that one rank holds: every storage that its operators made, as long as it lives.
 
 [Note: what a census sees] A dispatch mode takes a weak reference to each storage that an operator makes on the rank's
-thread. torch ends the reference when the last holder lets go: a module, a closure, a global list, an autograd graph or
-C++ code. Where the storage is kept plays no part, and neither does what the adapter shows. An engine hides memory from
-the census if no operator on the rank's thread makes it:
+thread. torch clears the reference when the last holder releases the storage: a module, a closure, a global list, an
+autograd graph or C++ code. It does not matter where the storage is kept, or which tensors the adapter reports. The
+census misses memory that no operator on the rank's thread makes:
 
 - memory outside tensors, such as NumPy arrays, bytes and files, and tensors that wrap it
-- what an engine's own threads, its other processes and compiled code allocate
-- what an engine frees before the count and makes again after it; lifetimes show that
-- storages that are made without an operator, such as ``torch.UntypedStorage(n)``, while the engine is read, or by the
-  import of its module
+- memory that an engine's own threads, its other processes and compiled code allocate
+- memory that an engine frees before the count and allocates again after it; lifetimes detect that
+- storages that are made without an operator, such as ``torch.UntypedStorage(n)``, while the harness reads the engine,
+  or by the import of its module
 - tensors that are not strided, such as sparse ones
 
-Where a training is watched for it (``Watch.ALLOCATOR``), the growth of the whole process is counted beside it, and all
-of these are in it but files, other processes, and memory that an engine maps or frees by itself.
+With ``Watch.ALLOCATOR``, the growth of the whole process is counted as well. That count includes all of these except
+files, other processes, and memory that an engine maps or frees by itself.
 
 Memory that the harness makes to observe is not counted, and neither are the user's tensors that the loop holds.
 
 [Note: late release] Over gloo a worker thread holds a work, with its tensors, until some time after the wait for it. A
-cycle of references keeps memory until Python finds it. Neither is the engine's. So a count above what the layout
-explains is taken again: after a collection, and then every few milliseconds until a bound. An engine that holds
-its share is counted once.
+reference cycle keeps memory until Python collects it. The engine causes neither. So a count above the size that the
+layout explains is repeated: after a collection, and then every few milliseconds up to a bound. An engine that holds
+only its share is counted once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from shardproof.harness.tracing.memory.census_report import CensusEntry, CensusT
 from shardproof.harness.tracing.memory.process_memory import allocator
 from shardproof.harness.tracing.recorder import Recorder
 
-_NUM_LARGEST = 4  # enough to see what kind of memory it is
+_NUM_LARGEST = 4  # enough to identify the kind of memory
 _BELOW = 4  # frames of this module, and its own, before the caller's
 _RETRY_S = 0.005
 _MAX_RETRIES = (
@@ -51,7 +51,7 @@ _MAX_RETRIES = (
 
 
 class _Seen(weakref.ref[torch.UntypedStorage]):
-    """A weak reference that knows where its storage comes from, and whether the user holds it."""
+    """A weak reference with the origin of its storage, and whether the user holds it."""
 
     __slots__ = ("device", "is_users", "key", "operator", "shape", "site")
 
@@ -66,26 +66,27 @@ class _Seen(weakref.ref[torch.UntypedStorage]):
 
 
 class Census:
-    """One rank's storages; with ``is_process_measured`` also by how much the rank's process grows."""
+    """One rank's storages; with ``is_process_measured`` also the growth of the rank's process."""
 
     def __init__(self, recorder: Recorder, *, is_process_measured: bool = False) -> None:
         self._recorder = recorder
-        self._seen: dict[int, _Seen] = {}  # by the storage's id, which another may have after its end
+        self._seen: dict[int, _Seen] = {}  # by the storage's id, which may be reused after its end
         self._counts: list[CensusEntry] = []
-        self._limit = -1  # what was explained at the last look
-        self._stayed = -1  # what a whole wait has left, and more than was explained
+        self._limit = -1  # the explained bytes at the last look
+        self._stayed = -1  # the bytes above the limit that remained after a full wait
         self._in_use = allocator() if is_process_measured else None
         self._base: int | None = None
-        self.observed_bytes = 0  # what the harness keeps of its reads
+        self.observed_bytes = 0  # held by the harness's own reads
 
     @property
     def counts(self) -> tuple[CensusEntry, ...]:
         return tuple(self._counts)
 
     def measure_process(self) -> None:
-        """Measure from now on by how much the process grows, if that was asked for."""
+        """Measure the growth of the process from now on, if that was requested."""
         if self._in_use is not None and self._base is None:
-            # Libraries keep buffers, of up to 10 MB, from their first large products on: whose they are is known.
+            # Libraries allocate buffers of up to 10 MB at their first large products and keep them. Warm up, so that
+            # the count excludes them.
             large = torch.ones(1024, 1024, requires_grad=True)
             torch.ones(4, 1024).matmul(large).sum().backward()  # type: ignore[no-untyped-call]  # torch's own
             del large
@@ -94,7 +95,7 @@ class Census:
 
     # Any: what an operator returns.
     def made(self, result: Any, operator: str) -> None:
-        """Note what an operator returned, unless it runs to observe."""
+        """Record the storages that an operator returned, unless it runs to observe."""
         if self._recorder.phase is Phase.OBSERVE:
             return
         if isinstance(result, torch.Tensor):  # nearly always
@@ -104,18 +105,19 @@ class Census:
             self._note(tensor, operator)
 
     def holds(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave out the storages of tensors that the user holds."""
+        """Exclude the storages of tensors that the user holds."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if (seen := self._note(local, "unknown")) is not None:
                 seen.is_users = True
 
     def take(self, step: int, moment: CensusTime, explained: Callable[[], int]) -> None:
-        """Count now; again, if there is more than explained, until what is let go late is gone."""
+        """Count now; above the explained bytes, repeat the count until late releases are done."""
         sizes = self._sizes()
         if _total(sizes) > self._limit:
             self._limit = explained()  # state may have grown since, or this is the first count
-        # What was too much once is a breach already, of one limit for all counts: waiting again could not undo it.
+        # A count that stayed too high is a breach already, and all counts share one limit: waiting again could not undo
+        # it.
         enough = self._limit if self._in_use is not None else max(self._limit, self._stayed)
         for retry in range(_MAX_RETRIES):
             if _total(sizes) <= enough:
@@ -158,7 +160,7 @@ class Census:
         return seen
 
     def _sizes(self) -> list[tuple[_Seen, int]]:
-        """Drop what has ended, and return the bytes of all else that is not the user's."""
+        """Drop ended storages, and return the bytes of all others except the user's."""
         alive = [(seen, storage.nbytes()) for seen in self._seen.values() if (storage := seen()) is not None]
         self._seen = {seen.key: seen for seen, _ in alive}
         return [(seen, num_bytes) for seen, num_bytes in alive if not seen.is_users]

@@ -1,4 +1,4 @@
-"""What a census counted on one rank, as plain values. No torch here."""
+"""The count of a census on one rank, as plain values. No torch here."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class LiveStorage:
 class CensusEntry:
     """All memory that a rank holds at one moment of a step, and the largest pieces of it.
 
-    ``process_bytes``: by how much its process has grown since before the model was built, observations left out;
-    None where that was not asked for, or ranks share a process. ``device_bytes`` are those on an accelerator.
+    ``process_bytes`` is the growth of its process since before the model was built, observations excluded. It is None
+    where it was not requested, or where ranks share a process. ``device_bytes`` are those on an accelerator.
     """
 
     step: int

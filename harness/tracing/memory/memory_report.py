@@ -1,4 +1,4 @@
-"""What a rank's memory tracker reports: intervals of unsharded storage, and live bytes at each moment of a step."""
+"""The report of a rank's memory tracker: lifetimes of memory by kind, and live bytes at each moment of a step."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from shardproof.harness.tracing.ledger import Phase
 
 
 class MemoryKind(StrEnum):
-    """What memory is for, inferred from all that happened to it."""
+    """The use of memory, inferred from all that happened to it."""
 
     SHARDED = (
         "sharded"  # the optimizer's parameters: this rank's share, or the whole where nothing is sharded
     )
     GATHERED = "gathered"  # whole parameters, or a larger part of them than the share
-    STAGING = "staging"  # what collectives are packed into or unpacked from, and nothing else
-    GRADIENT = "gradient"  # gradients that are still to be reduced
-    REDUCED = "reduced"  # gradients that are reduced
-    OPTIMIZER = "optimizer"  # what the optimizer step makes
+    STAGING = "staging"  # buffers that only pack or unpack collectives
+    GRADIENT = "gradient"  # gradients that are not reduced yet
+    REDUCED = "reduced"  # reduced gradients
+    OPTIMIZER = "optimizer"  # made by the optimizer step
     USER = (
         "user"  # the training loop's own tensors, buffers, and parameters that the engine is to leave alone
     )
-    OTHER = "other"  # activations, and what comes and goes with them
+    OTHER = "other"  # activations, and memory that comes and goes with them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """One piece of memory from event ``born`` on, until it was given back at event ``died``; None: never.
+    """One piece of memory from event ``born`` on, until its release at event ``died``; None: never released.
 
-    ``unit`` is the unit of the plan whose parameters or gradients are in it, ``""`` the root; None where that is
-    unknown, or several. Where a storage is resized one life ends and another begins.
+    ``unit`` is the unit of the plan whose parameters or gradients it contains, ``""`` the root. It is None where that
+    is unknown, or several. Where a storage is resized one life ends and another begins.
     """
 
     kind: MemoryKind
@@ -47,7 +47,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSpan:
-    """Where the training loop stood from event ``start`` until the next stretch."""
+    """The training loop's position from event ``start`` until the next stretch."""
 
     start: int
     phase: Phase
@@ -58,7 +58,7 @@ class LoopSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserTensor:
-    """A tensor of the user's, of which the watch saw that it changed its memory; ``change`` is empty if not."""
+    """A tensor of the user's; ``change`` describes a change of its memory that the watch saw, empty if none."""
 
     name: str
     num_bytes: int
@@ -67,7 +67,7 @@ class UserTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LifetimeReport:
-    """One rank's memory over a training: lives in the order of their births, and stretches in that of time."""
+    """One rank's memory over a training: lives in the order of birth, and stretches in the order of time."""
 
     num_events: int
     num_collectives: int
@@ -82,22 +82,22 @@ ROWS: frozenset[type] = frozenset({Allocation, LoopSpan})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySnapshot:
-    """One event: where the loop stood, and all that was alive once it was over."""
+    """One event: the loop's position, and all memory that was live after it."""
 
     event: int
     place: LoopSpan
     alive: tuple[Allocation, ...]
 
     def num_bytes(self, kinds: tuple[MemoryKind, ...]) -> int:
-        """Add up what is alive of these kinds."""
+        """Add up the live bytes of these kinds."""
         return sum(life.num_bytes for life in self.alive if life.kind in kinds)
 
     def units(self, kind: MemoryKind) -> frozenset[str]:
-        """Return the units that have memory of a kind, as far as they are known."""
+        """Return the known units that have memory of a kind."""
         return frozenset(life.unit for life in self.alive if life.kind is kind and life.unit is not None)
 
     def __str__(self) -> str:
-        """Format where the loop stood."""
+        """Format the loop's position."""
         place = self.place
         microbatch = [f"microbatch {place.microbatch}"] if place.microbatch >= 0 else []
         turn = [] if place.unit is None else [f"turn of {_spell(place.unit)}"]
@@ -106,7 +106,7 @@ class MemorySnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """The events from when the loop came to a unit until it went on; ``unit`` is None outside of all."""
+    """The events from the loop's entry into a unit until it went on; ``unit`` is None outside of all units."""
 
     place: LoopSpan
     moments: tuple[MemorySnapshot, ...]
@@ -117,7 +117,7 @@ def moments(
     where: Callable[[LoopSpan], bool],
     kinds: tuple[MemoryKind, ...] = tuple(MemoryKind),
 ) -> Iterator[MemorySnapshot]:
-    """Yield the events of the stretches asked for, with what is alive of these kinds."""
+    """Yield the events of the requested stretches, with the live memory of these kinds."""
     for turn in turns(report, where, kinds):
         yield from turn.moments
 
@@ -127,7 +127,7 @@ def turns(
     where: Callable[[LoopSpan], bool],
     kinds: tuple[MemoryKind, ...] = tuple(MemoryKind),
 ) -> Iterator[Turn]:
-    """Yield the stretches asked for, each with its events."""
+    """Yield the requested stretches, each with its events."""
     lives = [life for life in report.lives if life.kind in kinds]
     end = report.num_events + 1
     bounds = [stretch.start for stretch in report.stretches] + [end]
@@ -153,7 +153,7 @@ def last_of(report: LifetimeReport, step: int, microbatch: int, phase: Phase) ->
 
 
 def spell_bytes(alive: Mapping[str, int]) -> str:
-    """Format bytes by whatever they were counted by, the most first."""
+    """Format bytes by their keys, the most first."""
     return ", ".join(f"{name} {num_bytes}" for name, num_bytes in Counter(alive).most_common())
 
 

@@ -1,7 +1,7 @@
-"""How many bytes the C allocator has given out in this process: also to what no operator of torch made.
+"""The bytes that the C allocator has allocated in this process, including those that no torch operator made.
 
-NumPy, ctypes, Python's larger objects, C++ extensions and tensors that an engine's own threads make all take memory
-there. Python's small objects, mappings that a process asks the kernel for, and other processes do not.
+They include the memory of NumPy, ctypes, Python's larger objects, C++ extensions and tensors that an engine's own
+threads make. They exclude Python's small objects, direct mappings from the kernel, and other processes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Info(ctypes.Structure):
 
 
 def allocator() -> Callable[[], int] | None:
-    """Return what counts the bytes in use, in heaps and in mappings of their own; None where libc is not glibc."""
+    """Return a function that counts the bytes in use, in heaps and in the allocator's mappings; None without glibc."""
     try:
         mallinfo = ctypes.CDLL(None).mallinfo2
     except (AttributeError, OSError, TypeError):

@@ -1,4 +1,4 @@
-"""The watch over one rank's memory: it sees operators, collectives, resizes and the user's tensors, and keeps lives."""
+"""The watch over one rank's memory: sees operators, collectives, resizes and the user's tensors, and tracks lives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardproof.harness.tracing.memory.memory_report import LifetimeReport, User
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.tracing.storages import Storages
 
-# What leaves every element as it was, in whatever order; what it makes is the same memory's contents once more.
+# Operators that keep every element's value, in whatever order; their results are copies of the same contents.
 _COPIES = frozenset(
     {
         "_chunk_cat",
@@ -35,7 +35,7 @@ _COPIES = frozenset(
     }
 )
 _DUPLICATES = frozenset({"_to_copy", "clone"})
-# What scales or adds up gradients on their way; what they make, unlike what they write to, may be anything.
+# Operators that scale or add gradients in place; their results, unlike the tensors that they write to, may be anything.
 _SUMS = frozenset({"_foreach_add_", "_foreach_div_", "_foreach_mul_", "add_", "div", "div_", "mul", "mul_"})
 _SCALED_COPIES = frozenset({"div", "mul"})
 _REDUCTIONS = frozenset({Op.ALL_REDUCE, Op.REDUCE, Op.REDUCE_SCATTER})
@@ -54,9 +54,9 @@ class _Held:
 
 
 class MemoryTracker:
-    """One rank's watch, on any device. Thread-safe: memory may be asked for on threads of an engine's own.
+    """One rank's watch, on any device. Thread-safe: an engine may allocate memory on threads of its own.
 
-    What the harness itself does to observe makes no lives; what ends meanwhile does end.
+    The harness's own operators that observe begin no lives; lives that end meanwhile are recorded.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -64,7 +64,7 @@ class MemoryTracker:
         self._lives = Allocations()
         self._storages = Storages()
         self._held: list[_Held] = []
-        self._closed: list[UserTensor] = []  # those that will not change
+        self._closed: list[UserTensor] = []  # those that can no longer change
         self._num_collectives = 0
         self._lock = threading.RLock()
 
@@ -95,10 +95,10 @@ class MemoryTracker:
             self._keys((tensor,), "empty")
 
     def host_read(self) -> None:
-        """Ignore it: memory does not change."""
+        """Do nothing: memory does not change."""
 
     def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        """Note that a storage gives its memory back, and takes new one if it is not to be empty."""
+        """Record that a storage releases its memory, and allocates new memory if the new size is not zero."""
         with self._lock:
             self._advance()
             site = call_site()
@@ -125,20 +125,20 @@ class MemoryTracker:
                 self._lives.reduced(inputs, outputs, is_scattered=call.op is Op.REDUCE_SCATTER)
 
     def handed_over(self) -> None:
-        """Ignore it."""
+        """Do nothing."""
 
     def waited(self, issued: object) -> None:
-        """Ignore it."""
+        """Do nothing."""
 
     # Called by the training loop ----------------------------------------------------------------------------
 
     def mark(self) -> None:
-        """End all that has ended by now, where the loop stands."""
+        """Record the end of all lives that have ended by now, at the loop's position."""
         with self._lock:
             self._advance()
 
     def meet(self, prepared: PreparedModel, plan: Plan) -> None:
-        """Take what the optimizer owns for shares and what it has for gradients; the rest is the user's."""
+        """Take the optimizer's parameters for shares, and their gradients for reduced ones; the rest is the user's."""
         with self._lock, torch.no_grad():
             for name, parameter in prepared.owned_parameters().items():
                 if name in plan.ignored:
@@ -151,13 +151,13 @@ class MemoryTracker:
                 self._hold(f"buffer {name!r}", buffer)
 
     def holds(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Take tensors for the user's, who holds on to them for as long as the user likes."""
+        """Record tensors as the user's, who may hold them for any time."""
         with self._lock:
             for tensor in tensors:
                 self._hold(name, tensor)
 
     def end_step(self) -> None:
-        """Look at the user's tensors, and end what only cycles keep: when those are found is no engine's doing."""
+        """Check the user's tensors, and collect reference cycles: an engine does not control when Python does that."""
         with self._lock:
             gc.collect()
             self._advance()
@@ -190,7 +190,7 @@ class MemoryTracker:
             self._lives.died(key)
 
     def _keys(self, tensors: Iterable[torch.Tensor], operator: str) -> list[int]:
-        """Return the storages of tensors, each once; those not seen before are born."""
+        """Return the storages of tensors, each once; storages not seen before begin lives."""
         keys: dict[int, None] = {}
         for tensor in tensors:
             if tensor.layout is not torch.strided:
@@ -252,6 +252,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _unit_of(name: str, plan: Plan) -> str:
-    """Return the unit that a parameter belongs to: the first that it is in, as the plan has inner ones first."""
+    """Return the unit of a parameter: the first that contains it, because the plan lists inner units first."""
     units = (unit for unit in plan.units if any(name.startswith(f"{part}.") for part in unit.split(",")))
     return next(units, "")

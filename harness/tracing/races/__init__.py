@@ -1,1 +1,1 @@
-"""Stream races, found without a device: which operator touched which memory, and what ordered it."""
+"""Finds stream races without a device: which operator accessed which memory, and what ordered it."""

@@ -1,4 +1,4 @@
-"""Vector clocks: what has surely happened by a moment of one timeline. Pure; no torch here."""
+"""Vector clocks: the events that happened before a moment of one timeline. Pure; no torch here."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 
 class Epoch(NamedTuple):
-    """A stretch of one timeline between two signals that it gave: what else could wait for, no finer."""
+    """A stretch of one timeline between two of its signals; waits can distinguish no shorter stretch."""
 
     timeline: int
     number: int
 
 
 class Clock:
-    """For each timeline, the last of its moments that has surely passed. A value: every change is a new clock."""
+    """For each timeline, the last of its moments that happened before. Immutable: changes return a new clock."""
 
     __slots__ = ("_counts",)
 
@@ -23,29 +23,29 @@ class Clock:
         self._counts = dict(counts)
 
     def knows(self, moment: Epoch) -> bool:
-        """Whether ``moment`` has surely passed."""
+        """Return whether ``moment`` happened before."""
         return self._counts.get(moment.timeline, 0) >= moment.number
 
     def joined(self, other: Clock) -> Clock:
-        """Return the clock that knows what either knows."""
+        """Return the join of two clocks: all that happened before either."""
         if all(self._counts.get(timeline, 0) >= count for timeline, count in other._counts.items()):
-            return self  # most waits order nothing new
+            return self  # most waits add no order
         counts = dict(self._counts)
         for timeline, count in other._counts.items():
             counts[timeline] = max(counts.get(timeline, 0), count)
         return Clock(counts)
 
     def at(self, moment: Epoch) -> Clock:
-        """Return the clock of the same knowledge that has come to ``moment`` of its own timeline."""
+        """Return this clock at ``moment`` of its own timeline."""
         return Clock({**self._counts, moment.timeline: moment.number})
 
 
 class HappensBefore:
-    """What is ordered before what on one rank: a clock for each timeline, moved by signals and waits alone.
+    """The happens-before order on one rank: a clock for each timeline, advanced by signals and waits alone.
 
-    A timeline is a stream, or an asynchronous collective, which is a stream of its own from its issue until
-    it is waited for. The host is none: it issues to all of them, and what it waits for orders whatever
-    is issued later, wherever.
+    A timeline is a stream, or an asynchronous collective, which is a stream of its own from its issue until it is
+    waited for. The host is not a timeline: it issues work to all of them, and its waits order all later work on every
+    timeline.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class HappensBefore:
         self._host = Clock()
 
     def begin(self, after: Clock | None = None) -> int:
-        """Start a timeline, ordered after nothing but what the host waited for, or ``after`` besides; name it."""
+        """Start a timeline, ordered after the host's waits and, if given, ``after``; return its number."""
         timeline = len(self._clocks)
         moment = Epoch(timeline, 1)
         self._moments.append(moment)
@@ -65,11 +65,11 @@ class HappensBefore:
         return self._moments[timeline]
 
     def clock(self, timeline: int) -> Clock:
-        """Return what has surely happened before whatever is issued next on a timeline."""
+        """Return what happens before the next work on a timeline."""
         return self._clocks[timeline]
 
     def signal(self, timeline: int) -> Clock:
-        """Record an event: give what has happened when it fires, all that is issued on the timeline so far."""
+        """Record an event; return what has happened when it fires: all work issued on the timeline so far."""
         fired = self._clocks[timeline]
         later = Epoch(timeline, self._moments[timeline].number + 1)
         self._moments[timeline] = later
@@ -77,10 +77,10 @@ class HappensBefore:
         return fired
 
     def wait(self, timeline: int, fired: Clock) -> None:
-        """Order whatever is issued on a timeline from now on after ``fired``."""
+        """Order all later work on a timeline after ``fired``."""
         self._clocks[timeline] = self._clocks[timeline].joined(fired)
 
     def host_waits(self, fired: Clock) -> None:
-        """Order whatever is issued from now on, on any timeline, after ``fired``."""
+        """Order all later work, on any timeline, after ``fired``."""
         self._host = self._host.joined(fired)
         self._clocks = [clock.joined(fired) for clock in self._clocks]

@@ -1,9 +1,9 @@
 """The watch over one rank's streams on a CUDA device: torch's own trace reports the real ones, and none is replaced.
 
-[Note: where a backend runs] A collective is a timeline of its own here too, from its issue until the wait for
-it. nccl puts it on a stream of its group's, which waits for the engine's stream as it is handed over; a stream
-that waits for that one afterwards, in Python or C++, has waited for the collective. What a group is given later starts
-after it.
+[Note: where a backend runs] A collective is a timeline of its own here too, from its issue until the wait for it. nccl
+runs it on a stream of its group, which waits for the engine's stream when the call is handed over. A stream that later
+waits for the group's stream, in Python or C++, has waited for the collective. The group's later collectives start after
+it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _InHand(threading.local):
 
 
 class CudaRaceWatch(RaceDetector):
-    """One rank's watch. Streams and events are known by the handles of CUDA; streams begin when first heard of."""
+    """One rank's watch. Streams and events are identified by CUDA handles; a stream begins at its first report."""
 
     device_type = "cuda"
 
@@ -47,7 +47,7 @@ class CudaRaceWatch(RaceDetector):
 
     @property
     def selected(self) -> int:
-        """The timeline of the calling thread's current stream."""
+        """Return the timeline of the calling thread's current stream."""
         return self.timeline(current_stream_handle())
 
     @selected.setter
@@ -61,7 +61,7 @@ class CudaRaceWatch(RaceDetector):
             return self._timelines[stream]
 
     def named(self, stream: int, name: str) -> None:
-        """Note what the engine calls a stream, before it is used; CUDA hands the same ones out again."""
+        """Record the engine's name for a stream before its use; CUDA reuses its streams."""
         with self._lock:
             self._stream_names.setdefault(stream, name)
 
@@ -97,18 +97,18 @@ class CudaRaceWatch(RaceDetector):
         self.host_waits_for_all()
 
     def host_read(self) -> None:
-        """Ignore it: to read a number the host waits for a stream, which torch reports."""
+        """Do nothing: to read a number the host waits for a stream, which torch reports."""
 
     # Called by the interceptor -----------------------------------------------------------------------------
 
     def issued(self, call: Call, seq: int = -1) -> Clock | None:
-        """Note a collective; which stream carries it is heard while it is handed over."""
+        """Record a collective; torch reports the stream that carries it while it is handed over."""
         done = super().issued(call, seq)
         self._in_hand.collective = None if done is None else (call.group_name, done)
         return done
 
     def handed_over(self) -> None:
-        """Note that waits are the engine's own again."""
+        """Record that later waits are the engine's own again."""
         self._in_hand.collective = None
 
     def _before(self, call: Call) -> Clock:
@@ -125,7 +125,7 @@ def watched_cuda_streams(recorder: Recorder) -> Iterator[CudaRaceWatch]:
         yield watch
 
 
-# What torch's trace leaves out ------------------------------------------------------------------------------------
+# Calls that torch's trace omits ---------------------------------------------------------------------------
 
 
 # Any, here and below: methods of classes that torch types loosely.
@@ -142,7 +142,7 @@ def _recording(record: Any) -> Callable[..., None]:
 
 
 def _polling(query: Any, note: Callable[[CudaRaceWatch, Any], None]) -> Callable[[Any], bool]:
-    """Record in the watch what the host knows once an event or a stream has completed."""
+    """Record in the watch that an event or a stream has completed, after the host polled it."""
 
     def query_(asked: Any) -> bool:
         is_over = bool(query(asked))
@@ -160,7 +160,7 @@ def _naming(make: Any) -> Any:
     def new(kind: Any, *args: Any, **options: Any) -> Any:
         stream = make(kind, *args, **options)
         watch = current_watch()
-        if isinstance(watch, CudaRaceWatch) and "stream_id" not in options:  # one that is there already
+        if isinstance(watch, CudaRaceWatch) and "stream_id" not in options:  # an existing stream
             watch.named(stream.cuda_stream, name_of_variable())
         return stream
 

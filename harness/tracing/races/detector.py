@@ -1,4 +1,4 @@
-"""The watch over one rank's streams: from streams, events, operators, collectives and releases it finds races."""
+"""The watch over one rank's streams: finds races from streams, events, operators, collectives and releases."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Selected(threading.local):
 class RaceDetector:
     """One rank's watch. Thread-safe: an engine may issue from threads of its own.
 
-    What the harness itself does to observe is left out: it is no part of the engine, and would order things.
+    It ignores the harness's own operators that observe: they are no part of the engine, and would add order.
     """
 
     device_type = "cpu"
@@ -46,14 +46,14 @@ class RaceDetector:
         self._names = {self._order.begin(): "the default stream"}
         self._selected = _Selected()
         self._races: dict[tuple[object, ...], Race] = {}
-        self._in_flight: dict[int, Epoch] = {}  # what the default stream has not waited for, by number
+        self._in_flight: dict[int, Epoch] = {}  # those the default stream has not waited for, by number
         self._num_touches = 0
         self._num_collectives = 0
         self._lock = threading.RLock()
 
     @property
     def selected(self) -> int:
-        """The timeline of the calling thread's current stream."""
+        """Return the timeline of the calling thread's current stream."""
         return self._selected.timeline
 
     @selected.setter
@@ -63,20 +63,20 @@ class RaceDetector:
     # Streams and events -----------------------------------------------------------------------------------
 
     def begin_stream(self, name: str) -> int:
-        """Note a new stream; gives its timeline."""
+        """Record a new stream; return its timeline."""
         with self._lock:
             timeline = self._order.begin()
             self._names[timeline] = f"stream {timeline}" + (f" ({name})" if name else "")
             return timeline
 
     def signal(self, timeline: int) -> Clock:
-        """Note an event recorded on a stream."""
+        """Record an event on a stream."""
         with self._lock:
             self._settle()
             return self._order.signal(timeline)
 
     def wait(self, timeline: int, fired: Clock) -> None:
-        """Note that a stream waits for an event."""
+        """Record that a stream waits for an event."""
         with self._lock:
             self._settle()
             self._order.wait(timeline, fired)
@@ -116,7 +116,7 @@ class RaceDetector:
             self._memory.allocate(self._storages.key(tensor.untyped_storage()), self.selected)
 
     def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        """Note that a storage gave its memory back, and took new one if it is not empty."""
+        """Record that a storage released its memory, and allocated new memory if it is not empty."""
         if storage.device.type != self.device_type:
             return
         with self._lock:
@@ -135,9 +135,9 @@ class RaceDetector:
     # Collectives ------------------------------------------------------------------------------------------
 
     def issued(self, call: Call, seq: int = -1) -> Clock | None:
-        """Note a collective: on the current stream if that waits for it, else on a timeline of its own.
+        """Record a collective: on the current stream if that waits for it, else on a timeline of its own.
 
-        Gives what a wait for its work will order.
+        Returns what a wait for its work will order.
         """
         if self._is_observing:
             return None
@@ -162,10 +162,10 @@ class RaceDetector:
             self.wait(self.selected, done)
 
     def handed_over(self) -> None:
-        """Ignore it: what carries a collective on a CPU is no stream."""
+        """Do nothing: on a CPU no stream carries a collective."""
 
     def report(self) -> RaceReport:
-        """Return what was found so far."""
+        """Return the races found so far."""
         with self._lock:
             return RaceReport(
                 num_touches=self._num_touches,
@@ -181,7 +181,7 @@ class RaceDetector:
         return self._recorder.phase is Phase.OBSERVE
 
     def _before(self, call: Call) -> Clock:
-        """Return what has surely happened when an asynchronous collective starts."""
+        """Return what happens before the start of an asynchronous collective."""
         return self._order.signal(self.selected)
 
     def _land(self) -> None:
@@ -192,7 +192,7 @@ class RaceDetector:
             self._recorder.mark(EventKind.JOINED, seq=seq)
 
     def _settle(self) -> None:
-        """Take releases down that happened since the last event: before the next event."""
+        """Record the releases since the last event, before the next event."""
         for key in self._storages.ended():
             self._memory.release(key, self._order.clock)
 
@@ -207,7 +207,7 @@ class RaceDetector:
         is_passing: bool = False,
     ) -> None:
         touch = self._touch(name, timeline)
-        # An operator that reads and writes has one race with an earlier one, not two.
+        # An operator that reads and writes has one race with an earlier operator, not two.
         races_with: set[Touch] = set()
         for is_write, tensors in ((False, reads), (True, writes)):
             reported = replace(touch, is_write=is_write) if is_write else touch

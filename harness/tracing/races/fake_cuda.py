@@ -1,11 +1,11 @@
-"""A stand-in for torch.cuda on a machine without it, for engines that insist on CUDA; put in place only where asked.
+"""A stand-in for torch.cuda on a machine without it, for engines that require CUDA; installed only on request.
 
-Such an engine makes streams and events, asks for the current device and for memory, and moves tensors to "cuda".
-Here streams and events are tracking ones, so that a watch sees them; memory queries say that nothing is used; and
-what is to go to "cuda" stays on the CPU. What torch itself asks is answered truly: it would call a device.
+Such an engine makes streams and events, queries the current device and its memory, and moves tensors to "cuda". Here
+streams and events are tracking ones, so that a watch sees them. Memory queries return that no memory is used. Tensors
+that are moved to "cuda" stay on the CPU. Queries of torch itself get true answers, because torch would call a device.
 
-[Note: what a stand-in cannot show] Kernels, graphs, pools, copies between host and device and the order in which
-streams really run are not there. What passes is the engine's logic, and the waits that it makes.
+[Note: what a stand-in cannot show] Kernels, graphs, pools, copies between host and device and the real order of streams
+are absent. The stand-in checks the engine's logic and the waits that it makes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from shardproof.harness.tracing.races.streams import (
 )
 
 _CPU = torch.device("cpu")
-# These ask about the device of this machine, not about the engine's.
+# These modules ask about the device of this machine, not about the engine's.
 _TRUTH = ("torch.", "shardproof.harness.")
 
 
 class CudaStream(AcceleratorStream):
-    """A tracking stream with what a CUDA stream has besides; one that tracks nothing without a watch."""
+    """A tracking stream with the rest of a CUDA stream's API; without a watch it tracks nothing."""
 
-    # Any, here and below: an engine passes what torch.cuda takes, most of which makes no difference here.
+    # Any, here and below: an engine passes the arguments of torch.cuda; most have no effect here.
     def __init__(self, device: Any = None, priority: int = 0, **options: Any) -> None:
         super().__init__(_CPU, priority, **options)
 
@@ -48,21 +48,21 @@ class CudaStream(AcceleratorStream):
     stream_id = cuda_stream
 
     def record_event(self, event: Any = None) -> Any:
-        """Return an event, also without a watch."""
+        """Return an event, with or without a watch."""
         recorded = CudaEvent() if event is None else event
         recorded.record(self)
         return recorded
 
     def selecting(self) -> AbstractContextManager[None]:
-        """Return the context that selects this stream, also without a watch."""
+        """Return the context that selects this stream, with or without a watch."""
         return _stream(self)
 
 
 class CudaEvent(TrackedEvent):
-    """A tracking event that measures times, all of them zero."""
+    """A tracking event whose elapsed times are all zero."""
 
     def elapsed_time(self, end: CudaEvent) -> float:
-        """Return that no time passed, in milliseconds."""
+        """Return 0 milliseconds."""
         return 0.0
 
 
@@ -111,7 +111,7 @@ def _of_timeline(timeline: int) -> Any:
     watch = current_watch()
     assert watch is not None
     known = watch.streams.get(timeline)
-    # One of torch.cpu's may have been asked for by the same rank before.
+    # The same rank may have used a stream of torch.cpu before.
     return known if isinstance(known, CudaStream) else CudaStream(watch=watch, timeline=timeline)
 
 
@@ -122,12 +122,12 @@ def _synchronize(device: Any = None) -> None:
 
 
 def _is_there() -> bool:
-    """Return an engine that there is a device, and torch and the harness that there is none."""
+    """Return True to an engine, and False to torch and the harness: whether there is a device."""
     name: str = sys._getframe(1).f_globals.get("__name__", "")
     return not f"{name}.".startswith(_TRUTH)
 
 
-# Where tensors are made, or moved, by name. A mode of torch's would see more, but not in hooks of backward.
+# Functions that make or move tensors, by name. A torch mode would catch more, but not in hooks of backward.
 _MAKERS = (
     *(
         "arange",
@@ -198,7 +198,7 @@ def _free_and_all(device: Any = None) -> tuple[int, int]:
     return (_BYTES, _BYTES)
 
 
-_BYTES = 2**34  # enough for anything that fits a case
+_BYTES = 2**34  # enough for every case
 _STAND_INS: Mapping[str, Any] = {
     "Stream": CudaStream,
     "Event": CudaEvent,

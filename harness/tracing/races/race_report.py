@@ -1,4 +1,4 @@
-"""A race as a plain value: two operators that touch the same memory, and the wait that is missing. No torch here."""
+"""A race as a plain value: two operators that access the same memory, and the missing wait. No torch here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RACES = ".races.json"
 
 
 class RaceKind(StrEnum):
-    """What goes wrong if the second operator runs before, or while, the first does."""
+    """The consequence if the second operator runs before, or while, the first does."""
 
     READ_AFTER_WRITE = "read after write"
     WRITE_AFTER_READ = "write after read"
@@ -22,9 +22,9 @@ class RaceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Touch:
-    """One operator or collective that touched memory: on which stream, in whose turn, and where it was called.
+    """One operator or collective that accessed memory: its stream, the unit's turn, and its call site.
 
-    ``at_ns`` is when, by the clock of the event log; two touches are no other for it. 0 in reports kept without it.
+    ``at_ns`` is the time by the clock of the event log; equality ignores it. It is 0 in reports recorded without it.
     """
 
     operator: str
@@ -46,15 +46,15 @@ class Touch:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """What a touch of the next step, microbatch or tensor has in common with this one."""
+        """Return the fields that touches of the same place share over steps, microbatches and tensors."""
         return (self.operator, self.is_write, self.stream, self.phase, self.unit, self.site)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Race:
-    """Two touches of the same memory that nothing orders; ``first`` was issued before ``second``.
+    """Two unordered touches of the same memory; ``first`` was issued before ``second``.
 
-    ``count`` is how often touches of these two places met so, the first time being the one reported.
+    ``count`` is the number of races between these two places; the first one is reported.
     """
 
     kind: RaceKind
@@ -64,7 +64,7 @@ class Race:
 
     @property
     def missing(self) -> str:
-        """Return which wait would order the two."""
+        """Return the wait that would order the two."""
         waiting, awaited = self.second.stream, self.first.stream
         if self.kind is RaceKind.REUSE:
             return (
@@ -84,7 +84,7 @@ class Race:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaceReport:
-    """What the watch over one rank's streams saw: how much there was to see, and the races."""
+    """The result of the watch over one rank's streams: how much it observed, and the races."""
 
     num_touches: int
     num_streams: int

@@ -1,10 +1,10 @@
-"""What happened to each piece of memory, and which of it nothing orders. Pure on values; no torch here.
+"""Tracks the accesses to each piece of memory and finds unordered ones. Pure on values; no torch here.
 
-[Note: released memory] A caching allocator keeps released memory for the stream that asked for it and may give
-it to whatever that stream asks for next, at once, in the order in which the host asks: the stream itself is in
-order, but other streams may still be busy with the memory. So what a release leaves behind are the touches of
-the old life, and the first touch of any new life in the same stream's pool must come after all of them. Which
-released piece a new life gets, a size or a split decides that no engine may rely on: it is taken to be any.
+[Note: released memory] A caching allocator keeps released memory for the stream that allocated it. It may reuse the
+memory for that stream's next allocation at once, in the order in which the host asks. The stream itself runs in order,
+but other streams may still use the memory. So a release leaves behind the touches of the old life, and the first touch
+of any new life in the same stream's pool must be ordered after all of them. Which released piece a new life gets
+depends on sizes and splits that no engine may rely on, so the watch assumes any piece.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from shardproof.harness.tracing.races.race_report import RaceKind, Touch
 
 
 class Span(NamedTuple):
-    """A stretch of bytes of one storage, from its start; half open."""
+    """A half-open range of bytes of one storage, as offsets from its start."""
 
     start: int
     end: int
 
     def meets(self, other: Span) -> bool:
-        """Whether the two share a byte."""
+        """Return whether the two overlap."""
         return self.start < other.end and other.start < self.end
 
     def covers(self, other: Span) -> bool:
-        """Whether all of ``other`` is in this."""
+        """Return whether this contains all of ``other``."""
         return self.start <= other.start and other.end <= self.end
 
 
 class Access(NamedTuple):
-    """A touch of one stretch of memory at a moment; ``is_passing``: its timeline is one collective, and ends."""
+    """A touch of one range of memory at a moment; ``is_passing``: its timeline is one collective, and ends."""
 
     touch: Touch
     moment: Epoch
@@ -44,7 +44,7 @@ class Access(NamedTuple):
 
 
 class Conflict(NamedTuple):
-    """An access that should have been waited for, and was not."""
+    """A missing wait: an access that is not ordered after an earlier one."""
 
     kind: RaceKind
     earlier: Touch
@@ -54,8 +54,8 @@ class Conflict(NamedTuple):
 class _Life:
     """One piece of memory from its allocation to its release.
 
-    ``accesses`` are those that a later one may conflict with; ``ghosts`` are left of earlier lives of what may be
-    the same memory; ``recorded`` are the timelines that `record_stream` named.
+    ``accesses`` are those with which a later one may conflict. ``ghosts`` remain from earlier lives of memory that may
+    be the same. ``recorded`` are the timelines that `record_stream` named.
     """
 
     pool: int
@@ -65,23 +65,24 @@ class _Life:
 
 
 class Memory:
-    """All the memory of one rank, by a key that is unique among what is alive.
+    """All the memory of one rank, by a key that is unique among live memory.
 
-    Memory that was never announced was there before the watch began: it has no earlier life, and is released to the
-    pool of timeline 0.
+    Memory without an announced allocation existed before the watch began: it has no earlier life, and is released to
+    the pool of timeline 0.
     """
 
     def __init__(self) -> None:
         self._lives: dict[int, _Life] = {}
-        # What releases left behind, by pool and timeline: of each timeline the latest, which comes after the others.
+        # The accesses left by releases, by pool and timeline: per timeline only the latest, which is ordered after the
+        # others.
         self._released: dict[int, dict[int, Access]] = {}
 
     def is_known(self, key: int) -> bool:
-        """Whether the memory was announced or touched, and is not released."""
+        """Return whether the memory was allocated or touched, and is not released."""
         return key in self._lives
 
     def allocate(self, key: int, pool: int) -> None:
-        """Begin a life in memory that was asked for on the timeline ``pool``."""
+        """Begin a life in memory that was allocated on the timeline ``pool``."""
         self._lives[key] = _Life(pool, ghosts=tuple(self._released.get(pool, {}).values()))
 
     def record(self, key: int, timeline: int) -> None:
@@ -89,7 +90,7 @@ class Memory:
         self._life(key).recorded.add(timeline)
 
     def touch(self, key: int, access: Access, clock: Clock) -> list[Conflict]:
-        """Take an access that is ordered after ``clock`` down; give those before it that are not."""
+        """Add an access that is ordered after ``clock``; return its conflicts with unordered earlier accesses."""
         life = self._life(key)
         conflicts = list(_conflicts(life, access, clock))
         if conflicts and life.ghosts:
@@ -102,7 +103,7 @@ class Memory:
         return conflicts
 
     def release(self, key: int, clock_of: Callable[[int], Clock]) -> None:
-        """End a life; ``clock_of`` returns how far a timeline is."""
+        """End a life; ``clock_of`` returns the clock of a timeline."""
         life = self._lives.pop(key, None)
         if life is None:
             return
@@ -114,14 +115,14 @@ class Memory:
                 known is None or known.moment.number <= access.moment.number
             ):
                 left[timeline] = access
-        # Timelines of collectives are many, and end: once waited for they are part of the stream that waited.
+        # Timelines of collectives are many, and end: after the wait they are part of the stream that waited.
         clock = clock_of(life.pool)
         for timeline, access in list(left.items()):
             if access.is_passing and clock.knows(access.moment):
                 del left[timeline]
 
     def _forget(self, pool: int, reported: set[Touch]) -> None:
-        """Drop what was reported as in the way of a new life: it would be in the way of every other one as well."""
+        """Drop the accesses that were reported as in conflict with a new life: every other life would repeat them."""
         left = self._released.get(pool, {})
         for timeline in [timeline for timeline, access in left.items() if access.touch in reported]:
             del left[timeline]
@@ -150,7 +151,7 @@ def _conflicts(life: _Life, access: Access, clock: Clock) -> Iterator[Conflict]:
 
 
 def _replaces(new: Access, old: Access) -> bool:
-    """Whether whatever conflicts with ``old`` from now on conflicts with ``new`` as well, or was reported already."""
+    """Return whether each later conflict with ``old`` is one with ``new`` as well, or was already reported."""
     if not new.span.covers(old.span):
         return False
     is_same_timeline = new.moment.timeline == old.moment.timeline
@@ -158,12 +159,12 @@ def _replaces(new: Access, old: Access) -> bool:
 
 
 def is_memory(tensor: torch.Tensor, device_type: str) -> bool:
-    """Whether a tensor is a plain one with memory of such a device behind it, and any elements."""
+    """Return whether a tensor is a plain, nonempty one with memory on such a device."""
     return tensor.device.type == device_type and tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def span_of(tensor: torch.Tensor) -> Span:
-    """Return the bytes of its storage from a tensor's first element to its last one."""
+    """Return the byte range of a tensor in its storage, from its first element to its last one."""
     width = tensor.element_size()
     start = int(tensor.storage_offset()) * width
     if tensor.is_contiguous():

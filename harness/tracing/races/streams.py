@@ -1,9 +1,9 @@
-"""Streams and events that remember who waited for whom; put in place of a device module's, such as torch.cpu's.
+"""Streams and events that record waits; they replace those of a device module such as torch.cpu.
 
-An engine written for accelerators drives ``torch.cpu`` by the same code as ``torch.cuda``: it makes streams,
-selects them, records events and has streams wait. On a CPU all of that is empty, as operators are done when they
-return; but which waits there are is the engine's own doing, and is the same as on a device. On an accelerator whose
-streams torch does not trace, all work is then issued to the device's current stream, one after the other.
+An engine written for accelerators uses ``torch.cpu`` by the same code as ``torch.cuda``: it makes streams, selects
+them, records events and has streams wait. On a CPU these calls do nothing, because operators are complete when they
+return. But the engine decides which waits to make, and makes the same ones as on a device. On an accelerator whose
+streams torch does not trace, all work is then issued to the device's current stream, one operator after the other.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _Event = torch.cpu.Event
 
 
 class TrackedStream(_Stream):
-    """A stream of the rank that made it; torch's own idle one on a thread without a watch."""
+    """A stream of the rank that made it; torch's own no-op stream on a thread without a watch."""
 
-    # Any, here and below: torch leaves its stand-ins for streams and events of a CPU untyped.
+    # Any, here and below: torch's stand-ins for streams and events of a CPU are untyped.
     def __init__(
         self, priority: int = -1, *, watch: RaceDetector | None = None, timeline: int | None = None
     ) -> None:
@@ -45,7 +45,7 @@ class TrackedStream(_Stream):
             self.watch.streams[self.timeline] = self
 
     def record_event(self, event: Any = None) -> Any:
-        """Return an event that fires when all that is issued here so far is done."""
+        """Return an event that fires when all work issued here so far is complete."""
         if self.watch is None:
             return None
         recorded = TrackedEvent() if event is None else event
@@ -53,7 +53,7 @@ class TrackedStream(_Stream):
         return recorded
 
     def wait_event(self, event: Any) -> None:
-        """Let later work on this stream wait for an event; an event never recorded is no wait."""
+        """Let later work on this stream wait for an event; an event that was never recorded adds no wait."""
         if self.watch is not None and isinstance(event, TrackedEvent) and event.fired is not None:
             self.watch.wait(self.timeline, event.fired)
 
@@ -63,20 +63,20 @@ class TrackedStream(_Stream):
             self.watch.wait(self.timeline, self.watch.signal(stream.timeline))
 
     def synchronize(self) -> None:
-        """Let the host wait."""
+        """Let the host wait for the stream."""
         if self.watch is not None:
             self.watch.host_waits_for_stream(self.timeline)
 
     def query(self) -> bool:
-        """Return that all is done, which from then on the host knows."""
+        """Return that all work is complete; this orders the host's later work after it."""
         self.synchronize()
         return True
 
 
 class AcceleratorStream(TrackedStream):
-    """A tracking stream with what an accelerator's has besides: a device, and that it can be entered."""
+    """A tracking stream with the rest of an accelerator stream's API: a device, and use as a context manager."""
 
-    # Any: an engine passes what the device's streams take, most of which makes no difference here.
+    # Any: an engine passes the arguments of the device's streams; most have no effect here.
     def __init__(self, device: Any = None, priority: int = 0, **options: Any) -> None:
         super().__init__(priority, **options)
         self.device = device
@@ -103,7 +103,7 @@ class TrackedEvent(_Event):
         self._watch: RaceDetector | None = None
 
     def record(self, stream: Any = None) -> None:
-        """Fire when all that is issued on the stream so far is done; on the current one if none is given."""
+        """Fire when all work issued on the stream so far is complete; on the current stream if none is given."""
         on = _current_tracked() if stream is None else stream
         if isinstance(on, TrackedStream) and on.watch is not None:
             self._watch, self.fired = on.watch, on.watch.signal(on.timeline)
@@ -115,17 +115,17 @@ class TrackedEvent(_Event):
             waiting.wait_event(self)
 
     def synchronize(self) -> None:
-        """Let the host wait."""
+        """Let the host wait for the event."""
         if self._watch is not None and self.fired is not None:
             self._watch.host_waits(self.fired)
 
     def query(self) -> bool:
-        """Return that it has fired, which from then on the host knows."""
+        """Return that the event has fired; this orders the host's later work after it."""
         self.synchronize()
         return True
 
 
-class selection(AbstractContextManager[None]):  # noqa: N801 - reads as the context that it is
+class selection(AbstractContextManager[None]):  # noqa: N801 - reads as a context manager
     """Makes a stream the calling thread's current one."""
 
     def __init__(self, stream: TrackedStream) -> None:
@@ -175,7 +175,7 @@ def _synchronizing(synchronize: Any) -> Any:
 
 
 def name_of_variable() -> str:
-    """Guess what the engine calls the stream that it is making, from the line of source that makes it."""
+    """Guess the engine's name for a new stream from the source line that makes it."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
         "shardproof.harness.tracing.races"
@@ -186,9 +186,9 @@ def name_of_variable() -> str:
     return found[1].strip("_") if found else ""
 
 
-# Any: torch knows of no streams of a CPU where it takes a stream.
+# Any: torch's types for streams exclude those of a CPU.
 def record_stream_of(record: Any) -> Any:
-    """Make of a function that names a stream to the allocator one that names tracking streams to the watch."""
+    """Wrap a function that reports a stream to the allocator so that it reports tracking streams to the watch."""
 
     def record_stream(tensor: torch.Tensor, stream: Any) -> None:
         if not isinstance(stream, TrackedStream):
@@ -201,7 +201,7 @@ def record_stream_of(record: Any) -> Any:
 
 @contextmanager
 def tracked_streams(device_type: str = "cpu") -> Iterator[None]:
-    """Put tracking streams in place of a device's while any rank of this process is inside."""
+    """Replace a device's streams by tracking streams while any rank of this process is inside."""
     with _in_place(device_type):
         yield
 
@@ -217,11 +217,11 @@ def _replacements(device_type: str) -> Iterator[tuple[Any, str, Any]]:
     yield module, "synchronize", _synchronizing(module.synchronize)
     if device_type != "cpu":
         yield torch.Tensor, "record_stream", record_stream_of(torch.Tensor.record_stream)
-    # Not Tensor.record_stream, which raises for a stream of the CPU: under a watch no less.
+    # Not Tensor.record_stream: it raises for a CPU stream, with a watch as well.
     for holder, name in guards_of_record_stream() if device_type == "cpu" else ():
         yield holder, name, record_stream_of(vars(holder)[name])
     if device_type != "cpu" or not torch.accelerator.is_available():
-        # With an event to wait for, FSDP2 asks for the accelerator's stream where it should ask for its device's.
+        # If it has an event to wait for, FSDP2 asks for the accelerator's stream where it should ask for its device's.
         yield torch.accelerator, "current_stream", current_stream
 
 

@@ -1,1 +1,1 @@
-"""Ranks beside processes that a launcher started: who they are, how they meet, and how far hosts are supervised."""
+"""Ranks beside processes that a launcher started: identifies them, connects them, and supervises remote hosts."""

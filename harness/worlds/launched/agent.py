@@ -1,7 +1,7 @@
-"""The agent of one rank: a launched process that starts and watches the rank's hosts, as process 0 asks.
+"""The agent of one rank: a launched process that starts and watches the rank's hosts, on commands of process 0.
 
-A rank lives in a host below the agent, so whatever ends a rank does not end what the launcher started. The agent reads
-no job: engine and model run in hosts alone.
+A rank runs in a host below the agent, so a failure of the rank does not end the launched process. The agent does not
+unpickle jobs: only hosts run engine and model.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, serv
 from shardproof.harness.worlds.processes.host_handle import HostHandle
 from shardproof.harness.worlds.processes.leaked_processes import LeakedProcesses
 
-_PIECE_BYTES = 3 * 2**15  # of which base64 makes a text that messages do not shorten
+_PIECE_BYTES = 3 * 2**15  # in base64 short enough that messages do not cut it
 
 
 def serve(process: LaunchedProcess) -> int:
-    """Be the agent of a rank until process 0 lets it go; returns the exit code."""
+    """Run as the agent of a rank until process 0 dismisses it; returns the exit code."""
     connection, token = meet_supervisor(process)
     with tempfile.TemporaryDirectory(prefix="shardproof-") as folder:
         return _Agent(process, connection, token, Path(folder)).serve()
 
 
 class _Agent:
-    """Obeys commands, and reports the state of its host whenever that changes."""
+    """Obeys commands, and reports the state of its host whenever it changes."""
 
     def __init__(self, process: LaunchedProcess, connection: Connection, token: str, folder: Path) -> None:
         self._process = process
@@ -51,7 +51,7 @@ class _Agent:
         self._is_over = False
 
     def serve(self) -> int:
-        """Obey until the command to leave; returns 1 where the supervisor ends without one."""
+        """Obey until the command to leave; returns 1 if the supervisor ends without one."""
         while not self._is_over:
             host = self._host
             ready = wait([self._connection, *(host.awaited if host else ())])
@@ -112,9 +112,9 @@ class _Agent:
         warm_up()
 
     def start(self, spec: HostSpec, path: Iterable[str]) -> None:
-        """Start a host; modules are found where the supervisor finds them."""
+        """Start a host; it finds modules on the supervisor's path."""
         sys.path += [folder for folder in path if folder not in sys.path]
-        shutil.rmtree(spec.folder, ignore_errors=True)  # of a world that could not start
+        shutil.rmtree(spec.folder, ignore_errors=True)  # left by a world that could not start
         spec.folder.mkdir()
         self._state = HostState(answered=self._state.answered)
         self._host = HostHandle(spec)
@@ -131,7 +131,7 @@ class _Agent:
         self._known.dismiss()
 
     def check_server(self) -> None:
-        """Raise HarnessBug where the fork server does not report an end."""
+        """Raise HarnessBug if the fork server does not report an end."""
         self._known.check_server()
 
     def ask_for_stacks(self) -> None:
@@ -139,16 +139,16 @@ class _Agent:
         self._known.ask_for_stacks()
 
     def await_stacks(self, limit_s: float) -> None:
-        """Read the stack of the rank as soon as it is there."""
+        """Read the stack of the rank as soon as it is written."""
         self._known.await_stacks(time.monotonic() + limit_s)
         self._state = replace(self._state, stack=self._known.stack(self._process.rank))
 
     def miss_the_end(self, limit_s: float) -> None:
-        """Find what holds up the host."""
+        """Record why the host does not end."""
         self._known.miss_the_end(time.monotonic() + limit_s)
 
     def look(self) -> None:
-        """Note what is below the host."""
+        """Record the processes below the host."""
         if not self._known.is_over:
             self._leaked.look(self._known)
 
@@ -161,11 +161,11 @@ class _Agent:
         self._state = replace(self._state, leaks=self._leaked.end())
 
     def send_files(self) -> None:
-        """Send what the rank wrote in its last job."""
+        """Send the rank's files of its last job."""
         self._send(self._job_folder, "rank")
 
     def release(self) -> None:
-        """Send what the host printed, and forget it."""
+        """Send the output of the host, and drop it."""
         host, self._host = self._host, None
         if host is not None:
             host.release()

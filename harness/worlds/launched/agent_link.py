@@ -1,6 +1,6 @@
-"""The connection between the process that judges and the agent of one rank, which may be on another machine.
+"""The connection between the judging process and the agent of one rank, which may be on another machine.
 
-Commands are pickled calls of the agent's methods. What comes back is data: the state of the agent's host, and files.
+Commands are pickled calls of the agent's methods. The replies are data: the state of the agent's host, and files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from shardproof.harness.worlds.messages import FilePiece, Garbled, Hello, HostState, Inbox
 
-# An agent answers in milliseconds, and after some seconds where processes are slow to end.
+# An agent answers in milliseconds, or after some seconds if processes are slow to end.
 _REPLY_LIMIT_S = 30.0
 _FILE_OF_RANK = re.compile(r"(?:rank|host)(\d+)\.[A-Za-z0-9.]+")
 
@@ -34,7 +34,7 @@ class AgentLink:
     def __init__(self, connection: Connection, hello: Hello, inbox: Inbox, behind_s: float) -> None:
         self.connection = connection
         self.hello = hello
-        self.behind_s = behind_s  # what the agent's clock needs to show what ours does
+        self.behind_s = behind_s  # the offset of the agent's clock to this process's
         self.state = HostState(answered=0)
         self.why_lost = ""
         self.gathers_to: Path | None = None
@@ -42,7 +42,7 @@ class AgentLink:
         self._num_sent = 0
 
     def send(self, method: str, *args: object) -> int:
-        """Send a command; returns its number, which the state of an agent that has obeyed has reached."""
+        """Send a command; returns its number, which the agent's state reaches once it has obeyed."""
         self._num_sent += 1
         try:
             self.connection.send(Command(number=self._num_sent, method=method, args=args))
@@ -51,12 +51,12 @@ class AgentLink:
         return self._num_sent
 
     def ask(self, method: str, *args: object, limit_s: float = _REPLY_LIMIT_S) -> None:
-        """Send a command and wait until it is obeyed; an agent that says nothing for so long is lost."""
+        """Send a command and wait until it is obeyed; an agent that sends nothing for this long is lost."""
         if not self.await_answer(self.send(method, *args), limit_s):
             self._lose(f"it did not answer within {limit_s:g} s")
 
     def await_answer(self, number: int, limit_s: float) -> bool:
-        """Wait for the answer to a command as long as anything comes at least every ``limit_s``."""
+        """Wait for the answer to a command as long as messages arrive at least every ``limit_s``."""
         while not self.why_lost and self.state.answered < number:
             if not self.connection.poll(limit_s):
                 return False

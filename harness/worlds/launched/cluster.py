@@ -1,7 +1,7 @@
-"""How the processes of a launcher meet: process 0 judges and supervises, each other one becomes the agent of its rank.
+"""Connects the processes of a launcher: process 0 judges and supervises, each other one becomes its rank's agent.
 
-[Note: trust] They find each other in the launcher's store: process 0 leaves a port and a token there. An agent obeys
-pickled commands of the process at that port. What comes back is data, as from a host, and counts only after the token.
+[Note: trust] They find each other in the launcher's store, where process 0 publishes a port and a token. An agent obeys
+pickled commands of the process at that port. The replies are data, as from a host, and count only after the token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KEY = "shardproof"
 _MEETING_LIMIT_S = 120.0
 _HELLO_LIMIT_S = 10.0
 _WARM_LIMIT_S = 120.0
-# Short losses of the network pass; a switch that restarts takes longer, as does a lost machine.
+# Short network outages pass; a switch that restarts takes longer, as does a lost machine.
 _SILENCE_LIMIT_S = 30
 _PROBE_S = 5
 
@@ -49,7 +49,7 @@ class Cluster:
         self._places = {0: own, **others}
 
     def host(self, rank: int) -> str:
-        """Return the name of the machine of a rank."""
+        """Return the name of a rank's machine."""
         return self._places[rank][0]
 
     @property
@@ -62,7 +62,7 @@ class Cluster:
 
     @property
     def lost(self) -> str:
-        """Say which agents are gone, and why; empty if none is."""
+        """Return which agents are lost, and why; empty if none is."""
         for agent in self.links.values():
             agent.listen()
         return "; ".join(
@@ -72,7 +72,7 @@ class Cluster:
         )
 
     def environment(self, rank: int, size: int) -> dict[str, str]:
-        """Return what launchers give a rank of a world of the first ``size`` ranks, but for a port."""
+        """Return a launcher's variables for a rank of a world of the first ``size`` ranks, except the port."""
         host, node, local_rank = self._places[rank]
         together = [r for r in range(size) if self._places[r][:2] == (host, node)]
         given = rank_environment(
@@ -104,12 +104,12 @@ _cluster: list[Cluster] = []  # at most one
 
 
 def cluster() -> Cluster | None:
-    """Return what this process supervises; None if no launcher started it."""
+    """Return the cluster that this process supervises; None if no launcher started it."""
     return _cluster[0] if _cluster else None
 
 
 def open_cluster(process: LaunchedProcess, seed: int) -> Cluster:
-    """Meet all agents, once per process; raises UsageError where some do not come, or have other releases."""
+    """Connect to all agents, once per process; raises UsageError if one is missing, or has other releases."""
     if not _cluster:
         _cluster.append(Cluster(process, _join(process)))
         for agent in _cluster[0].links.values():
@@ -119,14 +119,14 @@ def open_cluster(process: LaunchedProcess, seed: int) -> Cluster:
 
 
 def meet_supervisor(process: LaunchedProcess) -> tuple[Connection, str]:
-    """Connect an agent to process 0; returns the connection and the token to introduce itself with.
+    """Connect an agent to process 0; returns the connection and the token with which the agent introduces itself.
 
-    Raises UsageError where process 0 is not there.
+    Raises UsageError if process 0 cannot be reached.
     """
     try:
         found = json.loads(_store(process).get(_KEY))
         link = socket.create_connection((process.address, found["port"]), timeout=_MEETING_LIMIT_S)
-    except (OSError, RuntimeError) as error:  # torch's own errors of the network are of the latter
+    except (OSError, RuntimeError) as error:  # torch's network errors are RuntimeErrors
         raise UsageError(
             f"process {process.rank} of {process.launcher}",
             expected=f"process 0 at {process.address} within {_MEETING_LIMIT_S:.0f} s",
@@ -137,14 +137,14 @@ def meet_supervisor(process: LaunchedProcess) -> tuple[Connection, str]:
 
 
 def releases() -> str:
-    """Name what must be the same on all machines."""
+    """Name the releases that must be equal on all machines."""
     return f"python {platform.python_version()}, torch {version('torch')}, shardproof {version('shardproof')}"
 
 
 def _join(process: LaunchedProcess) -> dict[int, AgentLink]:
     token, links = secrets.token_hex(16), dict[int, AgentLink]()
     limit = time.monotonic() + _MEETING_LIMIT_S
-    store = _store(process)  # which ends with this name, where it is ours
+    store = _store(process)  # this reference keeps a store of our own alive until the end of this function
     with socket.create_server(("", 0), backlog=process.size) as server:
         store.set(_KEY, json.dumps({"port": server.getsockname()[1], "token": token}))
         while len(links) < process.size - 1 and (left := limit - time.monotonic()) > 0:
@@ -169,7 +169,7 @@ def _join(process: LaunchedProcess) -> dict[int, AgentLink]:
 
 
 def _greeted(connection: Connection, token: str) -> AgentLink | None:
-    """Return the link to the agent at the other end, None if there is none; measures how far its clock is off."""
+    """Return the link to the agent at the other end, None if there is none; measures its clock offset."""
     inbox, sent_s = Inbox(connection), time.monotonic()
     with suppress(OSError, EOFError):
         connection.send(Command(number=0, method="greet", args=()))
@@ -183,7 +183,7 @@ def _greeted(connection: Connection, token: str) -> AgentLink | None:
 
 
 def _store(process: LaunchedProcess) -> Store:
-    """Return the store of the launcher; where it has none, process 0 opens one at the launcher's port."""
+    """Return the store of the launcher; if it has none, process 0 opens one at the launcher's port."""
     from torch.distributed.rendezvous import rendezvous  # here, because it imports torch
 
     url = f"tcp://{process.address}:{process.port}"
@@ -193,10 +193,10 @@ def _store(process: LaunchedProcess) -> Store:
 
 
 def connect(link: socket.socket) -> Connection:
-    """Return a connection that ends where the machine at its other end is silent for long."""
+    """Return a connection that ends when the machine at its other end is silent for too long."""
     link.settimeout(None)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A machine that is lost closes no connection: the kernel reports that it no longer answers.
+    # A lost machine closes no connection: the kernel reports that it no longer answers.
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)

@@ -1,4 +1,4 @@
-"""What the environment says of the launcher that started this process: torchrun, srun, or another that sets RANK."""
+"""Reads the environment of the launcher that started this process: torchrun, srun, or another that sets RANK."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from shardproof.harness.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedProcess:
-    """One of the processes that a launcher started: its rank, and where all of them can meet.
+    """One of the processes that a launcher started: its rank, and the address where all of them can meet.
 
-    ``node`` numbers the machine, as far as the launcher does. ``num_restarts`` counts how often the launcher has
+    ``node`` is the launcher's number of the machine, if it has one. ``num_restarts`` counts how often the launcher has
     started all processes again.
     """
 
@@ -31,7 +31,7 @@ class LaunchedProcess:
 def rank_environment(
     rank: int, size: int, *, local_rank: int, local_size: int, address: str
 ) -> dict[str, str]:
-    """Return what launchers give a rank, but for a port."""
+    """Return the variables that launchers set for a rank, except the port."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
@@ -42,12 +42,12 @@ def rank_environment(
 
 
 def find_launched_process(environment: Mapping[str, str]) -> LaunchedProcess | None:
-    """Read the environment of a launcher; returns None where there is none."""
+    """Read the environment of a launcher; returns None if there is none."""
     return _by_rank(environment) or _by_slurm(environment)
 
 
 def launched_process(environment: Mapping[str, str]) -> LaunchedProcess:
-    """Read the environment of a launcher; raises UsageError where there is none."""
+    """Read the environment of a launcher; raises UsageError if there is none."""
     found = find_launched_process(environment)
     if found is None:
         raise UsageError(

@@ -14,12 +14,12 @@ from shardproof.harness.worlds.messages import HostSpec, Job
 from shardproof.harness.worlds.outcome import Died, Outcome, Raised, Returned
 from shardproof.harness.worlds.processes.host_handle import pickled
 
-# What the way there and back may add to a limit that the agent keeps.
+# The network latency that is added to a limit that the agent keeps.
 _WAY_S = 1.0
 
 
 class RemoteHost:
-    """The part of a `HostHandle` that a world uses, by an agent that has the handle."""
+    """The part of a `HostHandle` that a world uses, through an agent that has the handle."""
 
     def __init__(self, spec: HostSpec, agent: AgentLink) -> None:
         (self.rank,) = spec.ranks
@@ -31,22 +31,22 @@ class RemoteHost:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can take a job."""
+        """Return whether it can take a job."""
         return self._has_answered and self._agent.state.is_ready
 
     @property
     def has_left(self) -> bool:
-        """Whether all its work is done and it waits to be let go."""
+        """Return whether all its work is done and it waits for its dismissal."""
         return self._has_answered and self._agent.state.has_left
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, or cannot be reached any more."""
+        """Return whether it has ended, or cannot be reached any more."""
         return bool(self._agent.why_lost) or (self._has_answered and self._agent.state.is_over)
 
     @property
     def outcomes(self) -> dict[int, Outcome]:
-        """How the rank ended, with the name of its machine and by our clock."""
+        """The outcome of the rank, with the name of its machine, in the time of the supervisor's clock."""
         outcome = self._agent.state.outcome if self._has_answered else None
         if self._agent.why_lost and (outcome is None or isinstance(outcome, Returned)):
             outcome = Died(
@@ -67,7 +67,7 @@ class RemoteHost:
 
     @property
     def awaited(self) -> list[Connection | int]:
-        """What is readable as soon as the agent says something."""
+        """File objects that are readable as soon as the agent sends a message."""
         return [] if self.is_over else [self._agent.connection]
 
     def check_start(self) -> None:
@@ -92,7 +92,7 @@ class RemoteHost:
         self._agent.send("dismiss")
 
     def listen(self) -> None:
-        """Take in everything the agent has said."""
+        """Receive all messages of the agent."""
         self._agent.listen()
 
     def ask_for_stacks(self) -> None:
@@ -105,21 +105,21 @@ class RemoteHost:
         self._agent.await_answer(self._agent.send("await_stacks", left_s), left_s + _WAY_S)
 
     def stack(self, rank: int) -> str:
-        """Return the stack of the rank, innermost frame first; empty if it did not come."""
+        """Return the stack of the rank, innermost frame first; empty if it did not arrive."""
         return self._agent.state.stack
 
     def miss_the_end(self, limit: float) -> None:
-        """Record what holds up a process whose results came."""
+        """Record why the process does not end after its results."""
         self._agent.ask("miss_the_end", max(0.0, limit - time.monotonic()))
 
     def gather(self, folder: Path) -> None:
-        """Fetch what the rank wrote in its last job."""
+        """Fetch the rank's files of its last job."""
         self._gather("send_files", folder)
         if self._agent.state.error:
             self._refuse("the files of its rank")
 
     def look(self) -> None:
-        """Have the agent note what is below the process."""
+        """Have the agent record the processes below the host."""
         self._agent.send("look")
 
     def kill(self) -> None:
@@ -127,12 +127,12 @@ class RemoteHost:
         self._agent.send("kill")
 
     def end_leaked(self) -> tuple[str, ...]:
-        """End what the rank left behind; returns what a world returns of it."""
+        """End the processes that the rank left behind; returns their texts as a local world does."""
         self._agent.ask("end_leaked")
         return self._agent.state.leaks
 
     def release(self) -> None:
-        """Fetch what the process printed, and have the agent forget the host."""
+        """Fetch the output of the process, and have the agent drop the host."""
         self._gather("release", self.spec.folder)
 
     @property

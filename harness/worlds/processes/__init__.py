@@ -1,1 +1,1 @@
-"""The processes of a world: how they start, report, end, and what they leave behind."""
+"""The processes of a world: how they start, report and end, and which processes they leave behind."""

@@ -1,13 +1,13 @@
-"""The fork servers: warm processes of a session, of which every host is a fork.
+"""The fork servers: warm processes of a session, from which every host is forked.
 
 [Note: a server per rank] Python draws the seed of its string hashes, and with it the order of sets, when it starts. On
-a cluster each rank has its own, so an engine that communicates in the order of a set does so differently on each. A
-fork has the seed of its server. So each rank of a world of processes has a server of its own, which starts when it is
-needed; what is not a rank is a fork of the first. From rank 16 on ranks share the seeds of earlier ones, so that a
-large world does not import torch a hundred times. Threads of one process share a seed.
+a cluster each rank has its own seed, so an engine that communicates in the order of a set does so differently on each
+rank. A fork has the seed of its server. So each rank of a world of processes has a server of its own, which starts on
+first use. Processes that are not ranks are forks of the first server. From rank 16 on ranks share the seeds of earlier
+ones, so that a large world does not import torch a hundred times. Threads of one process share a seed.
 
 [Note: a server that does not answer] A server may be stopped, killed, or stuck in its imports. So each wait for it has
-a limit. A server that misses one is ended with its reaper and everything below them. The next call starts another.
+a limit. A server that exceeds one is ended with its reaper and all processes below them. The next call starts another.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from weakref import WeakKeyDictionary
 from shardproof.harness.errors import HarnessBug
 from shardproof.harness.worlds.processes.lineage import below, has_ended, signalled
 
-# What multiprocessing reports for a process whose end it cannot learn, because the fork server has ended first.
+# The exit code that multiprocessing reports if the fork server has ended before the process.
 STATUS_WITHOUT_SERVER = 255
 
 _REAPER = "shardproof.harness.worlds.processes.reaper"
 _WARM = "shardproof.harness.runner.preload"
-_ROOT = Path(__file__).parents[4]  # where the package is
-# The imports of a new server take seconds; on a cold disk tens of them.
+_ROOT = Path(__file__).parents[4]  # the folder that contains the package
+# The imports of a new server take seconds; on a cold disk tens of seconds.
 _IMPORTS_LIMIT_S = 60.0
 # SIGKILL needs no cooperation; this only bounds a wait that should be instant.
 _END_LIMIT_S = 5.0
@@ -51,14 +51,14 @@ _MAX_SERVERS = 16
 
 # Any: multiprocessing has no public name for a server; the first is its own.
 _servers: list[Any] = [forkserver._forkserver, *(forkserver.ForkServer() for _ in range(1, _MAX_SERVERS))]
-_preloaded: list[tuple[str, ...]] = [()]  # for each 16 servers, the modules that they import besides
+_preloaded: list[tuple[str, ...]] = [()]  # for each 16 servers, their additional imports
 _server_of: WeakKeyDictionary[ForkServerProcess, int] = WeakKeyDictionary()
 _connecting = threading.Lock()
 _seed, _first = 0, 0
 
 
 def draw_hash_seeds(seed: int, first: int = 0) -> None:
-    """Draw the hash seeds of a session; servers with others are ended. ``first`` has the first server take another."""
+    """Draw the hash seeds of a session; end servers with others. ``first`` gives the first server another seed."""
     global _seed, _first
     if (seed, first) != (_seed, _first):
         for number in range(len(_servers)):
@@ -69,7 +69,8 @@ def draw_hash_seeds(seed: int, first: int = 0) -> None:
 def server_of(rank: int, preload: tuple[str, ...] = ()) -> int:
     """Return the number of a rank's server; neighbours have different ones, and so have ranks that are 16 apart.
 
-    What an engine asks to ``preload`` is imported by servers of its own: oracles and other engines never meet it.
+    Modules in an engine's ``preload`` are imported by separate servers, so that oracles and other engines never see
+    them.
     """
     if preload not in _preloaded:
         _preloaded.append(preload)
@@ -92,17 +93,17 @@ def forkserver_context() -> ForkServerContext:
 
 
 def started(function: Callable[..., None], *args: Any, limit_s: float, server: int = 0) -> ForkServerProcess:
-    """Start ``function(*args)`` in a fork of a server, the first unless another is asked for by number.
+    """Start ``function(*args)`` in a fork of a server, by default the first.
 
-    The fork does not import the caller's main module, as multiprocessing would have it do: a script may be slow
-    to import, or not safe to. So what is sent must come from importable modules.
+    The fork does not import the caller's main module, as multiprocessing would: a script may be slow or unsafe to
+    import. So the function and its arguments must come from importable modules.
 
-    Raises HarnessBug if the fork is not there after ``limit_s``. A new server has a minute more for its imports.
-    A server that has ended is replaced once.
+    Raises HarnessBug if the fork has not started after ``limit_s``. A new server has a minute more for its imports. A
+    server that has ended is replaced once.
     """
     try:
         return _start(function, args, limit_s, server)
-    except (OSError, EOFError):  # the server has ended, and its reaper had perhaps not
+    except (OSError, EOFError):  # the server has ended, but its reaper perhaps had not
         end_server(server)
     try:
         return _start(function, args, limit_s, server)
@@ -119,7 +120,7 @@ def end(process: ForkServerProcess) -> None:
 
 
 def kill(process: ForkServerProcess) -> None:
-    """Kill a process that `started` returned, and wait for its end; a server that does not report it is ended too."""
+    """Kill a process that `started` returned, and wait for its end; also ends a server that does not report it."""
     pid = process.pid or 0
     process.kill()
     limit = time.monotonic() + _END_LIMIT_S
@@ -134,7 +135,7 @@ def kill(process: ForkServerProcess) -> None:
 
 
 def end_server(server: int = 0) -> None:
-    """End a server, its reaper and everything below them, whatever state they are in."""
+    """End a server, its reaper and all processes below them, whatever their state."""
     reaper = _pid(server)
     if reaper is None:
         return
@@ -149,7 +150,7 @@ def end_server(server: int = 0) -> None:
 
 
 def warm_up(limit_s: float = _IMPORTS_LIMIT_S, *, num_ranks: int = 1) -> None:
-    """Wait until the servers of so many ranks have done their imports, so that no case is charged for them."""
+    """Wait until the servers of this many ranks have done their imports, so that no case is charged for them."""
     forkserver_context()
     servers = range(min(num_ranks, _MAX_SERVERS))
     for server in servers:
@@ -161,9 +162,9 @@ def warm_up(limit_s: float = _IMPORTS_LIMIT_S, *, num_ranks: int = 1) -> None:
 
 
 class _Patience(threading.Thread):
-    """Ends the server unless cancelled within ``limit_s``, which ends every wait for it.
+    """A watchdog: ends the server unless cancelled within ``limit_s``, which ends every wait for it.
 
-    A server that may still import has a minute, unless it is stopped.
+    A server that may still be importing gets a minute, unless it is stopped.
     """
 
     def __init__(self, number: int, server: int | None, limit_s: float) -> None:
@@ -186,7 +187,7 @@ class _Patience(threading.Thread):
         end_server(self._number)
 
     def cancel(self) -> None:
-        """Report the answer, or that none is needed any more."""
+        """Stop the watchdog: the server has answered, or no answer is needed any more."""
         self._is_answered.set()
 
 
@@ -228,7 +229,7 @@ def _start(
 
 
 def _to_import(server: Any, modules: Iterable[str] = ()) -> Any:
-    """Set what a server imports, in this order: see [Note: the reaper]; `_WARM` draws no seed that others change."""
+    """Set a server's imports, in order: see [Note: the reaper]; `_WARM` draws no seed that others change."""
     server.set_forkserver_preload([_REAPER, *modules, _WARM])
     return server
 
@@ -248,9 +249,9 @@ def _connected_to(number: int) -> Iterator[None]:
 def _ensure_server(number: int = 0) -> None:
     """Start a server unless it runs.
 
-    Its environment is set for it alone: one OpenMP thread, because a fork of a process that ran an OpenMP region
-    with more threads hangs; a path on which our own package is found, because the server does not take over the
-    parent's; and its hash seed.
+    The server has an environment of its own: one OpenMP thread, because a fork of a process that ran an OpenMP region
+    with more threads hangs; a path that contains the package, because the server does not inherit the parent's; and its
+    hash seed.
     """
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     seed = hash_seeds(_seed)[(number + _first) % _MAX_SERVERS]
@@ -283,4 +284,4 @@ def _no_server(got: str) -> HarnessBug:
 
 
 def _nothing() -> None:
-    """Be forked, which the server does only after its imports."""
+    """Do nothing; the server forks this only after its imports."""

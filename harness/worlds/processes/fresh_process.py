@@ -1,9 +1,8 @@
-"""Asking something in a process of its own, whose answer is bytes and comes within a deadline. No torch here.
+"""Calls a function in a fresh process, which returns bytes within a deadline. No torch here.
 
-[Note: why aside] An engine's module may patch torch when it is imported. Were the oracle computed where engines
-are imported, it would be wrong in the same way, and agree. So the judging process imports no engine: engines
-live in their worlds, and what must be known of them is asked aside. An answer is data: to read it runs no code of the
-process that sent it.
+[Note: why aside] An engine's module may patch torch when it is imported. An oracle in the same process would then be
+wrong in the same way, and agree. So the judging process imports no engine: engines live in their worlds, and queries
+about them run in a separate process. The answer is data: reading it runs no code of the process that sent it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ P = ParamSpec("P")
 
 _LENGTH = struct.Struct("!Q")
 _PIECE = 2**20  # bytes read at once
-# The process prints its stacks before it is ended: after this part of the deadline.
+# The process prints its stacks before it is ended, after this fraction of the deadline.
 _PATIENCE = 0.9
 
 
@@ -38,8 +37,8 @@ def ask(
 ) -> bytes:
     """Call a module-level function in a fresh fork of the warm server; returns the bytes that it returns.
 
-    Raises NoAnswerError if they are not there after ``limit_s``, or are more than ``longest``. The process never
-    outlives the call, nor the process that asks.
+    Raises NoAnswerError if they have not arrived after ``limit_s``, or are more than ``longest``. The process outlives
+    neither the call nor the calling process.
     """
     ours, theirs = forkserver_context().Pipe(duplex=False)
     try:
@@ -69,7 +68,7 @@ def _receive(connection: Connection, limit: float, longest: int) -> bytes:
 
 
 def _read(connection: Connection, length: int, limit: float) -> bytes:
-    """Read so many bytes, piece by piece: a process that stops in the middle must not hold up its deadline."""
+    """Read this many bytes, piece by piece: a process that stops in the middle must not exceed its deadline."""
     found = bytearray()
     while len(found) < length:
         if not connection.poll(max(0.0, limit - time.monotonic())):
@@ -97,7 +96,7 @@ def _answer(
     left = memoryview(_LENGTH.pack(len(answer)) + answer)
     while left:
         left = left[os.write(connection.fileno(), left) :]
-    os._exit(0)  # threads or exit handlers of an engine have no say in when this process ends
+    os._exit(0)  # threads or exit handlers of an engine must not delay the end of this process
 
 
 def _end_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""The supervisor's side of one host process: start it, hear from it, end it, and know how it ended."""
+"""The supervisor's side of one host process: starts it, receives its messages, ends it, and determines how it ended."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ class HostHandle:
 
     @property
     def _server_number(self) -> int:
-        """Which fork server the host comes from; see [Note: a server per rank]. An agent has one, for its rank."""
+        """Return the host's fork server; see [Note: a server per rank]. An agent has one server, for its rank."""
         world = self.spec.world
         return server_of(self.spec.ranks[0] if world.kind is WorldKind.PROCESSES else 0, world.preload)
 
     @property
     def awaited(self) -> list[Connection | int]:
-        """What is readable as soon as the host says something or has ended.
+        """File objects that are readable as soon as the host sends a message or has ended.
 
         The end has a file descriptor of its own: a child of a rank may hold the connection open.
         """
@@ -92,7 +92,7 @@ class HostHandle:
 
     @property
     def ended_by_itself(self) -> bool:
-        """Whether no rank was stopped by us; what a rank has below it while it runs is no leak."""
+        """Return whether the harness stopped no rank; processes below a rank while it runs are no leak."""
         return self.is_over or not any(isinstance(o, Abandoned | TimedOut) for o in self.outcomes.values())
 
     def check_start(self) -> None:
@@ -123,9 +123,9 @@ class HostHandle:
             )
 
     def begin(self, job: Job | bytes) -> None:
-        """Send the next job, or one that is pickled already; the ranks are pending again.
+        """Send the next job, pickled or not; the ranks are pending again.
 
-        Their process may have ended since it was ready: then they are dead.
+        If their process has ended since it was ready, they are dead.
         """
         self.outcomes.clear()
         self._send(job if isinstance(job, bytes) else pickled(job))
@@ -137,8 +137,8 @@ class HostHandle:
         self._send(pickled(None))
 
     def listen(self) -> None:
-        """Take in everything the host has said, and its end."""
-        is_over = not self._process.is_alive()  # asked first: then all that it said before its end is here
+        """Receive all messages of the host, and its end."""
+        is_over = not self._process.is_alive()  # first, so that earlier messages are included
         try:
             while not self._is_deaf and self.connection.poll():
                 for message in self._inbox.read():
@@ -164,10 +164,10 @@ class HostHandle:
             self._process.join(0.01)
 
     def miss_the_end(self, limit: float) -> None:
-        """Record what holds up a process whose results came; its stacks are waited for until ``limit``."""
+        """Record why a process does not end after its results; waits for its stacks until ``limit``."""
         main = self._leaving.ident if self._leaving else self._idents.get(self.spec.ranks[0], 0)
         self.ask_for_stacks()
-        while time.monotonic() < limit and not self._stack_of(main):  # the last that is written
+        while time.monotonic() < limit and not self._stack_of(main):  # written last
             self._process.join(0.01)
         for rank, thread in self._held_up_by().items():
             self.outcomes[rank] = TimedOut(
@@ -180,7 +180,7 @@ class HostHandle:
             )
 
     def kill(self) -> None:
-        """End the process itself; what it started is ended by `LeakedProcesses`."""
+        """End the process itself; `LeakedProcesses` ends the processes that it started."""
         kill(self._process)
 
     def release(self) -> None:
@@ -190,7 +190,7 @@ class HostHandle:
         end(self._process)
 
     def _send(self, pickled_job: bytes) -> None:
-        with contextlib.suppress(OSError):  # a host that is already gone shows at its sentinel
+        with contextlib.suppress(OSError):  # the sentinel reports a host that is already gone
             self.connection.send_bytes(pickled_job)
 
     def _stack_of(self, ident: int) -> str:
@@ -211,7 +211,7 @@ class HostHandle:
             case Done():
                 self.has_left = True
             case _:
-                self._is_deaf = True  # what follows is not believed
+                self._is_deaf = True  # later messages are not trusted
                 text = message.text if isinstance(message, Garbled) else f"{message!r:.80}"
                 for rank in self.spec.ranks:
                     if isinstance(self.outcomes.get(rank), Returned | None):
@@ -237,13 +237,13 @@ class HostHandle:
                 )
 
     def _exit_code(self) -> int:
-        """Return how the process ended; its reaper kills what has lost its fork server."""
+        """Return the exit code; the reaper kills a process that has lost its fork server."""
         is_unknown = self._process.exitcode is None or self._has_lost_its_server
         return -signal.SIGKILL if is_unknown else int(self._process.exitcode or 0)
 
     @property
     def _has_lost_its_server(self) -> bool:
-        # The end of its command line is the first that is seen of a process that ends, before that of its pipes.
+        # In a process that ends, the command line disappears first, before its pipes close.
         is_status = self._process.exitcode == STATUS_WITHOUT_SERVER
         return is_status and self._server is not None and not command(self._server)
 
@@ -259,7 +259,7 @@ class HostHandle:
         return (ranks.get(crash[0]) if crash else None), stack
 
     def _held_up_by(self) -> dict[int, LastThread | None]:
-        """Map the ranks whose process does not end to the thread that it waits for; all ranks if none is known."""
+        """Map the ranks whose process does not end to the thread for which it waits; all ranks if none is known."""
         threads = self._leaving.threads if self._leaving else ()
         late = [thread for thread in threads if self._stack_of(thread.ident)]
         owned: dict[int, LastThread | None] = {t.rank: t for t in late if t.rank is not None}
@@ -272,7 +272,7 @@ def pickled(job: Job | None) -> bytes:
 
 
 def _garbled(rank: int, text: str) -> Raised:
-    """Blame the rank: no host sends bytes that are no message."""
+    """Blame the rank: a host itself sends only valid messages."""
     return Raised(
         rank=rank,
         kind="GarbledMessage",

@@ -1,4 +1,4 @@
-"""One process of a world, from its start to its end: links to the supervisor, hosts one rank or many threads."""
+"""One process of a world, from its start to its end: connects to the supervisor, hosts one rank or many threads."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from shardproof.harness.worlds.threads.process_group import (
 from shardproof.harness.worlds.threads.scheduler import Scheduler
 from shardproof.harness.worlds.threads.transport import InMemoryTransport
 
-# So many of the longest turns fit before the deadline: what ranks then wait in can still be reported.
+# This many of the longest turns fit before the deadline, so that the waits of ranks can still be reported.
 _TURNS_TO_DEADLINE = 4
-# A group's own timeout must not fire before the world's deadline, which knows more about the cause.
+# A group's own timeout must not fire before the world's deadline, which reports more about the cause.
 _BEYOND_DEADLINE_S = 60.0
 
 
 class SupervisorLink:
-    """The pipe to the supervisor: any thread may send; jobs come in through a queue."""
+    """The pipe to the supervisor: any thread may send; jobs arrive through a queue."""
 
     def __init__(self, connection: Connection, ranks: tuple[int, ...]) -> None:
         self._connection = connection
@@ -80,7 +80,7 @@ class SupervisorLink:
 
 def host_main(connection: Connection, spec: HostSpec) -> None:
     """Host the ranks of ``spec`` until the supervisor sends None, then leave; runs in a process of its own."""
-    os.setsid()  # one process group per host, so that whatever a rank starts can be ended with it
+    os.setsid()  # one process group per host, so that all processes that a rank starts can be ended with it
     adopt_orphans()  # a child that leaves the group, and whose parent has ended, stays below its host
     start_afresh()
     redirect_output(spec.output_file)
@@ -136,7 +136,7 @@ def _store(spec: HostSpec) -> Store:
 
 
 def _destroy_groups(link: SupervisorLink, rank: int) -> None:
-    """End the process groups as a script does; an error takes the place of the rank's result."""
+    """Destroy the process groups as a script does; an error replaces the rank's result."""
     try:
         dist.destroy_process_group()
     except Exception as error:
@@ -153,7 +153,7 @@ def _host_threads(link: SupervisorLink, spec: HostSpec) -> None:
         return None if rank is None else recorders.get(rank)
 
     register_threads_backend()
-    # torch 2.15 records the calls of every group, once per process: ranks that are threads would share one record.
+    # torch 2.15 records the calls of every group once per process: ranks that are threads would share one record.
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     with isolate_threads(), _last_words(link):
         link.send(Ready())
@@ -180,7 +180,7 @@ def _host_threads(link: SupervisorLink, spec: HostSpec) -> None:
 
 
 def _host_simulated(link: SupervisorLink, spec: HostSpec) -> None:
-    """Run each rank of a sample by itself: it has all process groups of its rank, and no rank answers in them."""
+    """Run each rank of a sample by itself: it has all process groups of its rank, without peers."""
     world, recorders = spec.world, list[Recorder]()
     register_threads_backend()
     with standing_in_c10d(simulating(lambda: recorders[-1] if recorders else None)), _last_words(link):
@@ -234,7 +234,7 @@ def _report(
     outcome = run_rank(context, job, enter)
     try:
         link.send(Finished(outcome=outcome))
-    except Exception as error:  # a value may raise what it likes where it is looked at
+    except Exception as error:  # a value may raise any error when it is read
         message = f"the rank's result cannot be sent: {text_of(error)}; return plain values"
         own = raised(context.rank, error, message)
         try:
@@ -270,7 +270,7 @@ def _join(world: WorldSpec, backend: str, store: Store, rank: int) -> None:
 def _last_words(link: SupervisorLink) -> Iterator[None]:
     """Record which rank is about to end the process that all ranks share: the exit status cannot name it.
 
-    In place of an audit hook, which Python would call for every ``id()`` and every look at a frame's code.
+    It replaces an audit hook, which Python would call for every ``id()`` and every access to a frame's code.
     """
     silent_exit, kill, killpg = os._exit, os.kill, os.killpg
 

@@ -1,7 +1,7 @@
-"""What ranks leave behind: found wherever it went in the tree of processes, named, and ended.
+"""Finds the processes that ranks leave behind anywhere in the process tree, names them, and ends them.
 
 While a host lives it is the parent of all orphans below it; once it has ended the reaper is (see [Note: the reaper]).
-Where no process can adopt orphans only the process group of a host is looked at.
+On a system where no process can adopt orphans only the process group of a host is searched.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from shardproof.harness.worlds.processes.lineage import (
     signalled,
 )
 
-# How long a process may outlive its rank: one that ends because a pipe of the rank was closed, as multiprocessing's
-# resource tracker does, needs a moment.
+# How long a process may outlive its rank. A process that ends because a pipe of the rank was closed, as
+# multiprocessing's resource tracker does, needs a moment.
 _GRACE_S = 0.5
 _END_LIMIT_S = 5.0  # SIGKILL needs no cooperation; this only bounds a wait that should be instant
 _POLL_S = 0.005
@@ -43,11 +43,11 @@ class LeakedProcesses:
         self._before = {process.pid for process in self._orphans()}
 
     def look(self, host: HostHandle) -> None:
-        """Note what is below a host that is still alive."""
+        """Record the processes below a host that is still alive."""
         self._seen[host] = below(host.pid)
 
     def end(self) -> tuple[str, ...]:
-        """End everything that is left; returns a text for each host whose ranks came to their own ends and left it."""
+        """End all processes that are left; returns a text for each host with leaks whose ranks ended by themselves."""
         limit = time.monotonic() + _GRACE_S
         while time.monotonic() < limit and self._left():
             time.sleep(_POLL_S)
@@ -68,11 +68,11 @@ class LeakedProcesses:
 
     @property
     def _is_restarting(self) -> bool:
-        """Whether a server has ended and its reaper has not: no server can be started until it has."""
+        """Return whether a server has ended but its reaper has not: until then no server can be started."""
         return any(not command(server) and is_running(reaper) for server, reaper in self._reapers.items())
 
     def _left(self) -> dict[tuple[int, ...], list[str]]:
-        """Name what ranks left, by rank; what is below a rank that was stopped is no leak."""
+        """Name the processes that ranks left, by rank; processes below a rank that was stopped are no leak."""
         found: dict[tuple[int, ...], list[str]] = {}
         for host, process in self._running_by_host():
             if host.ended_by_itself:
@@ -91,7 +91,7 @@ class LeakedProcesses:
                 yield self._host_of(process), process
 
     def _host_of(self, orphan: Process) -> HostHandle:
-        """Return the host that an orphan was below: that of its session, else the first that ended unseen."""
+        """Return the host of an orphan: the host of its session, else the first that ended unseen."""
         of_session = [host for host in self._hosts if host.pid == orphan.session]
         unseen = [host for host in self._hosts if host.is_over and host not in self._seen]
         return (of_session or unseen or list(self._hosts))[0]
@@ -116,10 +116,10 @@ class LeakedProcesses:
 
 
 def _reaper_of(server: int) -> Process | None:
-    """Return the reaper of a server: its parent, and our child.
+    """Return the reaper of a server: its parent, and this process's child.
 
-    Without a reaper the server itself is our child, and our other children are not ours to end. Where the reaper was
-    killed just now, the server's parent is the machine's first process, below which is everything that runs.
+    Without a reaper the server itself is this process's child, and the other children must not be ended. If the reaper
+    has just been killed, the server's parent is the machine's first process, which has all processes below it.
     """
     reaper = process_of(parent_of(server) or 0)
     return reaper if reaper is not None and reaper.parent == os.getpid() else None

@@ -1,15 +1,14 @@
-"""How a host leaves once its ranks have returned: as a training script does, up to the interpreter's last steps.
+"""Ends a host once its ranks have returned, as a training script ends, except for the interpreter's last steps.
 
-[Note: leaving] A script that has come to its last line waits for its threads that are no daemons, runs its exit
-hooks, and ends with a status. An engine can hang or crash in each of these, after the last number was right, and a
-user then waits for a job that never ends. So a host does the same. It does not finalize the interpreter: threads of
-a backend that still run in C++ crash there at times, through no fault of an engine, and multiprocessing's and
-torch's own launchers leave by `os._exit` too. Hooks of modules that the fork server imported do not run, since
-they belong to the server.
+[Note: leaving] A script that has reached its last line waits for its non-daemon threads, runs its exit hooks, and ends
+with a status. An engine can hang or crash in each of these after correct results, and a user then waits for a job that
+never ends. So a host does the same. It does not finalize the interpreter: threads of a backend that still run in C++
+sometimes crash there, through no fault of an engine, and multiprocessing's and torch's own launchers leave by
+`os._exit` too. Hooks of modules that the fork server imported do not run, because they belong to the server.
 
-A host says `Leaving` first and `Done` last. An exit status of zero proves nothing by itself: a hook that calls
-`os._exit(0)` hides all hooks after it. Then the host waits until its supervisor lets it go. So the processes that
-it leaves are looked up while it is alive, and each is known to be below this host.
+A host sends `Leaving` first and `Done` last. An exit status of zero proves nothing by itself: a hook that calls
+`os._exit(0)` hides all later hooks. Then the host waits until its supervisor dismisses it. So the processes that it
+leaves are looked up while it is alive, and each is known to be below this host.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ if TYPE_CHECKING:
     from shardproof.harness.worlds.processes.host_process import SupervisorLink
 
 
-_exit = os._exit  # an engine may replace what others look up later
+_exit = os._exit  # an engine may replace functions that are looked up later
 
 
 def start_afresh() -> None:
-    """Forget the exit hooks of the fork server, but for the one that ends multiprocessing's daemonic workers."""
+    """Clear the exit hooks of the fork server, except the one that ends multiprocessing's daemonic workers."""
     atexit._clear()
     atexit.register(util._exit_function)  # type: ignore[attr-defined]  # it has no public name
 
 
 def await_threads(link: SupervisorLink) -> None:
-    """Wait for the threads that a script would wait for, for ever if need be; the supervisor has the deadline."""
+    """Wait without limit for the threads that a script would wait for; the supervisor enforces the deadline."""
     link.send(Leaving(ident=threading.get_ident(), threads=tuple(_threads())))
     # The interpreter's own way: it also ends the idle threads of executors, which are no daemons either.
     threading._shutdown()  # type: ignore[attr-defined]  # it has no public name
 
 
 def leave(link: SupervisorLink) -> NoReturn:
-    """Run the exit hooks, say so, wait to be let go, and end the process."""
+    """Run the exit hooks, report `Done`, wait for the dismissal, and end the process."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a rank may have closed them

@@ -1,6 +1,6 @@
-"""The tree of processes, as Linux shows it: what runs below a process, and who adopts what a dead one leaves.
+"""The process tree of Linux: which processes run below a process, and which process adopts orphans.
 
-Elsewhere there is no /proc and no subreaper: the functions then report nothing, and `can_adopt` says so.
+Other systems have no /proc and no subreaper: the functions then return nothing, and `can_adopt` returns False.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PR_GET_CHILD_SUBREAPER = 37
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """One process. A pid is used again one day, ``started_ticks`` distinguishes its owners."""
+    """One process. Pids are reused; ``started_ticks`` distinguishes the processes with one pid."""
 
     pid: int
     parent: int
@@ -32,7 +32,7 @@ class Process:
 
 
 def can_adopt() -> bool:
-    """Whether a process of this machine can become the parent of all orphans below it."""
+    """Return whether a process of this machine can become the parent of all orphans below it."""
     if not sys.platform.startswith("linux") or not (_PROC / "self" / "stat").exists():
         return False
     return _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(ctypes.c_int())) == 0
@@ -50,11 +50,11 @@ def die_with_parent() -> None:
 
 
 def process_of(pid: int) -> Process | None:
-    """Look a process up; None if it has ended and was waited for, or cannot be looked up."""
+    """Look up a process; None if it has ended and was waited for, or cannot be looked up."""
     text = _read(_PROC / str(pid) / "stat")
     if not text:
         return None
-    fields = text.rpartition(")")[2].split()  # the name before it may hold anything, brackets included
+    fields = text.rpartition(")")[2].split()  # the name may contain any character, brackets included
     return Process(
         pid=pid,
         parent=int(fields[1]),
@@ -78,21 +78,21 @@ def command(pid: int) -> str:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process has ended, waited for or not."""
+    """Return whether a process has ended, waited for or not."""
     process = process_of(pid)
     return process is None or not process.is_running
 
 
 def is_running(process: Process) -> bool:
-    """Whether this very process still runs; one that ended and was not waited for does not."""
+    """Return whether this very process still runs; a zombie does not."""
     now = process_of(process.pid)
     return now is not None and now.is_running and now.started_ticks == process.started_ticks
 
 
 def below(pid: int, *, without: int | None = None) -> list[Process]:
-    """Return the running processes below one, but for the branch of ``without``; the nearest first.
+    """Return the running processes below one, except the branch of ``without``; the nearest first.
 
-    Nothing is returned of the machine's first process, which adopts every orphan: all others are below it.
+    For the machine's first process the result is empty: it adopts every orphan, so all others are below it.
     """
     found: list[Process] = []
     ways = [pid] if pid > _FIRST else []
@@ -108,7 +108,7 @@ def below(pid: int, *, without: int | None = None) -> list[Process]:
 
 
 def signalled(pid: int, number: signal.Signals) -> bool:
-    """Send a signal to one process; returns whether it was there to take it. Numbers that mean many are refused."""
+    """Send a signal to one process; returns whether the process existed. Refuses numbers that stand for many."""
     if pid <= _FIRST:
         return False
     try:
@@ -119,7 +119,7 @@ def signalled(pid: int, number: signal.Signals) -> bool:
 
 
 def _children(pid: int) -> list[int]:
-    """Return the children of a process, from the kernel's own list where it keeps one, else by a walk over all."""
+    """Return the children of a process, from the kernel's own list if it has one, else by a scan of all processes."""
     try:
         threads = os.listdir(_PROC / str(pid) / "task")
         lists = [(_PROC / str(pid) / "task" / thread / "children").read_text() for thread in threads]

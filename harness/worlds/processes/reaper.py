@@ -1,12 +1,12 @@
 """The reaper of the fork server: a small process between the session and the server; imported for its effect.
 
-[Note: the reaper] The server imports this module before all others. The import forks: the child goes on as the
-server, the parent stays as its reaper. A reaper adopts every orphan below it, so a process that leaves its session
-and whose parents have ended, or whose rank was killed, is still found, as a child of the reaper. When the session
-or the server ends, however it ends, the reaper ends everything below it. No engine's code runs here. There is one
-reaper per session, made before anything large is imported, so that it costs a world nothing.
+[Note: the reaper] The server imports this module before all others. The import forks: the child continues as the
+server, the parent stays as its reaper. A reaper adopts every orphan below it. So a process that leaves its session is
+still found, as a child of the reaper, if its parents have ended or its rank was killed. When the session or the server
+ends, for any reason, the reaper ends all processes below it. No engine's code runs here. There is one reaper per
+session, forked before any large import, so that it costs a world nothing.
 
-Where the kernel lets no process adopt orphans the import does nothing.
+On a kernel where no process can adopt orphans the import does nothing.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from typing import NoReturn
 
 from shardproof.harness.worlds.processes.lineage import adopt_orphans, below, die_with_parent, signalled
 
-# SIGKILL needs no cooperation; a process that the kernel cannot end just now must not keep the reaper for ever.
+# SIGKILL needs no cooperation; a process that the kernel cannot end at once must not keep the reaper for ever.
 _END_LIMIT_S = 5.0
 _POLL_S = 0.01
-# How often the reaper looks whether its session has ended, where the kernel cannot wake it for that.
+# How often the reaper checks whether its session has ended, on a kernel that cannot wake it for that.
 _LOOK_S = 1.0
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def _keep() -> None:
-    """Split into the reaper, which never returns, and the server, which goes on."""
+    """Split into the reaper, which never returns, and the server, which continues."""
     session = os.getppid()
     if not adopt_orphans():
         return
     reaper = os.getpid()
     folder, alive = _folder_of_listener(), _alive_pipe()
-    # A signal to the session's whole group, Ctrl-C in a terminal included, reaches neither: the session ends first.
+    # A signal to the session's whole group, such as Ctrl-C in a terminal, reaches neither: the session ends first.
     os.setsid()
     server = os.fork()
     if server:
@@ -52,11 +52,11 @@ def _keep() -> None:
 
 
 def _watch(session: int, server: int, folder: Path | None, alive: int) -> NoReturn:
-    """Reap what ends, until the session or the server has ended; then end the rest.
+    """Reap ended processes until the session or the server has ended; then end the rest.
 
-    A session that had ended before this process asked for its parent is known by the end of ``alive``.
+    The end of ``alive`` reveals a session that ended before this process read its parent's pid.
     """
-    for number in _IGNORED:  # they are meant for the session, whose end is what the reaper waits for
+    for number in _IGNORED:  # they are meant for the session; the reaper waits for the session's end
         signal.signal(number, signal.SIG_IGN)
     os.closerange(3, alive)
     os.closerange(alive + 1, os.sysconf("SC_OPEN_MAX"))
@@ -72,7 +72,7 @@ def _watch(session: int, server: int, folder: Path | None, alive: int) -> NoRetu
         is_over = is_orphaned or server in _reaped()
     _end_all()
     if is_orphaned and folder is not None:
-        # What the session would have removed, had it come to its exit.
+        # The session would have removed it at its exit.
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
@@ -90,12 +90,12 @@ def _wake_on_child() -> int:
     os.set_blocking(writes, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
-    os.write(writes, b"\0")  # children that ended before this are looked for too
+    os.write(writes, b"\0")  # children that ended before this are reaped too
     return reads
 
 
 def _end_of(pid: int) -> int | None:
-    """Return a file descriptor that is readable once a process has ended; None where there is none of the kind."""
+    """Return a file descriptor that is readable once a process has ended; None on a system without pidfds."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -103,7 +103,7 @@ def _end_of(pid: int) -> int | None:
 
 
 def _reaped() -> list[int]:
-    """Wait for every child that has ended, adopted ones included; returns their pids."""
+    """Reap every child that has ended, adopted ones included; returns their pids."""
     pids: list[int] = []
     with contextlib.suppress(ChildProcessError):
         while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
@@ -135,6 +135,6 @@ def _folder_of_listener() -> Path | None:
 
 
 if any("multiprocessing.forkserver" in argument for argument in sys.orig_argv):
-    gc.disable()  # until all is imported: none of it is garbage, and looking takes a tenth of the time
-    os.dup2(2, 1)  # what modules print at import is no part of what the session writes
+    gc.disable()  # until all is imported: the collector would find no garbage, and takes a tenth of the time
+    os.dup2(2, 1)  # output of modules at import is not part of the session's output
     _keep()

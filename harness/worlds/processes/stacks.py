@@ -1,4 +1,4 @@
-"""Stacks as text: what faulthandler and tracebacks print, cut down to the frames of the engine or the model."""
+"""Reads stacks that faulthandler and tracebacks print, and reduces them to the frames of the engine or the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from shardproof.harness.tracing.collectives.call_site import is_internal_frame, 
 
 _TRACEBACK = "Traceback (most recent call last)"
 _FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>.+?)\s*$', re.MULTILINE)
-# Where torch's own engines live; the rest of torch only leads from one frame of the engine or the model to the next.
+# The paths of torch's own engines; other frames of torch only lead from one frame of the engine or the model to the
+# next.
 _ENGINES_OF_TORCH = ("torch/distributed/", "torch/nn/parallel/")
 _LIBRARIES = re.compile(r"^/.*/lib/python3[^/]*/(?!site-packages/)")
 
@@ -17,18 +18,18 @@ _LIBRARIES = re.compile(r"^/.*/lib/python3[^/]*/(?!site-packages/)")
 def frames_of(text: str) -> tuple[str, ...]:
     """Return the frames of a stack as ``file.py:line in function``, the innermost first.
 
-    A traceback has them the other way round, and may hold several errors, the last one last: that one counts.
+    A traceback has the opposite order, and may contain several errors; the last one counts.
     """
     return tuple(map(_spell, _innermost_first(text)))
 
 
 def own_frames(text: str) -> tuple[str, ...]:
-    """Return the frames that are the engine's or the model's, innermost first; none where there are none."""
+    """Return the frames of the engine or the model, innermost first; empty if there are none."""
     return tuple(_spell(match) for match in _innermost_first(text) if _is_own(match["file"]))
 
 
 def is_in_passage(text: str) -> bool:
-    """Whether the innermost frame of a stack lies on the way of a call to the backend, or in the harness."""
+    """Return whether the innermost frame of a stack is on the way of a call to the backend, or in the harness."""
     found = _innermost_first(text)
     return bool(found) and (
         is_internal_frame(found[0]["file"]) or short_path(found[0]["file"]).startswith("harness/")
@@ -54,7 +55,7 @@ def _is_own(file: str) -> bool:
     return _LIBRARIES.match(file) is None
 
 
-_MOST_CHARACTERS = 2**24  # of a file that is written by the process of a rank
+_MOST_CHARACTERS = 2**24  # of a file that the process of a rank writes
 _SECTION = re.compile(
     r"^(?P<current>Current thread|Thread) (?P<ident>0x[0-9a-f]+)[^\n]*\n(?P<frames>(?:  [^\n]*\n?)*)",
     re.MULTILINE,
@@ -80,7 +81,7 @@ def _sections(stack_file: Path) -> list[re.Match[str]]:
 
 
 def _text(stack_file: Path) -> str:
-    if not stack_file.is_file():  # a rank may have put a pipe there
+    if not stack_file.is_file():  # a rank may have created a pipe there
         return ""
     with stack_file.open(errors="replace") as file:
         return file.read(_MOST_CHARACTERS)

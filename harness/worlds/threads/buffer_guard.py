@@ -10,22 +10,22 @@ import torch
 from shardproof.harness.tracing.collectives.call import Call, Pieces
 from shardproof.harness.tracing.ledger import Op, ViolationKind
 
-# Has both halves of every byte wrong for indices and counts, and is negative in every signed dtype.
+# Both halves of every byte are wrong for indices and counts, and it is negative in every signed dtype.
 _GARBAGE_BYTE = 0xA5
 
 
 def poison(call: Call, seed: int) -> None:
-    """Overwrite the outputs of a call that is under way."""
+    """Overwrite the outputs of a call in flight."""
     for i, outputs in enumerate(call.outputs):
         spared = spared_piece(call, i)
         for output in outputs:
-            # A root, or a rank gathering in place, may go on reading what it gave.
+            # A root, or a rank that gathers in place, may go on reading its own input.
             if spared is None or output.data_ptr() != spared.data_ptr():
                 output.fill_(_garbage(output.dtype, seed))
 
 
 def spared_piece(call: Call, i: int) -> torch.Tensor | None:
-    """Return the tensor whose values the call does not change for its caller, should an output alias it."""
+    """Return the input whose values the call does not change for its caller, if an output may alias it."""
     inputs = call.inputs[i] if i < len(call.inputs) else ()
     if not inputs:
         return None
@@ -48,15 +48,15 @@ def _garbage(dtype: torch.dtype, seed: int) -> complex | float | int | bool:
     if dtype is torch.bool:
         return seed % 2 == 0
     byte = (_GARBAGE_BYTE + seed) % 128
-    # The top bit makes it negative where there is a sign, and too large to be an index where there is none.
+    # The top bit makes it negative in signed dtypes, and too large for an index in unsigned ones.
     return byte - 128 if dtype.is_signed else byte + 128
 
 
 class BufferGuard:
-    """The buffers of one call, and what they held when it was issued: inputs their values, outputs poison.
+    """The buffers of one call, and their contents when it was issued: inputs their values, outputs poison.
 
-    Until the call is complete no other code may write to any of them, nor give their memory back. ``inputs`` are the
-    snapshots that the transport took, flat, in the form in which it took them.
+    Until the call is complete no other code may write to any of them, nor free their memory. ``inputs`` are the
+    transport's flat snapshots, in the form in which it took them.
     """
 
     def __init__(self, call: Call, inputs: Pieces, seed: int) -> None:
@@ -65,7 +65,7 @@ class BufferGuard:
         self._seed = seed
 
     def violations(self) -> Iterator[ViolationKind]:
-        """Yield what was done to the buffers since; each kind once. To be asked before results are written."""
+        """Yield the violations since then, each kind once. Call it before results are written."""
         inputs = [t for part in self._call.inputs for t in part]
         outputs = [t for part in self._call.outputs for t in part]
         if any(map(is_freed, inputs)):
@@ -86,7 +86,7 @@ class BufferGuard:
 
     def _kept(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for pieces, kept in zip(self._call.inputs, self._inputs, strict=True):
-            # A reduce-scatter's pieces are kept as one.
+            # The snapshot of a reduce-scatter has its pieces joined.
             is_joined = self._call.op is Op.REDUCE_SCATTER
             parts = torch.split(kept[0], [t.numel() for t in pieces]) if is_joined else kept
             yield from zip(pieces, parts, strict=True)
@@ -136,12 +136,12 @@ def _holds_only(tensor: torch.Tensor, element: torch.Tensor) -> bool:
     bits, expected = _bits(tensor), _bits(element)
     if expected.numel() > 1:  # complex
         return bool((bits == expected).all())
-    low, high = torch.aminmax(bits)  # ten times as fast as to compare each
+    low, high = torch.aminmax(bits)  # ten times as fast as comparing each element
     return bool(low == expected) and bool(high == expected)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits of the elements as integers, a row for each: as these a NaN equals itself."""
+    """Return the bits of the elements as integers, one row each: as integers, a NaN equals itself."""
     plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     return plain.view(_INTEGERS[plain.element_size()]).reshape(
         tensor.numel(), 2 if tensor.is_complex() else 1

@@ -1,4 +1,4 @@
-"""What a collective of the threads world may end in, other than its result."""
+"""The errors of a collective of the threads world."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ class CollectiveError(EngineError):
 
 
 class CollectiveMismatchError(CollectiveError):
-    """Ranks called different collectives as one and the same, or with sizes that do not fit together."""
+    """Ranks called different collectives as if they were one, or with sizes that do not fit together."""
 
 
 class CollectiveRefusedError(CollectiveError):
-    """A collective that has no meaning, or that no CPU backend carries; use another reduce op or dtype."""
+    """A collective that has no meaning, or that no CPU backend supports; use another reduce op or dtype."""
 
 
 class CollectiveTimeoutError(CollectiveError):
-    """A rank did not come to a collective within the group's own timeout."""
+    """A rank did not arrive at a collective within the group's own timeout."""
 
 
 class DeadlockError(CollectiveError):
-    """Every rank that has not returned waits for another one; look at what each of them waits for."""
+    """Every rank that has not returned waits for another one; compare the waits of all ranks."""
 
 
 class WorldAbandonedError(BaseException):
-    """Another rank failed, so this one stops; no Exception, so that an engine's ``except`` lets it pass."""
+    """Another rank failed, so this one stops; not an Exception, so that an engine's ``except`` does not catch it."""

@@ -1,9 +1,8 @@
-"""Who is blocked on what, and when that can never end. Knows ranks and threads, not collectives.
+"""Deadlock detection: which rank is blocked on which operation. Handles ranks and threads, not collectives.
 
-[Note: deadlock] Ranks are deadlocked when each of them has returned or is blocked: no rank is left to bring
-what any of them waits for. That is no timeout: a rank that computes is not blocked, and what it has issued
-asynchronously has already arrived. A rank is blocked when its own thread is, and with it every other thread
-through which it ever communicated.
+[Note: deadlock] Ranks are deadlocked when each of them has returned or is blocked: no rank is left that could satisfy
+any of the waits. That is no timeout: a rank that computes is not blocked, and its asynchronous calls have already
+arrived. A rank is blocked when its own thread is, together with every other thread through which it ever communicated.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _HINT = "make every rank issue the same collectives of each group, in one order"
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Waiter:
-    """One blocked thread; released when what it awaits is over."""
+    """One blocked thread; released when the operation that it awaits is over."""
 
     awaited: PendingOp
     call: Call
@@ -43,21 +42,21 @@ class DeadlockDetector:
     _homes: dict[int, int] = field(default_factory=dict)
 
     def seen(self, rank: int) -> None:
-        """Note that the calling thread communicates for ``rank``."""
+        """Record that the calling thread communicates for ``rank``."""
         thread = threading.get_ident()
         self._threads.setdefault(rank, set()).add(thread)
         if is_home_thread():
             self._homes[rank] = thread
 
     def enter(self, awaited: PendingOp, call: Call) -> Waiter:
-        """Note that the calling thread is about to block."""
+        """Record that the calling thread is about to block."""
         sleeper = self.scheduler.sleeper()
         waiter = Waiter(awaited=awaited, call=call, thread=threading.get_ident(), sleeper=sleeper)
         self._waiters[waiter] = None
         return waiter
 
     def leave(self, waiter: Waiter) -> None:
-        """Note that a waiter has given up by itself."""
+        """Record that a waiter has given up by itself."""
         self._waiters.pop(waiter, None)
 
     def release(self, awaited: PendingOp | None) -> None:
@@ -68,7 +67,7 @@ class DeadlockDetector:
             self.scheduler.wake(waiter.sleeper)
 
     def resolve(self) -> None:
-        """Fail what can never complete, and release who waits for it."""
+        """Fail the operations that can never complete, and release the threads that wait for them."""
         left = frozenset(self.left)
         stuck = list(self._waiters) if self._is_deadlock() else []
         stuck = stuck or [w for w in self._waiters if left and w.awaited.is_unsatisfiable(left)]

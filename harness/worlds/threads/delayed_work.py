@@ -1,4 +1,4 @@
-"""The work of one call: its outputs hold poison until the rank waits, then the result."""
+"""The work of one call: its outputs contain poison until the rank waits, then the result."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from shardproof.harness.worlds.threads.rendezvous import PendingOp, PostedReceiv
 
 @dataclass(slots=True)
 class Delay:
-    """How late the result of a collective is that all ranks have joined.
+    """How late the result of a collective is after all ranks have joined.
 
-    ``num_calls``: after so many further calls of its rank it is written, wait or no wait; None: not before the
-    wait. ``num_polls``: so often asking whether it is complete is answered with no.
+    ``num_calls`` is the number of further calls of its rank after which the result is written, even without a wait;
+    None: not before the wait. ``num_polls`` is the number of polls for completion that return False.
     """
 
     num_calls: int | None = None
@@ -30,41 +30,41 @@ class Delay:
 
 
 class WorkOwner(Protocol):
-    """Owns works: has their ranks wait, and receives what becomes of them."""
+    """Owns works: makes their ranks wait, and receives their results."""
 
     def block(self, awaited: PendingOp, call: Call, timeout_s: float | None) -> None:
         """Return once ``awaited`` is complete; raises its error, a timeout, or the world's end."""
 
     def give_way(self) -> None:
-        """Let other ranks run: this one asks over and over."""
+        """Let other ranks run, because this one polls."""
 
     def delivered(self, work: DelayedWork, guard: BufferGuard | None) -> None:
         """Record that a result is about to be written; the guard of an asynchronous call's buffers ends."""
 
 
 class DelayedWork(dist.Work):
-    """One rank's part in something awaited; results are written by the rank's own thread, when it waits.
+    """One rank's part in an awaited operation; the rank's own thread writes the results when it waits.
 
-    Or earlier, where its delay says so.
+    Its delay may write them earlier.
     """
 
     def __init__(
         self, call: Call, awaited: PendingOp, owner: WorkOwner, guard: BufferGuard | None, delay: Delay
     ) -> None:
         super().__init__()
-        self._pending: Call | None = call  # None once delivered, so that the tensors can go
+        self._pending: Call | None = call  # None once delivered, so that the tensors can be freed
         self._awaited: PendingOp | None = awaited
         self._owner = owner
         self._guard = guard
         self._delay = delay
         self._delivering = threading.RLock()
-        # Weak: a work that is still referenced must not keep the tensors that the engine has let go of.
+        # Weak: a work that is still referenced must not keep tensors alive that the engine has released.
         self._results = [weakref.ref(t) for part in call.outputs for t in part]
         self._source = call.peer
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until all ranks have joined, then write the outputs; only the first wait does anything."""
-        # C++ spells "no timeout of its own" as zero.
+        # C++ passes zero for "no timeout of its own".
         limit_s = timeout.total_seconds() if timeout else None
         with self._delivering:
             call, awaited = self._pending, self._awaited
@@ -86,7 +86,7 @@ class DelayedWork(dist.Work):
         return self._pending
 
     def pass_call(self) -> None:
-        """Note that the rank makes another call: the result comes now, if it is as late as it shall be."""
+        """Record that the rank makes another call: the result is written now, if its delay is over."""
         if self._delay.num_calls is None or self._awaited is None or not self._awaited.is_over:
             return
         self._delay.num_calls -= 1
@@ -133,7 +133,7 @@ class DelayedWork(dist.Work):
         return None if self._awaited is None else self._awaited.error
 
     def source_rank(self) -> int:
-        """Return the group rank that a received message came from."""
+        """Return the group rank of a received message's sender."""
         return -1 if self._source is None else self._source
 
     def _source_rank(self) -> int:

@@ -1,8 +1,8 @@
-"""State that torch keeps once per process, kept once per rank thread: default groups, devices and random generators.
+"""Makes state that torch has once per process separate per rank thread: default groups, devices and random generators.
 
-[Note: substitution] A random operator that is given no generator asks for the process's. Its kernel is replaced
-by one that, on a rank's thread, passes the rank's own generator instead; so nothing is swapped or locked, and
-ranks draw side by side. Operators that take no generator draw through others that do.
+[Note: substitution] A random operator without a generator argument uses the process's default generator. The harness
+replaces its kernel by one that, on a rank's thread, passes the rank's own generator instead. So nothing is swapped or
+locked, and ranks draw concurrently. Operators that take no generator draw through others that do.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _own = _Own()
 
 
 class _WorldOfThread:
-    """Stands in for torch's table of process groups and hands over to the calling thread's."""
+    """Replaces torch's table of process groups and delegates to the calling thread's."""
 
-    def __getattr__(self, name: str) -> Any:  # Any: whatever torch's own table has under this name
+    def __getattr__(self, name: str) -> Any:  # Any: the attributes of torch's own table
         return getattr(_own.state, name)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -52,8 +52,8 @@ class _WorldOfThread:
 def isolate_threads() -> Iterator[None]:
     """Isolate the process groups, meshes and random numbers of every thread, until exit.
 
-    A thread that a rank starts belongs to that rank: it sees the groups that the rank had at the time. Call
-    once, before any rank starts, in a process that hosts ranks and nothing else.
+    A thread that a rank starts belongs to that rank: it sees the groups that the rank had at the time. Call once,
+    before any rank starts, in a process that hosts only ranks.
     """
     with ExitStack() as stack:
         stack.enter_context(process_groups.replace_world(_WorldOfThread()))
@@ -69,7 +69,7 @@ def isolate_threads() -> Iterator[None]:
 
 def _heirs() -> Replacement:
     """Make a thread that a rank starts act for this rank."""
-    start = threading.Thread.start  # every way of starting a thread ends there
+    start = threading.Thread.start  # every way to start a thread calls this method
 
     def start_as_heir(thread: threading.Thread) -> None:
         rank = current_rank()
@@ -84,7 +84,7 @@ def _heirs() -> Replacement:
                 process_groups.register_in_thread(state.pg_names)
                 run()
 
-            thread.run = run_as_heir  # type: ignore[method-assign]  # the instance's: subclasses override it
+            thread.run = run_as_heir  # type: ignore[method-assign]  # on the instance: subclasses override it
         start(thread)
 
     return Replacement(lambda: [(threading.Thread, "start", start_as_heir)])
@@ -101,7 +101,7 @@ _own_generator = _OwnGenerator()
 
 
 class _Default(torch.Generator):
-    """Stands where torch keeps the default generator and acts on the calling rank's."""
+    """Replaces torch's default generator and delegates to the calling rank's."""
 
     def __new__(cls, process_wide: torch.Generator) -> _Default:
         return super().__new__(cls)
@@ -111,7 +111,7 @@ class _Default(torch.Generator):
         self.first_state = process_wide.get_state()
 
     def actual(self) -> torch.Generator:
-        """Return the calling thread's generator; a rank's starts as the process's stood at installation."""
+        """Return the calling thread's generator; a rank's starts from the process's state at installation."""
         if current_rank() is None:
             return self.process_wide
         if _own_generator.generator is None:
@@ -158,7 +158,7 @@ class _RandomKernel:
 
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         given = kwargs.get(_GENERATOR)
-        # The default generator itself is what `generator=torch.default_generator` passes.
+        # `generator=torch.default_generator` passes the default generator itself.
         if given is None or generator_address(given) in self._defaults:
             kwargs[_GENERATOR] = self._default.actual()
         return self._original.call_boxed(keyset, *args, **kwargs)
@@ -174,10 +174,10 @@ def rank_generators() -> Iterator[None]:
 
 
 def rank_generator() -> torch.Generator | None:
-    """Return the generator that the calling rank has drawn from so far, to hand to a thread of its own."""
+    """Return the generator that the calling rank has used so far, to pass it to a thread that the rank starts."""
     return _own_generator.generator
 
 
 def inherit_generator(generator: torch.Generator | None) -> None:
-    """Draw from a generator of the rank's other thread on this one too."""
+    """Use the generator of the rank's other thread on this one too."""
     _own_generator.generator = generator

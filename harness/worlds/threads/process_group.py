@@ -1,4 +1,4 @@
-"""The process-group backend `threads`: its store, its groups, and how a group is split."""
+"""The process-group backend `threads`: its store, its groups, and the splitting of groups."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shardproof.harness.errors import EngineError
 from shardproof.harness.torch_compat.process_groups import GroupOptions, Store, create_subgroup, fake_backend
 from shardproof.harness.worlds.threads.scheduler import Scheduler, SleepingRank
 
-_TIMEOUT = timedelta(minutes=5)  # where the caller gives none; torch's own stores have the same
+_TIMEOUT = timedelta(minutes=5)  # the default, equal to that of torch's own stores
 
 
 class MemoryStore(Store):
-    """A store in memory whose waits let other ranks have their turn, as torch's own in C++ would not.
+    """A store in memory whose waits let other ranks run, unlike torch's own stores in C++.
 
-    ``turns`` are those of the ranks that run now. Methods are named as torch's C++ looks them up.
+    ``turns`` are the turns of the ranks that run now. torch's C++ looks up the methods by these names.
     """
 
     def __init__(self) -> None:
@@ -29,24 +29,24 @@ class MemoryStore(Store):
         self._sleepers: dict[SleepingRank, Sequence[str]] = {}  # and the keys that each waits for
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Set a value; ranks that wait for the key go on."""
+        """Set a value, and wake the ranks that wait for the key."""
         with self.scheduler.lock:
             self._put(key, value if isinstance(value, bytes) else value.encode())
 
     def get(self, key: str) -> bytes:
-        """Wait for a key and give its value."""
+        """Wait for a key and return its value."""
         self.wait([key])
         return self._values[key]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, which is 0 at first; gives the sum."""
+        """Add to a number, which is initially 0; returns the sum."""
         with self.scheduler.lock:
             total = int(self._values.get(key, b"0")) + amount
             self._put(key, str(total).encode())
             return total
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:  # type: ignore[override]
-        """Set a value where the old one is as expected, or where both are missing; gives what is there then."""
+        """Set a value if the old one equals ``expected``, or if both are missing; returns the value afterwards."""
         with self.scheduler.lock:
             if self._values.get(key, b"") == bytes(expected):
                 self._put(key, bytes(desired))
@@ -56,7 +56,7 @@ class MemoryStore(Store):
         return all(key in self._values for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta = _TIMEOUT) -> None:
-        """Wait for all keys; raises DistStoreError where they do not come in time."""
+        """Wait for all keys; raises DistStoreError if they do not arrive in time."""
         with self.scheduler.lock:
             if self.check(keys):
                 return
@@ -70,7 +70,7 @@ class MemoryStore(Store):
                 raise dist.DistStoreError(f"timeout: no {list(keys)} within {timeout.total_seconds()} s")
 
     def deleteKey(self, key: str) -> bool:  # noqa: N802 - C++'s name
-        """Remove a key; says whether it was there."""
+        """Remove a key; returns whether it existed."""
         return self._values.pop(key, None) is not None
 
     def getNumKeys(self) -> int:  # noqa: N802 - C++'s name
@@ -111,7 +111,7 @@ def split_group(
     if mine is None:
         return None
     ranks = [parent_ranks[rank] for rank in mine]
-    # Every member of the parent splits the same number of times, so all of them arrive at one name.
+    # Every member of the parent splits the same number of times, so all of them compute the same name.
     name = f"{parent.group_name}:split:{nth}:{'_'.join(map(str, ranks))}"
     description = group_desc or f"{parent.group_desc}:split:{nth}"
     return create_subgroup(
@@ -147,7 +147,7 @@ def _check_part(part: Sequence[int], parent_size: int) -> None:
         )
 
 
-# One count for each group object; a group belongs to one rank, so threads never share an entry.
+# One count per group object; a group belongs to one rank, so threads never share an entry.
 _splits: dict[dist.ProcessGroup, int] = {}
 
 
@@ -161,16 +161,16 @@ BACKEND = "threads"
 
 
 def register_threads_backend() -> None:
-    """Make ``init_process_group("threads")`` work in this process; does nothing the second time."""
+    """Register the backend so that ``init_process_group("threads")`` works in this process; idempotent."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
 
 
 def global_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Return a group's global ranks in group order, of whatever backend it is.
+    """Return a group's global ranks in group order, for any backend.
 
-    An engine may build a group without `new_group`, so that torch knows nothing of its ranks. If the group is as
-    large as the world and this rank has its own number there, all ranks are taken to have theirs.
+    An engine may build a group without `new_group`, so that torch has no record of its ranks. If the group is as large
+    as the world and this rank has its own number there, all ranks are assumed to have theirs.
     """
     try:
         return tuple(dist.get_process_group_ranks(group))
@@ -186,5 +186,5 @@ def global_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
         return tuple(range(size))
 
 
-def _create(options: Any, _backend_options: object) -> Any:  # Any: torch hands over C++ values without stubs
+def _create(options: Any, _backend_options: object) -> Any:  # Any: torch passes C++ values without stubs
     return fake_backend(options.group_rank, options.group_size)

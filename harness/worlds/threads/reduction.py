@@ -1,8 +1,8 @@
-"""The arithmetic of a reduction between ranks that are threads, and what can be reduced.
+"""The arithmetic of a reduction between ranks that are threads, and the supported ops and dtypes.
 
-[Note: order of accumulation] A reduction starts from rank 0's values and takes in the other ranks in rank
-order, one at a time, in the tensors' own dtype: ((x0 + x1) + x2) + x3. Every rank gets that one result. An
-average is that sum divided by the number of ranks, the division too in the tensors' dtype.
+[Note: order of accumulation] A reduction starts from rank 0's values and adds the other ranks in rank order, one at a
+time, in the tensors' own dtype: ((x0 + x1) + x2) + x3. Every rank gets that one result. An average is that sum divided
+by the number of ranks, with the division in the tensors' dtype as well.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ORDERED = frozenset({"MIN", "MAX"})
 
 
 def check_reducible(op: RedOp, dtype: torch.dtype, where: str) -> None:
-    """Raise CollectiveRefusedError when ``op`` has no meaning for ``dtype``."""
+    """Raise CollectiveRefusedError if ``op`` has no meaning for ``dtype``."""
     name = _name(op)
     is_real_number = dtype.is_floating_point or dtype.is_complex
     if name not in _STEPS:
@@ -58,7 +58,7 @@ def reduce_flat(op: RedOp, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-@cache  # the binding looks its name up by walking all members, which costs more than a small reduction
+@cache  # the binding finds its name by a search over all members, which costs more than a small reduction
 def _name(op: RedOp) -> str:
     return op.name
 

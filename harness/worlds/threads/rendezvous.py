@@ -1,4 +1,4 @@
-"""What a rank may block on: a rendezvous of a whole group, or a message to receive; and their data."""
+"""The operations on which a rank may block, and their data: a rendezvous of a whole group, or a message to receive."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _REDUCTIONS = frozenset({Op.ALL_REDUCE, Op.REDUCE})
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Contribution:
-    """One rank's call together with what its inputs held at the time."""
+    """One rank's call together with the values of its inputs at the time."""
 
     call: Call
     inputs: Pieces
 
 
 def snapshot(call: Call) -> Pieces:
-    """Copy a call's inputs, flat, because the caller may write to them, or we to outputs that alias them.
+    """Copy a call's inputs, flat, because the caller may write to them, or the transport to outputs that alias them.
 
-    A synchronous reduction is left where it is: its caller is blocked until the result has been computed.
+    The inputs of a synchronous reduction are not copied: its caller is blocked until the result has been computed.
     """
     if call.op in _REDUCTIONS and not call.is_async:
         return call.inputs
     if call.op is Op.REDUCE_SCATTER:
-        # One tensor per rank: it is reduced whole and cut afterwards.
+        # One tensor per rank: it is reduced whole and split afterwards.
         return tuple((torch.cat([t.reshape(-1) for t in pieces]),) for pieces in call.inputs)
     return tuple(
         tuple(t.clone(memory_format=torch.contiguous_format).view(-1) for t in pieces)
@@ -42,7 +42,7 @@ def snapshot(call: Call) -> Pieces:
 
 
 class PendingOp:
-    """Something that completes or fails once; the transport's lock guards it."""
+    """An operation that completes or fails once; the transport's lock guards it."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -50,7 +50,7 @@ class PendingOp:
         self.error: CollectiveError | None = None
 
     def absent(self) -> tuple[int, ...]:
-        """Global ranks that have still to come."""
+        """Global ranks that have not arrived."""
         raise NotImplementedError
 
     def is_unsatisfiable(self, left: frozenset[int]) -> bool:
@@ -58,7 +58,7 @@ class PendingOp:
         raise NotImplementedError
 
     def sources(self, i: int, rank: int) -> Sequence[torch.Tensor]:
-        """Return what belongs in the pieces of ``outputs[i]`` of a group rank, once complete."""
+        """Return the sources for the pieces of ``outputs[i]`` of a group rank, once complete."""
         raise NotImplementedError
 
 
@@ -66,7 +66,7 @@ Sources = Callable[[int, int], Sequence[torch.Tensor]]
 
 
 class Rendezvous(PendingOp):
-    """One collective of one group: every member deposits its call, the last one to come settles it."""
+    """One collective of one group: every member deposits its call, the last one to arrive settles it."""
 
     def __init__(self, where: str, ranks: tuple[int, ...]) -> None:
         super().__init__(where)
@@ -76,7 +76,7 @@ class Rendezvous(PendingOp):
 
     @property
     def is_full(self) -> bool:
-        """Whether every member has come."""
+        """Return whether every member has arrived."""
         return len(self.arrivals) == len(self.ranks)
 
     def add(self, arrival: Contribution) -> None:
@@ -87,23 +87,23 @@ class Rendezvous(PendingOp):
             refuse_sides([a.call for a in self.arrivals.values()], self.where)
 
     def settle(self) -> None:
-        """Compute the result once for all members, from what they deposited; raises CollectiveError."""
+        """Compute the result once for all members, from their deposits; raises CollectiveError."""
         arrivals = [self.arrivals[rank] for rank in range(len(self.ranks))]
         check_pieces({rank: a.call for rank, a in self.arrivals.items()}, self.where)
         try:
             self._sources = _settle(arrivals)
-        except RuntimeError as error:  # an arithmetic that torch has not for this dtype
+        except RuntimeError as error:  # torch does not implement the arithmetic for this dtype
             raise CollectiveRefusedError(
                 self.where, expected="tensors that can be combined", got=str(error), hint="another dtype"
             ) from error
-        self.arrivals.clear()  # each work keeps this rendezvous until it took its part; the calls can go now
+        self.arrivals.clear()  # each work keeps this rendezvous until it took its part; the calls can be released now
 
     def absent(self) -> tuple[int, ...]:
         """Members that have not deposited their call."""
         return tuple(g for rank, g in enumerate(self.ranks) if rank not in self.arrivals)
 
     def is_unsatisfiable(self, left: frozenset[int]) -> bool:
-        """One member missing for good is enough."""
+        """Return whether at least one missing member has left."""
         return not left.isdisjoint(self.absent())
 
     def sources(self, i: int, rank: int) -> Sequence[torch.Tensor]:
@@ -140,7 +140,7 @@ def _settle(arrivals: Sequence[Contribution]) -> Sources:
 
 
 class Message(PendingOp):
-    """What one rank sent; complete when it is received, because no backend promises to buffer it."""
+    """A message of one rank; complete when it is received, because no backend promises to buffer it."""
 
     def __init__(self, where: str, arrival: Contribution) -> None:
         super().__init__(where)
@@ -148,16 +148,16 @@ class Message(PendingOp):
         self.source = arrival.call.rank  # group rank
 
     def absent(self) -> tuple[int, ...]:
-        """The rank that it was sent to."""
+        """The destination rank."""
         call = self.arrival.call
         return () if call.peer is None else (call.ranks[call.peer],)
 
     def is_unsatisfiable(self, left: frozenset[int]) -> bool:
-        """Only its destination can receive it."""
+        """Return whether its destination, the only possible receiver, has left."""
         return left.issuperset(self.absent())
 
     def sources(self, i: int, rank: int) -> Sequence[torch.Tensor]:
-        """A send has no results."""
+        """Return nothing: a send has no results."""
         return ()
 
 
@@ -167,12 +167,12 @@ class PostedReceive(PendingOp):
     def __init__(self, where: str, call: Call) -> None:
         super().__init__(where)
         self.call = call
-        self.source = call.peer  # group rank; of a receive from any source, known once it is complete
+        self.source = call.peer  # group rank; for a receive from any source, known once it is complete
         self._is_any = self.source is None
         self._message: Message | None = None
 
     def accepts(self, source: int) -> bool:
-        """Return whether a message from this group rank is one that was asked for."""
+        """Return whether this receive accepts messages from a group rank."""
         return self._is_any or source == self.source
 
     def take(self, message: Message) -> None:
@@ -182,30 +182,30 @@ class PostedReceive(PendingOp):
         self._message = message
 
     def absent(self) -> tuple[int, ...]:
-        """Ranks that may send what is awaited."""
+        """Ranks that may send the awaited message."""
         ranks = self.call.ranks
         if self._is_any:
             return tuple(g for rank, g in enumerate(ranks) if rank != self.call.rank)
         return () if self.source is None else (ranks[self.source],)
 
     def is_unsatisfiable(self, left: frozenset[int]) -> bool:
-        """Only when no source is left."""
+        """Return whether all sources have left."""
         return left.issuperset(self.absent())
 
     def sources(self, i: int, rank: int) -> Sequence[torch.Tensor]:
-        """Return what the message holds."""
+        """Return the tensors of the message."""
         return () if self._message is None else self._message.arrival.inputs[i]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Mailbox:
-    """Messages and receives of one destination and tag that have not met; first come, first served."""
+    """Unmatched messages and receives of one destination and tag; first come, first served."""
 
     messages: deque[Message] = field(default_factory=deque)
     receives: list[PostedReceive] = field(default_factory=list)
 
     def deliver(self, message: Message) -> PostedReceive | None:
-        """Return the earliest receive that a message is for, if one was posted; else keep the message."""
+        """Return the earliest posted receive that accepts a message; if there is none, keep the message."""
         for posted in self.receives:
             if posted.accepts(message.source):
                 self.receives.remove(posted)
@@ -214,7 +214,7 @@ class Mailbox:
         return None
 
     def post(self, posted: PostedReceive) -> Message | None:
-        """Return the earliest message for a receive, if one came; else keep the receive."""
+        """Return the earliest message for a receive; if there is none, keep the receive."""
         for message in self.messages:
             if posted.accepts(message.source):
                 self.messages.remove(message)

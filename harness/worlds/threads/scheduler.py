@@ -1,14 +1,13 @@
-"""Whose turn it is: rank threads run one at a time and change places where they communicate, in an order from a seed.
+"""The cooperative scheduler: rank threads run one at a time and switch where they communicate, in an order from a seed.
 
-[Note: why turns] What differs from run to run of rank threads is which of them comes first to a rendezvous. If only
-one of them runs, and hands over at nothing but communication, then that is decided here and nowhere else: the same
-seed gives the same run, whatever else the machine does. Threads of one process share the interpreter's lock, so
-little is lost by it.
+[Note: why turns] Runs of rank threads differ in the order in which ranks arrive at a rendezvous. If only one thread
+runs, and switches only at communication, then the scheduler alone decides that order. The same seed gives the same run,
+whatever else the machine does. Threads of one process share the interpreter's lock, so this costs little.
 
-[Note: given up] A rank that waits for something else than communication, such as a lock that another rank holds,
-would keep its turn for ever, as would one that computes for ever; and a thread that an engine starts beside the rank's
-own has none. In all these cases turns are given up: all ranks run freely from then on, and what they do may differ
-from run to run.
+[Note: given up] A rank that waits for anything but communication, such as a lock that another rank holds, would keep
+its turn for ever. So would a rank that computes for ever. A thread that an engine starts beside the rank's own has no
+turn. In all these cases turns are given up: all ranks run freely from then on, and may behave differently from run to
+run.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ _LONGEST_TURN_S = 5.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SleepingRank:
-    """A thread that sleeps, or is about to; ``rank`` is None for one that has no turns."""
+    """A thread that sleeps, or is about to; ``rank`` is None for one without turns."""
 
     rank: int | None
     condition: threading.Condition
 
 
 class Scheduler:
-    """The turns of one world. ``lock`` guards them, and whatever its users change together with them.
+    """The turns of one world. ``lock`` guards them, and all state that its users change together with them.
 
-    A thread that never began, and any thread but the one that did, runs freely. A turn longer than ``longest_s`` is the
-    last one.
+    A thread that never called `begin`, and every other thread of the rank, runs freely. A turn longer than
+    ``longest_s`` is the last one.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Scheduler:
         self._clocks: dict[int, int] = {}  # of ranks between their beginning and their end
 
     def begin(self, rank: int) -> None:
-        """Enter on the rank's own thread; returns once all ranks have and it is this one's turn."""
+        """Enter on the rank's own thread; returns once all ranks have entered and it is this one's turn."""
         with self.lock:
             self._clocks[rank] = time.pthread_getcpuclockid(threading.get_ident())
             self._absent.discard(rank)
@@ -83,7 +82,7 @@ class Scheduler:
             self._hand_over_from(rank)
 
     def offer(self) -> None:
-        """Let another rank go first, if the seed says so."""
+        """Let another rank go first, if the seed decides so."""
         if self.seed == RUN_UNTIL_BLOCKED:
             return
         with self.lock:
@@ -93,7 +92,7 @@ class Scheduler:
                 self._await_turn(rank)
 
     def give_way(self) -> None:
-        """Let another rank go first if any can go: this one asks over and over for what another has to bring."""
+        """Let another rank go first if any can: this one polls for a result that needs another rank."""
         with self.lock:
             rank = self.sleeper().rank
             if rank is not None and self.given_up is None and len(self._ready) > 1:
@@ -103,7 +102,7 @@ class Scheduler:
                 self._await_turn(rank)
 
     def sleeper(self) -> SleepingRank:
-        """Return what the calling thread, which holds ``lock``, is to be woken by."""
+        """Return the sleeper of the calling thread, which holds ``lock``; `wake` takes it."""
         rank = current_rank()
         if rank is None or rank not in self._clocks:
             return SleepingRank(None, threading.Condition(self.lock))
@@ -120,7 +119,7 @@ class Scheduler:
         if rank is not None:
             self._ready.discard(rank)
             self._hand_over_from(rank)
-        # A waiting rank learns that it is over when it is scheduled; till then it checks that turns still pass.
+        # A waiting rank sees that its wait is over when it is scheduled; until then it checks that turns still pass.
         longest_s = None if rank is None else _LOOK_EVERY_S
         while not is_over():
             left_s = longest_s
@@ -136,7 +135,7 @@ class Scheduler:
     def wake(self, sleeper: SleepingRank) -> None:
         """Wake the threads that wait for a condition; the caller holds ``lock``.
 
-        Who has to await its turn is woken by that alone: to wake it twice would double the switches between threads.
+        A rank with turns is woken by its turn alone: waking it twice would double the switches between threads.
         """
         if sleeper.rank in self._clocks:
             self._ready.add(sleeper.rank)
@@ -152,7 +151,7 @@ class Scheduler:
                 sleeper.condition.notify_all()
 
     def _hand_over_from(self, rank: int | None) -> None:
-        """Pass the turn on if ``rank`` holds it (None: no rank); before all ranks have begun, to none."""
+        """Pass the turn on if ``rank`` holds it (None: no rank holds it); does nothing before all ranks have begun."""
         if self._holder != rank or self._absent:
             return
         self._holder = self._pick()
@@ -184,7 +183,7 @@ class Scheduler:
 
 
 class _Look:
-    """How long one turn has lasted, as seen by who waits for it, and whether its holder computes at all."""
+    """How long one turn has lasted, as seen by a waiting rank, and whether its holder computes at all."""
 
     def __init__(self) -> None:
         self._turn = -1
@@ -195,7 +194,7 @@ class _Look:
         self.is_stalled = False
 
     def again(self, num_turns: int, cpu_s: float) -> None:
-        """Look once more; ``cpu_s`` is the processor time that the holder has used."""
+        """Update the measurement; ``cpu_s`` is the processor time that the holder has used."""
         now = time.monotonic()
         if self._turn != num_turns:
             self._turn, self._began = num_turns, now

@@ -1,13 +1,13 @@
-"""The transport of the threads world: ranks meet in memory. Data and who waits; no process groups.
+"""The transport of the threads world: ranks exchange data in memory. It handles data and waits, not process groups.
 
-[Note: what is late] A call copies its inputs and returns; if it is asynchronous its outputs are poisoned
-until the rank waits on its work. So an engine that reads a result too early reads NaN every time, not once in
-a while, and one that never waits trains on NaN. When the result is there, the call's buffers are looked at: an
-input that changed or is gone, or an output that is not poison any more, was touched while it was the transport's.
+[Note: what is late] A call copies its inputs and returns. If it is asynchronous its outputs are poisoned until the rank
+waits on its work. So an engine that reads a result too early reads NaN every time, not only sometimes, and one that
+never waits trains on NaN. When the result is there, the transport checks the call's buffers. An input that changed or
+was freed, or an output that is no longer poison, was accessed while the call was in flight.
 
-[Note: schedules] Which rank runs, and how late each result is, is drawn from the seed of the turns, and from nothing
-else: of the first one, by the transport's own order of calls; of the second, by each rank's. Under the seed
-RUN_UNTIL_BLOCKED every result is as late as can be.
+[Note: schedules] The seed of the turns alone decides which rank runs, and how late each result is. The first depends on
+the transport's own order of calls, the second on each rank's. Under the seed RUN_UNTIL_BLOCKED every result is as late
+as possible.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ from shardproof.harness.worlds.threads.validation import check_alone
 
 _GroupKey = tuple[str, tuple[int, ...]]
 _BoxKey = tuple[_GroupKey, int, int]
-# The delay of each asynchronous call is drawn from these; see Delay. The longest finds most, so it has half.
+# The delay of each asynchronous call is drawn from these; see Delay. The longest detects most, so it has half of them.
 _NUM_CALLS = (None, None, None, 0, 1, 3)
 _NUM_POLLS = (0, 0, 1, 3)
 OnViolation = Callable[[ViolationKind, str], None] | None
 
 
 class _Open(NamedTuple):
-    """An asynchronous work whose result is not written yet, and the receiver of its harms."""
+    """An asynchronous work whose result is not written yet, and the receiver of its violations."""
 
     work: DelayedWork
     on_violation: OnViolation
 
 
 class InMemoryTransport:
-    """What the rank threads of one world share; moves the data of every intercepted call."""
+    """State that the rank threads of one world share; moves the data of every intercepted call."""
 
     def __init__(self, world_size: int, scheduler: Scheduler | None = None) -> None:
         self._scheduler = scheduler or Scheduler(world_size)
@@ -78,7 +78,7 @@ class InMemoryTransport:
     def start(self, call: Call, on_violation: OnViolation = None) -> dist.Work:
         """Start a call and return its work; a synchronous call has completed by then.
 
-        ``on_violation`` receives what becomes of the buffers of an asynchronous one before its result is there.
+        ``on_violation`` receives each use of the buffers of an asynchronous call before its result is there.
         """
         self._scheduler.offer()
         self._pass_call(call.global_rank)
@@ -115,7 +115,7 @@ class InMemoryTransport:
                 found.on_violation(kind, call_site())
 
     def leave(self, rank: int) -> None:
-        """Note that a rank's body has returned: it will bring nothing more."""
+        """Record that a rank's body has returned: it makes no more calls."""
         with self._lock:
             self._detector.left.add(rank)
             self._detector.resolve()
@@ -176,7 +176,7 @@ class InMemoryTransport:
         return rendezvous
 
     def _settle(self, rendezvous: Rendezvous) -> None:
-        """Compute outside the lock, so that other groups go on; then let all ranks take their part."""
+        """Compute outside the lock, so that other groups make progress; then let all ranks take their part."""
         error: CollectiveError | None = None
         try:
             rendezvous.settle()
@@ -239,7 +239,7 @@ class InMemoryTransport:
                 self._sleep(awaited, call, timeout_s)
             error = awaited.error
         if error is not None:
-            raise copy.copy(error)  # each rank its own, with its own traceback
+            raise copy.copy(error)  # one copy per rank, with its own traceback
 
     def _sleep(self, awaited: PendingOp, call: Call, timeout_s: float | None) -> None:
         waiter = self._detector.enter(awaited, call)

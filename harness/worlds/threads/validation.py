@@ -1,4 +1,4 @@
-"""Whether the calls of several ranks can form one collective."""
+"""Checks whether the calls of several ranks can form one collective."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shardproof.harness.worlds.threads.reduction import check_reducible
 _SAME_CALL = "issue a group's collectives in one order, with one dtype and one size, on every rank"
 _FITTING = "give every rank buffers of the sizes that its peers send"
 
-# Ops in which ranks bring different sizes by nature; their sizes are compared piece by piece.
+# Ops in which ranks may contribute different sizes; their sizes are compared piece by piece.
 _RAGGED = frozenset({Op.ALL_GATHER, Op.GATHER, Op.SCATTER, Op.ALL_TO_ALL})
 
 
 def check_alone(call: Call, where: str) -> None:
-    """Raise when a call makes no sense whatever the other ranks do."""
+    """Raise if a call is invalid independently of the other ranks."""
     tensors = [t for part in (*call.inputs, *call.outputs) for t in part]
     if call.reduce_op is not None:
         for dtype in {t.dtype for t in tensors}:
@@ -62,7 +62,7 @@ def refuse_sides(calls: Sequence[Call], where: str) -> NoReturn:
 
 
 def check_pieces(calls: Mapping[int, Call], where: str) -> None:
-    """Raise CollectiveMismatchError unless what each rank sends to each other fits what that one receives.
+    """Raise CollectiveMismatchError unless the pieces that each rank sends fit the buffers of their receivers.
 
     ``calls`` has every rank of the group, by group rank.
     """
@@ -81,7 +81,7 @@ def check_pieces(calls: Mapping[int, Call], where: str) -> None:
 
 
 def check_message(sent: Call, received: Call) -> None:
-    """Raise CollectiveMismatchError unless a message fits the buffers it is received in."""
+    """Raise CollectiveMismatchError unless a message fits the buffers of its receiver."""
     ins = [t for part in sent.inputs for t in part]
     outs = [t for part in received.outputs for t in part]
     if [(t.numel(), t.dtype) for t in ins] != [(t.numel(), t.dtype) for t in outs]:
@@ -98,7 +98,7 @@ def _signature(call: Call) -> tuple[object, ...]:
     tensors = call.described_by()
     dtypes = tuple(t.dtype for t in tensors)
     if call.op in _RAGGED:
-        # One dtype per coalesced tensor; how many pieces each rank holds is its own affair.
+        # One dtype per coalesced tensor; the number of pieces may differ between ranks.
         return (call.op, call.peer, max(len(call.inputs), len(call.outputs)), tuple(dict.fromkeys(dtypes)))
     return (call.op, call.reduce_op, call.peer, dtypes, tuple(t.numel() for t in tensors))
 
