@@ -1,4 +1,4 @@
-"""Where a case is judged: an engine in a world. No torch here."""
+"""A cell: the engine and the world in which a case is judged. No torch here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Cell:
 
     @property
     def is_placeholder(self) -> bool:
-        """Whether nothing is to be run."""
+        """Whether the cell runs no engine."""
         return self.engine == PLACEHOLDER
 
     def __str__(self) -> str:

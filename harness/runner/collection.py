@@ -1,4 +1,4 @@
-"""Wrong marks: how a session ends that found one while collecting, in this process or in a worker of xdist."""
+"""Wrong marks: ends a session that found one while collecting, in this process or in a worker of xdist."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _FROM_WORKER = "shardproof.refusal"
 
 
 class Refusals:
-    """A pytest plugin object that ends the session for what a worker refused."""
+    """A pytest plugin object that ends the session after a worker refused its marks."""
 
     # Any: xdist's node, whose package need not be there.
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Refuse here what a worker refused there."""
+        """Refuse in this process what a worker refused."""
         refused = getattr(node, "workeroutput", {}).get(_FROM_WORKER)
         if refused is not None:
             raise pytest.UsageError(refused)
 
 
 def refuse(config: pytest.Config, items: list[pytest.Item], error: UsageError) -> None:
-    """End the session for ``error``, with nothing collected: else a run of nothing would be kept.
+    """End the session for ``error``, with nothing collected; otherwise an empty run would be kept.
 
-    A worker passes the error on: what it raised would come out as a fault of xdist.
+    A worker passes the error on, because xdist would report its exception as an internal error.
     """
     items.clear()
     if not hasattr(config, "workeroutput"):

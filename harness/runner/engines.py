@@ -1,4 +1,4 @@
-"""What must be known of an engine before it is judged, asked in a process of its own, where its code may do no harm.
+"""Facts about an engine that judging needs, read in a process of its own, where its code can do no harm.
 
 The answer comes back as JSON: engine code never runs in the process that judges. No torch here.
 """
@@ -20,7 +20,7 @@ from shardproof.harness.worlds.spec import DEVICES_OF_CUDA, WorldSpec
 
 __all__ = ["EngineDescription", "Engines", "describe", "examine", "keep_description", "load_description"]
 
-# The import of a large library on a cold disk takes tens of seconds; an answer that takes longer never comes.
+# Importing a large library from a cold disk takes tens of seconds; an answer that takes longer never comes.
 _DEADLINE_S = 60.0
 # A label of the build in a version, as torch's "+cpu" is one.
 _STAND_IN = "cuda.stand.in"
@@ -41,7 +41,7 @@ class EngineDescription:
     known_version: str = ""
 
     def lacks_in(self, world: WorldSpec) -> str:
-        """Return what a world lacks for this engine, and what to try; an empty text where it lacks nothing."""
+        """Return what a world lacks for this engine, and what to try; empty where it lacks nothing."""
         if self.needs_processes and world.kind.shares_a_process:
             return "a process for each rank (try --world processes:N)"
         if self.insists_on_cuda and world.device not in DEVICES_OF_CUDA:
@@ -57,7 +57,7 @@ class EngineDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engines:
-    """The engines of a session that can be judged, and why each other one cannot."""
+    """The engines of a session that can be judged, and the reasons why the others cannot."""
 
     usable: tuple[str, ...]
     unavailable: dict[str, str] = field(default_factory=dict)
@@ -80,8 +80,8 @@ def examine(names: Iterable[str], *, limit_s: float = _DEADLINE_S) -> Engines:
 def describe(engine: str, *, limit_s: float = _DEADLINE_S) -> EngineDescription:
     """Ask for an engine's capabilities and release, once per process.
 
-    Raises EngineNotFoundError, with the cause, for an engine that does not resolve, does not answer within
-    ``limit_s``, ends the process that it is asked in, or answers with something that is no version.
+    Raises EngineNotFoundError, with the cause, for an engine that does not resolve, does not answer within ``limit_s``,
+    ends the process that it is asked in, or answers with an invalid version.
     """
     found = _known.get(engine)
     if found is None:
@@ -92,7 +92,7 @@ def describe(engine: str, *, limit_s: float = _DEADLINE_S) -> EngineDescription:
 
 
 def keep_description(description: EngineDescription, folder: Path) -> None:
-    """Write what an engine declares beside what it did, so that judging again has no question to ask it."""
+    """Write an engine's declarations beside its observations, so that judging again need not ask the engine."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _FILE).write_text(json.dumps(encode(description)))
 

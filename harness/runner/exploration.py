@@ -1,4 +1,4 @@
-"""Programs drawn from a space, judged one by one, and what fails shrunk to the least that fails in the same way."""
+"""Exploration: draws programs from a space, judges them one by one, and shrinks each failure to a minimal program."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NEIGHBOURS = 100  # of each, the latest first
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Symptom:
-    """In which way a program fails: the verdict, the broken law, and what it is about, without numbers and names."""
+    """The kind of a failure: the verdict, the broken law, and its subject, without numbers and names."""
 
     verdict: str
     law: str
@@ -45,7 +45,7 @@ class Symptom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShrunkFailure:
-    """The least program that fails in one way, of all that were tried, and the record of its failure."""
+    """The minimal failing program of those tried, and the record of its failure."""
 
     program: Program
     symptom: Symptom
@@ -55,10 +55,10 @@ class ShrunkFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exploration:
-    """What is explored: programs of a space, each a training with laws, on one engine in one world.
+    """The subject of an exploration: programs of a space, each a training with laws, on one engine in one world.
 
-    ``effort``: the schedules of each program, and whether races and lifetimes are watched. ``arcs`` is the engine's
-    code that any of the programs ran so far, on its first rank; empty where it is not counted.
+    ``effort``: the schedules of each program, and whether races and lifetimes are watched. ``arcs`` is the code of the
+    engine that the programs have run so far, on its first rank; empty where it is not counted.
     """
 
     space: Space
@@ -69,7 +69,7 @@ class Exploration:
     arcs: set[Arc] = field(default_factory=set)
 
     def judge(self, program: Program) -> Record:
-        """Judge one program; of what was observed only the arcs are kept."""
+        """Judge one program; of its observations only the arcs are kept."""
         training = self.training(program)
         if can_count():
             training = replace(training, watch=training.watch | {Watch.ARCS})
@@ -83,7 +83,7 @@ class Exploration:
                 self.arcs.update(*map(read_arcs, Path(folder).rglob(arcs_path(Path()).name)))
 
     def shrunk(self, program: Program, record: Record) -> ShrunkFailure:
-        """Return the least program that fails with the same symptom: choices are left out, half of them at first."""
+        """Return the minimal program that fails with the same symptom; at first half of the choices are left out."""
         symptom, least = symptom_of(record), program
         assert symptom is not None
         size, tried = max(1, len(program.choices) // 2), {program}
@@ -106,7 +106,7 @@ class Exploration:
 
 
 class Progress(NamedTuple):
-    """How far a hunt had come at one time of the monotonic clock [s]."""
+    """The state of a hunt at one time of the monotonic clock [s]."""
 
     time_s: float
     num_programs: int
@@ -116,10 +116,10 @@ class Progress(NamedTuple):
 
 @dataclass
 class Hunt:
-    """One hunt through a space: what was judged, seen and found so far.
+    """One hunt through a space: the programs judged, combinations seen and failures found so far.
 
-    ``pioneers`` are the latest programs that passed and ran code of the engine that none before had run, each with how
-    many neighbours are left to draw. ``progress`` has a point for each program judged.
+    ``pioneers`` are the latest passing programs that ran new code of the engine, each with the number of neighbours
+    left to draw. ``progress`` has a point for each program judged.
     """
 
     exploration: Exploration
@@ -134,7 +134,7 @@ class Hunt:
     def failing(self, program: Program) -> ShrunkFailure | None:
         """Judge one program; return its failure as it is.
 
-        A vacuous one is none: its numbers are such that an engine's fault might not show, whatever the engine.
+        A vacuous program is no failure: with its numbers a fault of any engine might not show.
         """
         num_arcs = len(self.exploration.arcs)
         record = self.exploration.judge(program)
@@ -151,7 +151,7 @@ class Hunt:
         return ShrunkFailure(program=program, symptom=symptom, record=record, drawn=program)
 
     def check(self, program: Program) -> ShrunkFailure | None:
-        """Judge one program, and shrink it if it fails; None too for a failure like one that was found before."""
+        """Judge one program, and shrink it if it fails; also None for a failure like an earlier one."""
         failure = self.failing(program)
         if failure is None:
             return None
@@ -163,7 +163,7 @@ class Hunt:
         return finding if is_new else None
 
     def _again(self, program: Program, record: Record) -> ShrunkFailure | None:
-        """Return the failure as that of a finding if the program's values in the same dimensions alone fail alike."""
+        """Return the failure as an earlier finding's if the program's values in the same dimensions fail alike."""
         symptom, space = symptom_of(record), self.exploration.space
         tried = set[Program]()
         for known in self.findings:
@@ -177,11 +177,11 @@ class Hunt:
         return None
 
     def run(self, *, until: float, num_programs: int | None = None) -> Iterator[ShrunkFailure]:
-        """Judge programs that show what was not seen yet, then any or such as are like a pioneer.
+        """Judge programs with unseen combinations, then random ones or neighbours of a pioneer.
 
-        None contains one found before.
+        No program contains an earlier finding.
 
-        Stops at ``until`` of the monotonic clock, or after so many programs.
+        Stops at ``until`` of the monotonic clock, or after ``num_programs``.
         """
         rng = random.Random(self.seed)
         left = num_programs
@@ -211,7 +211,7 @@ class Hunt:
 
 
 def symptom_of(record: Record) -> Symptom | None:
-    """Return in which way a record fails, None if it does not."""
+    """Return the symptom of a failing record, None if it does not fail."""
     if record.verdict in {Verdict.PASSED, Verdict.UNSUPPORTED}:
         return None
     broken = next((law for law in record.laws if not law.held), None)

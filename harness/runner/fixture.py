@@ -1,4 +1,4 @@
-"""pytest glue of the processes that run cases: engine-by-world parameters, the choice of cases, the `trial` fixture."""
+"""pytest glue for processes that run cases: engine-by-world parameters, the selection of cases, the `trial` fixture."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from shardproof.harness.worlds.spec import ANY, Sizes, WorldKind
 __all__ = ["Trial"]
 
 _KEPT = pytest.StashKey[int]()  # how many tests this plugin would run, had nothing else left some out
-# The world must give its own verdict, with stacks, before pytest-timeout ends the test from outside.
+# The world must report its own verdict, with stacks, before pytest-timeout ends the test from outside.
 _BEFORE_TIMEOUT_S = 3.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make ready for cases."""
-    # Comparing small tensors gains nothing from more threads, and several workers with several each spin for cores.
+    """Prepare the process for cases."""
+    # Comparing small tensors gains nothing from more threads, and threads of several workers would spin for cores.
     torch.set_num_threads(1)
 
 
@@ -60,9 +60,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # so that it sees what -k and others will leave out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect cases in worlds they make no sense for, such as two replicas of three ranks.
+    """Deselect cases in worlds that do not suit them, such as two replicas of three ranks.
 
-    When replaying, deselect also what the run to replay did not contain.
+    In a replay, deselect also the cases that the replayed run did not contain.
     """
     if will_run(config) and any("trial" in getattr(item, "fixturenames", ()) for item in items):
         try:
@@ -140,7 +140,7 @@ def trial(request: pytest.FixtureRequest, trial_session: TrialSession, cell: Cel
 def trial_session(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TrialSession]:
-    """What this session has run so far."""
+    """The session that judges this process's cases."""
     config = request.config
     replay, out = config.getoption("--replay"), config.getoption("--out")
     folder = Path(replay or out) if replay or out else tmp_path_factory.mktemp("run")
@@ -165,7 +165,7 @@ def _why_senseless(item: pytest.Item) -> str:
         return ""
     sizes: list[Sizes] = [marker.args[0] for marker in item.iter_markers("worlds")] or [ANY]
     needs = [s.name for s in sizes if not s.suits(cell.world)]
-    # On an accelerator the run says what it lacks; on a CPU, where most run, nothing is missed.
+    # On an accelerator the record says what the run lacks; on a CPU, where most runs are, it lacks nothing.
     if cell.world.device == "cpu" and (device := _lacking_device(item, cell)):
         needs.append(device)
     return f"needs {needs[0]}" if needs else ""
@@ -185,7 +185,7 @@ def _cell(item: pytest.Item) -> Cell | None:
 
 
 def _num_servers(item: pytest.Item) -> int:
-    """Return how many fork servers an item needs: one for each rank that is a process, else one."""
+    """Return the number of fork servers an item needs: one for each rank that is a process, else one."""
     cell = _cell(item)
     return cell.world.size if cell is not None and cell.world.kind is WorldKind.PROCESSES else 1
 

@@ -1,9 +1,9 @@
-"""What Ctrl-C does: the first ends the run in good order, with its reports; the second ends the process at once.
+"""Ctrl-C: the first one ends the run in good order, with its reports; the second ends the process at once.
 
-A launcher that ends its processes sends SIGTERM, also after Ctrl-C: it is then a first one, and never a second.
+A launcher that ends its processes sends SIGTERM, also after Ctrl-C: it counts as a first one, never as a second.
 
-A process that ends at once leaves nothing behind: the reaper of its fork server ends everything below it, and workers
-of xdist die with the process that started them.
+A process that ends at once leaves no process behind: the reaper of its fork server ends all of its descendants, and
+workers of xdist end with the process that started them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["interruptible", "uninterrupted"]
 
 
 class _Interrupts:
-    """The handler of SIGINT, which can be held off for the length of a write."""
+    """The handler of SIGINT, which can be deferred during a write."""
 
     def __init__(self) -> None:
         self.num_seen = 0
@@ -41,7 +41,7 @@ _handlers: list[_Interrupts] = []  # at most one, and none where Python's own ha
 
 @contextlib.contextmanager
 def interruptible(*, or_terminated: bool = False) -> Iterator[None]:
-    """Handle SIGINT so, and SIGTERM too if asked; only the main thread can, and only the outermost call does."""
+    """Handle SIGINT, and SIGTERM too if asked; only in the main thread, and only in the outermost call."""
     if _handlers or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -59,7 +59,7 @@ def interruptible(*, or_terminated: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Finish what is inside before a first SIGINT is raised; a second one still ends the process."""
+    """Finish the block before a first SIGINT is raised; a second one still ends the process."""
     if not _handlers or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""How commands call pytest on the suites: which folders, and with what settings."""
+"""Calls pytest on the suites for commands: with which folders, and with which settings."""
 
 from __future__ import annotations
 

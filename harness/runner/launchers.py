@@ -1,4 +1,4 @@
-"""Launchers that start one process per rank: one of them judges, and the others live for its launched worlds."""
+"""Launchers that start one process per rank: one of them judges, and the others serve its launched worlds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["default_worlds", "is_launched", "join_launcher", "refuse_launcher"]
 
 
 def is_launched(worlds: Sequence[str] | None) -> bool:
-    """Whether one of the worlds, as spelled on the command line, takes the ranks of a launcher."""
+    """Whether one of the worlds, as spelled on the command line, uses the ranks of a launcher."""
     return any(world.partition(":")[0] == WorldKind.LAUNCHED for world in worlds or ())
 
 

@@ -1,6 +1,6 @@
-"""What one process finds out about a user's model by a few steps of it: what it computes in, uses, and changes.
+"""Studies a user's model in its process by a few steps: its dtypes, the parameters it uses, and its changes.
 
-A model that cannot be judged is a ValueError with the cause.
+A model that cannot be judged raises ValueError with the cause.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _zero_beside(found: list[dict[str, float | None]]) -> float:
 
 
 def _own_sizes(problem: UserModel) -> list[dict[str, float | None]]:
-    """Do so in the model's own dtypes, where rounding shows by what other roundings change."""
+    """Measure sizes in the model's own dtypes, where rounding shows as changes under other roundings."""
     model = problem.build()
     found = [_gradients(problem, model, step, rank) for step, rank in _PLACES]
     noise = dict.fromkeys(found[0], 0.0)
@@ -297,7 +297,7 @@ def _slow(model: nn.Module, found: list[dict[str, float | None]]) -> list[str]:
 
 
 def _demands(unused: list[frozenset[str]]) -> list[Capability]:
-    """List what parameters that go without a gradient at some places ask of an engine."""
+    """List the capabilities that an engine needs for parameters without a gradient at some places."""
     demands = [Capability.UNUSED] if any(unused) else []
     return demands + ([Capability.RANK_DEPENDENT] if len(set(unused)) > 1 else [])
 
