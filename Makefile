@@ -28,7 +28,7 @@ conformance: $(STAMP)
 test: $(STAMP)
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not twin"
 
-# What the reference engine's tests say of torch's own engine behind the same front door.
+# What the reference engine's tests say of torch's own engine behind the same interface.
 twins: $(STAMP)
 	$(BIN)/pytest tests/reference -n 2 --dist loadfile -m twin
 

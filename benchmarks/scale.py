@@ -138,8 +138,8 @@ def _compare(engine: str, size: int) -> tuple[Cost, Cost, Cost | None]:
     """
     torch.set_num_threads(1)
     bare(engine, 2), simulated(engine, 2)
-    scheduler = [(bare(engine, size), simulated(engine, size)) for _ in range(TURNS)]
-    alone, watched = (sorted(costs, key=attrgetter("seconds")) for costs in zip(*scheduler, strict=True))
+    turns = [(bare(engine, size), simulated(engine, size)) for _ in range(TURNS)]
+    alone, watched = (sorted(costs, key=attrgetter("seconds")) for costs in zip(*turns, strict=True))
     is_sharding = Capability.SHARD in resolve(engine).capabilities
     counted = simulated(engine, size, Layout.SHARD) if is_sharding else None
     return alone[TURNS // 2], watched[TURNS // 2], counted

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from shardproof.engine.adapters.composable import members
 from shardproof.engine.adapters.torch_internals import hybrid_that_keeps
 from shardproof.engine.contract import (
     BackwardGather,
@@ -207,7 +208,7 @@ def _open(names: WrapperNames, model: nn.Module, plan: Plan, mesh: DeviceMesh) -
     if plan.layout is Layout.REPLICATE:
         plan.refuse_options_of_shards()
     _expect_warnings()
-    units = {model.get_submodule(name) for unit in plan.units for name in unit.split(",")}
+    units = {module for unit in plan.units for module in members(model, unit)}
     options = plan.wrapper or Wrapper()
     wrap = partial(
         names.FullyShardedDataParallel,

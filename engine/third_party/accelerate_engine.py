@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardproof.engine.adapters.composable import members
 from shardproof.engine.adapters.torch_fsdp1 import NAMES, PreparedFsdp1
 from shardproof.engine.contract import Capability, Engine, OptimizerFactory, Plan, PreparedModel, Reshard
 
@@ -161,7 +162,7 @@ def _with_plugin(model: nn.Module, plan: Plan, *, version: int) -> Accelerator:
         reshard_after_forward=_RESHARD[version][plan.reshard is not Reshard.KEEP],
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=sorted(
-            {type(model.get_submodule(name)).__name__ for unit in plan.units for name in unit.split(",")}
+            {type(module).__name__ for unit in plan.units for module in members(model, unit)}
         ),
         cpu_ram_efficient_loading=False,
     )

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from shardproof.engine.adapters.composable import members
 from shardproof.engine.contract import Capability, Engine, OptimizerFactory, Plan, PreparedModel, Reshard
 
 _NAME = "checkpoint"  # a file or a folder, as the strategy likes
@@ -150,8 +151,9 @@ class FabricFsdp2Engine(FabricDdpEngine):
 
         def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
             for unit in (*plan.units, ""):
-                modules = [model.get_submodule(name) for name in unit.split(",")]
-                fully_shard(modules, mesh=mesh["data_parallel"], reshard_after_forward=reshard)
+                fully_shard(
+                    [*members(model, unit)], mesh=mesh["data_parallel"], reshard_after_forward=reshard
+                )
             return model
 
         return ModelParallelStrategy(shard, mesh.size(), 1, process_group_backend="gloo")

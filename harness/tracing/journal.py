@@ -19,8 +19,6 @@ from shardproof.harness.tracing.events import EventLog, TraceEvent, events_of
 from shardproof.harness.tracing.ledger import BufferViolation, CallSummary, Entry, Ledger, Wait, completed
 
 _MOST_BYTES = 2**30  # a rank can make a sparse file of any size, larger than memory
-
-
 _ENCODER = json.JSONEncoder(separators=(",", ":"))  # once: json.dumps would build one per line
 _FIELDS = tuple(field.name for field in fields(CallSummary))
 _OF_TENSORS = ("dtype", "shapes", "num_bytes", "reduce_op", "peer", "is_async")

@@ -51,4 +51,4 @@ REFERENCE = ComposableApi(
     share_comm_ctx=reference.share_comm_ctx,
 )
 BY_NAME = {api.name: api for api in (TORCH, REFERENCE)}
-each_door = pytest.mark.parametrize("api", sorted(BY_NAME))
+each_api = pytest.mark.parametrize("api", sorted(BY_NAME))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from shardproof.engine.reference import clip_grad_norm_
 from shardproof.harness.worlds.rank import RankContext
-from tests.reference.apis import BY_NAME, REFERENCE, TORCH, each_door
+from tests.reference.apis import BY_NAME, REFERENCE, TORCH, each_api
 from tests.reference.models import hybrid_mesh, whole
 from tests.reference.ranks import Ranks
 
@@ -160,7 +160,7 @@ def _clip_with(context: RankContext, api: str, hybrid: bool) -> None:
     _assert_clips_like_one_process(api, model.parameters(), plain.parameters())
 
 
-@each_door
+@each_api
 @pytest.mark.parametrize("hybrid", [False, True], ids=["flat", "hybrid"])
 def test_takes_the_arguments_that_torch_takes(hybrid: bool, api: str, ranks: Ranks) -> None:
     ranks.run(4 if hybrid else 3, _clip_with, api, hybrid)
@@ -176,7 +176,7 @@ def _clip_nothing(context: RankContext, api: str) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-@each_door
+@each_api
 def test_no_gradients_have_norm_zero(api: str, ranks: Ranks) -> None:
     ranks.run(2, _clip_nothing, api)
 
@@ -196,7 +196,7 @@ def _clip_nonfinite(context: RankContext, api: str, bad: float) -> None:
     assert not whole(CLIPS[api](model.parameters(), 1.0)).isfinite()
 
 
-@each_door
+@each_api
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
 def test_a_bad_number_on_one_rank_raises_on_every_rank(bad: float, api: str, ranks: Ranks) -> None:
     ranks.run(3, _clip_nonfinite, api, bad)

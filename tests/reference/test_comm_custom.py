@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardproof.harness.tracing.ledger import Op, Phase
 from shardproof.harness.worlds.rank import RankContext
-from tests.reference.apis import BY_NAME, each_door
+from tests.reference.apis import BY_NAME, each_api
 from tests.reference.models import (
     WIDTH,
     Chain,
@@ -85,7 +85,7 @@ def _train_with_custom(context: RankContext, api: str) -> tuple[list[Call], list
     return gather.calls, scatter.calls, collectives(context, Phase.BACKWARD)
 
 
-@each_door
+@each_api
 def test_custom_collectives_carry_one_unit(api: str, ranks: Ranks) -> None:
     shard = NUMEL // SIZE
     for gathers, scatters, backward in ranks.run(SIZE, _train_with_custom, api):
@@ -96,8 +96,8 @@ def test_custom_collectives_carry_one_unit(api: str, ranks: Ranks) -> None:
         assert backward == {Op.ALL_GATHER: 3, Op.REDUCE_SCATTER: 4}
 
 
-def _train_with_hook(context: RankContext, door_name: str, layout: str) -> tuple[list[int], list[int]]:
-    api, chain, numels, num_sums = BY_NAME[door_name], Chain(), list[int](), list[int]()
+def _train_with_hook(context: RankContext, api_name: str, layout: str) -> tuple[list[int], list[int]]:
+    api, chain, numels, num_sums = BY_NAME[api_name], Chain(), list[int](), list[int]()
 
     def double(reduced: torch.Tensor) -> None:
         numels.append(reduced.numel())
@@ -116,7 +116,7 @@ def _train_with_hook(context: RankContext, door_name: str, layout: str) -> tuple
     return numels, num_sums
 
 
-@each_door
+@each_api
 @pytest.mark.parametrize(
     ("layout", "num_shards", "num_all_reduces"), [("flat", 4, 0), ("hybrid", 2, 2), ("replicas", 1, 2)]
 )
@@ -146,7 +146,7 @@ def _separate_groups(context: RankContext, api: str, hybrid: bool) -> list[int]:
     return counts
 
 
-@each_door
+@each_api
 @pytest.mark.parametrize("hybrid", [False, True], ids=["flat", "hybrid"])
 def test_reductions_may_have_a_group_of_their_own(hybrid: bool, api: str, ranks: Ranks) -> None:
     if not hasattr(BY_NAME[api].sharded_module, "set_separate_reduce_scatter_group"):

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardproof.harness.worlds.rank import RankContext
 from shardproof.suites.composable.refusals import SCENARIOS
-from tests.reference.apis import BY_NAME, each_door
+from tests.reference.apis import BY_NAME, each_api
 from tests.reference.models import WIDTH, Chain, apply_to, inputs_of
 from tests.reference.ranks import Ranks, each
 
@@ -43,7 +43,7 @@ def _recover(context: RankContext, api: str) -> None:
         assert all(param.grad is not None for param in model.parameters())
 
 
-@each_door
+@each_api
 def test_a_refusal_leaves_other_models_alone(api: str, ranks: Ranks) -> None:
     ranks.run(2, _recover, api)
 
@@ -61,6 +61,6 @@ def _accept(context: RankContext, api: str) -> list[bool]:
     return is_kept
 
 
-@each_door
+@each_api
 def test_one_axis_needs_no_name_and_a_number_at_either_end_is_a_bool(api: str, ranks: Ranks) -> None:
     assert ranks.run(SIZE, _accept, api) == [[True, False]] * SIZE

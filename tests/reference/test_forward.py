@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.harness.worlds.rank import RankContext
-from tests.reference.apis import BY_NAME, each_door
+from tests.reference.apis import BY_NAME, each_api
 from tests.reference.models import assert_gradients, whole
 from tests.reference.ranks import Ranks
 
@@ -259,7 +259,7 @@ def _trains_alike(context: RankContext, api: str, table: str, name: str) -> None
             torch.testing.assert_close(whole(mine), theirs, rtol=1e-9, atol=1e-12)
 
 
-@each_door
+@each_api
 @pytest.mark.parametrize("name", TRAININGS)
 def test_trains_as_one_plain_model_does(name: str, api: str, ranks: Ranks) -> None:
     ranks.run(4 if TRAININGS[name].reshard == 2 else 2, _trains_alike, api, "all", name)
@@ -292,8 +292,8 @@ class Containers(nn.Module):
         return {"whole": total * self.weight, "ids": table["ids"], "more": (total.sum() * self.weight,)}
 
 
-def _casts(context: RankContext, door_name: str, casts: bool) -> None:
-    api = BY_NAME[door_name]
+def _casts(context: RankContext, api_name: str, casts: bool) -> None:
+    api = BY_NAME[api_name]
     policy = api.mixed_precision(
         param_dtype=torch.bfloat16,
         reduce_dtype=torch.float32,
@@ -319,7 +319,7 @@ def _casts(context: RankContext, door_name: str, casts: bool) -> None:
     assert model.weight.grad.full_tensor().tolist() == [30.0 + 90.0] * 3
 
 
-@each_door
+@each_api
 @pytest.mark.parametrize("casts", [True, False], ids=["cast", "left"])
 def test_containers_are_searched_for_floats(casts: bool, api: str, ranks: Ranks) -> None:
     ranks.run(2, _casts, api, casts)

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardproof.harness.tracing.ledger import Op, Phase
 from shardproof.harness.worlds.rank import RankContext
-from tests.reference.apis import BY_NAME, each_door
+from tests.reference.apis import BY_NAME, each_api
 from tests.reference.models import (
     Chain,
     apply_to,
@@ -41,8 +41,8 @@ def _assert_original(model: nn.Module) -> None:
         assert torch.equal(value, expected[name]), name
 
 
-def _unshard(context: RankContext, door_name: str, is_async: bool) -> dict[Op, int]:
-    api, chain = BY_NAME[door_name], Chain()
+def _unshard(context: RankContext, api_name: str, is_async: bool) -> dict[Op, int]:
+    api, chain = BY_NAME[api_name], Chain()
     model = apply_to(chain, api.fully_shard)
     unit = model.units[1]
     with context.recorder.during(Phase.FORWARD, step=7):
@@ -67,7 +67,7 @@ def _unshard(context: RankContext, door_name: str, is_async: bool) -> dict[Op, i
     return collectives(context, step=7)
 
 
-@each_door
+@each_api
 @pytest.mark.parametrize("is_async", [False, True])
 def test_unshard_gathers_one_module_once_even_before_any_forward(
     api: str, is_async: bool, ranks: Ranks
@@ -87,7 +87,7 @@ def _divide_one(context: RankContext, api: str) -> None:
     assert_gradients(model, {**means, "scale": means["scale"] / 2})
 
 
-@each_door
+@each_api
 def test_a_divide_factor_is_of_one_group_only(api: str, ranks: Ranks) -> None:
     ranks.run(SIZE, _divide_one, api)
 
@@ -95,8 +95,8 @@ def test_a_divide_factor_is_of_one_group_only(api: str, ranks: Ranks) -> None:
 # --- several roots ------------------------------------------------------------------------------------------------
 
 
-def _share_streams(context: RankContext, door_name: str, in_turn: bool) -> None:
-    api, size = BY_NAME[door_name], context.size
+def _share_streams(context: RankContext, api_name: str, in_turn: bool) -> None:
+    api, size = BY_NAME[api_name], context.size
     api.share_comm_ctx([])
     models = [apply_to(Chain(), api.fully_shard) for _ in range(2)]
     api.share_comm_ctx(models)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardproof.harness.worlds.rank import RankContext
-from tests.reference.apis import BY_NAME, each_door
+from tests.reference.apis import BY_NAME, each_api
 from tests.reference.models import (
     Chain,
     Unit,
@@ -26,8 +26,8 @@ from tests.reference.ranks import Ranks
 SIZE = 2
 
 
-def _classes(context: RankContext, door_name: str) -> list[str]:
-    api = BY_NAME[door_name]
+def _classes(context: RankContext, api_name: str) -> list[str]:
+    api = BY_NAME[api_name]
     sharded, replicated, other, plain = (Unit(index) for index in range(4))
     assert api.fully_shard(sharded) is sharded
     assert api.replicate(replicated) is replicated
@@ -39,7 +39,7 @@ def _classes(context: RankContext, door_name: str) -> list[str]:
     return [type(sharded).__name__, type(replicated).__name__]
 
 
-@each_door
+@each_api
 def test_the_class_is_named_after_the_original_class(api: str, ranks: Ranks) -> None:
     assert ranks.run(1, _classes, api) == [["FSDPUnit", "ReplicateUnit"]]
 
@@ -47,8 +47,8 @@ def test_the_class_is_named_after_the_original_class(api: str, ranks: Ranks) -> 
 # --- parameters ---------------------------------------------------------------------------------------------------
 
 
-def _placements(context: RankContext, door_name: str) -> list[set[tuple[Placement, ...]]]:
-    api = BY_NAME[door_name]
+def _placements(context: RankContext, api_name: str) -> list[set[tuple[Placement, ...]]]:
+    api = BY_NAME[api_name]
     shard, replicate = api.fully_shard, api.replicate
     models = [
         apply_to(Chain(), shard),
@@ -66,7 +66,7 @@ def _placements(context: RankContext, door_name: str) -> list[set[tuple[Placemen
     return [{p.placements for p in model.parameters()} for model in models]
 
 
-@each_door
+@each_api
 def test_shards_have_the_placements_of_their_mesh(api: str, ranks: Ranks) -> None:
     hybrid = {(Replicate(), Shard(0))}
     assert ranks.run(4, _placements, api) == [[{(Shard(0),)}, hybrid, hybrid, {(Replicate(),)}]] * 4
@@ -80,7 +80,7 @@ def _identities(context: RankContext, api: str) -> None:
         assert all(x is y for x, y in zip(before, model.parameters(), strict=True))
 
 
-@each_door
+@each_api
 def test_parameters_keep_their_identity(api: str, ranks: Ranks) -> None:
     """Otherwise an optimizer made before the step would hold other parameters (BUGS C6-03)."""
     ranks.run(SIZE, _identities, api)
@@ -105,7 +105,7 @@ def _cast(context: RankContext, api: str, unshards: bool) -> None:
     assert_gradients(model, chain_gradients(context.size, dtype=torch.float64))
 
 
-@each_door
+@each_api
 def test_a_model_may_be_cast_after_sharding(api: str, ranks: Ranks) -> None:
     """Upstream rows T06, R04."""
     ranks.run(3, _cast, api, False)
@@ -130,7 +130,7 @@ def _share(context: RankContext, api: str, is_apart: bool) -> None:
     assert_gradients(model, mean_gradients(plain, range(SIZE)))
 
 
-@each_door
+@each_api
 @pytest.mark.parametrize("is_apart", [True, False], ids=["a unit", "in the root"])
 def test_a_layer_of_two_names_is_one(is_apart: bool, api: str, ranks: Ranks) -> None:
     ranks.run(SIZE, _share, api, is_apart)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardproof.harness.worlds.rank import RankContext
-from tests.reference.apis import BY_NAME, each_door
+from tests.reference.apis import BY_NAME, each_api
 from tests.reference.ranks import Ranks
 
 NUM_ROWS = 12  # divisible by every world size here, so that the mean of the ranks' means is the batch's
@@ -147,7 +147,7 @@ def _load_and_train_the_third(context: RankContext, api: str, optimizer: Optimiz
     _assert_is(model, _oracle(optimizer, 3))
 
 
-@each_door
+@each_api
 @pytest.mark.parametrize(
     ("optimizer", "shape"), [(Optimizer.ADAMW, (4,)), (Optimizer.MOMENTUM, (2, 2))], ids=["flat", "hybrid"]
 )
@@ -171,7 +171,7 @@ def _load_incomplete_state(context: RankContext, api: str) -> None:
     _assert_is(model, _plain())
 
 
-@each_door
+@each_api
 def test_strict_loading_names_missing_keys(api: str, ranks: Ranks) -> None:
     ranks.run(2, _load_incomplete_state, api)
 
@@ -196,7 +196,7 @@ def _save_at_every_moment(context: RankContext, api: str, reshard: bool, shape: 
     _assert_values(model.state_dict(), after)
 
 
-@each_door
+@each_api
 @pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=str)
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
 def test_state_dict_returns_shards_at_every_moment(
@@ -234,7 +234,7 @@ def _load(context: RankContext, api: str, moment: Moment, assign: bool) -> None:
     _assert_is(model, oracle)
 
 
-@each_door
+@each_api
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
 @pytest.mark.parametrize("moment", Moment)
 def test_training_continues_from_a_loaded_state(api: str, moment: Moment, assign: bool, ranks: Ranks) -> None:
@@ -253,6 +253,6 @@ def _load_on_meta(context: RankContext, api: str) -> None:
     _assert_is(model, _oracle(Optimizer.ADAMW, 2))
 
 
-@each_door
+@each_api
 def test_a_model_on_meta_is_made_real_by_loading(api: str, ranks: Ranks) -> None:
     ranks.run(3, _load_on_meta, api)

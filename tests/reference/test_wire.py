@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardproof.harness.tracing.ledger import Op, Phase
 from shardproof.harness.worlds.rank import RankContext
-from tests.reference.apis import BY_NAME, REFERENCE, each_door
+from tests.reference.apis import BY_NAME, REFERENCE, each_api
 from tests.reference.models import (
     Chain,
     apply_to,
@@ -69,7 +69,7 @@ def _recompute(context: RankContext, api: str, is_reentrant: bool) -> dict[Op, i
     return collectives(context, step=1)
 
 
-@each_door
+@each_api
 @pytest.mark.parametrize("is_reentrant", [False, True], ids=["", "reentrant"])
 def test_a_recomputed_forward_prefetches_nothing(is_reentrant: bool, api: str, ranks: Ranks) -> None:
     if api == "torch" and is_reentrant and not torch.__version__.startswith("2.13."):

@@ -182,7 +182,7 @@ def _by_nccl(watch: CudaRaceWatch, call: Call, own_stream: int = NCCL) -> tuple[
     return done, end
 
 
-def _waits_by_door(watch: CudaRaceWatch, done: Clock | None, end: TracedEvent) -> None:
+def _waits_by_interceptor(watch: CudaRaceWatch, done: Clock | None, end: TracedEvent) -> None:
     watch.waited(done)
 
 
@@ -197,7 +197,7 @@ def _waits_for_the_wrong_one(watch: CudaRaceWatch, done: Clock | None, end: Trac
 @pytest.mark.parametrize(
     ("wait", "expected"),
     [
-        (_waits_by_door, []),
+        (_waits_by_interceptor, []),
         (_waits_in_cpp, []),
         (_waits_for_the_wrong_one, [(RAW, "all_reduce", "sum")]),
         (lambda watch, done, end: None, [(RAW, "all_reduce", "sum")]),

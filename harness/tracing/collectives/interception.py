@@ -62,7 +62,7 @@ class CollectiveObserver(Protocol):
         """Record a wait; one call may have several."""
 
 
-def _nothing() -> CollectiveObserver | None:
+def _no_observer() -> CollectiveObserver | None:
     return None
 
 
@@ -76,7 +76,7 @@ class Interceptor:
     recorder: Callable[[], Recorder | None]
     ranks_of: Callable[[dist.ProcessGroup], tuple[int, ...]]
     transport: CollectiveTransport | None = None
-    observer: Callable[[], CollectiveObserver | None] = _nothing
+    observer: Callable[[], CollectiveObserver | None] = _no_observer
     is_split: bool = True
 
 

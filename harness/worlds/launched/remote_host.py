@@ -119,7 +119,7 @@ class RemoteHost:
             self._refuse("the files of its rank")
 
     def look(self) -> None:
-        """Have the agent record the processes below the host."""
+        """Ask the agent to record the processes below the host."""
         self._agent.send("look")
 
     def kill(self) -> None:
