@@ -54,7 +54,7 @@ _CONTROL = "adopted."  # an honest engine that takes over what tests prepare, as
 _CARRIED = {"__init__", "backward", "step", "composable"}
 """What a mutant may override of what it prepares, to be seen by who calls ``fully_shard`` alone."""
 _CALLERS = {"layout", "replicas", "roots", "units", "grouping", "demands"}
-"""What of a plan the caller's own calls stand for; a sin that needs more of one is not drawn."""
+"""What of a plan the caller's own calls stand for; a fault that needs more of one is not drawn."""
 
 
 class Result(NamedTuple):
@@ -63,7 +63,7 @@ class Result(NamedTuple):
     engine: str
     file: str
     test: str
-    state: str  # passed, failed, hung, skipped, or unreachable: a sin that no call of fully_shard can carry
+    state: str  # passed, failed, hung, skipped, or unreachable: a fault that no call of fully_shard can carry
     seconds: float
     said: str
 
@@ -115,13 +115,13 @@ def tests_of(part: Any) -> Iterator[unittest.TestCase]:
 
 
 class Bridge(threading.local):
-    """Puts an engine behind the names of FSDP2, and a mutant's sins into each root before it first runs.
+    """Puts an engine behind the names of FSDP2, and a mutant's faults into each root before it first runs.
 
     Each rank that is a thread has one of its own.
     """
 
     def __init__(self, name: str, unreachable: Path) -> None:
-        self._unreachable = unreachable  # exists as soon as the mutant's sin turns out to need a plan
+        self._unreachable = unreachable  # exists as soon as the mutant's fault turns out to need a plan
         # Any: adapters have a type for what they prepare, the contract has none.
         spec = _MUTANTS[name].engine_spec if name in _MUTANTS else name.removeprefix(_CONTROL)
         self.engine: Any = resolve(spec)
@@ -241,7 +241,7 @@ def _graph_of(loss: torch.Tensor) -> Iterator[Any]:
 
 
 def reachable() -> Iterator[str]:
-    """Yield the mutants of these engines whose sins may show to who calls ``fully_shard``, and needs no more."""
+    """Yield the mutants of these engines whose faults may show to who calls ``fully_shard``, and needs no more."""
     for mutant in MUTANTS:
         engine: Any = resolve(mutant.engine_spec)
         plan, of_any = mutant.kills_on.plan, Plan()
@@ -321,7 +321,7 @@ class Campaign:
                 self._once(name, file, test)
 
     def run_mutant(self, name: str, longest_s: float) -> bool:
-        """Run what its engine passes until a test fails that the engine still passes; False for a sin out of reach.
+        """Run what its engine passes until a test fails that the engine still passes; False for a fault out of reach.
 
         Tests that failed for other mutants come first, and of these, as of others, the shortest.
         """

@@ -37,10 +37,10 @@ def render_markdown(matrix: KillMatrix) -> str:
     """Render as Markdown: without times, so that an unchanged matrix is an unchanged file."""
     table = tabulate(
         [
-            [f"`{row.target.name}`", row.target.sin, *_counts(row), _killers(row, limit=None)]
+            [f"`{row.target.name}`", row.target.fault, *_counts(row), _killers(row, limit=None)]
             for row in matrix.mutants
         ],
-        headers=["mutant", "sin", "pairs", "kills", "by"],
+        headers=["mutant", "fault", "pairs", "kills", "by"],
         tablefmt="github",
         disable_numparse=True,
     )
@@ -59,7 +59,7 @@ def render_json(matrix: KillMatrix) -> str:
             {
                 "name": row.target.name,
                 "engine": row.target.engine,
-                "sin": row.target.sin,
+                "fault": row.target.fault,
                 "trace": row.target.trace,
                 "killed_by": list(row.killers),
             }
@@ -126,7 +126,7 @@ def _findings(matrix: KillMatrix, *, limit: int | None) -> list[str]:
     """List survivors, gaps and pairs left out, each kind under its heading; empty if there are none."""
     unknown = [_described(result) for result in matrix.unknown]
     survivors = [_described(result) for result in matrix.survivors]
-    unkilled = [f"{target.name}: {target.sin}" for target in matrix.unkilled]
+    unkilled = [f"{target.name}: {target.fault}" for target in matrix.unkilled]
     harmless = [f"{one_line(idle.case)}: {one_line(idle.why)}" for idle in matrix.harmless]
     refused = [_described(result) for result in matrix.refused]
     elsewhere = [f"{p.mutant} in {p.world} on {one_line(p.case)}" for p in matrix.elsewhere]

@@ -30,7 +30,7 @@ _REPORT = re.compile(r"\[([\w.-]+)#(\d+)\]\(https://github\.com/([\w.-]+/[\w.-]+
 class Row:
     """One class of bugs."""
 
-    sin: str
+    fault: str
     reports: str
     mutants: str
 
@@ -45,7 +45,7 @@ class Row:
 
     @property
     def line(self) -> str:
-        return f"| {self.sin} | {self.reports} | {self.mutants} |"
+        return f"| {self.fault} | {self.reports} | {self.mutants} |"
 
     def rendered(self, mutants: Sequence[Mutant]) -> Row:
         """Name the mutants of its reports in order, then mutants of other reports with the same defect."""
@@ -56,18 +56,18 @@ class Row:
 
     def problems(self, known: frozenset[str]) -> Iterator[str]:
         if unknown := sorted(set(self.names) - known):
-            yield f"{self.sin}: no mutants {unknown}"
+            yield f"{self.fault}: no mutants {unknown}"
         form = ", ".join(f"`{name}`" for name in self.names)
         if self.mutants not in {form or None, *(f"none: {reason}" for reason in REASONS)}:
-            yield f"{self.sin}: expected names of mutants or a reason, got {self.mutants!r}"
+            yield f"{self.fault}: expected names of mutants or a reason, got {self.mutants!r}"
         spelt = ", ".join(match[0] for match in _REPORT.finditer(self.reports))
         if not spelt or self.reports != spelt:
-            yield f"{self.sin}: expected links to reports, got {self.reports!r}"
+            yield f"{self.fault}: expected links to reports, got {self.reports!r}"
         for short, number, repository, linked in _REPORT.findall(self.reports):
             if number != linked or not repository.lower().replace("lightning-", "").endswith(
                 f"/{short.lower()}"
             ):
-                yield f"{self.sin}: {short}#{number} leads to {repository}#{linked}"
+                yield f"{self.fault}: {short}#{number} leads to {repository}#{linked}"
 
 
 def _row(line: str) -> Row | None:
@@ -76,7 +76,7 @@ def _row(line: str) -> Row | None:
         return None
     cells = tuple(cell.strip() for cell in line.strip("|").split("|"))
     assert len(cells) == len(HEADER), line
-    return None if cells == HEADER else Row(sin=cells[0], reports=cells[1], mutants=cells[2])
+    return None if cells == HEADER else Row(fault=cells[0], reports=cells[1], mutants=cells[2])
 
 
 def _rows(text: str) -> list[Row]:
@@ -100,8 +100,8 @@ def test_every_row_names_existing_mutants_or_a_reason() -> None:
 
 
 def test_every_class_has_one_row() -> None:
-    sins = [row.sin for row in ROWS]
-    assert sorted(sins) == sorted(set(sins))
+    faults = [row.fault for row in ROWS]
+    assert sorted(faults) == sorted(set(faults))
     threads = [thread for row in ROWS for thread in row.threads]
     assert sorted(threads) == sorted(set(threads))
 
@@ -125,24 +125,24 @@ def test_mutants_are_written_into_a_page() -> None:
     link = "[pytorch#1](https://github.com/pytorch/pytorch/issues/1)"
     own, other, gone = "NeverSynchronises", "StepsTwice", "NoSuchMutant"
     mutants = [
-        Mutant(name=own, engine_spec="a:b", sin="a sin", thread="pytorch/pytorch#1"),
-        Mutant(name=other, engine_spec="a:c", sin="another", thread="pytorch/pytorch#2"),
+        Mutant(name=own, engine_spec="a:b", fault="a fault", thread="pytorch/pytorch#1"),
+        Mutant(name=other, engine_spec="a:c", fault="another", thread="pytorch/pytorch#2"),
     ]
-    page = f"Text\n| a sin | {link} | `{gone}`, `{other}` |\n"
-    assert _rendered(page, mutants) == f"Text\n| a sin | {link} | `{own}`, `{other}` |\n"
-    without = f"| a sin | {link} | none: needs a GPU |\n"
+    page = f"Text\n| a fault | {link} | `{gone}`, `{other}` |\n"
+    assert _rendered(page, mutants) == f"Text\n| a fault | {link} | `{own}`, `{other}` |\n"
+    without = f"| a fault | {link} | none: needs a GPU |\n"
     assert _rendered(without, mutants[1:]) == without
 
 
 @pytest.mark.parametrize(
     "row",
     [
-        "| a sin | [pytorch#1](https://github.com/pytorch/pytorch/issues/1) | `NoSuchMutant` |",
-        "| a sin | [pytorch#1](https://github.com/pytorch/pytorch/issues/1) | none: too hard |",
-        "| a sin | [pytorch#1](https://github.com/pytorch/pytorch/issues/1) | |",
-        "| a sin | [pytorch#1](https://github.com/pytorch/pytorch/issues/2) | `NeverSynchronises` |",
-        "| a sin | [vision#1](https://github.com/pytorch/pytorch/issues/1) | `NeverSynchronises` |",
-        "| a sin | pytorch#1 | `NeverSynchronises` |",
+        "| a fault | [pytorch#1](https://github.com/pytorch/pytorch/issues/1) | `NoSuchMutant` |",
+        "| a fault | [pytorch#1](https://github.com/pytorch/pytorch/issues/1) | none: too hard |",
+        "| a fault | [pytorch#1](https://github.com/pytorch/pytorch/issues/1) | |",
+        "| a fault | [pytorch#1](https://github.com/pytorch/pytorch/issues/2) | `NeverSynchronises` |",
+        "| a fault | [vision#1](https://github.com/pytorch/pytorch/issues/1) | `NeverSynchronises` |",
+        "| a fault | pytorch#1 | `NeverSynchronises` |",
     ],
 )
 def test_a_wrong_row_is_noticed(row: str) -> None:

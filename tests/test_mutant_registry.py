@@ -26,38 +26,38 @@ ENGINES = [(mutant, resolve(mutant.engine_spec)) for mutant in MUTANTS]
 
 
 def test_each_is_built_on_one_honest_engine_and_promises_the_same() -> None:
-    for mutant, sinner in ENGINES:
-        assert type(sinner) not in HONEST
-        base = next(base for base in type(sinner).__mro__ if base in HONEST)
+    for mutant, faulty in ENGINES:
+        assert type(faulty) not in HONEST
+        base = next(base for base in type(faulty).__mro__ if base in HONEST)
         # A dishonest mutant lies about itself; every other mutant declares what its base declares.
-        if type(sinner).__module__ != "shardproof.engine.mutants.refusals":
-            assert sinner.capabilities == base.capabilities, mutant.name
-        assert sinner.name == f"mutant.{mutant.name}" == f"mutant.{type(sinner).__name__}"
+        if type(faulty).__module__ != "shardproof.engine.mutants.refusals":
+            assert faulty.capabilities == base.capabilities, mutant.name
+        assert faulty.name == f"mutant.{mutant.name}" == f"mutant.{type(faulty).__name__}"
 
 
 def test_each_condition_is_one_that_the_mutant_claims_to_honour() -> None:
-    for mutant, sinner in ENGINES:
+    for mutant, faulty in ENGINES:
         condition = mutant.kills_on
         assert condition.plan.axes(condition.world_size), mutant.name
-        is_honoured = condition.plan.needs <= sinner.capabilities
+        is_honoured = condition.plan.needs <= faulty.capabilities
         assert is_honoured is (mutant.trace is not Trace.REFUSAL), mutant.name
 
 
 def test_each_nests_only_classes_that_are_put_in_place() -> None:
     """Under another name the engine would not use the wrong class, and the mutant would be honest."""
-    for sinner in (type(engine) for _, engine in ENGINES):
+    for faulty in (type(engine) for _, engine in ENGINES):
         nested = {
             name
-            for name, value in vars(sinner).items()
-            if inspect.isclass(value) and value.__qualname__ == f"{sinner.__qualname__}.{name}"
+            for name, value in vars(faulty).items()
+            if inspect.isclass(value) and value.__qualname__ == f"{faulty.__qualname__}.{name}"
         }
-        assert nested <= {"Prepared", "Unit", "Wrapper"}, sinner.__name__
+        assert nested <= {"Prepared", "Unit", "Wrapper"}, faulty.__name__
 
 
 def test_the_registry_names_every_mutant_once() -> None:
     found = {f"{value.__module__}:{value.__name__}" for value in CLASSES if issubclass(value, Engine)}
     assert sorted(m.engine_spec for m in MUTANTS) == sorted(found)
-    assert len({m.sin for m in MUTANTS}) == len(MUTANTS)
+    assert len({m.fault for m in MUTANTS}) == len(MUTANTS)
 
 
 def test_each_cites_a_public_report() -> None:

@@ -188,7 +188,7 @@ class ReturnsNoNorm(FullyShardEngine):
     class Prepared(PreparedFullyShard):
         def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
             super().clip_grad_norm_(max_norm, norm_type)
-            return None  # type: ignore[return-value]  # the sin
+            return None  # type: ignore[return-value]  # the fault
 
 
 @mutant(after="hpcaitech/ColossalAI#5002", world_size=1, microbatches=2, plan=_CLIP)

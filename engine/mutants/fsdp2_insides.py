@@ -19,25 +19,25 @@ from shardproof.engine.mutants.patches import KeepingFsdp2, Spoil, after, before
 Keep = Callable[[list[Any], Any], None]  # takes what is kept so far, and a group
 
 
-def in_context(sin: Callable[[Any], None]) -> Spoil:
-    """Do ``sin`` to what the units of a root share, as soon as it has streams."""
+def in_context(fault: Callable[[Any], None]) -> Spoil:
+    """Call ``fault`` with the context that the units of a root share, as soon as it has streams."""
 
     def spoil(prepared: PreparedModel) -> PreparedModel:
         for state in states(prepared):
-            after(state._comm_ctx, "lazy_init", sin)
+            after(state._comm_ctx, "lazy_init", fault)
         return prepared
 
     return spoil
 
 
-def after_method(method: str, sin: Callable[[Any], None]) -> Spoil:
-    """Do ``sin`` to each group after each call of its method."""
-    return _in_groups(after, method, sin)
+def after_method(method: str, fault: Callable[[Any], None]) -> Spoil:
+    """Call ``fault`` with each group after each call of its method."""
+    return _in_groups(after, method, fault)
 
 
-def before_method(method: str, sin: Callable[[Any], None]) -> Spoil:
-    """Do ``sin`` to each group before each call of its method."""
-    return _in_groups(before, method, sin)
+def before_method(method: str, fault: Callable[[Any], None]) -> Spoil:
+    """Call ``fault`` with each group before each call of its method."""
+    return _in_groups(before, method, fault)
 
 
 def keeping(place: Callable[[str, Callable[[Any], None]], Spoil], method: str, keep: Keep) -> Spoil:
@@ -50,10 +50,10 @@ def keeping(place: Callable[[str, Callable[[Any], None]], Spoil], method: str, k
     return spoil
 
 
-def _in_groups(when: Callable[..., None], method: str, sin: Callable[[Any], None]) -> Spoil:
+def _in_groups(when: Callable[..., None], method: str, fault: Callable[[Any], None]) -> Spoil:
     def spoil(prepared: PreparedModel) -> PreparedModel:
         for group in groups(prepared):
-            when(group, method, sin)
+            when(group, method, fault)
         return prepared
 
     return spoil
@@ -62,16 +62,16 @@ def _in_groups(when: Callable[..., None], method: str, sin: Callable[[Any], None
 def deaf(stream: str) -> Callable[[Any], None]:
     """Make this stream wait for no other; for single events it still does."""
 
-    def sin(context: Any) -> None:
+    def fault(context: Any) -> None:
         getattr(context, stream).wait_stream = ignore
 
-    return sin
+    return fault
 
 
 def deaf_in(stream: str, method: str, function: str) -> Callable[[Any], None]:
     """Make this stream's ``wait_stream`` or ``wait_event`` do nothing where ``function`` calls it."""
 
-    def sin(context: Any) -> None:
+    def fault(context: Any) -> None:
         selected = getattr(context, stream)
         wait = getattr(selected, method)
 
@@ -81,7 +81,7 @@ def deaf_in(stream: str, method: str, function: str) -> Callable[[Any], None]:
 
         setattr(selected, method, sometimes)
 
-    return sin
+    return fault
 
 
 # Through which FSDP2 waits since torch 2.15, where it waited itself before.

@@ -1,4 +1,4 @@
-"""Mutants that sin under a hybrid layout alone, some on meshes of one shape alone; other plans get an honest engine."""
+"""Mutants whose fault needs a hybrid layout, some a mesh of one shape; under other plans the engine is correct."""
 
 from __future__ import annotations
 

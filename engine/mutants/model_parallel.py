@@ -1,4 +1,4 @@
-"""Mutants that sin where data parallelism meets tensors that are cut already, or the stages of a pipeline."""
+"""Mutants that fail where data parallelism meets tensors that are cut already, or the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class ReducesBeforeTheLastBackward(DistributedDataParallelEngine):
     """In a pipeline the backward after the last forward is reduced, and those after it are not."""
 
     class Prepared(PreparedDdp):
-        def pipelined(self) -> None:  # type: ignore[override]  # the sin: what the honest one hands out, it keeps
+        def pipelined(self) -> None:  # type: ignore[override]  # the fault: what the honest one hands out, it keeps
             return None
 
 

@@ -1,4 +1,4 @@
-"""What a mutant declares of itself: its sin, after which report, where it shows, and the least that shows it."""
+"""The declaration of a mutant: its fault, the report behind it, where the fault shows, and the least that shows it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _E = TypeVar("_E", bound=type[Engine])
 
 
 class Trace(Enum):
-    """Where a sin shows, and the verdicts that show it; a mutant with right numbers escapes every comparison of them.
+    """Where a fault shows, and the verdicts that show it; a mutant with right numbers escapes every comparison of them.
 
     Verdicts are spelt, not imported: who is judged knows nothing of the judge.
     """
@@ -36,13 +36,13 @@ class Trace(Enum):
         self.verdicts = verdicts
 
     def is_kill(self, verdict: str) -> bool:
-        """Whether this verdict shows the sin; any other that is not conforming caught the mutant by accident."""
+        """Whether this verdict shows the fault; any other that is not conforming caught the mutant by accident."""
         return verdict in self.verdicts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """The least that makes a sin visible; with anything less the mutant passes, and rightly."""
+    """The least that makes a fault visible; with less the mutant rightly passes."""
 
     world_size: int = 2
     steps: int = 1
@@ -68,13 +68,13 @@ _LEAST = Condition()
 class Mutant:
     """An engine wrong on purpose.
 
-    ``sin`` is the first paragraph of the class's docstring. ``thread`` is the public report of a real engine that was
-    wrong alike, as ``owner/repository#number``. ``kills_on`` is the least that shows the sin, ``trace`` where it shows.
+    ``fault`` is the first paragraph of the class's docstring. ``thread`` is the public report of a real engine with the
+    same fault, as ``owner/repository#number``. ``kills_on`` is the least that shows the fault, ``trace`` where.
     """
 
     name: str
     engine_spec: str
-    sin: str
+    fault: str
     thread: str
     kills_on: Condition = field(default_factory=Condition)
     trace: Trace = Trace.NUMBERS
@@ -108,7 +108,7 @@ def mutant(
         entry = Mutant(
             name=engine.__name__,
             engine_spec=f"{engine.__module__}:{engine.__name__}",
-            sin=_sin(inspect.getdoc(engine) or ""),
+            fault=_fault(inspect.getdoc(engine) or ""),
             thread=after,
             kills_on=replace(kills_on, **fields),
             trace=trace,
@@ -143,7 +143,7 @@ def _as_it_is(given: Any) -> Any:  # Any: a plan, or a model
     return given
 
 
-def _sin(text: str) -> str:
+def _fault(text: str) -> str:
     """Return the first paragraph as a clause: no full stop, and no capital unless the word is a name."""
     clause = " ".join(text.split("\n\n")[0].split()).removesuffix(".")
     is_name = any(letter.isupper() for letter in clause.partition(" ")[0][1:])

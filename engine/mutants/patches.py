@@ -55,35 +55,35 @@ def unchanged(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         tensor.copy_(before)
 
 
-def after(holder: Any, method: str, sin: Callable[[Any], None]) -> None:
-    """Do ``sin`` to the holder after each call of its method."""
+def after(holder: Any, method: str, fault: Callable[[Any], None]) -> None:
+    """Call ``fault`` with the holder after each call of its method."""
     honest = getattr(holder, method)
 
     def both(*args: Any, **kwargs: Any) -> Any:
         result = honest(*args, **kwargs)
-        sin(holder)
+        fault(holder)
         return result
 
     setattr(holder, method, both)
 
 
-def before(holder: Any, method: str, sin: Callable[[Any], None]) -> None:
-    """Do ``sin`` to the holder before each call of its method."""
+def before(holder: Any, method: str, fault: Callable[[Any], None]) -> None:
+    """Call ``fault`` with the holder before each call of its method."""
     honest = getattr(holder, method)
 
     def both(*args: Any, **kwargs: Any) -> Any:
-        sin(holder)
+        fault(holder)
         return honest(*args, **kwargs)
 
     setattr(holder, method, both)
 
 
-def in_each(parts: Callable[[PreparedModel], Iterable[Any]], name: str, sin: Callable[[Any], Any]) -> Spoil:
-    """Put ``sin(part)`` in the place of an attribute of each part of a model."""
+def in_each(parts: Callable[[PreparedModel], Iterable[Any]], name: str, fault: Callable[[Any], Any]) -> Spoil:
+    """Put ``fault(part)`` in the place of an attribute of each part of a model."""
 
     def spoil(prepared: PreparedModel) -> PreparedModel:
         for part in parts(prepared):
-            setattr(part, name, sin(part))
+            setattr(part, name, fault(part))
         return prepared
 
     return spoil

@@ -210,7 +210,7 @@ class RunsTheHookDuringTheReduction(FullyShardEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, add a hook that changes nothing, then have its stream wait for no other."""
         prepared = super().prepare(model, plan, mesh)
-        # FSDP2 itself lets go of what a hook was given too early: that is no sin of this mutant.
+        # FSDP2 itself lets go of what a hook was given too early: that is no fault of this mutant.
         kept: list[torch.Tensor] = []
 
         def touch(gradients: torch.Tensor) -> None:

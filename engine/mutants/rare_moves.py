@@ -1,4 +1,4 @@
-"""Mutants that sin where one of the rarer moves of a loop meets something else; alone neither shows it.
+"""Mutants that fail where a rare step of a training loop meets something else; neither alone shows the fault.
 
 The moves: other compute dtypes, models without memory, state in shares, scaled losses, parts that freeze and thaw,
 forwards for something else than training, several backwards through a graph, hooks of the user, steps in backward.

@@ -1,6 +1,6 @@
-"""Mutants that sin where two ordinary things meet, each by a mechanism of its own; alone neither shows it.
+"""Mutants that fail where two ordinary things meet, each by its own mechanism; neither alone shows the fault.
 
-The last two sin always: they are for rows that no mutant of a pair is known to die of.
+The last two fail always: they are for rows that no mutant of a pair is known to die of.
 """
 
 from __future__ import annotations

@@ -319,10 +319,10 @@ class _PreparedRecomputing(PreparedFullyShard):
             self.end_recompute(unit)
 
     def begin_recompute(self, unit: nn.Module) -> None:
-        """Do nothing: mutants sin here."""
+        """Do nothing; mutants override this."""
 
     def end_recompute(self, unit: nn.Module) -> None:
-        """Do nothing: mutants sin here."""
+        """Do nothing; mutants override this."""
 
 
 @mutant(after="NVIDIA/Megatron-LM#6153")

@@ -27,7 +27,7 @@ class Target:
 
     name: str
     engine: str
-    sin: str
+    fault: str
     trace: str
     verdicts: tuple[str, ...]
 

@@ -50,7 +50,7 @@ def shipped() -> tuple[Target, ...]:
         Target(
             name=mutant.name,
             engine=mutant.engine_spec,
-            sin=mutant.sin,
+            fault=mutant.fault,
             trace=mutant.trace.name,
             verdicts=tuple(str(verdict) for verdict in Verdict if mutant.trace.is_kill(verdict)),
         )

@@ -46,7 +46,7 @@ def a_case(*kills: MustKill, sizes: tuple[Sizes, ...] = ()) -> MarkedCase:
 
 def a_target(name: str = "Sums", *verdicts: str) -> Target:
     return Target(
-        name=name, engine=f"m:{name}", sin="sins", trace="NUMBERS", verdicts=verdicts or ("FAILED",)
+        name=name, engine=f"m:{name}", fault="wrong", trace="NUMBERS", verdicts=verdicts or ("FAILED",)
     )
 
 

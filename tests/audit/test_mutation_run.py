@@ -65,7 +65,7 @@ from shardproof.harness.cli.mutants import MutantsRequest, Target, run_mutants, 
 
 folder = Path(sys.argv[1])
 engine = "tests.audit.test_mutation_run:Posing"
-posing = Target(name="Posing", engine=engine, sin="none", trace="NUMBERS", verdicts=("FAILED",))
+posing = Target(name="Posing", engine=engine, fault="none", trace="NUMBERS", verdicts=("FAILED",))
 names = {"SumsInsteadOfAveraging", "KeepsOnlyTheLastMicrobatch"}
 targets = (*(t for t in shipped() if t.name in names), posing)
 

@@ -296,10 +296,10 @@ def test_markdown_tables_survive_pipes() -> None:
 
 def test_markdown_fits_the_limit_of_a_forge_and_keeps_failures() -> None:
     passing = [a_record(f"parity/passing-{i}" + "x" * 90, headline="\u20ac" * 300) for i in range(4000)]
-    failing = [a_record(f"parity/failing-{i}", Verdict.FAILED, headline=f"sin {i}.") for i in range(50)]
+    failing = [a_record(f"parity/failing-{i}", Verdict.FAILED, headline=f"fault {i}.") for i in range(50)]
     text = markdown.render(a_run(*passing, *failing))
     assert len(text.encode()) <= markdown.LIMIT_BYTES
-    assert all(f"sin {i}." in text for i in range(50))
+    assert all(f"fault {i}." in text for i in range(50))
     match = re.search(r"Left out for length: the detail of (\d+) PASSED\.", text)
     assert match is not None
     assert int(match[1]) + len(re.findall("^- .*passing-", text, re.M)) == 4000
