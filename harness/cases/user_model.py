@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -108,6 +108,11 @@ class UserModel:
     def is_narrow(self) -> bool:
         """Whether some parameter has fewer bits than float32."""
         return any(not t.is_buffer and t.dtype in {"bfloat16", "float16"} for t in self.outline)
+
+    @property
+    def default_optimizer(self) -> Literal["AdamW", "SGD"]:
+        """Class name of the optimizer for a model without ``optimizer()``; AdamW takes no sparse gradients."""
+        return "SGD" if self.facts.sparse else "AdamW"
 
     def skeleton(self) -> nn.Module:
         """Return a module of the same names, shapes and dtypes, without values or code."""

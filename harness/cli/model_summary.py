@@ -28,8 +28,7 @@ def _lines(
     yield "model", f"{sum(sizes):,} elements in {len(sizes)} parameters, which communicate as {units}"
     dtypes = "float64" if model.is_widened else "the model's own dtypes, with the noise of their rounding"
     yield "reference", f"one process, in {dtypes}"
-    default = "SGD" if model.facts.sparse else "AdamW"
-    yield "optimizer", "optimizer() of the model" if optimizer else f"{default}, the default"
+    yield "optimizer", "optimizer() of the model" if optimizer else f"{model.default_optimizer}, the default"
     still = [name for name in model.idle if name not in model.facts.frozen]
     if model.facts.frozen:
         yield "frozen", _some(model.facts.frozen)

@@ -15,10 +15,10 @@ def _named(spec: str, limit_s: float) -> tuple[UserModel, NamedOptimizer]:
 
 
 def default_optimizer(model: UserModel) -> NamedOptimizer:
-    """Return AdamW, with larger steps where some parameter has fewer bits than float32; SGD for sparse gradients."""
-    if model.facts.sparse:
-        return SGD
-    return COARSE_ADAMW if model.is_narrow else ADAMW
+    """Return the model's default optimizer; AdamW takes larger steps where a parameter has fewer bits than float32."""
+    adamw = COARSE_ADAMW if model.is_narrow else ADAMW
+    by_class: dict[str, NamedOptimizer] = {"SGD": SGD, "AdamW": adamw}
+    return by_class[model.default_optimizer]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
