@@ -1,4 +1,4 @@
-"""The one tree of errors: the caller's, the engine's, and ours."""
+"""The tree of errors: the caller's, the engine's, and the harness's."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ class ShardproofError(Exception):
 
 
 class UsageError(ShardproofError):
-    """The caller asked for something that is not there: a misspelt world, a missing run; fix the call."""
+    """The caller requested something that does not exist: a misspelt world, a missing run; fix the call."""
 
 
 class NewerSchemaError(UsageError):
-    """A later release wrote this run: its lines are whole, and mean what this release does not know."""
+    """A later release wrote this run; its lines are complete, but this release cannot interpret them."""
 
 
 class UnreadableError(UsageError):
-    """A file of a run is missing, cut off or damaged: what it held is lost, and no more; run the case again."""
+    """A file of a run is missing, truncated or damaged; only its content is lost. Run the case again."""
 
     @property
     def why(self) -> str:
-        """What is wrong with which file, in one line."""
+        """The problem and its file, in one line."""
         return " ".join(f"{self.what}: {self.got}".split())
 
 
 class LostHostError(UsageError):
-    """A process that a launcher started is gone, and its rank with it: no further case can run in this session."""
+    """A process that a launcher started has ended, and its rank with it; this session can run no further case."""
 
 
 class EngineError(ShardproofError):
@@ -47,7 +47,7 @@ class EngineError(ShardproofError):
 
 
 class HarnessBug(ShardproofError):  # noqa: N818 - "bug" says whose fault it is, which "error" does not
-    """We are wrong; the verdict is ERRORED and says nothing about the engine. Please report it."""
+    """The harness is wrong; the verdict is ERRORED and says nothing about the engine. Please report it."""
 
 
 def _rebuild(kind: type[ShardproofError], what: str, expected: str, got: str, hint: str) -> ShardproofError:

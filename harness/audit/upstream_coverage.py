@@ -22,7 +22,7 @@ from shardproof.harness.verdicts.known_failures import matches
 
 TESTS = "tests"  # the table of upstream tests; others are of interfaces
 
-# What is worst for an engine first; after these come the ones that conform.
+# The worst for an engine first; the conforming ones come last.
 _WORST_FIRST = (
     Verdict.FAILED,
     Verdict.CRASHED,
@@ -39,7 +39,7 @@ _WORST_FIRST = (
 
 
 class Kind(Enum):
-    """The parts that can show what a row promises; the value is the word before the colon in a table."""
+    """The kinds of engines or machines that can show a row; the value is the word before the colon in a table."""
 
     OBSERVABLE = ""  # any engine, on any machine
     INTERNAL = "internal"  # no other engine: it is about names, private objects or kernels
@@ -74,12 +74,12 @@ class Row:
 
     @property
     def num_tests(self) -> int:
-        """Count the tests that the row stands for."""
+        """Count the tests of the row."""
         more = re.search(r" \+(\d+)$", self.test)
         return 1 + (int(more[1]) if more else 0)
 
     def names(self, case: str, choices: Collection[str] = ()) -> bool:
-        """Whether one of the row's patterns is for this case, or its program makes all choices of one."""
+        """Whether one of the row's patterns matches this case, or its program makes all choices of one."""
         return any(_matches(pattern, case, choices) for pattern in self.patterns)
 
     def state(self, *, has_cases: bool) -> RowState:
@@ -103,7 +103,7 @@ class Table:
     command: str  # that lists the rows
 
     def rows_of(self, marks: Iterable[PytestMark], *, where: str) -> tuple[str, ...]:
-        """Read this table's marks, all of them together; raises UsageError for what is no row."""
+        """Read all marks of this table together; raises UsageError for an unknown row."""
         known = [row.id for row in self.rows]
         found: dict[str, None] = {}
         for mark in marks:
@@ -122,7 +122,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowVerdict:
-    """What one engine's records add up to for a row; None where none of its cases was run."""
+    """The combined verdict of one engine's records for a row; None if none of its cases was run."""
 
     verdict: Verdict | None
     num_judged: int  # of the row's cases; fewer than there are, where the run had no world for some
@@ -180,12 +180,12 @@ class Coverage:
 
 
 def read_tables() -> Mapping[str, Table]:
-    """Read the tables that ship with the suites; each goes by the name of its file."""
+    """Read the tables that ship with the suites; each is named after its file."""
     return {file.stem: read_table(file) for file in sorted((SUITES / "upstream").glob("*.toml"))}
 
 
 def read_table(file: Path) -> Table:
-    """Read one table: of what its mark and columns are called, and the rows of each of torch's files."""
+    """Read one table: the names of its mark and columns, and the rows of each of torch's files."""
     written = tomllib.loads(file.read_text(encoding="utf-8"))
     rows = [
         _row(id, name, *texts) for name, rows in written.pop("files").items() for id, texts in rows.items()
@@ -194,7 +194,7 @@ def read_table(file: Path) -> Table:
 
 
 def check_patterns(table: Table, cases: Mapping[str, Collection[str]]) -> None:
-    """Raise UsageError for patterns that no case is named by; ``cases`` are as for `cover`."""
+    """Raise UsageError for patterns that match no case; ``cases`` are as for `cover`."""
     for row in table.rows:
         for pattern in row.patterns:
             if not any(_matches(pattern, case, named) for case, named in cases.items()):
@@ -271,7 +271,7 @@ def cover(
 
 
 def judge_row(verdicts: Collection[Verdict]) -> Verdict | None:
-    """Return what verdicts of a row's cases add up to: the worst of them; None for none at all."""
+    """Return the worst of the verdicts of a row's cases; None if there are none."""
     return min(verdicts, key=_WORST_FIRST.index, default=None)
 
 

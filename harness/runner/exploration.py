@@ -26,8 +26,8 @@ from shardproof.harness.verdicts.case import Case
 
 __all__ = ["Exploration", "Hunt", "ShrunkFailure", "Symptom", "symptom_of"]
 
-_LONGEST = 200  # of a message that two failures are compared by
-_LATEST = 5  # pioneers, whose neighbours may run more of what is new
+_LONGEST = 200  # of a message by which two failures are compared
+_LATEST = 5  # pioneers, whose neighbours may run more new code
 _NEIGHBOURS = 100  # of each, the latest first
 
 
@@ -69,7 +69,7 @@ class Exploration:
     arcs: set[Arc] = field(default_factory=set)
 
     def judge(self, program: Program) -> Record:
-        """Judge one program; of its observations only the arcs are kept."""
+        """Judge one program; keeps only the arcs of its observations."""
         training = self.training(program)
         if can_count():
             training = replace(training, watch=training.watch | {Watch.ARCS})
@@ -83,7 +83,7 @@ class Exploration:
                 self.arcs.update(*map(read_arcs, Path(folder).rglob(arcs_path(Path()).name)))
 
     def shrunk(self, program: Program, record: Record) -> ShrunkFailure:
-        """Return the minimal program that fails with the same symptom; at first half of the choices are left out."""
+        """Return the minimal program that fails with the same symptom; tries to leave out half of the choices first."""
         symptom, least = symptom_of(record), program
         assert symptom is not None
         size, tried = max(1, len(program.choices) // 2), {program}
@@ -132,9 +132,9 @@ class Hunt:
     progress: list[Progress] = field(default_factory=list)
 
     def failing(self, program: Program) -> ShrunkFailure | None:
-        """Judge one program; return its failure as it is.
+        """Judge one program; return its failure unshrunk.
 
-        A vacuous program is no failure: with its numbers a fault of any engine might not show.
+        A vacuous program is no failure: its numbers might not show a fault of any engine.
         """
         num_arcs = len(self.exploration.arcs)
         record = self.exploration.judge(program)
@@ -206,7 +206,7 @@ class Hunt:
                 program = next(reversed(self.pioneers))
                 self.pioneers[program] -= 1
                 if not self.pioneers[program]:
-                    del self.pioneers[program]  # what it led to has been seen
+                    del self.pioneers[program]  # its neighbours have been seen
                 yield space.varied(program, rng)
 
 
@@ -219,15 +219,15 @@ def symptom_of(record: Record) -> Symptom | None:
         return Symptom(verdict=record.verdict, law="", kind=_plain(record.headline))
     kind = _plain(broken.summary)
     if broken.law == MatchesOracle().name and record.worst is not None:
-        quantity = record.worst.quantity  # the norm is only the first to show what is wrong with a gradient
+        quantity = record.worst.quantity  # the norm is only the first quantity to show an error of a gradient
         kind = Quantity.GRADIENT if quantity == Quantity.NORM else quantity
     return Symptom(verdict=record.verdict, law=broken.law, kind=kind)
 
 
 def _plain(text: str) -> str:
-    """Leave out what differs between two programs that fail alike: numbers, names, lists and what follows a line."""
+    """Remove what differs between two programs that fail alike: numbers, names, lists and the text after a line."""
     first = text.strip().splitlines()[0]
     if first.startswith("collective #"):
-        return "the collectives of ranks differ"  # which ones depends on what comes next
+        return "the collectives of ranks differ"  # which ones depends on the following match
     said = re.split(r"; the largest|: \w+\(| \(and \d+ more ranks\)", first)[0]
     return re.sub(r"\[[^]]*\]|'[^']*'|0x[0-9a-f]+|\d+", "*", said)[:_LONGEST]

@@ -38,7 +38,7 @@ from shardproof.harness.worlds.spec import ANY, Sizes, WorldKind
 
 __all__ = ["Trial"]
 
-_KEPT = pytest.StashKey[int]()  # how many tests this plugin would run, had nothing else left some out
+_KEPT = pytest.StashKey[int]()  # how many tests this plugin would run if no plugin had deselected some
 # The world must report its own verdict, with stacks, before pytest-timeout ends the test from outside.
 _BEFORE_TIMEOUT_S = 3.0
 
@@ -58,7 +58,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("cell", cells, ids=[str(c) for c in cells], scope="session")
 
 
-@pytest.hookimpl(tryfirst=True)  # so that it sees what -k and others will leave out
+@pytest.hookimpl(tryfirst=True)  # so that it sees what -k and others will deselect
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect cases in worlds that do not suit them, such as two replicas of three ranks.
 
@@ -90,7 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_out_unavailable(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the cases of engines that cannot be judged; the sink reports them by name, with the cause."""
+    """Deselect the cases of engines that cannot be judged; the record writer reports them with the cause."""
     if CELLS_ARE_CHOSEN in config.stash or not will_run(config):
         return
     cells = {id(item): cell for item in items if (cell := _cell(item)) is not None}
@@ -105,10 +105,10 @@ def _leave_out_unavailable(config: pytest.Config, items: list[pytest.Item]) -> N
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Wait for the fork server before the first case, whose timeout must not pay for the server's imports."""
+    """Wait for the fork server before the first case, so that its timeout excludes the server's imports."""
     config = session.config
     if _KEPT not in config.stash or NUM_ELSEWHERE not in config.stash:
-        return  # nothing was collected, or a mark is wrong: pytest says so itself
+        return  # nothing was collected, or a mark is wrong: pytest reports that itself
     if len(session.items) + config.stash[NUM_ELSEWHERE] < config.stash[_KEPT]:
         config.stash[CATALOGUE] = config.stash[CATALOGUE].narrowed()
     if hasattr(config, "workeroutput"):
@@ -165,7 +165,7 @@ def _why_senseless(item: pytest.Item) -> str:
         return ""
     sizes: list[Sizes] = [marker.args[0] for marker in item.iter_markers("worlds")] or [ANY]
     needs = [s.name for s in sizes if not s.suits(cell.world)]
-    # On an accelerator the record says what the run lacks; on a CPU, where most runs are, it lacks nothing.
+    # On an accelerator the record lists what the run lacks; on a CPU, where most runs are, it lacks nothing.
     if cell.world.device == "cpu" and (device := _lacking_device(item, cell)):
         needs.append(device)
     return f"needs {needs[0]}" if needs else ""

@@ -3,7 +3,7 @@
 A launcher that ends its processes sends SIGTERM, also after Ctrl-C: it counts as a first one, never as a second.
 
 A process that ends at once leaves no process behind: the reaper of its fork server ends all of its descendants, and
-workers of xdist end with the process that started them.
+xdist's workers end with the process that started them.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class _Interrupts:
         self.num_seen += 1
         if self.num_seen > 1:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)  # a shell sees how it ended; no exit hook runs
+            os.kill(os.getpid(), signal.SIGINT)  # a shell sees the signal; no exit hook runs
         elif not self.num_holds:
             raise KeyboardInterrupt
 
 
-_handlers: list[_Interrupts] = []  # at most one, and none where Python's own handler is left as it is
+_handlers: list[_Interrupts] = []  # at most one; none if Python's own handler is unchanged
 
 
 @contextlib.contextmanager
 def interruptible(*, or_terminated: bool = False) -> Iterator[None]:
-    """Handle SIGINT, and SIGTERM too if asked; only in the main thread, and only in the outermost call."""
+    """Handle SIGINT, and SIGTERM too on request; only in the main thread, and only in the outermost call."""
     if _handlers or threading.current_thread() is not threading.main_thread():
         yield
         return

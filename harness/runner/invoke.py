@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def check_temporary_folder() -> None:
-    """Raise UsageError where no temporary file can be written; pytest would end in a traceback."""
+    """Raise UsageError if no temporary file can be written; pytest would end with a traceback."""
     try:
         tempfile.gettempdir()
     except OSError as error:
@@ -33,7 +33,7 @@ def call_pytest(arguments: Sequence[str], *plugins: object) -> int:
     import pytest  # here, because it takes a while and not every command needs it
 
     settings = ROOT / "pyproject.toml"
-    # An installed package has no settings beside it; a clone has.
+    # An installed package has no pytest settings; a clone has.
     installed = ["-c", os.devnull, "--import-mode=importlib"]
     config = ["-c", str(settings)] if settings.exists() else installed
     try:
@@ -49,14 +49,16 @@ def call_pytest(arguments: Sequence[str], *plugins: object) -> int:
             ],
             plugins,
         )
-    except Exception:  # as pytest ends, which warns of what a killed worker left open; warnings are errors
+    except (
+        Exception
+    ):  # as pytest ends, which warns of files that a killed worker left open; warnings are errors
         traceback.print_exc()
         code = pytest.ExitCode.INTERNAL_ERROR
     return int(code)
 
 
 def suites(names: Sequence[str] | None) -> list[Path]:
-    """Find suites by name, all for none; raises UsageError with a hint."""
+    """Find suites by name, or all if there are no names; raises UsageError with a hint."""
     known = {folder.name: folder for folder in suite_folders()}
     for name in names or []:
         if name not in known:
@@ -69,6 +71,6 @@ def suites(names: Sequence[str] | None) -> list[Path]:
 
 
 def suite_folders() -> list[Path]:
-    """List the folders that hold cases; one without any, such as the table of upstream tests, is no suite."""
+    """List the folders with cases; a folder without any, such as the table of upstream tests, is no suite."""
     folders = sorted(p.parent for p in SUITES.glob("*/__init__.py"))
     return [folder for folder in folders if any(folder.glob("test_*.py"))]

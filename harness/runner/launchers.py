@@ -17,7 +17,7 @@ def is_launched(worlds: Sequence[str] | None) -> bool:
 
 
 def default_worlds(environment: Mapping[str, str]) -> list[str] | None:
-    """Return the world of a launcher's processes, where it started several; None leaves the default as it is."""
+    """Return the world of a launcher's processes, if it started several; None keeps the default."""
     process = find_launched_process(environment)
     return [WorldKind.LAUNCHED.value] if process is not None and process.size > 1 else None
 
@@ -25,7 +25,7 @@ def default_worlds(environment: Mapping[str, str]) -> list[str] | None:
 def join_launcher(environment: Mapping[str, str], worlds: Sequence[str] | None, *, seed: int) -> int | None:
     """Return None in process 0 of a launcher, which judges; other processes serve it, and return an exit code.
 
-    Raises UsageError under a launcher where no world takes its ranks, and where there is none.
+    Raises UsageError under a launcher if no world uses its ranks, and without a launcher if a world needs one.
     """
     if not is_launched(worlds):
         refuse_launcher(environment)
@@ -42,7 +42,7 @@ def join_launcher(environment: Mapping[str, str], worlds: Sequence[str] | None, 
 
 
 def refuse_launcher(environment: Mapping[str, str]) -> None:
-    """Raise UsageError in one of several processes of a launcher: each would judge everything by itself."""
+    """Raise UsageError in one of several processes of a launcher: each would judge everything itself."""
     for launcher, rank, size in (
         ("torchrun", "RANK", "WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in environment else _NONE,
         ("a launcher of ranks", "RANK", "WORLD_SIZE") if "MASTER_ADDR" in environment else _NONE,

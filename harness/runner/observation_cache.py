@@ -1,7 +1,7 @@
-"""What trainings left: each world run once, each oracle computed once, and where the files are.
+"""The observations of trainings: runs each world once, computes each oracle once, and finds their files.
 
-[Note: the same question] Two cases share an observation where they ask for the same content: equal values, and equal
-code of the problem, the optimizer and the script. Names decide nothing. What has no digest is shared by no two cases.
+[Note: the same question] Two cases share an observation if they run the same content: equal values, and equal code of
+the problem, the optimizer and the script. Names do not matter. Content without a digest is shared by no two cases.
 """
 
 from __future__ import annotations
@@ -56,40 +56,40 @@ _Held = TypeVar("_Held")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where observations are kept, and whether they are made or only read again.
+    """The folder of observations, and whether they are made or only read again.
 
-    Each worker of a session that runs in several processes writes below a folder of its own, and reads all.
+    Each worker of a session with several processes writes below a folder of its own, and reads all.
     """
 
     folder: Path
     worker: str = "main"
     is_replay: bool = False
     keep: Keep = Keep.ALL
-    oracles: Path | None = None  # a folder that outlives the run
+    oracles: Path | None = None  # a folder that survives the run
 
 
 class ObservationCache:
-    """Returns what was observed of a training, and runs it at the first request; remembers the last few."""
+    """Returns the observations of a training, which it runs at the first request; caches the last few."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._oracles: dict[tuple[str, int], OracleObservation] = {}
-        self._kept_oracles: dict[tuple[str, int], KeptOracle] = {}  # those that were not computed here
-        self._explaining: set[tuple[str, int]] = set()  # oracles that are to explain a failure
+        self._kept_oracles: dict[tuple[str, int], KeptOracle] = {}  # oracles that were not computed here
+        self._explaining: set[tuple[str, int]] = set()  # oracles that must explain a failure
         self._unread: dict[str, list[object]] = {}
-        # Digests of parts, of the case that asked last.
+        # Digests of parts, of the last case that requested any.
         self._read: tuple[str, list[tuple[object, str]]] = ("", [])
-        # The last few, which have all tensors of a training.
+        # The last few, with all tensors of a training.
         self._kept: dict[Path, tuple[Scheduled, ...]] = {}
         self._wanted: set[Path] = set()
-        self._dropped: dict[Path, str] = {}  # too large to keep until the end, by the case that came next
+        self._dropped: dict[Path, str] = {}  # too large to keep until the end, by the case that followed
         self._launched: set[Path] = set()
         self._pool = WorldPool(source.folder / source.worker / "pool")
 
     def close(self) -> None:
-        """End pooled worlds, and delete what was observed and is not to be kept.
+        """End pooled worlds, and delete observations that are not to be kept.
 
-        Not earlier: a later case may ask the same question, and fail.
+        Not earlier: a later case may request the same observation, and fail.
         """
         self._pool.close()
         if self._source.is_replay or self._source.keep is Keep.ALL:
@@ -99,7 +99,7 @@ class ObservationCache:
         _remove_empty(self._source.folder / self._source.worker)
 
     def want(self, training: Training, cell: Cell, case: str) -> None:
-        """Keep what was observed of a training, whatever is deleted else."""
+        """Keep the observations of a training, whatever else is deleted."""
         self._wanted.add(self.folder(training, cell, case))
 
     def name(self, training: Training, cell: Cell, case: str) -> str:
@@ -110,7 +110,7 @@ class ObservationCache:
     def folder(self, training: Training, cell: Cell, case: str) -> Path:
         """Return the folder of a training's observations, which need not exist."""
         engine = re.sub(r"[^A-Za-z0-9_.-]+", "-", cell.engine).strip("-.")
-        if engine != cell.engine:  # other paths may read alike
+        if engine != cell.engine:  # another path may be spelled alike
             engine += f"-{hashlib.sha256(cell.engine.encode()).hexdigest()[:10]}"
         label = re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{training.problem.name}-{training.optimizer.name}")
         name = Path(engine) / str(cell.world).replace(":", "-") / f"{label}-{self._digest(training, case)}"
@@ -123,9 +123,9 @@ class ObservationCache:
         return self._source.is_replay
 
     def engine(self, training: Training, cell: Cell, case: str) -> EngineDescription:
-        """Ask the engine what it declares, or read what it declared when it was observed.
+        """Return the engine's declarations, or those that were recorded when it was observed.
 
-        Raises UnreadableError where nothing was observed that can be read.
+        Raises UnreadableError if there is no readable observation.
         """
         if not self._source.is_replay:
             return describe(cell.engine)
@@ -147,9 +147,9 @@ class ObservationCache:
     def observations(
         self, training: Training, cell: Cell, seeds: Iterable[int], case: str
     ) -> tuple[Scheduled, ...]:
-        """Return what was seen under the schedules of these seeds, as far as it differs; see `run_schedules`.
+        """Return the observations under the schedules of these seeds that differ; see `run_schedules`.
 
-        ``case`` is the id of the case that asks; it matters where the training has no digest.
+        ``case`` is the id of the requesting case; it matters if the training has no digest.
         """
         folder = self.folder(training, cell, case)
         self._delete_dropped(case)
@@ -169,7 +169,7 @@ class ObservationCache:
         return self._kept[folder]
 
     def _delete_dropped(self, case: str) -> None:
-        """Delete large observations of earlier cases that nothing wants: a case that asks again trains again."""
+        """Delete large observations of earlier cases that nothing keeps; a case that needs one again trains again."""
         if self._source.is_replay or self._source.keep is Keep.ALL:
             return
         for folder in [folder for folder, since in self._dropped.items() if since != case]:
@@ -179,7 +179,7 @@ class ObservationCache:
                 self._launched.discard(folder)
 
     def oracle(self, training: Training, world_size: int, case: str, *, limit_s: float) -> OracleObservation:
-        """Return what one process makes of the data of so many ranks."""
+        """Return the oracle of a training with this many ranks of data."""
         arithmetic = _arithmetic(training)
         key = (self._digest(arithmetic, case), world_size)
         if key not in self._oracles:
@@ -194,7 +194,7 @@ class ObservationCache:
         return self._oracles[key]
 
     def _own_folder(self) -> Path | None:
-        """Return the folder below which this worker writes; None where it only reads."""
+        """Return the folder below which this worker writes; None if it only reads."""
         if self._source.is_replay:
             return None
         folder = self._source.folder / self._source.worker
@@ -202,7 +202,7 @@ class ObservationCache:
         return folder
 
     def forget_oracle(self, training: Training, world_size: int, case: str, *, must_explain: bool) -> bool:
-        """Forget the oracle of a training if an earlier run computed it, or if it does not explain and must.
+        """Forget the oracle of a training if an earlier run computed it, or if it lacks a required explanation.
 
         Returns whether it did: the next one is computed now, and explains.
         """
@@ -223,7 +223,7 @@ class ObservationCache:
         return kept_oracle(self._source.oracles, str(world_size), *digests) if all(digests) else None
 
     def _digest(self, training: Training, case: str) -> str:
-        """Hash the content of a training; a part of it that has no digest belongs to the case that asks."""
+        """Hash the content of a training; a part without a digest belongs to the requesting case."""
         parts = [
             digest or self._place(getattr(training, name), f"{name} of {case}")
             for name, digest in self._digests(training, case).items()
@@ -231,13 +231,13 @@ class ObservationCache:
         return hashlib.sha256("|".join(parts).encode()).hexdigest()[:10]
 
     def _digests(self, training: Training, case: str) -> dict[str, str]:
-        """Digest each part of a training; empty for one that has no digest."""
+        """Digest each part of a training; empty for a part without a digest."""
         return {
             field.name: self._part_digest(getattr(training, field.name), case) for field in fields(training)
         }
 
     def _part_digest(self, part: object, case: str) -> str:
-        """Digest a part once per case, which asks for it several times; another case may find it changed."""
+        """Digest a part once per case, which requests it several times; it may have changed by the next case."""
         if self._read[0] != case:
             self._read = (case, [])
         for known, digest in self._read[1]:
@@ -248,7 +248,7 @@ class ObservationCache:
         return digest
 
     def _place(self, part: object, owner: str) -> str:
-        """Name an object that has no digest by its owner, and by how many others of the owner came before it."""
+        """Name an object without a digest by its owner, and by how many others of the owner came before it."""
         met = self._unread.setdefault(owner, [])
         if not any(part is other for other in met):
             met.append(part)
@@ -264,7 +264,7 @@ class ObservationCache:
         if before is not None and not _has_left_state(training, cell, world, before):
             return
         job = (drive_rank, training, cell.engine, before)
-        # Starting ranks is cheap on the CPU, where a fresh world per case shares nothing; on a device it is dear.
+        # Starting ranks is cheap on the CPU, where a fresh world per case shares nothing; on a device it is expensive.
         if cell.world.device == "cpu":
             run_schedules(world, seeds, *job, folder=folder)
         else:
@@ -274,7 +274,7 @@ class ObservationCache:
 
 
 def _has_left_state(training: Training, cell: Cell, world: WorldSpec, place: Path) -> bool:
-    """Run the world before, in a folder; where it does not train to its end, what it left is kept of the training."""
+    """Run the previous world in a folder; if it does not train to its end, its results become those of the training."""
     assert training.origin is not None
     spec = replace(world, size=training.origin.ranks.of(world.size))
     result = launch(spec, leave_state, training, cell.engine, folder=place)
@@ -289,9 +289,9 @@ def _has_left_state(training: Training, cell: Cell, world: WorldSpec, place: Pat
 def _drop_oldest(
     held: dict[_Key, _Held], num_bytes: Callable[[_Held], int], most_bytes: int, most: int | None = None
 ) -> list[tuple[_Key, int]]:
-    """Forget what was held first, until the rest is few enough; returns what it was, with the bytes of each.
+    """Drop the oldest entries until the rest is small enough; returns them, with the bytes of each.
 
-    The last is held whatever its size.
+    The newest is kept whatever its size.
     """
     dropped = []
     total = sum(map(num_bytes, held.values()))
@@ -312,14 +312,14 @@ def _bytes_of_oracle(oracle: OracleObservation) -> int:
 
 
 def _remove_empty(folder: Path) -> None:
-    """Delete the folders below one, and itself, that hold no file."""
+    """Delete the folders below a folder, and itself, that contain no file."""
     for path in sorted((folder, *folder.rglob("*")), reverse=True):
-        with contextlib.suppress(OSError):  # it holds something, or is a file
+        with contextlib.suppress(OSError):  # it is not empty, or is a file
             path.rmdir()
 
 
 def _features(training: Training, cell: Cell) -> Iterator[Feature]:
-    """Name the parts of the harness that a training needs and that stand on private names of torch."""
+    """Return the features of the harness that a training uses and that need private names of torch."""
     yield Feature.COLLECTIVES
     if cell.world.kind is WorldKind.THREADS:
         yield Feature.THREADS
@@ -330,20 +330,20 @@ def _features(training: Training, cell: Cell) -> Iterator[Feature]:
 
 
 def unexercised(training: Training) -> Training:
-    """Leave out the calls of an engine's own interface: the same for all exercises of one model."""
+    """Remove the calls of an engine's own interface: all exercises of one model share a training."""
     return replace(training, script=EachMicrobatch()) if isinstance(training.script, Exercise) else training
 
 
 def _arithmetic(training: Training) -> Training:
-    """Keep what changes the oracle: the engine and most of the plan change neither what is right nor its noise."""
+    """Keep what changes the oracle: the engine and most of the plan change neither the right result nor its noise."""
     asked = unexercised(training)
     scaling = asked.schedule.scaling
-    if scaling is not None and scaling.overflows_at is None:  # what is multiplied is divided again
+    if scaling is not None and scaling.overflows_at is None:  # a factor that is later divided out
         asked = replace(asked, schedule=replace(asked.schedule, scaling=None))
     resume, origin = asked.resume, asked.origin
     if resume is not None:
-        # A fresh model has no gradients. Where the step before left none either, the oracle need not know. An optimizer
-        # of the user's may clear some alone.
+        # A fresh model has no gradients. If the previous step left none either, the oracle does not depend on it. A
+        # user's optimizer may clear only some.
         has_none = asked.schedule.clears_to_none(resume.after_steps - 1)
         is_alike = has_none and not isinstance(asked.optimizer, UserOptimizer)
         resume = None if is_alike else replace(resume, plan=None, form=StateForm.WHOLE)
@@ -366,9 +366,9 @@ def _arithmetic(training: Training) -> Training:
 
 
 def _arithmetic_plan(training: Training, *, hands_over: bool) -> Plan:
-    """Keep of a plan how gradients are divided and clipped, in what dtype and portions summed."""
+    """Keep those parts of a plan that set how gradients are divided, clipped and summed, and in which dtype."""
     plan = training.plan
-    # The loop refuses a script, a clipping, a loss scale or a conversion that its plan does not demand.
+    # The loop refuses a script, clipping, loss scale or conversion without the demand in its plan.
     asked = training.script.demands | {
         Capability.CLIP,
         Capability.CLIP_IN_STEP,

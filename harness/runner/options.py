@@ -1,4 +1,4 @@
-"""The options of a run: each declared once, for the command line and for pytest. No torch and no pytest here."""
+"""The options of a run, each declared once, for the command line and for pytest. No torch and no pytest here."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ DEADLINE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One option; ``settings`` are argparse's, which pytest takes too, and ``default_text`` stands in its help."""
+    """One option; ``settings`` are argparse's, which pytest accepts too, and ``default_text`` is part of its help."""
 
     flag: str
     help: str
     default_text: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    in_pytest: str = ""  # its flag there, where pytest has an option of that name
+    in_pytest: str = ""  # its flag there, if pytest has an option of that name
 
     @property
     def key(self) -> str:
@@ -41,13 +41,13 @@ class Option:
         return self.flag.strip("-").replace("-", "_")
 
     def add_to(self, add: Callable[..., object], *, default_text: str = "", **settings: object) -> None:
-        """Add it by ``add_argument`` of a parser or ``addoption`` of pytest; what is given replaces the table's."""
+        """Add it by ``add_argument`` of a parser or ``addoption`` of pytest; ``settings`` override the table's."""
         shown = default_text or self.default_text
         text = f"{self.help}; default: {shown}" if shown else self.help
         add(self.flag, help=text, **{**self.settings, **settings})
 
     def spelled(self, value: object) -> list[str]:
-        """Format a value for pytest: one argument for each of a list, none for what was not set."""
+        """Format a value for pytest: one argument for each item of a list, none for an option that was not set."""
         flag = self.in_pytest or self.flag
         if value is None or value is False:
             return []
@@ -187,11 +187,10 @@ def pytest_arguments(values: Mapping[str, object]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What a run spends on each case.
+    """The effort that a run spends on each case.
 
-    Where ranks are threads a case is run once for each of ``num_schedules`` seeds, the first being ``seed``; in
-    other worlds the machine makes the schedule, and there is one. ``is_thorough`` has every training watched for
-    all that can be.
+    If ranks are threads, a case runs once for each of ``num_schedules`` seeds, the first being ``seed``; in other
+    worlds the machine makes the schedule, and there is one. With ``is_thorough`` every training runs under all watches.
     """
 
     seed: int = 0
@@ -199,7 +198,7 @@ class RunOptions:
     is_thorough: bool = False
 
     def __post_init__(self) -> None:
-        """Raise UsageError for what no run can do."""
+        """Raise UsageError for values that no run supports."""
         for option, value, least in (
             ("--schedule-seed", self.seed, 0),
             ("--schedules", self.num_schedules, 1),
@@ -213,19 +212,19 @@ class RunOptions:
                 )
 
     def seeds(self, training: Training, world: WorldSpec) -> range:
-        """Return the seeds of the schedules under which a world is to run a training."""
+        """Return the seeds of the schedules under which a world runs a training."""
         num = max(self.num_schedules, training.schedules) if world.kind is WorldKind.THREADS else 1
         return range(self.seed, self.seed + num)
 
     def applied(self, training: Training) -> Training:
         if not self.is_thorough:
             return training
-        # Here, because it imports torch, which who only reads options can do without.
+        # Here, because it imports torch, which commands that only read options do not need.
         from shardproof.harness.cases.training import Watch
 
         return replace(training, watch=training.watch | {Watch.RACES, Watch.LIFETIMES})
 
     def options(self, seed: int) -> tuple[str, ...]:
-        """Format what differs from the default, for the command that repeats a case; ``seed`` is the schedule's."""
+        """Format the options that differ from the default, for the command that repeats a case under this seed."""
         seed_option = (f"--schedule-seed={seed}",) if seed else ()
         return (*seed_option, *(("--thorough",) if self.is_thorough else ()))

@@ -1,6 +1,6 @@
-"""pytest glue: options, the sink that writes records, and, where cases run, the plugin that runs them.
+"""pytest glue: the options, the record writer, and, in processes that run cases, the plugin that runs them.
 
-A process that only hands cases to workers has no need of torch, and does not wait for it.
+A process that only distributes cases to workers does not need torch, and does not wait for it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shardproof.harness.worlds.spec import WorldSpec
 __all__ = ["CELLS", "CELLS_ARE_CHOSEN", "EFFORT", "EXPECTATIONS", "will_run"]
 
 CELLS = pytest.StashKey[Sequence[Cell]]()
-CELLS_ARE_CHOSEN = pytest.StashKey[bool]()  # by another plugin, for each case by itself
+CELLS_ARE_CHOSEN = pytest.StashKey[bool]()  # by another plugin, for each case separately
 EFFORT = pytest.StashKey[RunOptions]()
 EXPECTATIONS = pytest.StashKey[Expectations | None]()
 
@@ -50,14 +50,14 @@ _TO_WORKER = "shardproof.expectations"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options that suites understand; without --out nothing is kept after the session."""
+    """Add the options of suites; without --out nothing is kept after the session."""
     add_to_pytest(parser.getgroup("shardproof").addoption)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Read the options, and register the sink in the process that sees all reports; workers send theirs there."""
+    """Read the options; register the record writer in the process that receives the reports of all workers."""
     if hasattr(config, "workerinput"):
-        die_with_parent()  # a worker that waits for its case would outlive a session that is killed
+        die_with_parent()  # a worker that waits for a case would survive a session that is killed
     for mark in _MARKS:
         config.addinivalue_line("markers", mark)
     try:
@@ -74,14 +74,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("dist", "no") == "no":
         draw_hash_seeds(config.stash[EFFORT].seed)
         if _will_run_suites(config):
-            forkserver_context()  # it does its imports while this process does its own
-        gc.disable()  # until all is imported: none of it is garbage, and looking takes a tenth of the time
+            forkserver_context()  # it imports while this process does its own imports
+        gc.disable()  # until all is imported: none of it is garbage, and a collection takes a tenth of the time
         config.pluginmanager.import_plugin("shardproof.harness.runner.fixture")
         config.pluginmanager.register(selection, "shardproof-selection")
 
 
 def _join_launcher(config: pytest.Config) -> None:
-    """Take the ranks of a launcher, or refuse it; a process that only lends its rank ends here."""
+    """Connect to a launcher's ranks, or refuse it; a process that only serves its rank ends here."""
     worlds = config.getoption("--world")
     if not will_run(config) or not (is_launched(worlds) or _will_run_suites(config)):
         return
@@ -98,7 +98,7 @@ def _join_launcher(config: pytest.Config) -> None:
 
 
 def _sink(config: pytest.Config) -> RecordWriter:
-    """Make the sink; raises UsageError where the run cannot be kept as asked."""
+    """Create the record writer; raises UsageError if the run cannot be kept as requested."""
     out, resumed = config.getoption("--out"), config.getoption("--resume")
     if out:
         refuse_existing(Path(out))
@@ -119,21 +119,21 @@ def _sink(config: pytest.Config) -> RecordWriter:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Freeze what was imported and collected, so that the collector skips it."""
+    """Freeze all imported and collected objects, so that the garbage collector skips them."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Enable the collector, where nothing was collected."""
+    """Enable the garbage collector if nothing was collected."""
     gc.enable()
 
 
-# Any: xdist's node, whose package need not be there.
+# Any: xdist's node, whose package may not be installed.
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Send every worker the expectations, and the day, that this process read: one run, one answer."""
+    """Send every worker the expectations and the day that this process read, so that all judge alike."""
     node.workerinput[_TO_WORKER] = pickle.dumps(node.config.stash[EXPECTATIONS])
 
 
@@ -155,13 +155,13 @@ def _cells(config: pytest.Config) -> list[Cell]:
     ]
     engines = list(dict.fromkeys(config.getoption("--engine") or sorted(BUILT_IN)))
     for engine in engines:
-        if not config.getoption("--replay"):  # which asks no engine, so any name will do
+        if not config.getoption("--replay"):  # no engine is loaded, so any name will do
             check_spelling(engine)
     return [Cell(engine=engine, world=world) for engine in engines for world in worlds]
 
 
 def _effort(config: pytest.Config) -> RunOptions:
-    """Read the options; a replay looks at what the run to replay made its effort for."""
+    """Read the options; a replay uses the effort of the replayed run."""
     replay = config.getoption("--replay")
     if replay:
         made = read_run(Path(replay)).header
@@ -174,7 +174,7 @@ def _effort(config: pytest.Config) -> RunOptions:
 
 
 def _expectations(config: pytest.Config) -> Expectations | None:
-    """Read the file once per session; a replay expects what the run to replay did, on the day of that run."""
+    """Read the file once per session; a replay uses the expectations and the day of the replayed run."""
     given, is_raw = config.getoption("--expectations"), config.getoption("--no-expectations")
     replay = config.getoption("--replay")
     if hasattr(config, "workerinput"):

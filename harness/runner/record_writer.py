@@ -1,4 +1,4 @@
-"""The sink: a pytest plugin object that turns reports into the records of a run, as they arrive."""
+"""The record writer: a pytest plugin object that turns reports into the records of a run, as they arrive."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ __all__ = [
 ]
 
 RECORD_PROPERTY = "shardproof.record"  # the user property under which a test's report carries its record
-LEFT_OUT_PROPERTY = "shardproof.left_out"  # and this, why a case does not apply
-NOT_JUDGED_PROPERTY = "shardproof.not_judged"  # and this, why a case was not judged again
+LEFT_OUT_PROPERTY = "shardproof.left_out"  # likewise the reason why a case does not apply
+NOT_JUDGED_PROPERTY = "shardproof.not_judged"  # likewise the reason why a case was not judged again
 FROM_WORKER = "shardproof.catalogue"  # the key under which a worker of xdist sends what it collected
 CATALOGUE = pytest.StashKey[Catalogue]()
 UNAVAILABLE = pytest.StashKey[dict[str, str]]()  # engines that cannot be judged, with the cause
 UNAVAILABLE_FROM_WORKER = "shardproof.unavailable"
-IS_PART = pytest.StashKey[bool]()  # other runs have the rest of the selected cases, maybe all
+IS_PART = pytest.StashKey[bool]()  # other runs have the rest of the selected cases, possibly all
 NUM_SELECTED = pytest.StashKey[int]()  # cases of all shards
 PART_FROM_WORKER = "shardproof.part"
-LEFT_OUT = pytest.StashKey[dict[str, str]]()  # node ids of cases that no world here suits, with the cause
+LEFT_OUT = pytest.StashKey[dict[str, str]]()  # node ids of cases that fit no world here, with the cause
 LEFT_OUT_FROM_WORKER = "shardproof.left_out"
 
 
@@ -99,7 +99,7 @@ class RecordWriter:
         self._started_s = time.monotonic()
 
     def resume(self, stopped: ComparedRun) -> None:
-        """Begin with the records of an interrupted run; raises UsageError if it was made otherwise than this one."""
+        """Begin with the records of an interrupted run; raises UsageError if its options differ from this one's."""
         started = self._header(num_cases=0)
         this = ComparedRun(folder="this run", run=Run(header=started, records=(), footer=None))
         refuse_unlike(stopped, this)
@@ -111,16 +111,16 @@ class RecordWriter:
         """Without xdist: the session's own items."""
         self._open([item.nodeid for item in session.items])
 
-    # Any: xdist's node, whose package need not be there.
+    # Any: xdist's node, whose package may not be installed.
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
-        """With xdist: every worker collects the same; the first to say so opens the run."""
+        """With xdist: every worker collects the same cases; the first report opens the run."""
         self._open(ids)
 
     # Any: as above.
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """With xdist: a worker that ends says what it collected; one that died cannot, and others will."""
+        """With xdist: a worker sends what it collected when it ends; if it died, another worker's report is used."""
         sent = getattr(node, "workeroutput", {}).get(FROM_WORKER)
         if sent is not None:
             self._config.stash[CATALOGUE] = pickle.loads(sent)
@@ -141,14 +141,14 @@ class RecordWriter:
                 self._left_out[report.nodeid] = str(value)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Record what was selected and never reached, fail for stale expectations, and write the footer."""
+        """Record the selected cases that were never reached, fail for stale expectations, and write the footer."""
         for record in self._not_run():
             self._append(record)
         self._unused = unused(self._expectations, self._ran())
         if any(found.is_stale for found in self._unused) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self._unavailable and self._config.getoption("--engine"):
-            session.exitstatus = pytest.ExitCode.USAGE_ERROR  # they were asked for by name
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR  # the user named them
         if self._writer is not None and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
             session.exitstatus = pytest.ExitCode.OK  # other shards run the cases, or the interrupted run did
         if self._writer is not None:
@@ -172,12 +172,12 @@ class RecordWriter:
 
     # Any: pytest does not export the terminal reporter's type.
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Write the verdicts in one line, and where the run is kept."""
+        """Write the verdicts in one line, and the folder of the run."""
         if self._records and (untested := remark(version("torch"))):
             terminalreporter.write_line(untested, yellow=True)
         for engine, problem in self._unavailable.items():
             terminalreporter.write_line(f"not judged: {engine}: {problem}", red=True)
-        # `shardproof run` asks pytest to be silent, and prints its own report.
+        # `shardproof run` makes pytest silent, and prints its own report.
         if not self._records or self._config.option.verbose < -1:
             return
         counts = ", ".join(f"{n} {v}" for v in Verdict if (n := sum(r.verdict is v for r in self._records)))
@@ -202,7 +202,7 @@ class RecordWriter:
 
     @contextlib.contextmanager
     def _stopping(self) -> Iterator[None]:
-        """End the session where the run cannot be written; what was written stays, without a footer."""
+        """End the session if the run cannot be written; the records so far remain, without a footer."""
         try:
             yield
         except UsageError as error:
@@ -283,8 +283,8 @@ class RecordWriter:
 
 
 def _as_typed() -> str:
-    """Format the command line of this process, under the name by which it is called."""
+    """Format the command line of this process, under the name by which it was called."""
     program = Path(sys.argv[0])
-    # Of ``python -m``, the file that it runs: a package's own, or our command line.
+    # With ``python -m`` it is the path of the file: a package's own, or our command line.
     called = {"__main__.py": program.parent.name, "main.py": "shardproof"}.get(program.name, program.name)
     return shlex.join([called, *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""One training under several schedules: the first is kept, and of the others those that came out differently."""
+"""One training under several schedules: keeps the first, and those of the others that differ from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Scheduled", "is_trained", "load_schedules", "run_schedules", "schedu
 
 
 class Scheduled(NamedTuple):
-    """What a world left under the schedule of one seed."""
+    """The results of a world under the schedule of one seed."""
 
     seed: int
     kept: SavedResult
@@ -33,10 +33,10 @@ class Scheduled(NamedTuple):
 def run_schedules(
     spec: WorldSpec, seeds: Iterable[int], body: Callable[..., Any], *args: Any, folder: Path
 ) -> None:
-    """Run one job under one schedule after another, in one world, until it does not end well; keep what was seen.
+    """Run one job under one schedule after another, in one world, until one fails; keep the observations.
 
-    What the first one leaves goes to ``folder``. Another one's goes to a folder below, and is dropped where every
-    rank came to the very same observation and ledger, since whatever is judged of the two is the same.
+    The first schedule's results go to ``folder``. Those of others go to folders below it, and are dropped if every rank
+    has the same observation and ledger, because the verdict would be the same.
     """
     world = World(spec, folder)
     results: list[tuple[int, Path, WorldResult]] = []
@@ -58,19 +58,19 @@ def run_schedules(
 
 
 def schedule_folders(folder: Path) -> tuple[Path, ...]:
-    """List where `run_schedules` kept what it saw, in the order of seeds."""
+    """List the folders in which `run_schedules` kept observations, in the order of seeds."""
     found = (path for path in folder.glob("schedule-*") if path.name.partition("-")[2].isdecimal())
     others = sorted(found, key=lambda path: int(path.name.partition("-")[2]))
     return (folder, *others)
 
 
 def load_schedules(folder: Path) -> tuple[Scheduled, ...]:
-    """Read what `run_schedules` kept, in the order of seeds; raises UnreadableError if it is missing or incomplete."""
+    """Read the results of `run_schedules`, in the order of seeds; raises UnreadableError if one is incomplete."""
     return tuple(Scheduled(kept_seed(place), load_kept(place)) for place in schedule_folders(folder))
 
 
 def is_trained(result: WorldResult) -> bool:
-    """Return whether every rank trained to its end: where one refused, another schedule shows nothing new."""
+    """Return whether every rank trained to its end: if one refused, another schedule shows nothing new."""
     return result.is_clean and all(isinstance(o, Returned) and o.value is None for o in result.outcomes)
 
 

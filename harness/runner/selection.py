@@ -1,4 +1,4 @@
-"""Parts of a run: one shard of several, the rest of an interrupted run, or what did not conform in an earlier one."""
+"""Parts of a run: one shard of several, the rest of an interrupted run, or the failures of an earlier one."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ NUM_ELSEWHERE = pytest.StashKey[int]()  # cases that other shards run, or that t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunShard:
-    """One of several runs that share the cases of one."""
+    """One of several runs that share the cases of one run."""
 
     number: int  # from 1
     of: int
 
     @classmethod
     def parse(cls, text: str) -> RunShard:
-        """Read ``2/8``; raises UsageError for what is no shard."""
+        """Read ``2/8``; raises UsageError for any other form."""
         match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
             raise UsageError("--shard", expected="NUMBER/OF from 1/1 on", got=repr(text), hint="--shard 2/8")
@@ -40,10 +40,10 @@ class RunShard:
 
 
 def cut(keys: Collection[str], shard: RunShard, durations: Mapping[str, float]) -> set[str]:
-    """Return the keys of one shard; all shards are disjoint and complete, in whatever order the keys come.
+    """Return the keys of one shard; all shards are disjoint and complete, independently of the order of keys.
 
-    Each key goes to the shard that is least loaded so far, the longest first. A key without a duration counts as the
-    median of the others; among equals a hash decides, so that neighbours are spread.
+    The longest key goes first, each to the shard with the least load so far. A key without a duration counts as the
+    median of the others; ties are broken by a hash, so that neighbours are spread.
     """
     known = {key: durations[key] for key in keys if key in durations}
     usual = median(known.values()) if known else 1.0
@@ -61,7 +61,7 @@ def cut(keys: Collection[str], shard: RunShard, durations: Mapping[str, float]) 
 
 
 def selected(config: pytest.Config) -> dict[str, str]:
-    """Describe which cases a session selects and how it runs them, as the header of its run keeps it."""
+    """Describe which cases a session selects and how it runs them, for the header of its run."""
     durations = config.getoption("--durations-of")
     failed = config.getoption("--last-failed-of")
     options = {
@@ -79,9 +79,9 @@ def selected(config: pytest.Config) -> dict[str, str]:
 
 
 def interrupted(folder: Path) -> ComparedRun:
-    """Read a run that did not come to its end; raises UsageError for any other, and for a damaged one.
+    """Read a run that was interrupted; raises UsageError for any other, and for a damaged one.
 
-    A last line that is cut off is what a kill leaves, and costs nothing: its case runs again.
+    A truncated last line is the trace of a kill, and is ignored: its case runs again.
     """
     run = read_run(folder)
     left = [record for record in run.records if record.verdict is not Verdict.NOT_RUN]
@@ -97,13 +97,13 @@ def interrupted(folder: Path) -> ComparedRun:
 
 
 def not_conforming(run: Run) -> list[str]:
-    """Name the cases of a run that do not conform, with engine and world."""
+    """Return the cases of a run that do not conform, with engine and world."""
     return [_name(r.engine, r.case, r.world) for r in run.records if not r.verdict.is_conforming]
 
 
-@pytest.hookimpl(trylast=True)  # so that what -k and others leave out is in no shard
+@pytest.hookimpl(trylast=True)  # so that no shard contains what -k and others deselect
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what is not to run here."""
+    """Deselect the cases that other parts run."""
     failed, shard, resumed = (config.getoption(o) for o in ("--last-failed-of", "--shard", "--resume"))
     if failed:
         _keep(config, items, set(not_conforming(read_run(Path(failed)))))

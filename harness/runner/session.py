@@ -1,4 +1,4 @@
-"""One session's judging: case by engine by world to a record, under every schedule that was asked for."""
+"""Judges the cases of a session: from case, engine and world to a record, under every requested schedule."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ __all__ = ["Source", "TrialSession"]
 
 # A case that expects a hang has a short deadline; the oracle trains for all ranks in turn, a few times.
 _LEAST_FOR_ORACLE_S = 30.0
-_QUIET = frozenset({Verdict.PASSED, Verdict.UNSUPPORTED})  # verdicts of which nothing is left to explain
+_QUIET = frozenset({Verdict.PASSED, Verdict.UNSUPPORTED})  # verdicts that need no explanation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Judged:
-    """What was made of a case, and under the schedule of which seed."""
+    """The judgement of a case, and the seed of its schedule."""
 
     judgement: Judgement
     seed: int
@@ -51,24 +51,24 @@ class TrialSession:
         self._keeps_all = source.is_replay or source.keep is Keep.ALL
 
     def run(self, case: Case, cell: Cell, *, suite: str, command: str, lacks: str = "") -> Record:
-        """Judge one case in one cell; our own errors become the verdict ERRORED, the caller's are raised.
+        """Judge one case in one cell; the harness's own errors become the verdict ERRORED, the caller's are raised.
 
-        A case that needs what the world ``lacks`` is not run.
-        Raises UnreadableError if observations are only read again, and these cannot be read.
+        If the world ``lacks`` something that the case needs, the case is not run. Raises UnreadableError if
+        observations are only read again, and these cannot be read.
         """
         started = time.monotonic()
         training = self._effort.applied(case.training)
         engine = self._observations.engine(training, cell, case.id)
         case = replace(case, training=training)
         if not training.needs <= engine.capabilities:
-            training = unexercised(training)  # what it would call plays no part in whether a plan is refused
+            training = unexercised(training)  # the calls do not affect whether a plan is refused
         try:
             found = (
                 _unsupported(lacks, self._effort.seed)
                 if lacks
                 else self._judged(case, training, cell, engine)
             )
-        except Exception as error:  # whatever breaks here is ours, and must not stop the other cases
+        except Exception as error:  # any other error here is the harness's, and must not stop the other cases
             if isinstance(error, LostHostError) or (
                 isinstance(error, UsageError) and not self._is_fresh(error)
             ):
@@ -107,7 +107,7 @@ class TrialSession:
         )
 
     def _is_fresh(self, error: UsageError) -> bool:
-        """Whether a file that cannot be read was written by this session."""
+        """Whether this session wrote a file that cannot be read."""
         return isinstance(error, UnreadableError) and not self._observations.is_replay
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class TrialSession:
         self._observations.close()
 
     def _judged(self, case: Case, training: Training, cell: Cell, engine: EngineDescription) -> _Judged:
-        """Judge what was seen under each schedule; the first that did not pass, else the first."""
+        """Judge the observations of each schedule; returns the first that did not pass, else the first."""
         declared = engine.capabilities
         lacks = engine.lacks_in(cell.world)
         oracle = self._oracle(case, cell)
@@ -153,13 +153,13 @@ class TrialSession:
     def _explained(
         self, judgement: Judgement, case: Case, cell: Cell, seed: int, declared: frozenset[Capability]
     ) -> Judgement:
-        """Train once more under the watch, and add whom it saw reading what had not arrived."""
+        """Train once more under the read watch, and add which code read values before they arrived."""
         watched = replace(case.training, watch=case.training.watch | {Watch.RACES}, schedules=1)
         if not self._observations.holds(watched, cell, case.id):
             return judgement
         self._observations.want(watched, cell, case.id)
         (again, *_) = self._observations.observations(watched, cell, (seed,), case.id)
-        asked = replace(case, training=watched, laws=())  # what the watch implies is all that is asked again
+        asked = replace(case, training=watched, laws=())  # only the laws of the watch are judged again
         second = judge(asked, declared, again.kept, self._oracle(case, cell))
         races = [law for law in second.laws if law.law == NoRaces().name and not law.held]
         if not races:
@@ -184,6 +184,6 @@ def _num_simulated(cell: Cell) -> int:
 
 
 def _is_unexplained(judgement: Judgement, training: Training, cell: Cell) -> bool:
-    """Return whether a value may be not finite because it was read before it arrived, and reads were not watched."""
+    """Whether a value may be non-finite because it was read before it arrived, and reads were not watched."""
     is_poisoned = judgement.worst is not None and judgement.worst.looks_like == NOT_FINITE
     return is_poisoned and cell.world.kind is WorldKind.THREADS and Watch.RACES not in training.watch

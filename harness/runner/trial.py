@@ -1,4 +1,4 @@
-"""What a suite's test is given: one engine in one world, and the means to hold it to laws."""
+"""The `trial` fixture of suites: one engine in one world, which judges a training by laws."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from shardproof.harness.verdicts.known_failures import expected
 __all__ = ["Trial"]
 
 
-_SHOWN_LINES = 20  # of what the ranks printed; the record has more
+_SHOWN_LINES = 20  # of the ranks' output; the record has more
 
 
 class Trial:
-    """What a suite's test is given: one engine in one world, and the means to hold it to laws."""
+    """The fixture of a suite's test: one engine in one world, which judges a training by laws."""
 
     def __init__(self, session: TrialSession, cell: Cell, item: pytest.Item, *, lacks: str = "") -> None:
         self._session = session
         self._cell = cell
         self._item = item
-        self._lacks = lacks  # what the case needs and the world has not
+        self._lacks = lacks  # what the case needs and the world lacks
         self._expectations = item.config.stash[EXPECTATIONS]
 
     @property
@@ -41,7 +41,7 @@ class Trial:
         return self._cell.world.size
 
     def applies(self, *, unless: str) -> None:
-        """Leave the case out for this reason, unless it is empty; the run lists what was left out, and why."""
+        """Leave the case out for this reason, unless it is empty; the run lists such cases with their reasons."""
         __tracebackhide__ = True
         if unless:
             self._item.user_properties.append((LEFT_OUT_PROPERTY, unless))
@@ -50,9 +50,9 @@ class Trial:
     def holds(self, training: Training, *laws: Law, refusal: Refusal = Refusal.WRONG) -> None:
         """Judge this engine: every law must hold of the training, on every rank.
 
-        ``refusal`` says what becomes of an engine that declares all that the plan needs and refuses it.
-        Fails the test for every verdict that does not conform, skips it for UNSUPPORTED, and lets it fail as
-        expected for KNOWN_FAILURE; in any case the verdict is recorded.
+        ``refusal`` decides the verdict on an engine that declares all capabilities of the plan and refuses it. Fails
+        the test for every verdict that does not conform, skips it for UNSUPPORTED, and marks it as an expected failure
+        for KNOWN_FAILURE; the verdict is always recorded.
         """
         __tracebackhide__ = True
         node = Node.parse(self._item.nodeid)
@@ -82,7 +82,7 @@ class Trial:
             pytest.fail(_explain(record), pytrace=False)
 
     def _command(self, node: Node) -> str:
-        """Return the command that repeats this case: of a user's model, with all its parameters."""
+        """Return the command that repeats this case; for a user's model, with all its parameters."""
         folder = self._item.config.invocation_params.dir
         model: str | None = self._item.config.getoption("--model")
         if model is None:

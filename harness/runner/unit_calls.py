@@ -1,4 +1,4 @@
-"""How often the forwards of a user's model call its units, and which parts of a unit they call from outside it."""
+"""Counts how often the forwards of a user's model call its units, and which parts of a unit they call from outside."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from shardproof.harness.training.draws import Seeds
 __all__ = ["NUM_RANKS", "UnitCalls", "calls_differ"]
 
 _FORWARDS = (3, 3)  # steps and microbatches in which ranks are compared
-NUM_RANKS = 4  # whose passes are compared
+NUM_RANKS = 4  # those whose passes are compared
 
 
 class UnitCalls:
-    """Counts, while it watches, the calls of each unit; ``outside`` names the parts that were called without it.
+    """Counts the calls of each unit while it watches; ``outside`` names the parts that were called without their unit.
 
-    Only parts that have parameters themselves count: an engine that gathers a unit in its forward has none of them
-    elsewhere.
+    Only parts with parameters of their own count: an engine that gathers a unit in its forward does not have their
+    parameters elsewhere.
     """
 
     def __init__(self, model: nn.Module, units: tuple[str, ...]) -> None:
@@ -38,7 +38,7 @@ class UnitCalls:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the forwards of the block; a backward would add those that recomputation repeats."""
+        """Watch the forwards of the block; watching backward would count those that recomputation repeats."""
         handles = []
         for name, module in self._model.named_modules():
             if name in self._units:
@@ -55,7 +55,7 @@ class UnitCalls:
     def _innermost(self, name: str) -> str:
         return max((unit for unit in self._units if name.startswith(f"{unit}.")), key=len, default="")
 
-    # Any: what a module is called with, and what it returns.
+    # Any: a module's inputs and outputs.
     def _enter(self, unit: str, module: nn.Module, inputs: Any) -> None:
         self.calls[unit] += 1
         self._running[unit] += 1
@@ -69,7 +69,7 @@ class UnitCalls:
 
 
 def calls_differ(problem: UserModel, units: tuple[str, ...]) -> bool:
-    """Return whether the forwards of some ranks call units that others do not, or call them more often."""
+    """Return whether the forwards of some ranks call units that others do not call, or call more often."""
     model = problem.build()
     for step, microbatch in product(*map(range, _FORWARDS)):
         of_ranks = [

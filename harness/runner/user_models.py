@@ -1,4 +1,4 @@
-"""What must be known of a user's model before it is judged, found in a process of its own; mistakes get a sentence.
+"""Studies a user's model in a process of its own before it is judged; mistakes get an error message.
 
 The model's code runs in that process, in the oracle's and in ranks, never in the process that judges.
 """
@@ -27,7 +27,7 @@ from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 
 _LONGEST_ANSWER = 2**24
 _METHODS = ("build", "batch", "loss")
-_SIZES = (3, 3, 4)  # steps, microbatches and ranks whose batches are looked at
+_SIZES = (3, 3, 4)  # steps, microbatches and ranks whose batches are compared
 _HINT = "docs/check-your-model.md"
 
 
@@ -57,16 +57,16 @@ def read_model(spec: str, *, limit_s: float) -> tuple[UserModel, UserOptimizer |
     return model, UserOptimizer(spec=spec, digest=model.digest) if study.has_optimizer else None
 
 
-_pass_s: dict[str, float] = {}  # no part of a model: an equal one may take longer
+_pass_s: dict[str, float] = {}  # not part of a model: an equal one may take longer
 
 
 _known: dict[str, tuple[UserModel, UserOptimizer | None]] = {}
 
 
 def known_model(spec: str, limit_s: float) -> tuple[UserModel, UserOptimizer | None]:
-    """Return what `read_model` does, read once per process: the command and the suite ask for the same model.
+    """Return the result of `read_model`, read once per process: the command and the suite use the same model.
 
-    They have other limits, which matter the first time alone.
+    Their time limits differ, which matters only the first time.
     """
     spec = absolute(spec)
     if spec not in _known:
@@ -75,7 +75,7 @@ def known_model(spec: str, limit_s: float) -> tuple[UserModel, UserOptimizer | N
 
 
 def pass_seconds(spec: str) -> float:
-    """Return how long one forward and backward of a model took when it was read; 0 if it was not."""
+    """Return how long one forward and backward of a model took when it was read [s]; 0 if it was not read."""
     return _pass_s.get(absolute(spec), 0.0)
 
 
@@ -93,7 +93,7 @@ def _answer(spec: str) -> bytes:
 
 
 def facts_of(spec: str) -> ModelStudy:
-    """Find out in this process, where the model's code runs, what `read_model` asks another for."""
+    """Study the model in this process, where the model's code runs; `read_model` calls this in another process."""
     defined = called("making it", lambda: definition(spec))
     missing = [name for name in _METHODS if not callable(getattr(defined, name, None))]
     if missing:
@@ -152,9 +152,9 @@ def _patterns(defined: object) -> tuple[str, ...]:
 
 
 def _check_batches(problem: UserModel) -> None:
-    """Raise ValueError where ranks, steps or microbatches are given equal data: a missing reduction would not show.
+    """Raise ValueError if ranks, steps or microbatches have equal data: a missing reduction would not show.
 
-    Data of one place must be equal each time: the reference is given them anew.
+    Repeated data of one place must be equal, because the reference draws them again.
     """
     first = _batch(problem)
     if not list(tensors_of(first)):
@@ -178,7 +178,7 @@ def _check_batches(problem: UserModel) -> None:
 
 
 def _check_shapes(problem: UserModel, model: nn.Module) -> None:
-    """Raise ValueError where batch(), or forward with a batch of other shapes than before, fails at some place."""
+    """Raise ValueError if batch(), or forward with a batch of other shapes than before, fails at some place."""
     seen: set[tuple[torch.Size, ...]] = set()
     for step, microbatch, rank in product(*map(range, _SIZES)):
         where = f"step {step}, microbatch {microbatch}, rank {rank}"

@@ -1,7 +1,7 @@
-"""Devices as torch knows them: which are here, how a rank takes one, and which backend carries its tensors.
+"""Devices through torch's generic interface: which are present, how a rank uses one, which backend moves its tensors.
 
-No maker is named: what torch registers for a device - a module, a count, a backend - is asked for by its name. Two
-devices are special elsewhere: the CPU, which is always there, and CUDA, where torch's trace and graphs exist.
+The code depends on no vendor: it looks up a device's module, count and backend by the device's name. Two devices have
+code elsewhere: the CPU, which is always present, and CUDA, which has torch's trace and graphs.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ __all__ = [
 
 
 def num_devices(kind: str) -> int:
-    """Return how many devices of a kind this machine has; 0 for a kind that this torch does not know."""
+    """Return how many devices of a kind this machine has; 0 for a kind that this torch does not support."""
     module = _module(kind)
     return int(module.device_count()) if module is not None and module.is_available() else 0
 
 
 def is_here(kind: str) -> bool:
-    """Return whether ranks of this machine can be on a device of this kind."""
+    """Return whether ranks on this machine can use a device of this kind."""
     return kind == "cpu" or num_devices(kind) > 0
 
 
 def require_device(kind: str) -> None:
-    """Raise UsageError unless ranks can be on a device of this kind, with a backend for its tensors."""
+    """Raise UsageError unless ranks can use a device of this kind, with a backend for its tensors."""
     if not is_here(kind):
         found = torch.accelerator.current_accelerator()
         raise UsageError(
@@ -51,11 +51,11 @@ def require_device(kind: str) -> None:
         _backend(kind)
 
 
-# Any: a maker's module, which has no type.
+# Any: a vendor's module, which has no type.
 def _module(kind: str) -> Any:
     try:
         return torch.get_device_module(kind)
-    except RuntimeError:  # a name that torch does not know, or a device without a module
+    except RuntimeError:  # a name unknown to torch, or a device without a module
         return None
 
 
@@ -72,12 +72,12 @@ def _backend(kind: str) -> str:
 
 
 def backends_for(kind: str) -> str:
-    """Name the backends of a world as torch does by itself: gloo for the CPU, and the device's own."""
+    """Return the backends of a world as torch names them by default: gloo for the CPU, and the device's own."""
     return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{_backend(kind)}"
 
 
 def device_of_rank(kind: str, local_rank: int) -> torch.device:
-    """Return a rank's device; a launcher may show each process its own device alone, which is the first then."""
+    """Return a rank's device; if a launcher shows each process only its own device, that is the first one."""
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, local_rank % (num_devices(kind) or 1))
 
 
@@ -88,6 +88,6 @@ def make_current(device: torch.device) -> None:
 
 
 def seed_device(kind: str, seed: int) -> None:
-    """Seed the generator of the current device, unless that is the CPU, whose generator is the default one."""
+    """Seed the generator of the current device, unless it is the CPU, whose generator is the default one."""
     if kind != "cpu":
         _module(kind).manual_seed(seed)

@@ -1,8 +1,8 @@
-"""What torch reports of CUDA's streams beneath its documented surface: its trace, which its own sanitizer is built on.
+"""CUDA stream events from torch's internal trace, on which torch's own sanitizer is built.
 
-Every record of an event, every wait and every synchronization is reported, whether Python or C++ asked for it: autograd
-between streams, NCCL's groups around their own. Streams and events are identified by their handles, as numbers.
-Without CUDA nothing is ever reported. See ``torch.cuda._gpu_trace`` and ``torch.cuda._sanitizer``.
+The trace reports every record of an event, every wait and every synchronization, from Python and from C++, such as
+autograd's waits between streams and NCCL's groups. Streams and events are identified by their handles, as numbers.
+Without CUDA there are no reports. See ``torch.cuda._gpu_trace`` and ``torch.cuda._sanitizer``.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from shardproof.harness.torch_compat.private_names import private
 
 
 class StreamListener(Protocol):
-    """Receives streams and events, on whichever thread they are used; the default stream's handle is 0."""
+    """Receives streams and events, on the thread that uses them; the default stream's handle is 0."""
 
     def event_recorded(self, event: int, stream: int) -> None:
         """Record that an event was recorded on a stream."""
 
     def event_awaited(self, event: int, stream: int) -> None:
-        """Record that what is issued to a stream from now on waits for an event."""
+        """Record that later work on a stream waits for an event."""
 
     def event_ended(self, event: int) -> None:
-        """Record that an event is no more; its handle may be another one's next."""
+        """Record that an event was destroyed; another event may reuse its handle."""
 
     def host_awaited_event(self, event: int) -> None:
         """Record that the host waited for an event."""
 
     def host_awaited_stream(self, stream: int) -> None:
-        """Record that the host waited for all that was issued to a stream."""
+        """Record that the host waited for all work on a stream."""
 
     def host_awaited_device(self) -> None:
         """Record that the host waited for the device."""
@@ -48,7 +48,7 @@ class _Listener:
     def notify(self, method: str, handles: tuple[int, ...]) -> None:
         try:
             getattr(self._listener, method)(*handles)
-        except Exception as error:  # torch would log it and go on, and what was not noted would be no race
+        except Exception as error:  # torch would log it and continue, and races would be missed
             self.failure = self.failure or error
 
 
@@ -85,7 +85,7 @@ def _register_callbacks() -> None:
 
 @contextmanager
 def reporting_streams(listener: StreamListener) -> Iterator[None]:
-    """Report all of this process's streams to a listener until exit, which raises what the listener raised first."""
+    """Report all of this process's streams to a listener until exit, which raises the listener's first exception."""
     _register_callbacks()
     registered = _Listener(listener)
     _listeners.append(registered)
@@ -102,7 +102,7 @@ def current_stream_handle() -> int:
     return stream_handle(torch.cuda.current_stream())
 
 
-# Any: torch.cuda's streams, or those of torch.accelerator, which have no handle to ask for.
+# Any: torch.cuda's streams, or those of torch.accelerator, which have no public handle.
 def stream_handle(stream: Any) -> int:
     """Return the handle of a stream."""
     if not hasattr(stream, "cuda_stream"):

@@ -1,4 +1,4 @@
-"""Operators, kernels, generators and backwards of torch beneath its documented surface."""
+"""Operators, kernels, generators and backwards of torch below its documented interface."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.torch_compat.private_names import optional, private
 
-# Names by which torch reaches its default CPU generator.
+# The names by which torch refers to its default CPU generator.
 _GENERATOR_HOLDERS: tuple[Any, ...] = (torch, torch.random, sys.modules["torch._C"])
 
 
@@ -38,10 +38,10 @@ def _raw() -> tuple[Any, Any, Any]:  # Any: guards and keys, untyped by torch
 
 
 class raw_access:  # noqa: N801 - reads as the context that it is
-    """Context in which tensors are read and written as a backend does it.
+    """A context in which tensors are read and written as a backend does it.
 
-    Unseen by autograd, version counters and dispatch modes. A class, because it is entered twice for every
-    collective and a generator would cost as much as the copy.
+    Autograd, version counters and dispatch modes do not see these operations. A class, because it is entered twice for
+    every collective, and a generator would cost as much as the copy.
     """
 
     __slots__ = ("_dispatch", "_exclude")
@@ -59,15 +59,15 @@ class raw_access:  # noqa: N801 - reads as the context that it is
 
 
 def generator_address(generator: torch.Generator) -> int:
-    """Identify a generator; operators are handed a new Python object for it on each call."""
-    # Any: the stubs do not know it.
+    """Identify a generator; each call of an operator receives a new Python object for it."""
+    # Any: missing in the stubs.
     untyped: Any = generator
     return int(untyped._cdata)
 
 
 @cache
 def random_operators() -> tuple[str, ...]:
-    """Name the aten operators that draw random numbers on CPU and take a generator."""
+    """Return the aten operators that draw random numbers on CPU and accept a generator."""
     names = []
     has_kernel = private("torch._C:_dispatch_has_kernel_for_dispatch_key")
     for full_name in private("torch._C:_dispatch_get_all_op_names")():
@@ -87,10 +87,10 @@ _made: set[str] = set()  # what was made stays
 
 
 def make_operators() -> None:
-    """Make the Python object of every operator there is, before threads may ask for one at the same time.
+    """Create the Python object of every operator, before threads could request one at the same time.
 
-    torch makes them when first asked for, as it is under a dispatch mode, without a lock: of two threads that ask
-    together one may be given an object that the other's has replaced, and C++ keeps its address for good.
+    torch creates them on first use, for example under a dispatch mode, without a lock. If two threads request one
+    together, one may receive an object that the other's has replaced, and C++ keeps its address for good.
     """
     for full_name in set(private("torch._C:_dispatch_get_all_op_names")()) - _made:
         namespace, _, name = full_name.partition("::")
@@ -101,7 +101,7 @@ def make_operators() -> None:
 
 
 def hide_from_dynamo(function: Callable[..., Any]) -> bool:
-    """Keep torch's compiler out of a function and whatever it calls; returns whether this release can do that."""
+    """Exclude a function and its callees from torch's compiler; returns whether this release supports that."""
     mark = optional("torch._C._dynamo.eval_frame:set_code_exec_strategy")
     strategy = optional("torch._C._dynamo.eval_frame:_FrameExecStrategy")
     action = optional("torch._C._dynamo.eval_frame:_FrameAction")
@@ -113,9 +113,9 @@ def hide_from_dynamo(function: Callable[..., Any]) -> bool:
 
 # Any: an operator and its kernel.
 def device_kernel(operator: Any, device_type: str) -> Callable[..., Any] | None:
-    """Return what calls an operator's kernel of a device past the dispatcher, so that modes see what the kernel calls.
+    """Return a function that calls an operator's device kernel without the dispatcher, so that modes see its calls.
 
-    None where there is no such kernel.
+    None if there is no such kernel.
     """
     key_of = optional("torch._C:_dispatch_key_for_device")
     key = device_type.upper() if key_of is None else key_of(device_type)
@@ -127,7 +127,7 @@ def device_kernel(operator: Any, device_type: str) -> Callable[..., Any] | None:
 
 
 class Backward(Enum):
-    """Where the backward stands that is under way on the calling thread."""
+    """The state of the backward that is running on the calling thread."""
 
     ABSENT = "none is under way"
     COMPUTES = "gradients are computed"
@@ -135,7 +135,7 @@ class Backward(Enum):
 
 
 def backward_of_thread() -> Backward:
-    """Return where the calling thread's backward stands."""
+    """Return the state of the calling thread's backward."""
     if private("torch._C:_current_graph_task_id")() == -1:
         return Backward.ABSENT
     is_over = private("torch._C:_current_autograd_node")() is None
@@ -149,9 +149,9 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 # Any: modules.
 def guards_of_record_stream() -> list[tuple[Any, str]]:
-    """Name where torch calls ``Tensor.record_stream`` by a function that leaves tensors of a CPU out.
+    """Return the places where torch calls ``Tensor.record_stream``, with a function that skips CPU tensors.
 
-    FSDP1 does, whose streams are in order with it alone. Modules that are not loaded yet are left out.
+    FSDP1 is such a place; its streams are only in order with this call. Modules that are not loaded yet are left out.
     """
     name = "_no_dispatch_record_stream"
     loaded = [m for n, m in list(sys.modules.items()) if n.startswith("torch.distributed.fsdp")]
@@ -162,13 +162,13 @@ def guards_of_record_stream() -> list[tuple[Any, str]]:
 def kernels_before_backends(namespace: str, kernels: Mapping[str, Callable[[Any], object]]) -> Iterator[None]:
     """Wrap each operator's call of its backend kernel with these functions, until exit.
 
-    The way on is called as a kernel is, with the keys first. Unlike a kernel that is called by itself, it gives the
-    GIL back meanwhile, as torch does: the only way to a kernel that waits, or takes a lock.
+    A function calls the backend kernel as kernels are called, with the keys first. This call releases the GIL, as torch
+    does; a direct call of a kernel would not. A kernel that waits or takes a lock needs that.
     """
     with _kernels_of_ours(namespace) as library:
         for name, make in kernels.items():
             operator = getattr(getattr(torch.ops, namespace), name).default
-            # The one key that every device's calls pass, after all that is no backend.
+            # The one key that calls for every device pass, after all keys that are not backends.
             library.impl(name, make(partial(_go_on, operator)), "BackendSelect", with_keyset=True)
         yield
 
@@ -179,16 +179,16 @@ def _go_on(operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def are_of_meta(keyset: Any) -> bool:
-    """Return by the keys of a call that its tensors have no data, so that nothing but shapes is computed."""
+    """Return, from the keys of a call, whether its tensors have no data, so that only shapes are computed."""
     return bool(keyset.has(_key("Meta")))
 
 
 @contextmanager
 def replaced_kernels(namespace: str, kernels: Mapping[str, Callable[[Any], object]]) -> Iterator[None]:
-    """Replace operators' kernels on the CPU by what the functions make of the originals, until exit."""
+    """Replace operators' CPU kernels by the functions' versions of the originals, until exit."""
     with _kernels_of_ours(namespace) as library:
         with warnings.catch_warnings():
-            # Replacing these kernels is the point; torch says so once for all of them.
+            # These kernels are replaced on purpose; torch warns once for all of them.
             warnings.filterwarnings(
                 "ignore", message="(?s).*previously registered kernel", category=UserWarning
             )
@@ -205,16 +205,16 @@ def _kernels_of_ours(namespace: str) -> Iterator[Any]:
     try:
         yield library
     finally:
-        library._destroy()  # the only way to give kernels back; Library has no public spelling of it
+        library._destroy()  # the only way to restore kernels; Library has no public method for it
 
 
 def replace_default_generator(generator: torch.Generator) -> Replacement:
-    """Put ``generator`` wherever torch's Python code finds its default CPU generator."""
+    """Set ``generator`` in all places where torch's Python code finds its default CPU generator."""
     return Replacement(lambda: [(holder, "default_generator", generator) for holder in _GENERATOR_HOLDERS])
 
 
 def keep_backward_in_thread() -> None:
-    """Run backward passes that the calling thread starts on this thread alone, so that hooks know their rank."""
+    """Run backward passes that the calling thread starts on this thread only, so that hooks can find their rank."""
     private("torch._C:_set_multithreading_enabled")(False)
 
 
@@ -230,7 +230,7 @@ def copy_all(outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
 @contextmanager
 def drawing_apart() -> Iterator[None]:
-    """Keep the state of the process's default generator as it is found."""
+    """Restore the state of the process's default generator at exit."""
     state = torch.default_generator.get_state()
     try:
         yield

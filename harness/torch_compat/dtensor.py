@@ -1,7 +1,7 @@
-"""What DTensor works out of an operator's arguments, worked out once for all ranks that are threads of one process.
+"""DTensor's sharding propagation, computed once for all ranks that are threads of one process.
 
-DTensor keeps its answers per thread, so in a world of threads each rank would work out the same ones again, and again
-under each schedule: a third of the time that ranks took.
+DTensor caches its results per thread, so in a world of threads each rank would compute the same results again, and
+again under each schedule. That took a third of the ranks' time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardproof.harness.torch_compat.private_names import optional
 
 
 class _Classes(NamedTuple):
-    """What DTensor propagates shardings with."""
+    """The classes of DTensor's sharding propagation."""
 
     spec: Any
     output: Any
@@ -39,10 +39,10 @@ def _classes() -> _Classes:
 
 
 def shared_propagation() -> Replacement:
-    """Let threads work out what DTensor operators give one at a time, and each only once for all of them.
+    """Serialize sharding propagations of threads, and compute each only once for all of them.
 
-    One at a time, because torch's fake mode is not made for more. Only what no rank's place in the mesh can change is
-    shared: shapes, which are global, and placements of results that need no argument moved or cut first.
+    Serialized, because torch's fake mode is not thread-safe. Only results that do not depend on a rank's place in the
+    mesh are shared: shapes, which are global, and placements of results that need no redistribution of arguments.
     """
     propagator = _classes().propagator
     wrappers = {
@@ -50,7 +50,7 @@ def shared_propagation() -> Replacement:
         "propagate_op_sharding_non_cached": _shared_placements,
     }
     if None in _classes() or not all(hasattr(propagator, name) for name in wrappers):
-        return Replacement(lambda: ())  # each rank works it out for itself, which is slower
+        return Replacement(lambda: ())  # each rank computes it itself, which is slower
     lock = threading.RLock()
     replacements: dict[str, object] = {
         name: wrap(getattr(propagator, name), lock) for name, wrap in wrappers.items()
@@ -69,7 +69,7 @@ def _shared_shapes(propagate: Callable[[Any, Any], Any], lock: threading.RLock) 
             key = _key(schema, lambda spec: spec.tensor_meta)
         except _NoKeyError:
             return propagate(propagator, schema)
-        with lock:  # ranks ask for the same at the same time
+        with lock:  # ranks request the same result at the same time
             if key not in known:
                 known[key] = propagate(propagator, schema)
         found = known[key]
@@ -104,7 +104,7 @@ def _shared_placements(
                 return _on_mesh(known[key], meshes[0])
             result = propagate(propagator, schema)
             if result.redistribute_schema is None:
-                known[key] = _on_mesh(result, meshes[0])  # a copy: torch may go on with the result
+                known[key] = _on_mesh(result, meshes[0])  # a copy: torch may modify the result
         return result
 
     return look_up
@@ -112,7 +112,7 @@ def _shared_placements(
 
 # Any: torch's result of a propagation.
 def _on_mesh(result: Any, mesh: DeviceMesh) -> Any:
-    """Copy a result onto a rank's own mesh, which is what it looks up the rank's groups by."""
+    """Copy a result onto a rank's own mesh, by which torch looks up the rank's groups."""
 
     def moved(spec: Any) -> Any:
         if isinstance(spec, tuple | list):
@@ -124,25 +124,25 @@ def _on_mesh(result: Any, mesh: DeviceMesh) -> Any:
         return own
 
     own = copy.copy(result)
-    own.__dict__.pop("mesh", None)  # remembered there once it was asked for
+    own.__dict__.pop("mesh", None)  # cached there after the first access
     own.output_spec = moved(result.output_spec)
     return own
 
 
-# Any: the stubs do not know what a mesh is compared by.
+# Any: the stubs lack the fields by which meshes are compared.
 def _mesh_key(mesh: Any) -> object:
-    """Return what the meshes of two ranks have in common: all that they are compared by but the rank's thread.
+    """Return the key that the meshes of all ranks share: all fields of comparison except the rank's thread.
 
-    ``mesh.mesh`` would hold the same, by operators that a watch of the rank would see.
+    ``mesh.mesh`` has the same values, but reading it runs operators that a watch of the rank would see.
     """
     return mesh._flatten_rank_map, mesh._layout, mesh.device_type, mesh.mesh_dim_names
 
 
 # Any: an operator's schema, and the shape, stride and dtype of a tensor.
 def own_shape(schema: Any) -> Any:
-    """Return the shape of an operator's first argument where that is the result's by rule: to try it out takes longest.
+    """Return the shape of an operator's first argument if it is the result's by rule; inferring it takes longest.
 
-    So it is of what is detached, of the copy of a contiguous tensor, and of what is written to element by element.
+    The rule covers detach, copies of contiguous tensors, and elementwise operators that write to their argument.
     """
     first, *others = schema.args_schema or (None,)
     if not isinstance(first, _classes().spec) or first.tensor_meta is None:
@@ -160,9 +160,9 @@ def own_shape(schema: Any) -> Any:
 
 # Any: an operator's schema, and torch's result of a propagation.
 def own_placement(schema: Any) -> Any:
-    """Return where the result of an operator lies, where that is by rule as all of its arguments do.
+    """Return the placement of an operator's result if by rule it is that of all arguments.
 
-    So it is of the operators that `own_shape` knows, element by element, if no argument has to be summed up first.
+    The rule covers the elementwise operators of `own_shape`, if no argument is a partial sum.
     """
     meta = own_shape(schema)
     if meta is None:
@@ -182,13 +182,13 @@ def own_placement(schema: Any) -> Any:
 
 
 def _fits(argument: object, meta: Any) -> bool:
-    """Whether an argument needs no broadcasting that could go wrong."""
+    """Whether an argument needs no broadcasting that could change the result's shape."""
     if isinstance(argument, _classes().spec):
         return argument.tensor_meta is not None and argument.tensor_meta.shape == meta.shape
     return type(argument) in {int, float, bool}
 
 
-# Any: the stubs do not know operators.
+# Any: missing in the stubs.
 _ATEN: Any = torch.ops.aten
 _IN_PLACE = frozenset(
     {
@@ -206,12 +206,12 @@ _IN_PLACE = frozenset(
 
 
 class _NoKeyError(Exception):
-    """An operator has an argument that we do not know how to compare."""
+    """An operator has an argument of a type that cannot be compared."""
 
 
 # Any: an operator's schema.
 def _key(schema: Any, of_spec: Callable[[Any], object]) -> object:
-    """Return what the answer can depend on: the operator and its arguments, of a tensor what ``of_spec`` says."""
+    """Return all that the result can depend on: the operator and its arguments; ``of_spec`` describes tensors."""
 
     def of(argument: object) -> object:
         if isinstance(argument, _classes().spec):
@@ -221,7 +221,7 @@ def _key(schema: Any, of_spec: Callable[[Any], object]) -> object:
         if isinstance(argument, dict):
             return tuple((name, of(value)) for name, value in sorted(argument.items()))
         if argument is None or type(argument) in _PLAIN:
-            return type(argument), argument  # 1, 1.0 and True are three things
+            return type(argument), argument  # 1, 1.0 and True are different arguments
         raise _NoKeyError
 
     return schema.op, torch.get_default_dtype(), of(schema.args_schema), of(schema.kwargs_schema)

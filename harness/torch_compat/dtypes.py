@@ -1,4 +1,4 @@
-"""Tensors in other dtypes, complex ones in the counterpart of the same precision; and sparse ones as plain ones."""
+"""Casts of tensors to other dtypes, complex ones to the complex dtype of that precision; and of sparse to dense."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import nn
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return a tensor of floats in ``dtype``, one of complex numbers in that of pairs of them; integers stay.
+    """Return a float tensor in ``dtype``, a complex one in the complex dtype of that precision; integers are unchanged.
 
-    With None everything stays.
+    With None nothing changes.
     """
     if dtype is None:
         return tensor
@@ -22,31 +22,31 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def cast_module(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Do as ``Module.to(dtype)`` does, in place, but keep imaginary parts, which that leaves out."""
+    """Like ``Module.to(dtype)``, in place, but without dropping imaginary parts."""
     if dtype is None:
         return module
-    # As torch's methods do it.
+    # as torch's own methods do
     apply: Callable[[Callable[[torch.Tensor], torch.Tensor]], nn.Module] = module._apply
     return apply(partial(cast, dtype=dtype))
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Cast the parameters in place, and leave buffers as they are: what computes in other bits is the weights."""
+    """Cast the parameters in place, but not buffers: only the weights compute in other precision."""
     for parameter in module.parameters():
         parameter.data = cast(parameter.data, dtype)
     return module
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a sparse tensor as a plain one, and any other as it is."""
+    """Return a sparse tensor as a dense one, and any other unchanged."""
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
 def is_rounded(dtype: torch.dtype) -> bool:
-    """Whether numbers of a dtype round, as integers do not."""
+    """Whether a dtype rounds; integers do not."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of any numbers in float64, or complex128."""
+    """Return a numeric tensor in float64, or in complex128."""
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

@@ -1,4 +1,4 @@
-"""Attributes of torch that are replaced while any rank of this process wants it, and put back after the last one."""
+"""Replaces attributes of torch while any rank of this process needs it, and restores them after the last one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _MISSING = object()
 
 
 class Replacement:
-    """A context that ranks which are threads may be inside of at the same time: the first one in replaces.
+    """A context that several rank threads may be in at the same time; the first one that enters makes the replacement.
 
     A replacement finds the rank by its thread.
     """
 
-    # Any: modules and classes, and whatever they hold.
+    # Any: modules and classes, and the types of their attributes.
     def __init__(self, make: Callable[[], Iterable[tuple[Any, str, Any]]]) -> None:
-        self._make = make  # asked when the first rank comes: gives holders, names and what to put there
+        self._make = make  # called when the first rank enters; returns holders, names and replacements
         self._lock = threading.Lock()
         self._num_users = 0
         self._originals: list[tuple[Any, str, Any]] = []

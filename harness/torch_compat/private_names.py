@@ -1,7 +1,7 @@
-"""Every private name of torch that the harness uses: what for, and what is lost in a release that lacks it.
+"""Every private name of torch that the harness uses: its use, and the loss in a release that lacks it.
 
-Names are looked up when they are used, so that a release without one of them loses what stands on it and nothing
-else. The other private names are those of the reference engine and of the adapters, in a file of each.
+Names are looked up when they are used, so that a release without one of them loses only the features that need it.
+Other private names are those of the reference engine and of the adapters, each in one file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardproof.harness.errors import HarnessBug, ShardproofError
 
 
 class Feature(Enum):
-    """A part of the harness that does not work without some private names; the value says so to users."""
+    """A part of the harness that needs some private names; the value is its description for users."""
 
     COLLECTIVES = "the ledger of collectives"  # every world needs it
     THREADS = "worlds of threads"
@@ -29,7 +29,7 @@ class Feature(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivateName:
-    """One name below ``torch``: its use, and the feature that is lost without it or how the harness does without."""
+    """One name below ``torch``: its use, and the feature that is lost without it, or the fallback of the harness."""
 
     path: str
     use: str
@@ -37,11 +37,11 @@ class PrivateName:
 
 
 class UnsupportedTorchError(ShardproofError):
-    """This release of torch lacks a private name; what stands on it is refused, and says nothing of an engine."""
+    """This torch lacks a private name; the features that need it are refused, which is no verdict on an engine."""
 
 
-def private(path: str) -> Any:  # Any: torch does not type what it does not publish
-    """Return what ``path`` names; raises UnsupportedTorchError where this release has no such name."""
+def private(path: str) -> Any:  # Any: torch does not type private names
+    """Return the object at ``path``; raises UnsupportedTorchError if this release has no such name."""
     found = optional(path)
     if found is None:
         raise _refusal([_BY_PATH[path]])
@@ -49,14 +49,14 @@ def private(path: str) -> Any:  # Any: torch does not type what it does not publ
 
 
 def optional(path: str) -> Any:  # Any: as above
-    """Return what ``path`` names, None where this release has no such name."""
+    """Return the object at ``path``, None if this release has no such name."""
     if path not in _BY_PATH:
         raise HarnessBug(path, expected="a name listed in NAMES", got="another", hint="adding it there")
     return _find(path)
 
 
 def require(*features: Feature) -> None:
-    """Raise UnsupportedTorchError unless this release has all that ``features`` stand on."""
+    """Raise UnsupportedTorchError unless this release has all names that ``features`` need."""
     missing = [name for name in NAMES if name.without in features and _find(name.path) is None]
     if missing:
         raise _refusal(missing)

@@ -1,4 +1,4 @@
-"""Process groups and meshes beneath torch's documented surface, so that threads can be ranks."""
+"""Process groups and meshes below torch's documented interface, so that threads can be ranks."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ __all__ = [
     "thread_isolation",
 ]
 
-# Any: its stubs lack much of what it has.
+# Any: the stubs lack most of it.
 _c10d: Any = c10d
 _BINDINGS = "torch._C._distributed_c10d"
 _C10D = "torch.distributed.distributed_c10d"
 
-# What torch keeps at module level behind properties of the same names.
+# Module-level state of torch, behind properties of the same names.
 _C10D_TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
 
 
 def _own_table(name: str) -> property:
-    # Any, for all: the state below, and what torch keeps there.
+    # Any, for all: the state below, and torch's own state.
     def read(state: Any) -> Any:
         return state.own_tables[name]
 
@@ -56,26 +56,26 @@ def _own_table(name: str) -> property:
 
 @cache
 def _state_class() -> type:
-    """Derive from torch's table of process groups one whose every part is its own instead of the module's."""
+    """Derive a class from torch's table of process groups that keeps all state in the instance, not in the module."""
     own = {name: _own_table(name) for name in (*_C10D_TABLES, "group_count")}
     return type("C10dState", (private(f"{_C10D}:_World"),), own)
 
 
 def c10d_state() -> Any:  # Any: torch's own class, which has no type
-    """Return an empty view of all process groups, of a rank that has joined nothing yet."""
+    """Return an empty table of process groups, for a rank that has not joined a group yet."""
     state: Any = _state_class()()
     state.own_tables = {name: {} for name in _C10D_TABLES} | {"group_count": 0}
     return state
 
 
 def replace_world(world: object) -> Replacement:
-    """Put ``world`` where torch.distributed keeps its process groups."""
+    """Set ``world`` as the state in which torch.distributed looks up process groups."""
     return Replacement(lambda: [(_c10d, "_world", world)])
 
 
 @contextmanager
 def thread_isolation() -> Iterator[None]:
-    """Let C++ look a group's name up among those that the calling thread registered."""
+    """Let C++ look up a group's name among those that the calling thread registered."""
     switch = private(f"{_BINDINGS}:_set_thread_isolation_mode")
     switch(True)
     try:
@@ -85,15 +85,15 @@ def thread_isolation() -> Iterator[None]:
 
 
 def register_in_thread(groups: Mapping[dist.ProcessGroup, str]) -> None:
-    """Make groups known by name to C++ on the calling thread."""
+    """Register groups by name in C++ on the calling thread."""
     for group, name in groups.items():
         private(f"{_BINDINGS}:_register_process_group")(name, group)
 
 
 def owned_meshes(owner: Callable[[], int | None]) -> Replacement:
-    """Return the meshes of different ranks apart, as keys of caches that hold what only one rank may use.
+    """Make meshes of different ranks unequal as keys of caches whose values only one rank may use.
 
-    torch does so by a field that it fills for a threaded backend of its own only.
+    torch does so by a field that it sets only for a threaded backend of its own.
     """
     field = "_thread_id"
 
@@ -107,7 +107,7 @@ def owned_meshes(owner: Callable[[], int | None]) -> Replacement:
 
 
 class _OwnNames(threading.local):
-    """A set of names, of which every thread has its own."""
+    """A set of names that is separate for every thread."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
@@ -126,9 +126,9 @@ class _OwnNames(threading.local):
 
 
 def owned_timers() -> Replacement:
-    """Let threads save and load state of FSDP1 at the same time, each of which torch times.
+    """Let threads save and load FSDP1 state at the same time, which torch times per process.
 
-    torch refuses to time what is being timed already, and keeps what that is once per process.
+    torch refuses to start a timer that is running, and stores the running timers once per process.
     """
 
     def replacements() -> list[tuple[Any, str, Any]]:
@@ -138,13 +138,13 @@ def owned_timers() -> Replacement:
     return Replacement(replacements)
 
 
-def fake_backend(rank: int, size: int) -> Any:  # Any: no stub declares it
-    """Return a backend that moves nothing: what a process group must have although the interceptor answers for it."""
+def fake_backend(rank: int, size: int) -> Any:  # Any: missing in the stubs
+    """Return a backend that moves no data: a process group needs one even though the interceptor takes its place."""
     return private(f"{_BINDINGS}:FakeProcessGroup")._create_internal(rank, size)
 
 
 class GroupOptions(NamedTuple):
-    """How a subgroup is made, besides its ranks."""
+    """The options of a subgroup, besides its ranks."""
 
     backend: str
     name: str
@@ -153,7 +153,7 @@ class GroupOptions(NamedTuple):
 
 
 def create_subgroup(ranks: list[int], options: GroupOptions) -> dist.ProcessGroup:
-    """Create a group under a name of our choosing on one of its members; no other member needs to call."""
+    """Create a subgroup under a chosen name on one of its members; the others need not call."""
     state = _c10d._world
     _, store = state.pg_map[state.default_pg]
     backend = dist.Backend(options.backend)
@@ -173,6 +173,6 @@ def create_subgroup(ranks: list[int], options: GroupOptions) -> dist.ProcessGrou
 
 
 def replace_split_group(function: Callable[..., object], method: Callable[..., object]) -> Replacement:
-    """Put ``function`` in place of dist.split_group and ``method`` of ProcessGroup.split_group."""
+    """Set ``function`` as dist.split_group and ``method`` as ProcessGroup.split_group."""
     holders: list[tuple[Any, Any]] = [(dist, function), (_c10d, function), (dist.ProcessGroup, method)]
     return Replacement(lambda: [(holder, "split_group", made) for holder, made in holders])

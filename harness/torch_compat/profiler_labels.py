@@ -1,4 +1,4 @@
-"""Labels for torch's profiler: while none runs they do nothing, where each would pass the dispatcher twice."""
+"""Labels for torch's profiler that do nothing while none runs; torch's own pass the dispatcher twice each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.torch_compat.private_names import optional
 
 
-# Any: a class of torch's, and what its methods are given and return.
+# Any: a class of torch's, and the arguments and results of its methods.
 def _replacements() -> Iterator[tuple[Any, str, Any]]:
     is_profiling = optional("torch.autograd:_profiler_enabled")
     if is_profiling is None:

@@ -1,4 +1,4 @@
-"""How far one tensor lies from another, where infinities may be meant: masks of attention are full of them."""
+"""The absolute error between two tensors that may contain infinities, as attention masks do."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _PIECE = 2**16  # elements
 
 
 def deviation(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return the absolute error of each element in float64; that of complex numbers is their distance.
+    """Return the absolute error of each element in float64; for complex numbers, their distance.
 
-    Zero where both are the same, infinities included; infinite where one of them is no number, or only one is finite.
+    Zero where both are equal, infinities included. Infinite where one of them is NaN, or only one is finite.
     """
     one, other = widened(got), widened(expected)
     error = one - other
     error = error.abs() if error.is_complex() else error.abs_()
-    # Almost always, and every tensor of every rank is compared: the largest stands for all of them, NaN included.
+    # The common case: every tensor of every rank is compared, and the largest error includes NaN.
     if not error.numel() or math.isfinite(error.max().item()):
         return error
     return torch.where(one == other, 0.0, torch.where(torch.isfinite(error), error, math.inf))
 
 
 def largest_deviation(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest element of `deviation`, of large tensors piece by piece: pieces stay in the cache."""
+    """Return the largest element of `deviation`; large tensors are compared in pieces that fit into the cache."""
     if 0 < got.numel() <= _PIECE and got.shape == expected.shape:
         return deviation(got, expected).max().item()
     pairs = zip(torch.split(got.flatten(), _PIECE), torch.split(expected.flatten(), _PIECE), strict=True)
@@ -36,7 +36,7 @@ def largest_deviation(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def largest(tensor: torch.Tensor) -> float:
-    """Return the largest absolute value among those that are finite; zero where there are none."""
+    """Return the largest finite absolute value; zero if there is none."""
     if tensor.numel() and tensor.is_floating_point() and math.isfinite(most := _extreme(tensor)):
         return most
     finite = tensor[tensor.isfinite()]
@@ -51,6 +51,6 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _extreme(tensor: torch.Tensor) -> float:
-    """Return the largest absolute value in one pass over a tensor; NaN if one element is."""
+    """Return the largest absolute value in one pass over a tensor; NaN if an element is NaN."""
     least, most = (extreme.item() for extreme in tensor.aminmax())
     return max(abs(least), abs(most))

@@ -1,12 +1,12 @@
-"""Random numbers that forward draws: the same on an engine's ranks, in the oracle and in its noise runs.
+"""Random numbers that forward draws: equal on an engine's ranks, in the oracle and in its noise runs.
 
-[Note: equal draws] Dropout and noise are drawn from the default generator. Before each forward, and each loss, both
-sides set it to a seed of (step, microbatch, rank, use), where *use* counts the calls of this microbatch. Draws in one
-call then depend on nothing outside it. A recomputation draws as its forward did, because checkpointing keeps the
-generator's state. Two things would still make draws differ: another dtype, since normal numbers of float64 are no wider
-copies of those of float32, and shuffled rows. So where forward draws, the exact run draws in the ranks' dtype, and
-noise runs keep rows in their order. Ranks on another device, stages of a pipeline and cut tensors draw in ways that one
-process cannot repeat.
+[Note: equal draws] Dropout and noise are drawn from the default generator. Before each forward and each loss, both
+sides seed it with (step, microbatch, rank, use), where *use* counts the calls of this microbatch. Draws in one call
+then depend on nothing outside it. A recomputation repeats the draws of its forward, because checkpointing restores the
+generator's state. Two differences remain. In float64 normal numbers are not those of float32 with more digits, and
+shuffled rows receive other numbers. So if forward draws, the exact run draws in the ranks' dtype, and noise runs keep
+rows in order. One process cannot repeat the draws of ranks on another device, of pipeline stages and of sharded
+tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardproof.harness.torch_compat.private_names import optional
 
 __all__ = ["Seeds", "drawing_in", "has_drawn"]
 
-# Without it the exact run draws in float64, which makes the noise of normal numbers as large as they are.
+# Otherwise the exact run draws in float64, and the noise of normal numbers is as large as the numbers.
 _Mode: Any = optional("torch.utils._python_dispatch:TorchDispatchMode") or object
 
 
@@ -40,7 +40,7 @@ class Seeds:
         self._uses[microbatch] += 1
         place = repr((*self._place, microbatch, self._uses[microbatch]))
         seed = int.from_bytes(hashlib.sha256(place.encode()).digest()[:6], "big")
-        # Not torch.manual_seed: it queues a call with its stack for each kind of device that is not there.
+        # Not torch.manual_seed: it queues a call, with its stack, for each kind of device that is absent.
         torch.default_generator.manual_seed(seed)
         seed_device(device, seed)
 
@@ -60,7 +60,7 @@ def drawing_in(dtype: torch.dtype) -> AbstractContextManager[object]:
 
 
 class _DrawsIn(_Mode):  # type: ignore[misc]  # a class of Any
-    """Narrows what an operator that draws is called with, and widens its result."""
+    """Casts the arguments of operators that draw to a narrower dtype, and widens their results."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -73,12 +73,12 @@ class _DrawsIn(_Mode):  # type: ignore[misc]  # a class of Any
         is_other = asked not in {None, torch.float64} or "out" in kwargs
         if torch.Tag.nondeterministic_seeded not in func.tags or is_other:
             return func(*args, **kwargs)
-        if asked is torch.float64:  # that of an input, as of stochastic depth: in ranks it is narrower
+        if asked is torch.float64:  # the dtype of an input, as in stochastic depth: in ranks it is narrower
             return self._widened(func(*args, **{**kwargs, "dtype": self._dtype}))
         if not any(_is_wide(value) for value in args):
             return func(*args, **kwargs)
         if not func._schema.is_mutable:
-            # An operator may draw or not: attention does for dropout alone. What draws nothing stays exact.
+            # Attention draws only for dropout, so an operator may not draw. If it does not draw, it stays exact.
             before = torch.default_generator.get_state()
             exact = func(*args, **kwargs)
             if torch.equal(before, torch.default_generator.get_state()):

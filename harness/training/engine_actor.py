@@ -1,4 +1,4 @@
-"""The actor that plays a rank for an engine: calls the prepared model, labels phases, observes."""
+"""The actor that plays a rank for an engine: calls the prepared model, labels phases and takes observations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["EngineActor", "StepLog"]
 
 
 class StepLog:
-    """What an actor wrote down in one step."""
+    """The log of one actor in one step."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -43,7 +43,7 @@ class StepLog:
 
 
 class EngineActor(Actor):
-    """One rank of a world, one step; the loop makes one for each step."""
+    """One rank in one step; the loop makes an actor for each step."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class EngineActor(Actor):
         self._inputs = inputs  # hashlib's object, whose type has no public name
         self._lifetimes = None if watches is None else watches.lifetimes
         self._census = None if watches is None else watches.census
-        self.is_at_rest = True  # whether no forward waits for its backward, as that of an evaluation does
+        self.is_at_rest = True  # whether every forward has had its backward; an evaluation's forward has none
         self._batches: dict[int, Batch] = {}
         self._data_rank = training.plan.data_rank(context.rank, context.size)
         self._seeds = Seeds(step=step, rank=self._data_rank)
@@ -87,7 +87,7 @@ class EngineActor(Actor):
     def part(self, name: str) -> nn.Module:
         return self._prepared.part(name) if name else self._prepared.module
 
-    # Any: a model takes and returns what it likes.
+    # Any: a model's inputs and outputs are of any type.
     def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
         self._seeds.begin(microbatch, self._context.device.type)
         self._announce(microbatch)
@@ -131,7 +131,7 @@ class EngineActor(Actor):
 
     def evaluate(self, microbatch: int, how: Evaluation = Evaluation.NO_GRAD) -> None:
         """Switch the module to eval and back around one forward."""
-        inputs = self.batch(microbatch).inputs  # made outside: training will be given the same tensors
+        inputs = self.batch(microbatch).inputs  # made outside: training uses the same tensors
         self._prepared.module.eval()
         with how.context:
             output = self.forward(microbatch, *inputs)
@@ -139,7 +139,7 @@ class EngineActor(Actor):
         self._prepared.module.train()
 
     def probe(self, microbatch: int, probe: Probe) -> None:
-        """Keep the loss, or the square sum of the gradients by the inputs."""
+        """Record the loss, or the sum of squares of the gradients by the inputs."""
         inputs = with_gradients(self.batch(microbatch).inputs)
         loss = self._loss(microbatch, self.forward(microbatch, *inputs))
         if probe is Probe.DROPPED:
@@ -150,7 +150,7 @@ class EngineActor(Actor):
         self._keep(sum_of_squares(gradients))
 
     def synchronisation(self, microbatch: int) -> AbstractContextManager[None]:
-        """Use the engine's own context before the last microbatch."""
+        """Use the engine's own context for all microbatches but the last."""
         is_last = microbatch == self.num_microbatches - 1
         if is_last or self._training.plan.accumulation is Accumulation.EVERY_MICROBATCH:
             return nullcontext()
@@ -160,7 +160,7 @@ class EngineActor(Actor):
         return self._prepared.units()
 
     def look(self, moment: str) -> None:
-        """Read parameters, and the state of units where the plan demands that it can be read."""
+        """Read parameters, and the state of units if the plan requires that they can be read."""
         with self._context.recorder.during(Phase.OBSERVE, step=self.step):
             self.tape.snapshots[moment] = read_shards(self._prepared, "shown_parameters")
             if Capability.UNIT_STATE in self._training.plan.demands:
@@ -172,7 +172,7 @@ class EngineActor(Actor):
         self.tape.facts.append(Fact(moment="", subject=subject, value=str(value)))
 
     def hold(self, name: str, *tensors: Any) -> None:
-        """Pass those that are tensors to the watches over memory."""
+        """Pass the tensors among the values to the memory watches."""
         held = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
         if self._census is not None:
             self._census.holds(held)
@@ -181,7 +181,7 @@ class EngineActor(Actor):
                 self._lifetimes.holds(name, held)
 
     def bench(self) -> InterfaceBench:
-        """Name this rank, and hand over what has the engine's interface."""
+        """Return this rank's index and the engine's implementations of an interface."""
         context = self._context
         return InterfaceBench(
             prepared=self._prepared,
@@ -196,11 +196,11 @@ class EngineActor(Actor):
         self._prepared.recover()
 
     def zero_grad(self) -> None:
-        """Clear gradients by the engine's own method, to what they were when the step began."""
+        """Clear gradients by the engine's own method, to the value that they had when the step began."""
         self._prepared.zero_grad(set_to_none=self._training.schedule.clears_to_none(self.step - 1))
 
     def edit_gradients(self, edit: GradientEdit) -> None:
-        """Change those of the parameters that the optimizer updates."""
+        """Edit the gradients of the parameters that the optimizer updates."""
         for parameter in self._prepared.owned_parameters().values():
             if parameter.grad is None or edit is GradientEdit.CLEARED:
                 parameter.grad = None
@@ -214,7 +214,7 @@ class EngineActor(Actor):
             self._prepared.convert(dtype)
 
     def _keep(self, loss: torch.Tensor) -> None:
-        # An observation: that the host waits for a number here is no doing of the engine.
+        # An observation: here the harness, not the engine, makes the host wait for a number.
         with self._context.recorder.during(Phase.OBSERVE, step=self.step):
             self.tape.losses.append(float(loss.detach()))
 

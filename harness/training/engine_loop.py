@@ -1,4 +1,4 @@
-"""The training loop around an engine: its phases labelled, its state handed over, what it shows observed."""
+"""The training loop around an engine: labels phases, transfers state between models, and observes the engine."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ __all__ = ["RefusedError", "refusing", "train", "train_and_save"]
 
 _S = TypeVar("_S", Shard, Shard | None)
 
-# How an engine says no. Other errors are accidents, even where the plan is beyond what it declares.
+# The errors by which an engine refuses. Other errors are defects, even if the plan exceeds its capabilities.
 _REFUSALS = (UnsupportedError, NotImplementedError, ValueError)
 
 
 @runtime_checkable
 class _TakesSteps(Protocol):
-    """A prepared model that has a schedule of its own for the microbatches of a step, as a pipeline has."""
+    """A prepared model that schedules the microbatches of a step itself, as a pipeline does."""
 
     def play(self, actor: EngineActor) -> None:
-        """Take all microbatches of a step."""
+        """Run all microbatches of a step."""
 
 
 class RefusedError(Exception):
@@ -78,7 +78,7 @@ class RefusedError(Exception):
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Take the errors by which an engine refuses for a refusal."""
+    """Convert the errors by which an engine refuses into RefusedError."""
     try:
         yield
     except _REFUSALS as refusal:
@@ -97,9 +97,9 @@ def train(
 ) -> Observation:
     """Run the whole schedule; ``prepare`` makes the fresh model in which the training resumes.
 
-    ``before`` is the folder in which the world before left its state. Unless ``is_read``, nothing is asked of the
-    engine before the last step is done. ``watches`` learn from the loop what they cannot see: the owner of a tensor,
-    and the end of a step.
+    ``before`` is the folder with the saved state of the previous world. Unless ``is_read``, the engine is not read
+    before the last step is done. The loop passes to ``watches`` what they cannot see: the owner of a tensor, and the
+    end of a step.
     """
     loop = _started(prepared, training, context, watches)
     if training.origin is not None:
@@ -133,7 +133,7 @@ def train(
 def train_and_save(
     prepared: PreparedModel, training: Training, context: RankContext, form: StateForm
 ) -> None:
-    """Run the whole schedule, and leave files of the state; nothing is observed."""
+    """Run the whole schedule and save the state in files; observes nothing."""
     loop = _started(prepared, training, context, None)
     for step in range(training.schedule.steps):
         loop.step(step, is_read=False)
@@ -143,7 +143,7 @@ def train_and_save(
 def _started(
     prepared: PreparedModel, training: Training, context: RankContext, watches: Watches | None
 ) -> _Loop:
-    """Convert the model, build its optimizer, and make its loop."""
+    """Convert the model, build its optimizer, and create its loop."""
     if training.convert is not None:
         prepared.convert(training.convert)
     loop = _Loop(prepared, training, context, watches)
@@ -175,7 +175,7 @@ class _Loop:
         self._lifetimes = None if watches is None else watches.lifetimes
         self._census = None if watches is None else watches.census
         self._inputs = hashlib.sha256()
-        self._facts: tuple[Fact, ...] = ()  # of what came before the step
+        self._facts: tuple[Fact, ...] = ()  # parameters before the step
         self._scaled: ScaledSteps | None = None
 
     @property
@@ -184,7 +184,7 @@ class _Loop:
         return self._inputs.hexdigest()
 
     def kept(self, shards: dict[str, _S]) -> dict[str, _S]:
-        """Report to the census, where there is one, what the harness itself keeps in memory from now on."""
+        """Report the memory that the harness itself holds from now on to the census, if there is one."""
         if self._census is not None:
             self._census.observed_bytes += sum(
                 shard.tensor.nbytes for shard in shards.values() if shard is not None
@@ -193,7 +193,7 @@ class _Loop:
 
     @contextmanager
     def reading(self, step: int = -1) -> Iterator[None]:
-        """Observe inside: label what is issued, and keep reads from the census."""
+        """Observe in this context: label the calls, and exclude reads from the census."""
         with (
             self._context.recorder.during(Phase.OBSERVE, step=step),
             nullcontext() if self._watches is None else self._watches.reading(),
@@ -201,20 +201,20 @@ class _Loop:
             yield
 
     def scale_losses(self) -> None:
-        """Make a gradient scaler for the model at hand, with the state of the one before, if the schedule has one."""
+        """Create a gradient scaler for the current model, with the previous scaler's state, if the schedule has one."""
         scaling = self._training.schedule.scaling
         if scaling is not None:
             self._scaled = ScaledSteps(self.prepared, scaling, self._scaled)
 
     def start_from(self, before: Path, form: StateForm) -> None:
-        """Load the state that a world of another size left in a folder."""
+        """Load the state that a world of another size saved in a folder."""
         if form is StateForm.WHOLE:
             self._load_whole(read_whole(before, self._context.device), step=0)
         else:
             load_files(self.prepared, form, before)
 
     def resume_in(self, successor: PreparedModel, step: int, form: StateForm) -> None:
-        """Go on with another prepared model, or the same one anew, which takes over the state of this one."""
+        """Continue with another prepared model, or the same one prepared again; it first loads this one's state."""
         in_files = form in {StateForm.FILES, StateForm.CHECKPOINT}
         state, noted = {} if in_files else state_of(self.prepared, form), {}
         if in_files:
@@ -225,7 +225,7 @@ class _Loop:
         with refusing():
             successor.optimizer(self.schedules.factory)
         if successor is self.prepared:
-            # Where there are gradients torch takes the state of a new optimizer for made.
+            # If gradients exist, torch assumes that a new optimizer already has its state.
             successor.zero_grad(set_to_none=True)
             with torch.no_grad():
                 for parameter in successor.owned_parameters().values():
@@ -240,7 +240,7 @@ class _Loop:
 
     # Any: states are nested dicts and lists of tensors and other values.
     def _load_whole(self, state: dict[str, Any], step: int, noted: Mapping[str, str] | None = None) -> None:
-        """Load; note whether the ranks hold now what was handed out and left it as it was, beside ``noted``."""
+        """Load a state; record, with ``noted``, whether ranks then hold its values and whether loading changed it."""
         kept = copied(state)
         with calling("load_full_state"):
             self.prepared.load_full_state(state)
@@ -254,7 +254,7 @@ class _Loop:
         self._facts = tuple(Fact(moment="", subject=subject, value=value) for subject, value in facts.items())
 
     def _difference_from(self, state: dict[str, Any], step: int) -> str:
-        """Return the first difference between a whole state and this rank's shards, under the model's own names."""
+        """Return the first difference between a whole state and this rank's shards, by the model's own names."""
         with self.reading(step):
             return difference_of_state(self.prepared, state, self._names_of_state)
 
@@ -321,7 +321,7 @@ class _Loop:
                 self._census.take(actor.step, moment, lambda: self._explained(form))
 
     def _explained(self, form: Form) -> int:
-        """Add up what the layout explains, and what the engine shows of optimizer state; the law trusts no engine."""
+        """Return the bytes that the layout and the reported optimizer state explain; a law checks the report itself."""
         shown = read_shards(self.prepared, "local_optimizer_state")
         state = sum(shard.tensor.nbytes for shard in shown.values())
         size, cut = self._context.size, read_declared(self.prepared, "cut", Cut)

@@ -1,4 +1,4 @@
-"""State that goes from one prepared model to another: as it is, or by way of files."""
+"""State that one prepared model passes to another, in memory or in files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CHECKPOINT = "checkpoint"
 
 
 def write_files(prepared: PreparedModel, form: StateForm, context: RankContext) -> None:
-    """Write files of the state in that form into the folder of the world; all ranks do."""
+    """Write the state in that form to files in the world's folder; called on all ranks."""
     if form is StateForm.CHECKPOINT:
         _write_checkpoint(prepared, context)
     elif form is StateForm.WHOLE:
@@ -31,7 +31,7 @@ def write_files(prepared: PreparedModel, form: StateForm, context: RankContext) 
 
 
 def load_files(prepared: PreparedModel, form: StateForm, folder: Path) -> None:
-    """Load what `write_files` wrote, unless it is in whole tensors; all ranks do."""
+    """Load the files of `write_files`, unless they contain whole tensors; called on all ranks."""
     if form is StateForm.CHECKPOINT:
         with calling("load_checkpoint"):
             prepared.load_checkpoint(folder / _CHECKPOINT)
@@ -41,7 +41,7 @@ def load_files(prepared: PreparedModel, form: StateForm, folder: Path) -> None:
 
 # Any, here and below: states are nested dicts and lists of tensors and other values.
 def state_of(prepared: PreparedModel, form: StateForm) -> dict[str, Any]:
-    """Ask a model for its state and that of its optimizer; all ranks do."""
+    """Get the state of a model and of its optimizer; called on all ranks."""
     if form is StateForm.WHOLE:
         with calling("full_state"):
             return prepared.full_state()
@@ -50,26 +50,26 @@ def state_of(prepared: PreparedModel, form: StateForm) -> dict[str, Any]:
 
 
 def load_shares(prepared: PreparedModel, state: dict[str, Any]) -> None:
-    """Load this rank's shares, as `state_of` returned them."""
+    """Load this rank's shards, as returned by `state_of`."""
     with calling("load_shared_state"):
         prepared.load_shared_state(state)
 
 
 def read_whole(folder: Path, device: torch.device) -> dict[str, Any]:
-    """Read the whole state that the first rank wrote; each rank has a copy of its own."""
-    # The run's own file, which may hold what an engine likes.
+    """Read the whole state that the first rank wrote; each rank has its own copy."""
+    # A file of this run, which may contain any type that an engine uses.
     state: dict[str, Any] = torch.load(folder / _WHOLE, map_location=device, weights_only=False)
     return state
 
 
 def _write_whole(state: dict[str, Any], folder: Path, rank: int) -> None:
-    """Write the state of whole tensors that the first rank has; the others have the same."""
+    """Write the first rank's state of whole tensors; the other ranks have the same."""
     if rank == 0:
         torch.save(state, folder / _WHOLE)
 
 
 def _write_shares(state: dict[str, Any], folder: Path) -> None:
-    """Write the shares of all ranks, as torch's distributed checkpoints are."""
+    """Write the shards of all ranks in the format of torch's distributed checkpoints."""
     # Here and below, because they import slowly.
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -77,7 +77,7 @@ def _write_shares(state: dict[str, Any], folder: Path) -> None:
 
 
 def _read_shares(prepared: PreparedModel, folder: Path) -> dict[str, Any]:
-    """Read this rank's shares, as ``prepared`` has them."""
+    """Read this rank's shards into the layout of ``prepared``."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
     state = state_of(prepared, StateForm.SHARES)

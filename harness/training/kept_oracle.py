@@ -1,8 +1,8 @@
-"""An oracle that is kept between runs, in a file named by a digest of all that it was computed from.
+"""An oracle that is stored between runs, in a file named by a digest of everything that it was computed from.
 
-[Note: what a kept oracle may decide] The digest does not see files that a model reads, such as weights. So a
-kept oracle may let an engine pass, which needs the same numbers twice; an engine that fails is judged again, by an
-oracle that is computed now.
+[Note: what a kept oracle may decide] The digest does not cover files that a model reads, such as weights. So a kept
+oracle can let an engine pass, because a pass needs equal numbers on both sides. An engine that fails is judged again
+with a newly computed oracle.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _PIECE = 2**20  # bytes
 
 @dataclass(frozen=True, slots=True)
 class KeptOracle:
-    """One file: that of the answer, a newline, and the SHA-256 of the answer in hexadecimal."""
+    """One file: the answer, a newline, and the SHA-256 of the answer in hexadecimal."""
 
     path: Path
 
     def is_whole(self) -> bool:
-        """Return whether the answer is there as it was kept."""
+        """Return whether the file contains the answer that was stored."""
         try:
             size = self.path.stat().st_size - _ENDING
             with self.path.open("rb") as file:
@@ -43,7 +43,7 @@ class KeptOracle:
             return False
 
     def write(self, answer: Path) -> None:
-        """Keep an answer; where it cannot be written, the next run computes it again."""
+        """Store an answer; if it cannot be written, the next run computes it again."""
         part = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ class KeptOracle:
 
 
 def kept_oracle(folder: Path, *asked: str) -> KeptOracle:
-    """Return the place of an oracle in a folder: by what is asked, this machine, and what is installed on it."""
+    """Return the path of an oracle in a folder, by the training, this machine, and the installed packages."""
     return KeptOracle(folder / _digest([*(text.encode() for text in asked), _environment()]))
 
 
@@ -88,7 +88,7 @@ def _digest(parts: Iterable[bytes]) -> str:
 
 
 def _digest_of(file: BinaryIO, size: int) -> bytes:
-    """Hash the first bytes of a file, and leave it behind them."""
+    """Hash the first bytes of a file, and leave the file position after them."""
     found = hashlib.sha256()
     while size and (piece := file.read(min(size, _PIECE))):
         found.update(piece)

@@ -1,24 +1,24 @@
-"""How many bytes a sharded layout explains on one rank between steps, in closed form. Pure.
+"""The bytes that a sharded layout explains on one rank between steps, in closed form. Pure.
 
-[Note: what a layout explains] Over S ranks a rank holds, of each parameter of n rows, at most ceil(n / S) rows. An
-engine that lays parameters one after the other aligns each to a few bytes and rounds a group up to a multiple of S.
-The larger of the two counts. A rank holds its gradients in the same form, in the wider one of the parameters' dtype and
-that of the reduction. Of the optimizer state it holds what has the shape of a parameter in that form too, and all else
-whole. Buffers are whole. So are parameters that the plan ignores, with their gradients and state. Engines that cut at
-chunks may hold more, as in [Note: chunks].
+[Note: what a layout explains] With S shard ranks, a rank holds at most ceil(n / S) rows of a parameter of n rows. An
+engine that concatenates parameters aligns each to a few bytes and rounds a group up to a multiple of S. The larger of
+the two counts. A rank holds its gradients in the same layout, in the wider of the parameters' dtype and the reduce
+dtype. Optimizer state with the shape of a parameter has that layout too; all other state is whole. Buffers are whole.
+So are parameters that the plan ignores, with their gradients and state. Engines that cut at chunks may hold more, as in
+[Note: chunks].
 
-ZeRO-1 holds parameters and gradients whole, ZeRO-2 parameters alone: as much as all shares together, padding
-included, and once. What else a bucket for communication holds is explained by no layout. Where each parameter has its
-state on one rank, a rank holds at most its even share and, beside that, all but a share of the largest parameter: no
-rank is given more by a rule that gives the next parameter to the rank that has least. Engines whose optimizer updates a
-copy of the parameters (``Masters.SHARE``) hold a share more.
+With ZeRO-1 a rank holds whole parameters and gradients, with ZeRO-2 whole parameters: one copy of all shares, padding
+included. A layout does not explain other contents of a communication bucket. If the whole state of a parameter is on
+one rank, a rank holds at most its even share plus the largest parameter without one share of it, because the next
+parameter always goes to the rank with the least. Engines whose optimizer updates a copy of the parameters
+(``Masters.SHARE``) hold one share more.
 
-Where the loop calls parts of the model by themselves, an engine may keep the buffer of one gather: the root's forward
-lets go of it, and may not follow. FSDP2 does so. Nothing else is explained between steps: no gathered unit, no other
-buffer and no copy in another dtype. The engines of torch and ours keep none of these after the optimizer step.
+If the loop calls parts of the model directly, an engine may keep the buffer of one gather, as FSDP2 does: the root's
+forward would free it, and may not follow. Between steps nothing else is explained: no gathered unit, no other buffer
+and no copy in another dtype. The engines of torch and ours keep none of these after the optimizer step.
 
-After a forward without a backward, as in an evaluation, the reshard policy explains gathered units. A loop that ends a
-step so is not counted in that step.
+After a forward without a backward, as in an evaluation, the reshard policy explains gathered units. A step that ends
+with such a forward is not counted.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from shardproof.harness.cases.units import (
 
 __all__ = ["Explained", "Form", "StateTensor", "explained", "form_of", "state_bytes"]
 
-# Engines that lay parameters one after the other let each begin at a multiple of so many bytes.
+# Engines that concatenate parameters align the start of each to this many bytes.
 _ALIGNMENT_BYTES = 16
-_MASTER_BYTES = 4  # copies that are updated are of float32 at least
+_MASTER_BYTES = 4  # copies that the optimizer updates are at least float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What the closed form needs of a model: its groups, and the bytes that every rank holds whole."""
+    """The facts of a model that the closed form uses: its groups, and the bytes that every rank holds whole."""
 
     groups: tuple[UnitParameters, ...]
     buffer_bytes: int
@@ -60,7 +60,7 @@ class Form:
 
     @classmethod
     def of(cls, model: nn.Module, training: Training) -> Form:
-        """Read it off a model that no engine has prepared yet."""
+        """Derive the form from a model that no engine has prepared yet."""
         dtype = training.convert
         ignored = (model.get_parameter(name) for name in training.plan.ignored)
         return cls(
@@ -81,7 +81,7 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
-    """Bytes by what they are for."""
+    """Bytes by purpose."""
 
     parameters: int
     gradients: int
@@ -115,7 +115,7 @@ def explained(
     state: int,
     masters: Masters = Masters.NONE,
 ) -> Explained:
-    """Add up what a rank may hold, beside so many bytes of optimizer state; see [Note: what a layout explains]."""
+    """Add up what a rank may hold, with this many bytes of optimizer state; see [Note: what a layout explains]."""
     shares = shares_of(training.plan, world_size)
     dtype, reduced = training.convert, training.plan.reduction_dtype
     widths = [dtype.itemsize if dtype else group.bytes_per_element for group in form.groups]
@@ -146,7 +146,7 @@ def state_bytes(
         sum(prod(shape) for name, shape in zip(group.names, group.shapes, strict=True) if name not in idle)
         for group in form.groups
     ]
-    # Where a group lies one parameter after the other, those without state may be another rank's, the rest this one's.
+    # In a concatenated group the parameters without state may be another rank's share, and the rest this one's.
     most = sum(
         min(_group_numel(group, training.plan, shares, cut), numel)
         for group, numel in zip(form.groups, in_groups, strict=True)
@@ -162,12 +162,12 @@ def state_bytes(
     return ceil(total)
 
 
-# Building a model takes longer than all the rest of judging.
+# Building a model takes longer than everything else in a verdict.
 _known: dict[tuple[object, ...], Form] = {}
 
 
 def form_of(training: Training) -> Form:
-    """Build the problem's model once, and read its form."""
+    """Build the problem's model once, and derive its form."""
     plan = training.plan
     key = (identity_of(training.problem), plan.units, plan.ignored, plan.roots, training.convert)
     if key not in _known:
@@ -193,7 +193,7 @@ def _group_numel(group: UnitParameters, plan: Plan, shares: int, cut: Cut) -> in
 
 
 def _spill(form: Form, shares: int, cut: Cut) -> int:
-    """Return what a rank may hold beside its even share where parameters are not cut."""
+    """Return what a rank may hold in addition to its even share if parameters are not cut."""
     largest = max(prod(shape) for group in form.groups for shape in group.shapes)
     return largest * (shares - 1) // shares if cut is Cut.PARAMETERS else 0
 

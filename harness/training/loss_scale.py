@@ -1,4 +1,4 @@
-"""Loss scaling: a gradient scaler driven around an engine, as the training loops of its users drive it."""
+"""Loss scaling: drives a gradient scaler around an engine, as users' training loops do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardproof.harness.cases.training import LossScaling
 
 
 class ScaledSteps:
-    """The engine's scaler, and what that takes for an optimizer: the parameters that the engine owns, and its step."""
+    """The engine's scaler and an object that it uses as the optimizer: the engine's parameters, and its step."""
 
     def __init__(
         self, prepared: PreparedModel, scaling: LossScaling, before: ScaledSteps | None = None
@@ -33,7 +33,7 @@ class ScaledSteps:
         return scaled
 
     def unscale(self) -> None:
-        """Divide the gradients, and see whether they are finite."""
+        """Divide the gradients by the scale, and check whether they are finite."""
         self._scaler.unscale_(self)  # type: ignore[arg-type]  # it reads groups and steps, and nothing else
 
     def update(self) -> None:
@@ -47,7 +47,7 @@ class ScaledSteps:
         return [{"params": list(self._prepared.owned_parameters().values())}]
 
     def step(self) -> None:
-        """For the scaler."""
+        """Step the engine; called by the scaler."""
         self._prepared.step()
 
 

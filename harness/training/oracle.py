@@ -1,6 +1,6 @@
-"""The oracle: the same training on one process with no communication, in float64, with its float32 noise.
+"""The oracle: the same training on one process, without communication, in float64, with its float32 noise.
 
-It knows nothing of engines and compares nothing; ``harness.laws.parity`` does.
+It depends on no engine and compares nothing; ``harness.laws.parity`` compares.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["run_oracle"]
 
 _T = TypeVar("_T", torch.Tensor, torch.Tensor | None)
 
-# Noise of that many roundings, over what is added, is not that of float32: re-ordered sums make a few.
+# Noise of this many roundings, relative to the summands, is not float32 noise: reordered sums cause a few roundings.
 _COARSE_ROUNDINGS = 256
 
 
@@ -50,9 +50,9 @@ def run_oracle(
 ) -> OracleObservation:
     """Train once in float64 and a few times in the parameters' dtype with other orders of summation.
 
-    Where float64 is no reference, train once in the parameters' dtypes, and disturb the other runs; see
-    [Note: rounded anew]. ``world_size`` counts the ranks that have data of their own. Never communicates.
-    ``keep`` copies tensors, in memory if it is None. What only explains a failure is left out unless ``explains``.
+    If float64 cannot be the reference, train once in the parameters' dtypes, and perturb the other runs; see [Note:
+    rounded anew]. ``world_size`` counts the ranks with data of their own. Never communicates. ``keep`` copies tensors,
+    into memory if it is None. Unless ``explains``, omits results that only explain a failure.
     """
     keep = keep or copied
     batches = Batches(training.problem)
@@ -77,7 +77,7 @@ def run_oracle(
 
 
 def _rounds_coarsely(training: Training, exact: OracleObservation, noise: Mapping[TensorKey, float]) -> bool:
-    """Whether the first gradients round far more than their reduction does: by the model's word, or as asked."""
+    """Whether the first gradients round far more than their reduction does, as the model declares or as measured."""
     plan, schedule = training.plan, training.schedule
     if not exact.steps or schedule.clip or plan.clip_in_step is not None or training.origin is not None:
         return False
@@ -131,9 +131,9 @@ def _noise(exact: Tensors, runs: Sequence[Tensors]) -> dict[str, float]:
 def _with_lagging(
     training: Training, exact: OracleObservation, keep: KeepTensors, batches: Batches
 ) -> tuple[OracleStep, ...]:
-    """Add what each step's gradients are where forward meets the parameters that the last update found.
+    """Add each step's gradients as they would be if forward used the parameters of the previous step.
 
-    No random numbers of float32 are drawn and buffers follow these forwards: this names a defect, and decides nothing.
+    Numbers drawn in float32 are not repeated, and buffers follow these forwards: the result only names a defect.
     """
     order = _reference_order(training)
     model = cast_module(training.problem.build(), order.dtype)
@@ -154,7 +154,7 @@ def _with_lagging(
 def _exact(
     training: Training, world_size: int, keep: KeepTensors, batches: Batches, explains: bool
 ) -> OracleObservation:
-    """Train in float64; where random numbers are drawn once more, with those that float32 would draw."""
+    """Train in float64; if random numbers are drawn, again with the numbers that float32 would draw."""
 
     def show(
         quantity: Quantity | None, step: int, tensors: Mapping[str, _T], rank: int = 0

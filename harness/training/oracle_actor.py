@@ -1,4 +1,4 @@
-"""The actor that plays one rank for the oracle: one model without an engine, its gradients taken out piece by piece."""
+"""The actor that plays one rank for the oracle, on one model without an engine; takes gradients out in pieces."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ __all__ = [
 
 
 class Batches:
-    """The data of a training, made once for all runs of an oracle."""
+    """The data of a training, created once for all runs of an oracle."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._made: dict[tuple[int, int, int], Rows] = {}
 
     def batch(self, *, step: int, microbatch: int, rank: int) -> Batch:
-        """Return the data of a microbatch; a `Summation` hands out copies of its rows."""
+        """Return the data of a microbatch; a `Summation` copies rows from it."""
         place = (step, microbatch, rank)
         if (made := self._made.get(place)) is not None:
             return made
         batch = self._problem.batch(step=step, microbatch=microbatch, rank=rank)
-        # A model of the user's may change what it is given, and its data may be large.
+        # A user's model may modify its inputs, and its data may be large.
         if isinstance(batch, Rows):
             self._made[place] = batch
         return batch
 
 
 class OracleModels:
-    """What the oracle computes with: the trained model, and for each rank a model that computes in its place.
+    """The models of the oracle: the trained model, and for each rank a model that computes in its place.
 
-    Those share the trained parameters, unless forward and backward are to compute in another dtype. Each has
-    buffers and plain attributes of its own, as ranks have: forward may change, replace or resize them.
+    The ranks' models share the trained parameters, unless forward and backward compute in another dtype. Each has its
+    own buffers and plain attributes, because forward may change, replace or resize them.
     """
 
     def __init__(
@@ -69,20 +69,20 @@ class OracleModels:
         self.world_size = world_size
         self.summation = summation
         self.batches = batches
-        self.draws = False  # whether some forward or loss has drawn random numbers; of runs in order alone
+        self.draws = False  # whether a forward or loss has drawn random numbers; only in runs in order
         self._trained = model
         is_cast = summation.compute_dtype is not summation.dtype
         computing = _casting(copy.deepcopy(model), summation.compute_dtype) if is_cast else model
         self._of_rank = [_with_own_buffers(computing) for _ in range(world_size)]
-        self.model = self._of_rank[0]  # that of the rank that is played
+        self.model = self._of_rank[0]  # the model of the rank that is playing
         self.parameters = dict(computing.named_parameters())  # of every rank's model
         self._of_trained = dict(model.named_parameters())
         self.dtypes = {name: parameter.dtype for name, parameter in self._of_trained.items()}
 
     @contextmanager
     def playing(self, rank: int) -> Iterator[None]:
-        """Lend the model to one rank, with no gradients in it."""
-        # Assigning .grad of None would be undone by nothing: what the optimizer finds is put there afterwards.
+        """Use the model for one rank in this context, with no gradients in it."""
+        # Nothing restores .grad after an assignment of None: the gradients for the optimizer are set afterwards.
         kept = [(p, p.grad) for p in self.parameters.values()]
         with torch.no_grad():
             for mine, trained in zip(self.parameters.values(), self._of_trained.values(), strict=True):
@@ -97,7 +97,7 @@ class OracleModels:
                 parameter.grad = gradient
 
     def calling(self, seeds: Seeds, microbatch: int) -> AbstractContextManager[None]:
-        """Seed the random numbers of one call; the context sees whether it draws some, the first time."""
+        """Seed the random numbers of one call; on the first call, record whether it draws any."""
         seeds.begin(microbatch)
         is_known = self.draws or self.summation.seed is not None
         return nullcontext() if is_known else has_drawn(self._drew)
@@ -111,14 +111,14 @@ class OracleModels:
 
 
 def _with_own_buffers(model: nn.Module) -> nn.Module:
-    """Copy all of a model but its parameters."""
+    """Copy a model with its buffers but without its parameters."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def _casting(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Let every module that owns parameters compute in ``dtype``, as units of a plan do; buffers keep theirs."""
+    """Make every module that owns parameters compute in ``dtype``, as units of a plan do; buffers keep their dtype."""
 
-    # Any: a module takes what it likes.
+    # Any: a module's inputs are of any type.
     def cast_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(cast(x, dtype) if isinstance(x, torch.Tensor) else x for x in inputs)
 
@@ -154,7 +154,7 @@ class OracleActor(Actor):
     def part(self, name: str) -> nn.Module:
         return self._workshop.model.get_submodule(name)
 
-    # Any: a model takes and returns what it likes.
+    # Any: a model's inputs and outputs are of any type.
     def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
         with self._workshop.calling(self._seeds, microbatch):
             args, kwargs = arguments_of([self._cast(given) for given in inputs])
@@ -164,7 +164,7 @@ class OracleActor(Actor):
         return output
 
     def _cast(self, given: Any) -> Any:
-        """Cast all arguments of a model of the user's, as units of a plan do; other inputs were cast before."""
+        """Cast all arguments of a user's model, as units of a plan do; other inputs were cast before."""
         dtype = self._workshop.summation.compute_dtype
         return converted(given, partial(cast, dtype=dtype)) if isinstance(given, ModelBatch) else given
 
@@ -200,7 +200,7 @@ class OracleActor(Actor):
         self._workshop.model.train()
 
     def probe(self, microbatch: int, probe: Probe) -> None:
-        """Keep the loss, or the square sum of the gradients by the inputs."""
+        """Record the loss, or the sum of squares of the gradients by the inputs."""
         inputs = with_gradients(self.batch(microbatch).inputs)
         loss = self.loss(microbatch, self.forward(microbatch, *inputs))
         is_dropped = probe is Probe.DROPPED
@@ -208,7 +208,7 @@ class OracleActor(Actor):
         self.losses.append(float(seen.detach()))
 
     def synchronisation(self, microbatch: int) -> AbstractContextManager[None]:
-        """Do nothing: there is no rank to synchronise with."""
+        """Do nothing: there is no other rank to synchronize with."""
         return nullcontext()
 
     def units(self) -> Mapping[str, UnitHandle]:
@@ -230,28 +230,28 @@ class OracleActor(Actor):
         """Do nothing."""
 
     def zero_grad(self) -> None:
-        """Forget the gradients taken out so far."""
+        """Discard the gradients taken out so far."""
         self.gradients.clear()
 
     def edit_gradients(self, edit: GradientEdit) -> None:
-        """Change the gradients taken out so far."""
+        """Edit the gradients taken out so far."""
         kept = {} if edit is GradientEdit.CLEARED else self.gradients
         self.gradients = {place: gradient * 0.5 for place, gradient in kept.items()}
 
     def convert(self, *dtypes: torch.dtype) -> None:
-        """Do nothing: the values stay what they are."""
+        """Do nothing: the oracle's values have their dtype already."""
 
 
 Pieces = dict[str, list[list[torch.Tensor]]]  # of each parameter: [microbatches][ranks]
 
 
 def dense_pieces(pieces: Pieces) -> Pieces:
-    """Return pieces as plain tensors, where some are sparse."""
+    """Return pieces as dense tensors if some are sparse."""
     return {name: [[*map(dense, of_ranks)] for of_ranks in rows] for name, rows in pieces.items()}
 
 
 class StackedPieces(Mapping[str, torch.Tensor]):
-    """Pieces as one tensor [microbatches, ranks, ...] of each parameter, made when it is asked for."""
+    """The pieces of each parameter as one tensor [microbatches, ranks, ...], made on access."""
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
@@ -269,7 +269,7 @@ class StackedPieces(Mapping[str, torch.Tensor]):
 
 
 def pieces_of_step(training: Training, workshop: OracleModels, step: int) -> tuple[torch.Tensor, Pieces]:
-    """Play the script of a step for each rank by itself; returns losses, and gradients of each microbatch and rank."""
+    """Play the script of a step for each rank; returns losses, and gradients of each microbatch and rank."""
     num_microbatches, world_size = training.schedule.microbatches, workshop.world_size
     losses = []
     found: Pieces = {}

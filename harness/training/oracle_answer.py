@@ -1,4 +1,4 @@
-"""Asking for an oracle in a process of its own: the model's code runs there, and a file of tensors comes back."""
+"""Requests an oracle from a process of its own: the model's code runs there, and the answer is a file of tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 
 __all__ = ["ask_oracle"]
 
-_LONGEST = 2**20  # bytes: of what was raised
+_LONGEST = 2**20  # bytes, of an error message
 _ERRORS: Mapping[str, type[ShardproofError]] = {e.__name__: e for e in (UsageError, EngineError, HarnessBug)}
 
 
@@ -42,10 +42,10 @@ def ask_oracle(
     folder: Path | None = None,
     explains: bool = False,
 ) -> OracleObservation:
-    """Compute the oracle of a training aside; or take the one that is kept, unless it must be one that ``explains``.
+    """Compute the oracle of a training in another process, or use the stored one unless it must ``explain`` a failure.
 
-    Its tensors lie in a file, on the disk of ``folder``, that has no name any more. Raises ShardproofError if the model
-    raises, or after ``limit_s`` seconds.
+    Its tensors are in an unlinked file on the disk of ``folder``. Raises ShardproofError if the model raises, or after
+    ``limit_s`` seconds.
     """
     if kept and not explains and kept.is_whole():
         return _read(kept.path, training)
@@ -66,7 +66,7 @@ def ask_oracle(
 def _read(path: Path, training: Training) -> OracleObservation:
     try:
         return _observation(read_tree(path, is_mapped=True), training)
-    except Exception as error:  # of what a file that is no oracle lacks
+    except Exception as error:  # the errors of a file that is not an oracle
         raise _failure(training, f"an answer that cannot be read: {error!r}") from error
 
 
@@ -91,8 +91,8 @@ def _failure(training: Training, got: str) -> HarnessBug:
 
 
 def _answer(training: Training, world_size: int, path: Path, explains: bool) -> bytes:
-    """Write the oracle to a file; returns what was raised, as JSON."""
-    torch.compiler.set_stance("force_eager")  # the reference is what the model's own code says
+    """Write the oracle to a file; returns an exception of the model as JSON."""
+    torch.compiler.set_stance("force_eager")  # the reference is computed by the model's own code
     try:
         with TensorWriter(path) as writer:
             writer.finish(_plain(run_oracle(training, world_size, writer.kept, explains=explains)))

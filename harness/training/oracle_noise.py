@@ -1,4 +1,4 @@
-"""The noise of an oracle: how far trainings whose sums are taken in other orders deviate from the exact one."""
+"""The noise of an oracle: how far trainings with other orders of summation deviate from the exact one."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _T = TypeVar("_T", torch.Tensor, torch.Tensor | None)
 
 
 def _reorderings(training: Training, exact: OracleObservation, batches: Batches) -> list[Summation]:
-    """Return the orders of sums that differ; of a model that draws, rows stay with the numbers drawn for them."""
+    """Return the distinct orders of sums; if the model draws, rows stay with the numbers drawn for them."""
     plan, draws = training.plan, exact.draws
     numbers = range(num_reorderings(plan))
     orders = [replace(reordering(n, plan, training.convert), keeps_rows=draws) for n in numbers]
     keep_rows = draws or isinstance(batches.batch(step=0, microbatch=0, rank=0), ModelBatch)
-    if not keep_rows or not training.problem.is_widened:  # else each run is disturbed in its own way
+    if not keep_rows or not training.problem.is_widened:  # otherwise each run is perturbed differently
         return orders
     return distinct(orders, plan, training.schedule.microbatches, exact.world_size)
 
@@ -40,7 +40,7 @@ def _reorderings(training: Training, exact: OracleObservation, batches: Batches)
 def noise_of(
     training: Training, world_size: int, exact: OracleObservation, batches: Batches
 ) -> tuple[dict[TensorKey, float], dict[TensorKey, torch.dtype]]:
-    """Return how far each tensor of the other orders deviates, and its dtype; none of them is kept."""
+    """Return the largest deviation and the dtype of each tensor over the other orders, whose tensors are not stored."""
     deviations = _Deviations(exact)
     for order in _reorderings(training, exact, batches):
         deviations.met.clear()
@@ -52,7 +52,7 @@ def noise_of(
 
 
 class _Deviations:
-    """How far other runs deviate from the exact one, the farthest of all."""
+    """The largest deviations of other runs from the exact one."""
 
     def __init__(self, exact: OracleObservation) -> None:
         self.noise = dict.fromkeys(_places(exact), 0.0)
@@ -63,7 +63,7 @@ class _Deviations:
     def show(
         self, quantity: Quantity | None, step: int, tensors: Mapping[str, _T], rank: int = 0
     ) -> Mapping[str, _T]:
-        """Compare tensors, and keep nothing."""
+        """Compare tensors, and store none."""
         if quantity is None:
             return {}
         for name, tensor in tensors.items():
@@ -80,7 +80,7 @@ class _Deviations:
 
 
 def _places(exact: OracleObservation) -> Iterator[TensorKey]:
-    """Yield the place of every tensor in the order of training; buffers of all ranks have one."""
+    """Yield the place of every tensor in the order of training; buffers of all ranks share one."""
 
     def keys(quantity: Quantity, step: int) -> Iterator[TensorKey]:
         found = exact.reference(quantity, step, rank=0).items()
@@ -98,7 +98,7 @@ def _places(exact: OracleObservation) -> Iterator[TensorKey]:
 
 
 def scales_of(exact: OracleObservation) -> dict[TensorKey, float]:
-    """Return the largest value that is rounded on the way to each tensor."""
+    """Return the largest value that is rounded in the computation of each tensor."""
     scales: dict[TensorKey, float] = {}
     for place in _places(exact):
         scales[place] = _scale(exact, place, scales)
@@ -106,11 +106,11 @@ def scales_of(exact: OracleObservation) -> dict[TensorKey, float]:
 
 
 def _scale(exact: OracleObservation, place: TensorKey, earlier: Mapping[TensorKey, float]) -> float:
-    """Return the largest value that is rounded on the way to a tensor; ``earlier`` are those of the steps before."""
+    """Return the largest value rounded in the computation of a tensor; ``earlier`` has those of previous steps."""
     match place.quantity:
         case Quantity.GRADIENT:
             sizes = exact.steps[place.step].sizes.get(place.name)
-            # None where no loss reached the parameter: what the optimizer finds are the zeros of clearing.
+            # None if no loss reached the parameter: the optimizer finds the zeros of zero_grad.
             if sizes is None:
                 return 0.0
             return sizes.absolute / exact.divisor * exact.clipping_factor(place.step, place.name)

@@ -1,4 +1,4 @@
-"""What an oracle shows: the right tensors of a training, and how far rounding may move each of them."""
+"""The results of an oracle: the right tensors of a training, and how far rounding may move each of them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ __all__ = [
 
 Tensors = Mapping[str, torch.Tensor]
 
-INITIAL_STEP = -1  # the step of what is seen before the first step
+INITIAL_STEP = -1  # the step of observations before the first step
 LOSSES = "loss"  # the name under which a step's losses are one tensor [losses of the script, ranks with data]
 NORM = "norm"  # the name under which the norm that clipping returns is a scalar tensor
 
 
 class Quantity(StrEnum):
-    """What is compared; within a step in this order."""
+    """The kinds of compared tensors; within a step in this order."""
 
     INITIAL = "initial parameter"
     LOSS = "loss"
@@ -45,7 +45,7 @@ class Quantity(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorKey:
-    """One tensor of a training: what it is, after which step, and its name."""
+    """One tensor of a training: its quantity, the step after which it is read, and its name."""
 
     quantity: Quantity
     step: int
@@ -56,12 +56,12 @@ class TensorKey:
 class OracleStep:
     """One optimizer step of the oracle.
 
-    ``losses`` is [losses of the script, ranks with data]. ``contributions[name][m, r]`` is the gradient of rank
-    r's loss of microbatch m as that rank computes it, before any averaging: summed over both and divided by
-    the plan's divisor they are the step's gradient. ``sizes`` says how large they are. ``gradients`` is what the
-    optimizer finds, clipped if so asked, None where there is none. ``norm`` is that of all gradients before clipping.
-    ``lagging`` are the gradients, unclipped, of this step's data with the parameters of the step before, and
-    ``lagging_losses`` its losses: empty and None for the first step. Contributions and what lags only explain a
+    ``losses`` is [losses of the script, ranks with data]. ``contributions[name][m, r]`` is the gradient of rank r's
+    loss of microbatch m as that rank computes it, before any averaging: summed over both and divided by the plan's
+    divisor they are the step's gradient. ``sizes`` are their sizes. ``gradients`` are those that the optimizer finds,
+    clipped if the plan clips, None where there is none. ``norm`` is the norm of all gradients before clipping.
+    ``lagging`` are the gradients, unclipped, of this step's data with the parameters of the previous step, and
+    ``lagging_losses`` its losses: empty and None for the first step. Contributions and lagging values only explain a
     failure; see `OracleObservation.explains`.
     """
 
@@ -79,8 +79,8 @@ class OracleStep:
 class FirstStep:
     """The first step from pieces of the ranks' own dtype, rows in their order: rounded as the model rounds.
 
-    Pieces are added exactly; ``noise`` is how far gradients deviate where they are added in other orders, and
-    ``parameter_noise`` how far parameters do.
+    Pieces are added exactly. ``noise`` is the deviation of gradients when pieces are added in other orders, and
+    ``parameter_noise`` that of parameters.
     """
 
     gradients: Tensors
@@ -91,19 +91,19 @@ class FirstStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OracleObservation:
-    """What a right engine computes, in float64 or in the model's own dtypes, and how far float32 may stray from it.
+    """The results of a correct engine, in float64 or in the model's own dtypes, and the deviation that float32 allows.
 
-    ``buffers`` has one entry per rank: those after all of that rank's forwards. ``noise`` is, per tensor, the
-    largest absolute deviation from the float64 value over float32 runs whose sums are taken in other orders, and
-    ``scales`` is the largest value rounded on the way: the result itself may have cancelled to nearly zero.
-    ``constants`` are the buffers that training left as they were built, bit by bit, on all ranks in all runs.
-    ``dtypes`` are those of the float32 runs, with ``INITIAL_STEP`` for every place. ``is_exact`` says that the
-    problem claims to be exact, the world is a power of two, and no float32 run deviated in a single bit. ``draws``
-    says that forward or the loss draws random numbers; ``device`` is that of the ranks to compare with. ``untrained``
-    are the parameters that the optimizer was not given. ``state_before`` is the optimizer state before the last step.
-    ``first`` is None unless the model rounds far more than its dtype does; see [Note: rounding of one side].
-    ``is_trained_before`` says that ``initial`` are the parameters after the steps of a world before.
-    ``explains`` says that what only explains a failure is there: contributions, what lags, and ``state_before``.
+    ``buffers`` has one entry per rank: those after all of that rank's forwards. ``noise`` is, per tensor, the largest
+    absolute deviation from the float64 value over float32 runs with other orders of summation, and ``scales`` is the
+    largest value rounded on the way: the result itself may have cancelled to nearly zero. ``constants`` are the buffers
+    that training did not change in a single bit, on all ranks in all runs. ``dtypes`` are those of the float32 runs,
+    with ``INITIAL_STEP`` for every place. ``is_exact`` means that the problem claims to be exact, the world is a power
+    of two, and no float32 run deviated in a single bit. ``draws`` means that forward or the loss draws random numbers;
+    ``device`` is that of the ranks to compare with. ``untrained`` are the parameters that the optimizer did not
+    receive. ``state_before`` is the optimizer state before the last step. ``first`` is None unless the model rounds far
+    more than its dtype does; see [Note: rounding of one side]. ``is_trained_before`` means that ``initial`` are the
+    parameters after the steps of a previous world. ``explains`` means that the values that only explain a failure are
+    present: contributions, lagging values, and ``state_before``.
     """
 
     world_size: int
@@ -128,11 +128,11 @@ class OracleObservation:
 
     @property
     def divisor(self) -> float:
-        """What sums of gradients over ranks are divided by."""
+        """The divisor of sums of gradients over ranks."""
         return self.plan.divisor(self.world_size)
 
     def reference(self, quantity: Quantity, step: int, rank: int) -> Mapping[str, torch.Tensor | None]:
-        """Return the full tensors of one quantity after ``step``; ``rank`` matters for buffers alone."""
+        """Return the full tensors of one quantity after ``step``; ``rank`` matters only for buffers."""
         match quantity:
             case Quantity.INITIAL:
                 return self.initial
@@ -151,7 +151,7 @@ class OracleObservation:
                 return self.buffers[rank]
 
     def clipping_factor(self, step: int, name: str) -> float:
-        """Return the factor by which clipping made a gradient, and all that was rounded before, smaller."""
+        """Return the factor by which clipping reduced a gradient, and all values that were rounded before."""
         at = self.steps[step]
         gradient = at.gradients[name]
         if at.norm is None or gradient is None:

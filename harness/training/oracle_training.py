@@ -1,4 +1,4 @@
-"""One training of the oracle: the whole schedule on one model, in one order of sums, with no communication."""
+"""One training of the oracle: the whole schedule on one model, in one order of sums, without communication."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ _T = TypeVar("_T", torch.Tensor, torch.Tensor | None)
 
 
 class KeepTensors(Protocol):
-    """Keeps tensors that will change, in memory or elsewhere."""
+    """Stores tensors that will change, in memory or elsewhere."""
 
     def __call__(self, tensors: Mapping[str, _T], /) -> Mapping[str, _T]:
-        """Return them as they are now."""
+        """Return their current values."""
 
 
 class ShowTensors(Protocol):
-    """Takes what a training makes, in that order; ``quantity`` is None for what only explains a failure."""
+    """Receives the tensors of a training, in order; ``quantity`` is None for values that only explain a failure."""
 
     def __call__(
         self, quantity: Quantity | None, step: int, tensors: Mapping[str, _T], rank: int = 0, /
     ) -> Mapping[str, _T]:
-        """Return what is kept of it."""
+        """Return what the observation stores of it."""
 
 
 def train(
@@ -64,7 +64,7 @@ def train(
 ) -> OracleObservation:
     """Run the whole schedule on one model, with the pieces of all ranks one after the other.
 
-    What ``show`` returns of each tensor is what the observation has, which knows no noise.
+    The observation contains what ``show`` returns for each tensor, and no noise.
     """
     trained = _Trained(training, summation, drawing)
     if training.before is not None and training.origin is not None:
@@ -116,7 +116,7 @@ class _Trained:
         self._disturbing = rounding_anew(summation.seed or 0) if is_disturbed else nullcontext()
 
     def train_before(self, before: Training, num_ranks: int, batches: Batches | None) -> None:
-        """Take the steps of the world before; what a fresh model loads of it has no gradients."""
+        """Take the steps of the previous world; a fresh model that loads their state has no gradients."""
         workshop = OracleModels(self.model, num_ranks, self._summation, batches)
         for step in range(before.schedule.steps):
             self.step(before, workshop, step, _kept_nowhere)
@@ -127,7 +127,7 @@ class _Trained:
                 self.model.get_buffer(name).copy_(buffer)
 
     def _forget_gradients(self) -> None:
-        """Leave none, as a fresh model has none: those of what the optimizer was not given have added up."""
+        """Clear gradients, as in a fresh model: those of parameters outside the optimizer have accumulated."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -139,7 +139,7 @@ class _Trained:
         show(Quantity.LOSS, step, {LOSSES: losses})
         is_skipped = training.schedule.is_skipped(step)
         if is_skipped:
-            for name in contributions:  # what is there will be cleared, perhaps to zeros
+            for name in contributions:  # existing gradients will be cleared, perhaps to zeros
                 self.parameters[name].grad = torch.zeros_like(self.parameters[name])
             contributions = {}
         self._reduce(training, contributions)
@@ -147,7 +147,7 @@ class _Trained:
         is_reference = self._summation.seed is None
         sizes = {name: sizes_of(pieces) for name, pieces in contributions.items()} if is_reference else {}
         kept_pieces = show(None, step, StackedPieces(contributions))
-        contributions.clear()  # the most that is in memory
+        contributions.clear()  # the peak of memory
         norm = None if is_skipped else _clip(training, self.parameters)
         found = {} if is_skipped else {name: parameter.grad for name, parameter in self.parameters.items()}
         gradients = show(Quantity.GRADIENT, step, dense_tensors(found))
@@ -174,12 +174,12 @@ class _Trained:
 
     def _reduce(self, training: Training, contributions: Pieces) -> None:
         for name, pieces in contributions.items():
-            # Cleared before, to None or to zeros, unless the optimizer was not given the parameter.
+            # Cleared before, to None or to zeros, unless the optimizer did not receive the parameter.
             reduced, left = self._summation.reduce(pieces, training.plan), self.parameters[name].grad
             self.parameters[name].grad = reduced if left is None else left + reduced
 
     def untrained(self) -> frozenset[str]:
-        """Return the names of the parameters that the optimizer was not given."""
+        """Return the names of the parameters that the optimizer did not receive."""
         given = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
         return frozenset(name for name, parameter in self.parameters.items() if id(parameter) not in given)
 
@@ -220,7 +220,7 @@ def _update(training: Training, optimizer: torch.optim.Optimizer, step: int) -> 
 
 
 def dense_tensors(tensors: Mapping[str, _T]) -> dict[str, _T]:
-    """Return what is sparse as plain tensors."""
+    """Convert sparse tensors to dense ones."""
     return {name: None if t is None else dense(t) for name, t in tensors.items()}
 
 

@@ -1,4 +1,4 @@
-"""How large the pieces of a gradient are: all that a verdict needs of them, in a few numbers of each parameter."""
+"""The sizes of the pieces of a gradient: all that a verdict needs of them, in a few numbers for each parameter."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from shardproof.harness.training.absolute_error import largest
 
 __all__ = ["PieceSizes", "sizes_of"]
 
-_PIECE = 2**16  # elements: what stays in the cache
+_PIECE = 2**16  # elements; fits into the cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceSizes:
-    """The largest absolute values of sums of pieces, which no divisor has made smaller.
+    """The largest absolute values of sums of pieces, before any division.
 
-    ``total`` is that of the sum over microbatches and ranks, ``absolute`` of that of absolute values, and ``of_ranks``
-    has one for the sum over the microbatches of each rank.
+    ``total`` is that of the sum over microbatches and ranks, ``absolute`` that of the sum of absolute values, and
+    ``of_ranks`` has one for the sum over the microbatches of each rank.
     """
 
     total: float

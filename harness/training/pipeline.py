@@ -1,10 +1,10 @@
-"""Driving the stages of one rank: torch's schedules take the microbatches through, the engine takes the gradients.
+"""Drives the pipeline stages of one rank: torch's schedules run the microbatches, the engine reduces the gradients.
 
-[Note: who synchronises in a pipeline] Which backward of a stage is its last is known to the schedule alone. Torch's
-stage recognises three kinds of module by their class: its own DDP, FSDP2 and replicate. An engine that has such a
-module hands it out by `PreparedModel.pipelined`. For every other engine the stage is a plain module, and our own
-stage asks for what the contract has anyway: `accumulating` around each forward and each backward of a microbatch
-but the last, each by itself, since those of several microbatches take turns.
+[Note: who synchronises in a pipeline] Only the schedule determines which backward of a stage is its last. Torch's stage
+recognizes three kinds of module by their class: its own DDP, FSDP2 and replicate. An engine with such a module returns
+it from `PreparedModel.pipelined`. For every other engine the stage is a plain module, and our own stage uses a method
+that the contract has anyway: `accumulating`. It is entered around each forward and each backward of all microbatches
+but the last, each by itself, because the microbatches alternate.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class _Target:
 def prepare_pipeline(
     context: RankContext, training: Training, adapter: Engine, mesh: DeviceMesh, data: DeviceMesh
 ) -> PreparedModel:
-    """Let the engine prepare each stage of this rank on its data axes; ``mesh`` has the axis of the pipeline too."""
+    """Let the engine prepare each stage of this rank on its data axes; ``mesh`` also has the axis of the pipeline."""
     problem, plan, count = training.problem, training.plan, num_stages(training)
-    assert problem.stages is not None  # the training has seen to that
+    assert problem.stages is not None  # the training has checked this
     modules = problem.stages(problem.build(), count)
     widths = _between(training, modules, plan.data_rank(context.rank, context.size))
     stages = []
@@ -59,7 +59,7 @@ def prepare_pipeline(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Place:
-    """Which stage of how many, and examples of what goes in and comes out."""
+    """The stage, the number of stages, and examples of inputs and outputs."""
 
     index: int
     count: int
@@ -67,10 +67,10 @@ class _Place:
 
 
 class Pipeline(PreparedModel):
-    """The stages of one rank as one prepared model, whose names are those of the stages together."""
+    """The stages of one rank as one prepared model, whose names are those of all stages together."""
 
     def __init__(self, stages: tuple[_Stage, ...], training: Training, context: RankContext) -> None:
-        super().__init__(nn.Module())  # what is called and watched are the stages
+        super().__init__(nn.Module())  # the stages are called and watched, not this module
         self._stages = stages
         self._prepared = tuple(stage.prepared for stage in stages)
         self._training = training
@@ -125,7 +125,7 @@ class Pipeline(PreparedModel):
         return {name: shard for p in self._prepared for name, shard in p.local_optimizer_state().items()}
 
     def shared_state(self) -> dict[str, Any]:
-        """Join those of all stages, but for what is said of groups of parameters: names are of the whole model."""
+        """Join the states of all stages, without settings of parameter groups: names are those of the whole model."""
         states = [prepared.shared_state() for prepared in self._prepared]
         return {
             "model": {name: value for state in states for name, value in state["model"].items()},
@@ -133,7 +133,7 @@ class Pipeline(PreparedModel):
         }
 
     def load_shared_state(self, state: dict[str, Any]) -> None:
-        """Load into each stage its own part."""
+        """Load its own part into each stage."""
         for prepared in self._prepared:
             own = prepared.shared_state()
             own["model"] = {name: state["model"][name] for name in own["model"]}
@@ -142,8 +142,8 @@ class Pipeline(PreparedModel):
 
     def _scheduled(self) -> Schedule1F1B | ScheduleInterleaved1F1B:
         script, count = self._training.script, self._training.schedule.microbatches
-        assert isinstance(script, Pipelined)  # the training has seen to that
-        # The loss is weighted, so that the sum over microbatches is the mean over items: nothing is scaled after.
+        assert isinstance(script, Pipelined)  # the training has checked this
+        # The loss is weighted, so that the sum over microbatches is the mean over items: nothing is scaled afterwards.
         if script.order is PipelineOrder.INTERLEAVED:
             return ScheduleInterleaved1F1B(
                 list(self._stages), count, loss_fn=self._weighted_loss, scale_grads=False
@@ -155,19 +155,19 @@ class Pipeline(PreparedModel):
 
 
 class _Called(nn.Module):
-    """A prepared model as torch's stage calls it: a module of no class that it knows, with no parameters to touch."""
+    """A prepared model for torch's stage: a module of no class that torch recognizes, without parameters."""
 
     def __init__(self, prepared: PreparedModel) -> None:
         super().__init__()
         self._prepared = prepared
 
-    # Any: a stage takes and returns what it likes.
+    # Any: a stage's inputs and outputs are of any type.
     def forward(self, *inputs: torch.Tensor) -> Any:
         return self._prepared(*inputs)
 
 
 class _Stage(PipelineStage):
-    """One stage that labels what it does, and synchronises by the contract; see [Note: who synchronises ...]."""
+    """One stage that labels its calls and synchronizes by the contract; see [Note: who synchronises ...]."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class _Stage(PipelineStage):
             place.index,
             place.count,
             context.device,
-            # With both ends known nothing is run to find them out: what the first step does, all do.
+            # With both examples torch runs nothing to infer shapes: the first step is like all others.
             input_args=place.ends[0],
             output_args=place.ends[1],
             group=mesh.get_group("pipe"),
@@ -210,7 +210,7 @@ class _Stage(PipelineStage):
             )
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Let torch's own engines reduce now what they held back: part of the last backward."""
+        """Let torch's own engines reduce the gradients that they held back: part of the last backward."""
         with self._during(Phase.BACKWARD, self._last):
             super().perform_reduce_grad(grad_scale_factor)
 
@@ -222,18 +222,18 @@ class _Stage(PipelineStage):
 
 
 def _part_of(plan: Plan, module: nn.Module) -> Plan:
-    """Leave out the units that other stages have."""
+    """Leave out the units of other stages."""
     known = dict(module.named_modules())
     return replace(plan, units=tuple(u for u in plan.units if all(name in known for name in u.split(","))))
 
 
 def _between(training: Training, modules: tuple[nn.Module, ...], data_rank: int) -> list[torch.Tensor]:
-    """Return an example of what lies before each stage and after the last; all microbatches have its shape."""
+    """Return an example of the values before each stage and after the last; all microbatches have its shape."""
     batch = training.problem.batch(step=0, microbatch=0, rank=data_rank)
     (rows,) = batch.inputs
     examples = [rows]
     with torch.no_grad():
         for module in modules:
             examples.append(module(examples[-1]))
-    dtype = training.plan.compute_dtype  # of what crosses between stages
+    dtype = training.plan.compute_dtype  # of tensors that cross between stages
     return [rows, *(torch.empty_like(example, dtype=dtype).requires_grad_() for example in examples[1:])]

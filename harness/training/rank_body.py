@@ -1,4 +1,4 @@
-"""The bodies of ranks: what each rank of a world does, from the engine's preparation to what is kept."""
+"""The bodies of ranks: what each rank of a world does, from the engine's preparation to saving the observation."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ from shardproof.harness.worlds.spec import DEVICES_OF_CUDA
 
 __all__ = ["BEFORE", "drive_rank", "leave_state"]
 
-BEFORE = "before"  # the folder of the world before, below that of a world
+BEFORE = "before"  # the folder of the previous world, below that of a world
 
-# Where an engine draws from the default generator, ranks draw differently unless the engine sees to it.
+# If an engine draws from the default generator, ranks draw differently unless the engine seeds it.
 _RANK_SEED = 1000
 
 
 def drive_rank(
     context: RankContext, training: Training, engine: str, before: Path | None = None
 ) -> str | None:
-    """Train on this rank under the engine of that name and keep what was observed; a world's rank body.
+    """Train on this rank with the engine of that name and save the observation; a world's rank body.
 
-    ``before`` is the folder in which the world before left its state, if there was one.
+    ``before`` is the folder with the saved state of the previous world, if there was one.
 
-    Returns the engine's words if it refused the plan, which it may do until it has an optimizer, else None. A refusal
-    is not raised: that would stop the other ranks, and whether they refuse too is what has to be seen.
+    Returns the engine's message if it refused the plan, which it may do until it has an optimizer, else None. A refusal
+    is not raised: that would stop the other ranks, and the verdict depends on whether they refuse too.
     """
     adapter = resolve(engine)
     is_counted = Watch.ARCS in training.watch and context.rank == 0  # one counter to a process
@@ -65,16 +65,16 @@ def drive_rank(
 
 
 def leave_state(context: RankContext, training: Training, engine: str) -> str | None:
-    """Train in the world before, and leave files of the state; a world's rank body. Returns what `drive_rank` does.
+    """Train in the previous world and save its state; a world's rank body. Returns what `drive_rank` does.
 
-    Nothing is observed: what is wrong here shows in the training that starts from it.
+    Nothing is observed: an error here shows in the training that starts from the saved state.
     """
     adapter = resolve(engine)
     return _unfit(context, adapter) or _refusal_of(partial(_leave_state, context, training, adapter))
 
 
 def _unfit(context: RankContext, adapter: Engine) -> str | None:
-    """Return why the engine cannot be run in this world."""
+    """Return why the engine cannot run in this world."""
     if adapter.needs_processes and context.shares_a_process:
         return "NeedsProcesses: ranks of this world are threads of one process"
     if adapter.insists_on_cuda and context.device.type not in DEVICES_OF_CUDA:
@@ -83,7 +83,7 @@ def _unfit(context: RankContext, adapter: Engine) -> str | None:
 
 
 def _refusal_of(body: Callable[[], None]) -> str | None:
-    """Return the words of the engine if it refuses in ``body``."""
+    """Return the engine's message if it refuses in ``body``."""
     try:
         body()
     except RefusedError as refusal:
@@ -115,7 +115,7 @@ def _drive(context: RankContext, training: Training, adapter: Engine, before: Pa
         idle_labels,
         _device_of(context, adapter),
     ):
-        # Numbers of a simulated rank mean nothing: what it holds in the end shows where its shards lie.
+        # The values of a simulated rank are meaningless, but its final tensors show where its shards are.
         reads = [not context.is_simulated] + [schedule.are_repeats_read] * (schedule.repeats - 1)
         first, *others = (_run(context, training, adapter, watches, before, is_read=read) for read in reads)
     repeated = (first, *others) if others else ()
@@ -131,7 +131,7 @@ def _drive(context: RankContext, training: Training, adapter: Engine, before: Pa
 
 
 def _end_of(observation: Observation) -> Observation:
-    """Return what a training shows that is read at its end alone."""
+    """Return the observations that are read only at the end of a training."""
     *steps, last = observation.steps
     unread = tuple(replace(step, gradients={}, parameters={}) for step in steps)
     return replace(observation, initial={}, steps=(*unread, replace(last, gradients={})))
@@ -159,14 +159,14 @@ def _run(
 def _prepare(
     context: RankContext, training: Training, adapter: Engine, plan: Plan, watches: Watches | None = None
 ) -> PreparedModel:
-    # What the user's mesh knows of its ranks is not the engine's to explain.
+    # The engine does not have to explain the memory of the user's mesh.
     with context.recorder.during(Phase.OBSERVE):
         mesh = _mesh(context, plan)
     data = mesh if mesh.mesh_dim_names == plan.data_axes else mesh[plan.data_axes]
     with refusing():
         if plan.pipeline_stages > 1:
             from shardproof.harness.training.pipeline import (
-                prepare_pipeline,  # here, because torch's part of it imports slowly
+                prepare_pipeline,  # here, because that part of torch imports slowly
             )
 
             return prepare_pipeline(context, training, adapter, mesh, data)
@@ -186,7 +186,7 @@ def _prepare(
 
 
 def _mesh(context: RankContext, plan: Plan) -> DeviceMesh:
-    """Make the mesh of all axes; the engine is given that of its own, which tensors and stages are not."""
+    """Create the mesh of all axes; the engine receives its own axes, without those of tensor parallelism and stages."""
     axes = plan.axes(context.size)
     mesh = init_device_mesh(
         context.device.type,

@@ -1,4 +1,4 @@
-"""Reading what a prepared model shows: as plain copies of a checked form, and every error with the read's name."""
+"""Reads a prepared model: plain copies of a checked form, and errors that name the read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHARDS = "a mapping from names to shards"
 
 @contextmanager
 def calling(method: str) -> Iterator[None]:
-    """Note on whatever is raised inside in which method of the prepared model it was."""
+    """Note on any exception raised inside which method of the prepared model raised it."""
     try:
         yield
     except EngineError:  # which names the method itself
@@ -35,7 +35,7 @@ def calling(method: str) -> Iterator[None]:
 
 
 def read_shards(prepared: PreparedModel, method: str) -> dict[str, Shard]:
-    """Call a read and keep copies; raises EngineError where it returns anything but shards."""
+    """Call a read and copy its results; raises EngineError if it returns anything but shards."""
     shards = _read(prepared, method)
     for name, shard in shards.items():
         if shard is None:
@@ -44,7 +44,7 @@ def read_shards(prepared: PreparedModel, method: str) -> dict[str, Shard]:
 
 
 def read_gradients(prepared: PreparedModel) -> dict[str, Shard | None]:
-    """Call ``local_gradients`` and keep copies; None where the engine has no gradient."""
+    """Call ``local_gradients`` and copy the results; None where the engine has no gradient."""
     return _read(prepared, "local_gradients")
 
 
@@ -58,7 +58,7 @@ def read_norm(prepared: PreparedModel, max_norm: float, norm_type: float) -> flo
 
 
 def read_declared(prepared: PreparedModel, name: str, kind: type[_E]) -> _E:
-    """Read what the adapter declares of itself in an attribute; raises EngineError for anything but a ``kind``."""
+    """Read an attribute in which the adapter declares a property; raises EngineError for anything but a ``kind``."""
     value: object = getattr(prepared, name)
     if not isinstance(value, kind):
         first = f"{kind.__name__}.{next(iter(kind)).name}"
@@ -73,7 +73,7 @@ def _read(prepared: PreparedModel, method: str) -> dict[str, Shard | None]:
         found: object = getattr(prepared, method)()
         if not isinstance(found, Mapping):
             raise _fault(method, None, expected=_SHARDS, got=found)
-        # A mapping of an engine's own is walked here, for walking it may raise too.
+        # The mapping may be the engine's own class, and iterating over it may raise too.
         return {_name(method, name): _copied(method, name, shard) for name, shard in found.items()}
 
 
@@ -85,7 +85,7 @@ def _name(method: str, name: Any) -> str:
 
 
 def _copied(method: str, name: str, shard: Any) -> Shard | None:
-    """Keep what was read as it was read, whatever the adapter handed out, in a plain tensor on the CPU."""
+    """Copy a value as a plain tensor on the CPU, so that later changes by the adapter do not show."""
     if shard is None:
         return None
     if not isinstance(shard, Shard):
@@ -120,7 +120,7 @@ def _fault(method: str, name: str | None, *, expected: str, got: object) -> Engi
 
 
 def _form(value: object) -> str:
-    """Format a value by its type, a small plain one as it is."""
+    """Format a value by its type; a small plain value as it is."""
     if value is None or type(value) in {bool, int, float}:
         return repr(value)
     if type(value) is tuple and len(value) < 8 and all(type(item) in {int, float} for item in value):

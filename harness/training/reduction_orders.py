@@ -1,4 +1,4 @@
-"""Orders and dtypes in which the oracle adds gradients: the exact one, and others an engine might use."""
+"""Orders and dtypes in which the oracle adds gradients: the exact one, and others that an engine might use."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = [
 class Summation:
     """One way to compute a step's gradient from the pieces of all microbatches and ranks.
 
-    ``dtype`` is that of the parameters, ``compute_dtype`` that of forward and backward, ``reduce_dtype`` what crosses
-    between ranks; with None each tensor keeps its own. ``seed`` shuffles rows, microbatches and ranks; None keeps
-    their order. ``is_tree`` adds in pairs, not one after the other; ``divides_first`` divides before adding,
-    as engines do against overflow. ``accumulates_reduced`` keeps the local sum over
-    microbatches in ``reduce_dtype``. ``keeps_rows`` leaves rows in their order, for models that draw random numbers.
+    ``dtype`` is that of the parameters, ``compute_dtype`` that of forward and backward, ``reduce_dtype`` that of the
+    reduction between ranks; with None each tensor keeps its own. ``seed`` shuffles rows, microbatches and ranks; None
+    keeps their order. ``is_tree`` adds in pairs, not one after the other; ``divides_first`` divides before adding, as
+    engines do against overflow. ``accumulates_reduced`` keeps the local sum over microbatches in ``reduce_dtype``.
+    ``keeps_rows`` leaves rows in their order, for models that draw random numbers.
     """
 
     dtype: torch.dtype | None
@@ -46,7 +46,7 @@ class Summation:
     def prepare(self, batch: Batch) -> Batch:
         """Cast the inputs' floats to ``compute_dtype``, those of the target to ``dtype``, and shuffle the rows."""
         if isinstance(batch, ModelBatch):  # which tensors have rows, and in which dim, is unknown
-            return converted(batch, partial(cast, dtype=self.dtype))  # the loss is given all of them
+            return converted(batch, partial(cast, dtype=self.dtype))  # the loss receives all of them
         order = torch.tensor(
             _order(None if self.keeps_rows else self.seed, batch.target.shape[0]), dtype=torch.long
         )
@@ -79,7 +79,7 @@ class Summation:
         return reduce(torch.add, pieces)
 
 
-@lru_cache(maxsize=2**10)  # each parameter of each step asks for the same few
+@lru_cache(maxsize=2**10)  # each parameter of each step uses one of the same few
 def _order(seed: int | None, size: int) -> tuple[int, ...]:
     if seed is None:
         return tuple(range(size))
@@ -88,12 +88,12 @@ def _order(seed: int | None, size: int) -> tuple[int, ...]:
 
 
 EXACT_ORDER = Summation(dtype=torch.float64, reduce_dtype=torch.float64, compute_dtype=torch.float64)
-# The reference of a model that float64 cannot stand for: only its sums over ranks are of more bits than it has.
+# The reference of a model without a float64 reference: only its sums over ranks have more bits than its dtype.
 OWN_ORDER = Summation(dtype=None, reduce_dtype=torch.float64, compute_dtype=None)
 
 
 def is_of_full_precision(plan: Plan, dtype: torch.dtype | None) -> bool:
-    """Whether parameters of ``dtype`` are computed with and reduced in at least float32; None is float32."""
+    """Whether parameters of ``dtype`` are computed with and reduced in at least float32; None means float32."""
     return plan.compute_dtype is None and reduces_fully(plan, dtype)
 
 
@@ -103,9 +103,9 @@ def reduces_fully(plan: Plan, dtype: torch.dtype | None) -> bool:
 
 
 def num_reorderings(plan: Plan) -> int:
-    """Return how many float32 runs estimate the noise; harness.laws.tolerance measured its multiple for this many.
+    """Return the number of float32 runs that estimate the noise; harness.laws.tolerance measured its multiple for it.
 
-    A reduction in fewer bits rounds coarsely enough that four runs can all be right by luck.
+    A reduction in fewer bits rounds so coarsely that four runs can all be right by chance.
     """
     return 4 if plan.reduction_dtype in (None, torch.float32) else 8
 
@@ -113,7 +113,7 @@ def num_reorderings(plan: Plan) -> int:
 def reordering(number: int, plan: Plan, dtype: torch.dtype | None = None) -> Summation:
     """Return the ``number``-th order for parameters of ``dtype``; all combinations of tree and division come first.
 
-    With None parameters keep the dtypes that they are built with.
+    With None, parameters keep the dtypes in which they are built.
     """
     return Summation(
         dtype=dtype,
@@ -121,21 +121,21 @@ def reordering(number: int, plan: Plan, dtype: torch.dtype | None = None) -> Sum
         compute_dtype=plan.compute_dtype or dtype,
         seed=number,
         is_tree=number % 2 == 1,
-        # The sum of what ranks hold in float16 may overflow: there an engine has to divide first.
+        # The sum of the ranks' float16 gradients may overflow: there an engine has to divide first.
         divides_first=number // 2 % 2 == 1 or plan.reduction_dtype is torch.float16,
         accumulates_reduced=number // 4 % 2 == 1,
     )
 
 
-_NUM_PROBED = 2**12  # elements: far more than two orders of at least three terms could round alike by chance
+_NUM_PROBED = 2**12  # elements: so many that two orders of at least three terms do not round alike by chance
 
 
 def distinct(
     orders: Sequence[Summation], plan: Plan, num_microbatches: int, num_ranks: int
 ) -> list[Summation]:
-    """Leave out the orders that round all sums of pieces as an earlier one does: two ranks add up alike either way.
+    """Leave out the orders that round all sums of pieces as an earlier one does, as both orders of two ranks do.
 
-    Only of use where rows keep their places, because sums over rows are not looked at.
+    Only useful if rows keep their places, because sums over rows are not compared.
     """
     generator = torch.Generator().manual_seed(0)
     kept: list[Summation] = []

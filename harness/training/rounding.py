@@ -1,10 +1,10 @@
-"""Rounding as another order of the same sums would do it, operator by operator, and whether operators round coarsely.
+"""Rounding as another order of the same sums would cause it, operator by operator, and detection of coarse rounding.
 
-[Note: rounded anew] Where float64 is no reference, because an operator has no such kernel or the model itself asks for
-fewer bits, the reference computes in the model's own dtypes. Its noise is then measured by disturbing each operator's
-result: every element of float32 or more by up to one rounding, one in 64 elements of fewer bits by one step. A sum in
-another order changes a result of float32 about as much, and flips the last bit of a bfloat16 far more rarely. Whole
-numbers stay as they are: counts, masks and one-hot rows are exact in any order.
+[Note: rounded anew] Float64 is no reference if an operator has no float64 kernel or the model itself uses fewer bits.
+Then the reference computes in the model's own dtypes. Its noise is measured by perturbing each operator's result: every
+element of float32 or more by up to one rounding, one in 64 elements of fewer bits by one step. A sum in another order
+changes a float32 result about as much, and flips the last bit of a bfloat16 far more rarely. Whole numbers are not
+perturbed: counts, masks and one-hot rows are exact in any order.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from shardproof.harness.torch_compat.private_names import optional
 
 __all__ = ["is_narrow", "noticing_narrow", "rounding_anew"]
 
-# Without it the noise of such a model is that of its reduction alone.
+# Without it the noise of such a model would be only that of its reduction.
 _Mode: Any = optional("torch.utils._python_dispatch:TorchDispatchMode") or object
 _ONE_IN = 64
 _MORE_THAN_HALF = (
-    0.75  # of the largest step relative to a number: it moves each by at least half of its own step
+    0.75  # the largest step relative to a number: it moves each number by at least half of its own step
 )
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
-    """Whether a dtype holds floats in fewer bits than float32."""
+    """Whether a dtype is a float of fewer bits than float32."""
     return dtype.is_floating_point and torch.finfo(dtype).bits < 32
 
 
@@ -69,7 +69,7 @@ class _RoundsAnew(_Mode):  # type: ignore[misc]  # as above
                 for tensor in _tensors(value):
                     tensor.copy_(self._rounded(tensor))
         if any(returned.alias_info is not None for returned in schema.returns):
-            return result  # a view, or what was written above
+            return result  # a view, or an output that was written above
         return self._all_rounded(result)
 
     def _all_rounded(self, result: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Putting one rank's training under all the watches it asks for: together, so that they share one dispatch mode."""
+"""Runs one rank's training under all watches that it requests, which share one dispatch mode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardproof.harness.training.layout_memory import Form
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Watches:
-    """Those that were asked for; ``form`` is of the model before the engine had it, for the census."""
+    """The requested watches; ``form`` is that of the model before the engine prepared it, for the census."""
 
     races: RaceDetector | None = None
     lifetimes: MemoryTracker | None = None
@@ -28,7 +28,7 @@ class Watches:
     mode: OperatorMode | None = None
 
     def reading(self) -> AbstractContextManager[None]:
-        """Return the context of a read of the engine, in which the census, which counts no read, sees no operators."""
+        """Return a context for reads of the engine, whose operators the census does not see."""
         return nullcontext() if self.mode is None else self.mode.paused()
 
 
@@ -36,7 +36,7 @@ class Watches:
 def watching(
     asked: frozenset[Watch], recorder: Recorder, device_type: str = "cpu", *, census: Census | None = None
 ) -> Iterator[Watches]:
-    """Watch what the calling thread's rank does to memory, and on which streams of a device, until exit."""
+    """Watch the memory operations of the calling thread's rank, and their streams on a device, until exit."""
     streams = watched_streams(recorder, device_type) if Watch.RACES in asked else nullcontext()
     lifetimes = MemoryTracker(recorder) if Watch.LIFETIMES in asked else None
     with streams as races:
@@ -47,10 +47,10 @@ def watching(
 
 @contextmanager
 def watched_streams(recorder: Recorder, device_type: str = "cpu") -> Iterator[RaceDetector]:
-    """Watch the calling thread's rank until exit; `observing_operators` reports the operators.
+    """Watch the streams of the calling thread's rank until exit; `observing_operators` reports the operators.
 
-    On CUDA its streams are its own, and torch reports them; elsewhere they are ones that remember, in place of those
-    of the device's module.
+    On CUDA these are real streams, which torch reports. Elsewhere fake streams that record replace those of the
+    device's module.
     """
     of_device: AbstractContextManager[RaceDetector] = (
         watched_cuda_streams(recorder) if device_type == "cuda" else _remembering(recorder, device_type)

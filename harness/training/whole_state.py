@@ -1,4 +1,4 @@
-"""Whole state dicts: whether one that an engine handed out is what this rank holds, and what loading changed in it."""
+"""Whole state dicts: whether an engine's state dict has this rank's values, and what loading changed in it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shardproof.harness.training.reads import read_shards
 __all__ = ["changed", "copied", "difference_of_state", "tensors_of"]
 
 
-# Any, here and below: a state, which is what the engine likes.
+# Any, here and below: a state may be of any type.
 def difference_of_state(prepared: PreparedModel, state: dict[str, Any], names: Collection[str]) -> str:
     """Return the first difference between a state and this rank's shards, in words; empty if there is none.
 
-    ``state`` has the model's state by the names of its state dict, which are ``names``, and the optimizer's by those of
-    parameters, or by their numbers among those that are trained, as torch's optimizers count.
+    ``state`` has the model's state under ``names``, the names of its state dict, and the optimizer's under parameter
+    names or their indices among the trained parameters, as in torch's optimizers.
     """
     return next(_differences(prepared, state, names), "")
 
@@ -54,7 +54,7 @@ def _difference(what: str, shard: Shard, whole: Any) -> Iterator[str]:
 
 
 def copied(state: Any) -> Any:
-    """Copy nested dicts and lists, and the tensors in them; of a sharded tensor this rank's part alone."""
+    """Copy nested dicts and lists, and the tensors in them; of a sharded tensor only this rank's part."""
     if isinstance(state, torch.Tensor):
         return shard_of(state).tensor.detach().clone()
     if isinstance(state, dict):
@@ -63,7 +63,7 @@ def copied(state: Any) -> Any:
 
 
 def tensors_of(state: Any, path: str = "state") -> dict[str, torch.Tensor]:
-    """Find the tensors of nested dicts and lists, by the way to each; of a sharded tensor this rank's part."""
+    """Find the tensors of nested dicts and lists, by their path; of a sharded tensor this rank's part."""
     if isinstance(state, torch.Tensor):
         return {path: dense(shard_of(state).tensor.detach())}
     items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()

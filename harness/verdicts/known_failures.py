@@ -1,11 +1,10 @@
-"""Apply the known failures to records: which entry excuses which verdict, and which entries name no case.
+"""Apply the known failures to records: which entry excuses which verdict, and which entries match no case.
 
-[Note: strict in both directions]
-An expectation excuses exactly the verdict and the broken laws that it names, of the cases that it names, until its
-day: a known failure must not hide another one of the same case. A case that passes against it fails the run, or the
-file would go on excusing what has long been mended; and so does an entry that names no case, or it would go on looking
-as if it excused something. The latter can only be known of a run that collected every case: a selection says nothing of
-the cases it left out. See ``unused``.
+[Note: strict in both directions] An expectation excuses exactly the verdict and the broken laws that it lists, of the
+cases that it names, until its expiry: a known failure must not hide another failure of the same case. A case that
+passes despite an entry fails the run; otherwise the file would go on excusing failures that are long fixed. So does an
+entry that matches no case; otherwise it would seem to excuse something. Only a run that collected every case can decide
+this, because a selection leaves cases out. See ``unused``.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from shardproof.harness.records.record import Expectation, Expectations, Record,
 
 
 class Fit(Enum):
-    """The relation of a condition and a release."""
+    """The relation between a condition and a release."""
 
     MEETS = "meets"  # the release meets the condition, or there is none
     MISSES = "misses"  # another release of the same engine would meet it
-    NEVER = "never"  # no release could: another name, or no version that can be read
+    NEVER = "never"  # no release could: another name, or an unreadable version
 
 
 def check_condition(condition: str, what: str) -> None:
@@ -106,7 +105,7 @@ def is_expired(entry: Expectation, today: str) -> bool:
 def matches(pattern: str, text: str) -> bool:
     """Match with ``*`` and ``?``; a leading ``!`` negates the rest.
 
-    Brackets stand for themselves, because the ids of cases are full of them.
+    Brackets are literal, because many ids of cases contain them.
     """
     if pattern.startswith("!"):
         return not matches(pattern[1:], text)

@@ -145,7 +145,7 @@ def _text(table: Mapping[str, Any], key: str, what: str, *, default: str = "") -
 
 def _engine(table: Mapping[str, Any], what: str) -> str:
     name = _text(table, "engine", what)
-    # An engine of the user's is not loaded here: the file may serve runs in which it takes no part.
+    # A user's engine is not loaded here: the file may serve runs without it.
     if name not in known_engines() and ":" not in name:
         raise UsageError(
             f"{what}: engine",

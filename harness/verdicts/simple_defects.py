@@ -1,20 +1,19 @@
-"""Whether simple defects would show: their effect on each tensor, known from the oracle, against its allowed error.
+"""Whether simple defects would show: their effect on each tensor, by the oracle, compared with its allowed error.
 
-[Note: simple defects] Noise must be small against the smallest defect that a case claims to see. Four defects stand
-for all: a gradient that is half as large, a gradient without the share of one rank, a gradient that was reduced in
-bfloat16, and a parameter that is never updated. Each has a closed form, so that no further training is needed. A defect
+[Note: simple defects] Noise must be small compared with the smallest defect that a case claims to detect. Four defects
+represent all: a gradient that is half as large, a gradient without the share of one rank, a gradient that was reduced
+in bfloat16, and a parameter that is never updated. Each has a closed form, so no further training is needed. A defect
 shows if its effect on a tensor is larger than the allowed error in at least one step.
 
-[Note: rounding of one side] Autocast leaves float64 alone, so the rounding of a model that uses it lies between the
-oracle and each float32 run. It is no noise: two runs with the same sums round alike. It is no fault either: the engine
-is not asked for less. Such a model keeps its large allowed error. Beyond that its first gradients are compared with
-those of the same arithmetic, `OracleObservation.first`, where only the reduction may differ. Within the noise of these
-the reduction was right. Else it may have been in bfloat16, or the engine may round elsewhere: the run proves nothing.
-Only this comparison reads what the engine showed, and it can make a run vacuous, not passed.
+[Note: rounding of one side] Autocast does not affect float64, so the rounding of a model that uses it lies between the
+oracle and each float32 run. It is not noise, because two runs with the same sums round alike. It is not a fault either,
+because the engine may round. Such a model keeps its large allowed error. In addition its first gradients are compared
+with those of the same arithmetic, `OracleObservation.first`, where only the reduction may differ. If they agree up to
+the noise of these, the reduction was right. Otherwise it may have been in bfloat16, or the engine may round elsewhere:
+the run proves nothing. Only this comparison reads the engine's tensors, and it can make a run vacuous, not passed.
 
-A plan that computes in fewer bits has the same noise by request. There the first gradients, and the parameters after
-the first update, show each simple defect where they agree with those of the same arithmetic, but for a few roundings
-of kernels.
+A plan that computes in fewer bits has the same noise on purpose. Its first gradients, and its parameters after the
+first update, show each simple defect if they agree with the same arithmetic up to a few roundings of kernels.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from shardproof.harness.training.oracle_observation import OracleObservation, Qu
 from shardproof.harness.training.reduction_orders import is_of_full_precision, reduces_fully
 from shardproof.harness.training.rounding import is_narrow
 
-# The largest element of a tensor moves by up to half of a rounding; of few elements the luckiest moves by less.
+# The largest element of a tensor moves by up to half a rounding; if there are few elements, it may move by less.
 _SHARE_OF_A_ROUNDING = 0.25
-# Kernels of one operator may differ by a few roundings, and so may what is computed of their results.
+# Kernels of one operator may differ by a few roundings, and so may the results computed from theirs.
 _KERNEL_ROUNDINGS = 4.0
 
 
@@ -76,7 +75,7 @@ def hidden_because(evidence: Evidence) -> str | None:
 
 
 def _asks_for_the_start(evidence: Evidence) -> bool:
-    """Whether the steps of a world before have added their noise: other cases of the model ask for the rest."""
+    """Whether the steps of a previous world have added their noise: other cases of the model cover the rest."""
     return evidence.oracle.is_trained_before and isinstance(evidence.training.problem, UserModel)
 
 
@@ -84,7 +83,7 @@ _MOST_VISIBLE = 2  # tensors of a kind
 
 
 def least_visible(evidence: Evidence) -> tuple[VisibleError, ...]:
-    """Return the gradients and updates in which errors show least; none where the case does not claim to see them."""
+    """Return the gradients and updates in which errors show least; none if the case does not claim to detect them."""
     oracle = evidence.oracle
     if _computes_coarsely(evidence) or _asks_for_the_start(evidence) or not oracle.steps:
         return ()
@@ -112,9 +111,9 @@ def _halved(oracle: OracleObservation, name: str) -> Iterator[_Effect]:
 
 
 def _hidden_rank(evidence: Evidence) -> str | None:
-    """Find a rank whose share in the gradients is hidden in all of them: some tensors may not need each rank.
+    """Find a rank whose share is hidden in all gradients; a single tensor need not depend on each rank.
 
-    A reduction in few bits may lose a small share, as it was asked to: there no share is required to show.
+    A reduction in few bits may lose a small share, as the plan allows: then no share is required to show.
     """
     oracle = evidence.oracle
     if not _reduces_fully(evidence):
@@ -165,7 +164,7 @@ def _rounded(oracle: OracleObservation, name: str) -> Iterator[_Effect]:
 
 
 def _first_gradients_agree(evidence: Evidence) -> bool:
-    """Whether the engine's first gradients are sums of what the same arithmetic computes; see the note above."""
+    """Whether the engine's first gradients are sums of those of the same arithmetic; see the second note above."""
     first = evidence.oracle.first
     if first is None:
         return False
@@ -183,7 +182,7 @@ def _first_gradients_agree(evidence: Evidence) -> bool:
 
 
 def _coarse_first_step_agrees(evidence: Evidence) -> bool:
-    """Whether the first gradients and update are those of the same arithmetic, so nearly that each defect shows."""
+    """Whether the first gradients and update match the same arithmetic so closely that each defect would show."""
     oracle, first = evidence.oracle, evidence.oracle.first
     if first is None or oracle.plan.compute_dtype is None:
         return False

@@ -59,9 +59,9 @@ def vacuous_because(evidence: Evidence) -> str | None:
 
 
 def _diverged(evidence: Evidence) -> str | None:
-    """Find a reference, or its noise, that is NaN: comparisons with it would hold, or show nothing.
+    """Find a reference, or its noise, that is NaN: comparisons with it would always hold, or show nothing.
 
-    A buffer may hold infinities that are meant, as masks do.
+    A buffer may contain intended infinities, as masks do.
     """
     oracle = evidence.oracle
     for place in (p for p in oracle.noise if p.quantity is not Quantity.BUFFER):
@@ -114,7 +114,7 @@ def _independent_parameters(evidence: Evidence) -> str | None:
 
 
 def _largest_gradient(evidence: Evidence, name: str) -> float:
-    """Return the largest element of a parameter's gradients over all steps; 0 where it has none but for rounding."""
+    """Return the largest element of a parameter's gradients over all steps; 0 if it has only rounding."""
     gradients = [seen.gradients.get(name) for seen in evidence.oracle.steps]
     sizes = [0.0 if g is None else largest(g) for g in gradients]
     return max(
@@ -123,7 +123,7 @@ def _largest_gradient(evidence: Evidence, name: str) -> float:
 
 
 def _rounding(evidence: Evidence, name: str, step: int) -> float:
-    """Return the size up to which a gradient is rounding, where the reference rounds too; 0 for one in float64."""
+    """Return the size below which a gradient is rounding, if the reference rounds too; 0 for one in float64."""
     place = TensorKey(quantity=Quantity.GRADIENT, step=step, name=name)
     return 0.0 if evidence.oracle.is_widened else ZERO_BESIDE_NOISE * evidence.oracle.noise.get(place, 0.0)
 
