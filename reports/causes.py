@@ -1,4 +1,4 @@
-"""Records that fail alike, folded: what one cause broke in many cases is shown once. No markup here."""
+"""Folds records that fail alike: a cause that broke many cases is shown once. No markup here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Cause:
 
     @property
     def example(self) -> Record:
-        """The record whose headline stands for all."""
+        """The record whose headline is shown for all."""
         return self.records[0]
 
     @property
@@ -46,7 +46,7 @@ def causes(records: Iterable[Record]) -> tuple[Cause, ...]:
 
 
 def shape(text: str) -> str:
-    """Blank out what differs between cases that fail alike: names in quotes, numbers, and lengths of lists."""
+    """Blank out what differs between cases that fail alike: quoted names, numbers, and lengths of lists."""
     blank = _NUMBERS.sub("N", _QUOTED.sub("'...'", steady(text)))
     return "; ".join(dict.fromkeys(blank.split("; ")))
 

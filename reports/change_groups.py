@@ -1,4 +1,4 @@
-"""Changes of a comparison folded for a person: what one cause changed in many records is shown once. No markup here."""
+"""Folds the changes of a comparison: a cause that changed many records is shown once. No markup here."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ChangeGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Key:
-    """What changes of one group have in common."""
+    """The common properties of the changes of one group."""
 
     news: News
     engine: str
@@ -94,7 +94,7 @@ def _group(key: _Key, changes: Sequence[RecordChange]) -> ChangeGroup:
 
 
 def _sign(news: News, change: RecordChange) -> Hashable:
-    """Reduce a change to what it has in common with others of the same cause."""
+    """Reduce a change to the part that it shares with others of the same cause."""
     if news is News.COMMUNICATION:
         return tuple(_kind(found) for found in change.traffic)
     title, lines = _title(news, change), _lines(news, [change])
@@ -134,7 +134,7 @@ def _lines(news: News, changes: Sequence[RecordChange]) -> tuple[Line, ...]:
 
 
 def _reason(side: str, record: Record) -> Iterable[Line]:
-    """Show why a verdict is as it is; of PASSED the headline lists every law, and explains nothing."""
+    """Explain a verdict; the headline of PASSED lists every law, and explains nothing."""
     if record.verdict is not Verdict.PASSED:
         yield Line(side=side, text=record.headline)
     if record.expectation is not None:
@@ -157,7 +157,7 @@ def _explanation(change: RecordChange, before: Record, after: Record) -> Iterabl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TrafficKind:
-    """What changed in one kind of collective, without how much."""
+    """The change of one kind of collective, without amounts."""
 
     where: str  # ranks; empty if all
     phase: str

@@ -10,7 +10,7 @@ from shardproof.harness.audit.upstream_coverage import Coverage, RowCoverage, Ro
 from shardproof.reports.matrix import by_test
 from shardproof.reports.text import one_line
 
-_NUM_TESTS = 1  # named in a row of the terminal's table, where a line should stay a line
+_NUM_TESTS = 1  # names in a row of the terminal's table, which should fit on one line
 _NEEDS_GPU = "GPU"
 
 

@@ -1,8 +1,8 @@
 """A comparison of two runs as text for a terminal, and as Markdown short enough for a comment on a pull request.
 
-[Note: what a diff leaves out first]
-Both list groups of changes, the most urgent first, with a limited number of cases each. The Markdown leaves out
-groups that do not fit. Whatever is left out is counted. The JSON of ``reports.diff_json`` has everything.
+[Note: what a diff leaves out first] Both list groups of changes, the most urgent first, with a limited number of cases
+each. The Markdown leaves out groups that do not fit. Everything left out is counted. The JSON of ``reports.diff_json``
+is complete.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from shardproof.reports.summary import conclude, tally
 from shardproof.reports.text import one_line
 
 WIDTH = 100
-LIMIT_BYTES = 60_000  # GitHub takes 65,536 characters in a comment
+LIMIT_BYTES = 60_000  # GitHub accepts 65,536 characters in a comment
 _RESERVE_BYTES = 2_000  # for the sentences that count what was left out
-_HEAD_BYTES = LIMIT_BYTES // 4  # so that changes keep room beside long warnings
+_HEAD_BYTES = LIMIT_BYTES // 4  # so that long warnings leave room for changes
 _NUM_CASES = 5  # in a terminal
 _NUM_CASES_MARKDOWN = 20
 _NUM_GROUPS = 30  # of one kind of news, in a terminal
@@ -183,7 +183,7 @@ def _fitting(lines: Sequence[str], budget: Budget, *, title: str, more: str) -> 
 
 def _markdown_group(group: ChangeGroup) -> str:
     cases = case_lines(group)
-    # As code: text of an engine must neither become markup nor mention a user of the forge.
+    # As code: an engine's text must neither become markup nor mention a user of the forge.
     lines = [
         f"- {f'{line.side}: ' if line.side else ''}{code(line.text, _TEXT_LIMIT)}" for line in group.lines
     ]

@@ -10,12 +10,12 @@ from shardproof.harness.records.hang import CallRecord, HangReport, RankActivity
 from shardproof.harness.records.record import OutcomeRecord, Record, TensorRecord
 from shardproof.reports.text import number, ranks, rough, size, times
 
-_DECADES = 3  # the bar reaches from a thousandth of what is allowed to a thousand times that
+_DECADES = 3  # the bar reaches from a thousandth of the allowed error to a thousand times it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerRow:
-    """Collectives of one kind in one phase, on all ranks that did the same."""
+    """Collectives of one kind in one phase, on all ranks with the same numbers."""
 
     phase: str
     op: str
@@ -24,7 +24,7 @@ class LedgerRow:
     ranks: str
     count: int
     size: str
-    is_split: bool  # other ranks did something else
+    is_split: bool  # other ranks have other numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class OutcomeGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """Error against allowed on a logarithmic scale; what is allowed lies at 50 percent."""
+    """Error and allowed error on a logarithmic scale; the allowed error is at 50 percent."""
 
     percent: float
     is_within: bool
@@ -46,7 +46,7 @@ class Bar:
 
 
 def ledger_rows(record: Record) -> tuple[LedgerRow, ...]:
-    """Fold the ledger over ranks, phase by phase; a rank that differs, or has no such line, stays apart."""
+    """Fold the ledger over ranks, phase by phase; a rank that differs, or has no such line, is listed separately."""
     everyone = set(range(record.world_size))
     like_rank_0 = everyone - {line.rank for line in record.ledger}
     kinds: dict[tuple[str, str, str, str], dict[tuple[int, int], list[int]]] = {}
@@ -97,13 +97,13 @@ def bar(worst: TensorRecord) -> Bar:
 
 
 def place(worst: TensorRecord) -> str:
-    """Return where the worst element is."""
+    """Format the position of the worst element."""
     index = f"[{', '.join(map(str, worst.index))}]" if worst.index else ""
     return f"{worst.quantity} {worst.name}{index} on rank {worst.rank} at step {worst.step}"
 
 
 def headroom(worst: TensorRecord) -> str:
-    """Return how far off the worst element is."""
+    """Format the error of the worst element."""
     return (
         f"got {number(worst.got)}, expected {number(worst.expected)}; error {rough(worst.error)}"
         f" of {rough(worst.allowed)} allowed ({times(worst.ratio)}); {worst.share:.1%} of elements beyond"
@@ -134,7 +134,7 @@ class StateCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One place in the order of a group's calls: what all made there, or each side made."""
+    """One position in the order of a group's calls: the call that all made there, or that each side made."""
 
     number: str
     words: str
@@ -143,7 +143,7 @@ class Step:
 
 
 def state_cards(hang: HangReport) -> tuple[StateCard, ...]:
-    """Fold ranks that differ in nothing but their number; suspects come last, beside the others."""
+    """Fold ranks that differ only in their number; suspects come last, after the others."""
     groups: dict[RankState, list[int]] = {}
     for rank in hang.ranks:
         groups.setdefault(replace(rank, rank=-1), []).append(rank.rank)

@@ -46,7 +46,7 @@ def expectation_text(record: Record) -> str:
 
 
 def address(link: str) -> str:
-    """Return a link back if it is safe to be followed, else nothing: records may come from anywhere."""
+    """Return a link if it is safe to follow, else nothing: records may come from untrusted sources."""
     return link if _ADDRESS.fullmatch(link) else ""
 
 

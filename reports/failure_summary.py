@@ -1,4 +1,4 @@
-"""A run's failures as Markdown that fits a comment on a pull request: each cause once, and nothing that conforms."""
+"""A run's failures as Markdown that fits a comment on a pull request: each cause once, and no conforming record."""
 
 from __future__ import annotations
 

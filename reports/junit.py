@@ -56,7 +56,7 @@ def _sum_up(of: _Element, cases: Iterable[_Element]) -> None:
     found = list(cases)
     of.set("tests", str(len(found)))
     counted = [("failures", "failure"), ("errors", "error")]
-    if of.tag == "testsuite":  # Jenkins' schema has no count of what was skipped over all suites
+    if of.tag == "testsuite":  # Jenkins' schema has no count of skipped tests over all suites
         counted.append(("skipped", "skipped"))
     for attribute, tag in counted:
         of.set(attribute, str(sum(case.find(tag) is not None for case in found)))
@@ -87,7 +87,7 @@ def _kind(verdict: Verdict) -> _Kind | None:
 
 
 def evidence_text(record: Record) -> str:
-    """Return all that a record shows as plain text, cut to what a CI server can hold."""
+    """Return a record's evidence as plain text, cut to a size that CI servers accept."""
     return clip(_evidence(record), _TEXT_LIMIT)
 
 

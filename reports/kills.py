@@ -13,7 +13,7 @@ from shardproof.harness.records.run import write_file
 from shardproof.reports.matrix import by_test
 from shardproof.reports.text import duration, one_line
 
-_NUM_TESTS = 2  # named in a row of the terminal's table, where a line should stay a line
+_NUM_TESTS = 2  # names in a row of the terminal's table, which should fit on one line
 _NUM_LISTED = 50  # beyond these a terminal scrolls them away anyway
 _SCHEMA = 2
 
@@ -123,7 +123,7 @@ def _killed_by(matrix: KillMatrix, case: str) -> list[str]:
 
 
 def _findings(matrix: KillMatrix, *, limit: int | None) -> list[str]:
-    """List survivors, gaps and pairs left out, each kind under its heading; empty if there are none."""
+    """List survivors, gaps and excluded pairs, each kind under its heading; empty if there are none."""
     unknown = [_described(result) for result in matrix.unknown]
     survivors = [_described(result) for result in matrix.survivors]
     unkilled = [f"{target.name}: {target.fault}" for target in matrix.unkilled]

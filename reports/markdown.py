@@ -1,9 +1,8 @@
-"""A run as Markdown that any forge shows and that never exceeds what a forge takes.
+"""A run as Markdown that any forge shows, within the size that forges accept.
 
-[Note: what is left out first]
-The report is cut by dropping detail, never the score: first the detail of records that passed, then of
-those that are declared (unsupported, known failures), then of the rest. The matrix loses rows once it fills
-half of the report. Whatever is left out is counted.
+[Note: what is left out first] The report is cut by dropping detail, never the score: first the detail of records that
+passed, then of those that are declared (unsupported, known failures), then of the rest. The matrix loses rows once it
+fills half of the report. Everything left out is counted.
 """
 
 from __future__ import annotations
@@ -188,7 +187,7 @@ def _laws(record: Record) -> list[str]:
 
 
 def _hang(record: Record) -> list[str]:
-    """Return ranks side by side, the difference, and the frames of each that are its own."""
+    """Return ranks side by side, the difference, and each rank's own frames."""
     if record.hang is None:
         return []
     found = evidence.state_cards(record.hang)[:_NUM_CARDS]

@@ -12,13 +12,13 @@ _SPECIAL = re.compile(r"([\\`*_\[\]<>#&|~$])")
 
 
 class Budget:
-    """Counts down the bytes that are still free."""
+    """Counts down the remaining bytes."""
 
     def __init__(self, num_bytes: int) -> None:
         self._left_bytes = num_bytes
 
     def takes(self, text: str) -> bool:
-        """Set room aside for ``text`` if there is any."""
+        """Reserve room for ``text`` if it fits."""
         need = num_bytes(text) + 2  # and the empty line after it
         if need > self._left_bytes:
             return False
@@ -27,17 +27,17 @@ class Budget:
 
 
 def num_bytes(text: str) -> int:
-    """Count the bytes of a text as a file holds it."""
+    """Count the bytes of a text in a file."""
     return len(text.encode("utf-8", errors="backslashreplace"))
 
 
 def escape(text: str, limit: int = 300) -> str:
-    """Escape one line, so that no engine's text becomes markup."""
+    """Escape one line, so that an engine's text cannot become markup."""
     return _SPECIAL.sub(r"\\\1", one_line(text, limit))
 
 
 def code(text: str, limit: int = 300) -> str:
-    """Quote as code; a fence longer than any run of backticks inside keeps the text from ending it."""
+    """Quote as code; the fence is longer than any run of backticks in the text, so that the text cannot end it."""
     line = one_line(text, limit)
     ticks = "`" * (max((len(run) for run in re.findall("`+", line)), default=0) + 1)
     pad = " " if "`" in line else ""
@@ -45,7 +45,7 @@ def code(text: str, limit: int = 300) -> str:
 
 
 def listed(title: str, texts: Sequence[str]) -> list[str]:
-    """Write a title and a list of plain texts, the first of many; nothing for no text."""
+    """Write a title and a list of plain texts, the first of many; nothing if there are none."""
     lines = [f"- {escape(text)}" for text in texts[:_MOST_LISTED]]
     if len(texts) > _MOST_LISTED:
         lines.append(f"- and {len(texts) - _MOST_LISTED} more")
@@ -53,6 +53,6 @@ def listed(title: str, texts: Sequence[str]) -> list[str]:
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Write a table of cells that are Markdown already."""
+    """Write a table whose cells are already Markdown."""
     lines = [headers, ["---"] * len(headers), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -14,7 +14,7 @@ from shardproof.reports.verdict_style import MARKS
 
 
 def by_test(cases: Iterable[str], *, limit: int | None = None) -> list[str]:
-    """Name each test once, with how many of its cases there are; beyond ``limit`` tests, only their number."""
+    """Name each test once, with its number of cases; for more than ``limit`` tests, only their number."""
     counts = Counter(case.partition("[")[0] for case in cases)
     names = []
     for test, count in counts.items():
@@ -80,7 +80,7 @@ def arrange(run: Run) -> Matrix:
 
 
 def by_severity(records: Iterable[Record]) -> list[Record]:
-    """Sort the records that ask for attention first; a verdict's records stay in order."""
+    """Sort the records that need attention first; records with one verdict stay in order."""
     order = {verdict: position for position, verdict in enumerate(_SEVERITY)}
     return sorted(records, key=lambda record: order[record.verdict])
 
@@ -102,7 +102,7 @@ _SEVERITY = (
 def _columns(run: Run) -> tuple[Column, ...]:
     engines, worlds = _ranking(run.header.engines), _ranking(run.header.worlds)
     present = {Column(engine=record.engine, world=record.world) for record in run.records}
-    last = len(engines) + len(worlds)  # merged or edited runs may hold more than their header announces
+    last = len(engines) + len(worlds)  # merged or edited runs may contain more than their header announces
     return tuple(
         sorted(
             present, key=lambda c: (engines.get(c.engine, last), c.engine, worlds.get(c.world, last), c.world)

@@ -1,4 +1,4 @@
-"""What a check of a user's own model showed, on one screen: proven, how precisely, not proven and why, broken."""
+"""The result of a check of a user's own model, on one screen: proven and how precisely, not proven and why, broken."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def _block(run: Run, engine: str, world: str, records: Sequence[Record]) -> str:
     lines += [_line("left out", f"{_promise(out)}: {one_line(out.why)}") for out in left_out]
     lines += [_line("not proven", "; ".join(_beyond(run, world)))]
     lines += [_line(str(r.verdict), f"{_promise(r)}: {one_line(r.headline, limit=400)}") for r in broken]
-    # Not wrapped: it is to be copied.
+    # Not wrapped, so that it can be copied.
     lines += [f"  {'repeat':<14}{record.command}" for record in broken[:1]]
     return "\n".join(lines)
 
 
 def _promise(case: Record | LeftOut) -> str:
-    """Format the id of a case as a sentence; the model's name, which all have, is left out."""
+    """Format the id of a case as a sentence; leaves out the model's name, which all have."""
     name, _, parameters = label(case.case, case.suite).rpartition("::")[2].partition("[")
     _, _, own = parameters.removesuffix("]").partition("-")
     return name.replace("_", " ") + (f" ({own})" if own else "")
 
 
 def _undeclared(records: Sequence[Record]) -> Iterator[str]:
-    """Yield what the engine does not declare, with the promises that need it."""
+    """Yield the capabilities that the engine does not declare, with the promises that need them."""
     promises: dict[str, list[str]] = {}
     for record in records:
         if record.verdict is Verdict.UNSUPPORTED:
@@ -65,7 +65,7 @@ def _undeclared(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _precision(passed: Sequence[Record]) -> list[str]:
-    """Format the smallest error that every proven case would have seen, and the tensor that came closest."""
+    """Format the smallest error that every proven case would have detected, and the tensor that came closest."""
     shares: dict[tuple[str, str], VisibleError] = {}
     for error in (error for record in passed for error in record.visible):
         key = (error.quantity, error.name)
@@ -92,7 +92,7 @@ def _percent(share: float) -> str:
 
 
 def _beyond(run: Run, world: str) -> Iterator[str]:
-    """Yield what no case of this run looked at."""
+    """Yield the promises that no case of this run covered."""
     if not run.header.is_thorough:
         yield "order of streams and lifetimes of memory (--thorough)"
     if world.startswith("threads"):

@@ -23,12 +23,12 @@ _TEXT_LIMIT = 20_000  # characters of one rank's stack
 
 
 def render(run: Run, pictures: Mapping[RecordKey, str] = MappingProxyType({})) -> str:
-    """Render the run as a page that needs nothing but itself; its causes and counts can be read without a script.
+    """Render the run as a page without external resources; its causes and counts are readable without a script.
 
     ``pictures`` are timelines as SVG, by engine, case and world of their records. See [Note: how much a browser holds].
     """
     ordered = by_severity(run.records)
-    # By identity: two records may be equal, and the page shows that there are two.
+    # By identity: two records may be equal, and the page must show both.
     numbers = {id(record): number for number, record in enumerate(ordered)}
     matrix, found = arrange(run), causes(run.records)
     evidence_of = _environment().get_template("record.html").render
@@ -93,7 +93,7 @@ def _environment() -> Environment:
 
 
 def _safe(value: object) -> object:
-    """Clean every string on its way into the page; markup that the templates made themselves passes."""
+    """Clean every string that goes into the page; markup made by the templates passes."""
     return text.printable(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 

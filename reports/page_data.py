@@ -1,9 +1,8 @@
-"""What the script of the page reads: an index of all records, and their evidence in compressed pieces.
+"""The data of the page's script: an index of all records, and their evidence in compressed pieces.
 
-[Note: how much a browser holds]
-A page with the markup of 20,000 records does not open. So the page holds one index, which is all that the matrix, the
-list and the search need, and the evidence as compressed pieces that are unpacked when a record is opened. Every text
-stands in the index once.
+[Note: how much a browser holds] A page with the markup of 20,000 records does not open. So the page contains one index,
+which is all that the matrix, the list and the search need, and the evidence in compressed pieces, each unpacked when
+its record is opened. Every text is in the index once.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ RECORDS_PER_PIECE = 128
 
 
 def pack(value: object) -> str:
-    """Return a value as JSON, compressed, in base64: text that no browser takes for markup."""
+    """Return a value as JSON, compressed, in base64: text that a browser cannot take for markup."""
     plain = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     return base64.b64encode(gzip.compress(plain, 6, mtime=0)).decode("ascii")
 
@@ -42,7 +41,7 @@ def pieces(evidence: Iterable[str]) -> Iterator[str]:
 
 # Any: JSON.
 def index(matrix: Matrix, ordered: Sequence[Record], found: Sequence[Cause]) -> dict[str, Any]:
-    """Return what is known of each record before it is opened: its cell, verdict, headline, time and search words.
+    """Return the data of each record that is shown before it is opened: cell, verdict, headline, time and search words.
 
     Records are in the order of ``ordered``; a record is a list of numbers that point into the other lists.
     """
@@ -84,7 +83,7 @@ def index(matrix: Matrix, ordered: Sequence[Record], found: Sequence[Cause]) -> 
 
 
 def _words(record: Record) -> str:
-    """Return what a record is found by besides its cell and headline: its expectation, broken laws and threads."""
+    """Return a record's search words besides its cell and headline: its expectation, broken laws and threads."""
     broken = [law.law for law in record.laws if not law.held]
     hang = record.hang
     threads = [rank.call.thread for rank in hang.ranks if rank.call is not None] if hang is not None else []

@@ -1,14 +1,13 @@
 """A timeline in the trace-event format, which Perfetto and chrome://tracing open.
 
-One process for each rank; its threads are the loop's phases and the lanes of the timeline. What a unit computes is a
-complete event. A collective is an asynchronous event from its issue to its landing, with a short slice at each of the
-two for arrows to start and end at: one from its issue to its landing, one through its issues on all ranks. A race is
-two instants and an arrow between them. Times are microseconds since the first event; ranks of one machine share
-a clock.
+One process for each rank; its threads are the loop's phases and the lanes of the timeline. A unit's computation is a
+complete event. A collective is an asynchronous event from its issue to its landing. Arrows start and end at short
+slices: one arrow from a collective's issue to its landing, one through its issues on all ranks. A race is two instants
+and an arrow between them. Times are microseconds since the first event; ranks of one machine share a clock.
 
-[Note: identifiers] Perfetto takes less than the format's description allows. An arrow has to be identified by a number,
-else it is dropped as an import error. Threads are one to their tid, whatever process they are in, and tid 0 is no
-thread of its own. An asynchronous event belongs to a process only if its identifier says that it is local.
+[Note: identifiers] Perfetto accepts less than the format's description allows. An arrow's identifier must be a number,
+else it is dropped as an import error. Threads are identified by their tid alone, in whatever process they are, and tid
+0 is not a thread of its own. An asynchronous event belongs to a process only if its identifier is marked as local.
 """
 
 from __future__ import annotations
@@ -33,9 +32,11 @@ from shardproof.harness.records.rank_timeline import (
 _Event = dict[str, Any]
 
 _PHASES = "phases"
-_POINT_US = 1.0  # how long a slice is that stands for a moment; arrows need one to hold on to
+_POINT_US = 1.0  # the length of a slice that represents a moment; arrows need one as an end
 _POINTS = frozenset({"issue", "wait", "race"})
-_MAX_THREADS = 100  # of a rank, so that its number is seen in those of its threads; see [Note: identifiers]
+_MAX_THREADS = (
+    100  # factor of a rank, so that the tids of its threads contain its number; see [Note: identifiers]
+)
 
 
 def render(timeline: Timeline, *, title: str) -> str:
@@ -86,7 +87,7 @@ def _shorten_points(events: Sequence[_Event]) -> None:
 
 
 class _Clock:
-    """Microseconds since the first event; what never ended ends with its rank."""
+    """Microseconds since the first event; a span without an end ends with its rank."""
 
     def __init__(self, timeline: Timeline) -> None:
         times = [m.at_ns for rank in timeline.ranks for m in _moments(rank)]
@@ -127,7 +128,7 @@ class _Process:
         return {"ph": ph, "ts": ts, "pid": self._pid, "tid": self._tids[lane], "name": name, **more}
 
     def names(self) -> Iterator[_Event]:
-        """Yield a viewer what rank and lanes are called, and in which order they stand."""
+        """Yield the names and the order of rank and lanes for a viewer."""
         yield self.event("M", _PHASES, 0.0, "process_name", args={"name": f"rank {self.rank.rank}"})
         yield self.event("M", _PHASES, 0.0, "process_sort_index", args={"sort_index": self.rank.rank})
         for place, lane in enumerate(self._tids):
@@ -140,12 +141,12 @@ class _Process:
         return self.event("X", lane, first, unit_span.name, cat=cat, dur=last - first, args=args)
 
     def point(self, lane: str, ts: float, name: str, cat: str, **more: Any) -> _Event:
-        """Return a slice that stands for a moment."""
+        """Return a slice that represents a moment."""
         return self.event("X", lane, ts, name, cat=cat, dur=_POINT_US, **more)
 
 
 class _Place(NamedTuple):
-    """Where an arrow touches: a lane of a rank, at a time."""
+    """An end of an arrow: a lane of a rank, at a time."""
 
     process: _Process
     lane: str
@@ -160,7 +161,7 @@ class _Arrow(NamedTuple):
     places: Sequence[_Place]
 
     def events(self, number: int) -> Iterator[_Event]:
-        """Start, step and finish, all of one number."""
+        """Yield start, step and finish, with the same number."""
         inner = len(self.places) - 2
         for ph, (process, lane, ts) in zip(("s", *"t" * inner, "f"), self.places, strict=True):
             ends = {"bp": "e"} if ph == "f" else {}
@@ -223,5 +224,5 @@ def _across_ranks(processes: Sequence[_Process]) -> Iterator[_Arrow]:
                 place = _Place(process, collective.lane, process.clock.us(collective.issued))
                 issues[collective.key].append(place)
     for places in issues.values():
-        if len(places) > 1:  # what one rank alone issued has no arrow
+        if len(places) > 1:  # a collective that only one rank issued has no arrow
             yield _Arrow("same collective", "ranks", sorted(places, key=lambda place: place.ts))

@@ -1,4 +1,4 @@
-"""Verdicts counted, and what they add up to for a run."""
+"""Counts of verdicts, and the conclusion for a run."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from shardproof.reports.verdict_style import MARKS
 
 
 class Conclusion(Enum):
-    """What a run shows as a whole."""
+    """The result of a run as a whole."""
 
     CONFORMING = "Conforming"  # nothing but PASSED, UNSUPPORTED and KNOWN_FAILURE, and the run is whole
     NOT_CONFORMING = "Not conforming"  # some other verdict, or a stale expectation
-    INCOMPLETE = "Incomplete"  # nothing bad was seen, but the run is not whole
+    INCOMPLETE = "Incomplete"  # no failure, but the run is not whole
     EMPTY = "Nothing judged"  # no record at all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """Verdicts counted. Opting out is counted like any other verdict: it never raises the score."""
+    """Counts of verdicts. Opting out counts like any other verdict: it never raises the score."""
 
     counts: Mapping[Verdict, int]  # in the order of MARKS; only those that occur
 
@@ -45,7 +45,7 @@ class Tally:
 
     @property
     def num_not_conforming(self) -> int:
-        """Records for which the run does not exit 0."""
+        """The number of records that make a run exit with 1."""
         return sum(count for verdict, count in self.counts.items() if not verdict.is_conforming)
 
     @property
@@ -77,7 +77,7 @@ def tally(records: Iterable[Record]) -> Tally:
 
 
 def conclude(run: Run) -> Conclusion:
-    """Return what the run shows; a run that is not whole, or expects what is not there, never conforms."""
+    """Return the result of the run; a run that is not whole, or has stale expectations, never conforms."""
     counted = tally(run.records)
     if counted.num_not_conforming or stale(run):
         return Conclusion.NOT_CONFORMING
@@ -87,14 +87,14 @@ def conclude(run: Run) -> Conclusion:
 
 
 def conforms(run: Run) -> bool:
-    """Return whether the exit code is 0; a shard may be empty, for `merge` counts whether all shards are there."""
+    """Return whether the exit code is 0; a shard may be empty, because `merge` checks whether all shards are there."""
     found = conclude(run)
     is_empty_shard = found is Conclusion.EMPTY and "shard" in run.header.options and not warnings(run)
     return found is Conclusion.CONFORMING or is_empty_shard
 
 
 def warnings(run: Run) -> tuple[str, ...]:
-    """Return why the run is not whole; empty if it is."""
+    """Return the reasons why the run is not whole; empty if it is."""
     interrupted = ("the run was interrupted: it has no footer, so cases may be missing",)
     unavailable = run.footer.unavailable if run.footer else {}
     missing = tuple(f"{engine} was not judged: {problem}" for engine, problem in sorted(unavailable.items()))

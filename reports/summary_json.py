@@ -15,7 +15,7 @@ from shardproof.reports.summary import conclude, conforms, tally, warnings
 
 
 def render(run: Run, folder: Path, reports: Sequence[Path]) -> str:
-    """Render the run; ``reports`` are the files that were written. Every cause is there, with all of its cases."""
+    """Render the run; ``reports`` are the written files. Contains every cause with all of its cases."""
     return json.dumps(
         {
             "conclusion": conclude(run).value,

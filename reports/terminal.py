@@ -1,4 +1,4 @@
-"""A run as text for a terminal: the matrix, the legend, the counts, and what does not conform, by cause."""
+"""A run as text for a terminal: the matrix, the legend, the counts, and the failures by cause."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from shardproof.reports.text import duration, one_line, versions
 from shardproof.reports.verdict_style import MARKS
 
 _WIDTH = 100
-_PADDING = 4  # what tabulate adds to a heading, and between two columns
+_PADDING = 4  # tabulate's padding of a heading, and its gap between two columns
 _MOST_OF_A_HANG = 8  # lines
-_NUM_HEADLINES = 50  # beyond these a terminal scrolls them away anyway
-_NUM_DETAILED = 3  # causes with the details of their laws, and what the ranks printed
+_NUM_HEADLINES = 50  # more would scroll out of a terminal
+_NUM_DETAILED = 3  # causes shown with the details of their laws, and the ranks' output
 _NUM_DETAILS = 2  # of one law
-_NUM_PRINTED = 10  # last lines of what the ranks printed
-_NUM_ALIKE = 5  # cases named of those that fail like another
+_NUM_PRINTED = 10  # last lines of the ranks' output
+_NUM_ALIKE = 5  # named cases that fail like another
 
 
 def render(run: Run, *, width: int = _WIDTH) -> str:
-    """Render the run in lines of ``width`` characters; plain ASCII but for what engines and cases themselves say."""
+    """Render the run in lines of ``width`` characters; plain ASCII except for texts of engines and cases."""
     counted = tally(run.records)
     parts = [
         _origin(run),
@@ -46,7 +46,7 @@ def render(run: Run, *, width: int = _WIDTH) -> str:
 
 
 def render_causes(run: Run, *, width: int = _WIDTH) -> str:
-    """Render what does not conform, and the score."""
+    """Render the failures, and the score."""
     return "\n\n".join([*_headlines(run, width), *_warnings(run), _score(run)]) + "\n"
 
 
@@ -56,7 +56,7 @@ def _origin(run: Run) -> str:
 
 
 def _tables(matrix: Matrix, width: int) -> Iterator[str]:
-    """Yield the matrix in as many tables as its columns need to fit; rows that conform alike are folded into one."""
+    """Yield the matrix in as many tables as its columns need to fit; conforming rows with equal cells are folded."""
     headings = [_heading(column) for column in matrix.columns]
     rows = [row for suite in matrix.suites for row in _rows(suite, limit=width // 2)]
     wide = max((len(row[0]) for row in rows), default=0) + _PADDING
@@ -67,7 +67,7 @@ def _tables(matrix: Matrix, width: int) -> Iterator[str]:
 
 
 def _fitting(headings: Sequence[str], room: int) -> Iterator[list[int]]:
-    """Yield the numbers of columns that stand beside each other."""
+    """Yield the numbers of columns that share a table."""
     fitting: list[int] = []
     left = room
     for number, heading in enumerate(headings):
@@ -82,7 +82,7 @@ def _fitting(headings: Sequence[str], room: int) -> Iterator[list[int]]:
 
 
 def _rows(suite: SuiteRows, *, limit: int) -> Iterator[list[str]]:
-    """Yield the name of a suite, its rows with a cell that does not conform, and the others by what they show."""
+    """Yield the name of a suite, its rows with a cell that does not conform, and the others by their verdicts."""
     num_columns = max(len(row.cells) for row in suite.rows)
     yield [one_line(suite.suite or "(no suite)").upper(), *("" for _ in range(num_columns))]
     alike: dict[tuple[str, ...], list[str]] = {}
@@ -98,14 +98,14 @@ def _rows(suite: SuiteRows, *, limit: int) -> Iterator[list[str]]:
 
 
 def _heading(column: Column) -> str:
-    # Broken where names have joints, so that a column is not much wider than its one letter.
+    # Broken between the parts of names, so that a column is not much wider than its one letter.
     engine = re.sub(r"(?<=[./:])(?=.)", "\n", one_line(column.engine))
     return f"{engine}\n{one_line(column.world)}"
 
 
 def _aligned(headers: list[str], lines: list[list[str]]) -> str:
     alignment = ("left", *("center" for _ in headers[1:]))
-    # A mark is text even where it looks like a number, and the indent of a case is meant.
+    # A mark is text even if it looks like a number, and the indent of a case is intended.
     return tabulate(
         lines,
         headers=headers,
@@ -148,7 +148,7 @@ def _headlines(run: Run, width: int) -> list[str]:
 
 
 def _details(record: Record, width: int) -> Iterator[str]:
-    """Yield what the broken laws found, and the end of what the ranks printed."""
+    """Yield the findings of the broken laws, and the end of the ranks' output."""
     for law in record.laws:
         if not law.held:
             if law.summary not in record.headline:
@@ -179,7 +179,7 @@ def _wrapped(text: str, width: int, *, indent: int = 4) -> str:
 
 
 def _hang(record: Record, width: int) -> list[str]:
-    """Return of ranks in one card in a line or two each, and of the call at which they parted."""
+    """Return a line or two for each card of ranks, and the call on which they diverged."""
     if record.hang is None:
         return []
     hang_lines = evidence.hang_lines(record.hang)

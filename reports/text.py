@@ -1,4 +1,4 @@
-"""How values are spelt for a person, and how an engine's text is made safe to show. Plain text only."""
+"""Formats values for people, and makes an engine's text safe to show. Plain text only."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Mapping
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-# Terminal escape sequences as a whole, so that no "[31m" stays behind; then every other control character,
-# half surrogate pairs, non-characters, and the marks that reorder text and so can make a report lie.
+# Terminal escape sequences as a whole, so that no "[31m" is left; then every other control character, half surrogate
+# pairs, non-characters, and the marks that reorder text and so can make a report lie.
 _ESCAPES = re.compile("\x1b(?:\\[[0-9;?]*[ -/]*[@-~]|\\][^\x07\x1b]*(?:\x07|\x1b\\\\)?|.)?", re.DOTALL)
 _CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufdd0-\ufdef\ufffe\uffff\ud800-\udfff"
@@ -18,9 +18,9 @@ _CONTROLS = re.compile(
 
 
 def printable(text: str) -> str:
-    """Take away what has no business in a report: terminal escapes, control characters, broken Unicode.
+    """Remove terminal escapes, control characters and broken Unicode.
 
-    What remains is allowed in XML 1.0; newlines and tabs stay.
+    The result is allowed in XML 1.0; newlines and tabs are kept.
     """
     return _CONTROLS.sub("\ufffd", _ESCAPES.sub("", text.replace("\r\n", "\n")))
 
@@ -32,7 +32,7 @@ def one_line(text: str, limit: int = 300) -> str:
 
 
 def clip(text: str, limit: int) -> str:
-    """Keep the two ends of a long text and say how much was left out between them.
+    """Keep the two ends of a long text and insert how much was left out between them.
 
     Both ends, because an error's cause is often in its last lines.
     """

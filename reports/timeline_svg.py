@@ -1,8 +1,8 @@
-"""A timeline as SVG: lanes by rank, computation, collectives in flight, races in red; and which records get one.
+"""A timeline as SVG: lanes by rank, computation, collectives in flight, races in red; and the choice of records.
 
-[Note: order, not time] Left to right is the order of what happened, so that a picture of a small model can be read and
-is the same on every machine. Of two ranks nothing but collectives is compared: the same collective is issued in the
-same column on all of them, as far as they agree on the order. What computes is given room.
+[Note: order, not time] Left to right is the order of events, so that a picture of a small model can be read and is the
+same on every machine. Ranks are aligned only by collectives: the same collective is issued in the same column on all of
+them, as far as they agree on the order. Computation has a fixed width.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from shardproof.harness.tracing.races.race_report import Touch
 from shardproof.reports.matrix import by_severity
 from shardproof.reports.text import one_line, size
 
-_ROOM = 8  # columns for a stretch of compute that nothing interrupts
+_ROOM = 8  # columns for an uninterrupted stretch of computation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """The column of each place of each rank, and how many there are in all."""
+    """The column of each position of each rank, and the number of columns."""
 
     columns: Mapping[int, Mapping[int, int]]
     width: int
 
     def column(self, rank: int, place: int) -> int:
-        """Return the column; of a place that nothing drawn has, that of the one before."""
+        """Return the column; for a position that nothing drawn has, that of the previous one."""
         known = self.columns[rank]
         if place in known:
             return known[place]
@@ -49,14 +49,14 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneRow:
-    """Collectives of one lane of which no two are under way at once, so that one line holds them."""
+    """Collectives of one lane of which no two are in flight at once, so that one line holds them."""
 
     lane: str
     collectives: tuple[CollectiveSpan, ...]
 
 
 def lay_out(timeline: Timeline) -> Columns:
-    """Return every place a column: after what is before it, and where all ranks of its collective have come."""
+    """Return a column for every position: after its predecessor, and where all its collective's ranks have arrived."""
     walks = [_Walk(rank) for rank in timeline.ranks]
     while any(not walk.is_over for walk in walks):
         for walk in walks:
@@ -67,7 +67,7 @@ def lay_out(timeline: Timeline) -> Columns:
 
 
 def rows_of(rank: RankTimeline, lane: str) -> tuple[LaneRow, ...]:
-    """Spread the collectives of one lane over as few lines as hold them."""
+    """Spread the collectives of one lane over as few lines as possible."""
     lines: list[list[CollectiveSpan]] = []
     for collective in (p for p in rank.collectives if p.lane == lane):
         free = (line for line in lines if _is_over(line[-1], collective))
@@ -83,7 +83,7 @@ def _is_over(earlier: CollectiveSpan, later: CollectiveSpan) -> bool:
 
 
 class _Walk:
-    """One rank's places from left to right."""
+    """One rank's positions from left to right."""
 
     def __init__(self, rank: RankTimeline) -> None:
         self.rank = rank.rank
@@ -98,7 +98,7 @@ class _Walk:
 
     @property
     def is_over(self) -> bool:
-        """Whether every place has a column."""
+        """Whether every position has a column."""
         return self._next == len(self._places)
 
     @property
@@ -120,7 +120,7 @@ class _Walk:
 
 
 def _meet(walks: Sequence[_Walk]) -> None:
-    """Let ranks pass that are all at the same collective; where none are, the order differs and one goes alone."""
+    """Let ranks pass that are all at the same collective; if there are none, the order differs and one rank goes on."""
     waiting: dict[object, list[_Walk]] = {}
     for walk in walks:
         waiting.setdefault(walk.issue.key or walk, []).append(walk)
@@ -137,7 +137,7 @@ def _meet(walks: Sequence[_Walk]) -> None:
 
 
 _STYLE = Path(__file__).parent / "templates" / "timeline.css"
-# The colours that a page has anyway, for a picture without one.
+# The colours of the page, for a picture without one.
 _COLOURS = """svg { --card: #ffffff; --ink: #1d1f23; --soft: #5c626d; --line: #e2e0da; --bad: #b3261e; }
 @media (prefers-color-scheme: dark) {
   svg { --card: #1b1d21; --ink: #e7e6e2; --soft: #a0a5b0; --line: #30333a; --bad: #ff8a7e; }
@@ -145,7 +145,7 @@ _COLOURS = """svg { --card: #ffffff; --ink: #1d1f23; --soft: #5c626d; --line: #e
 .back { fill: var(--card); stroke: var(--line); }
 """
 
-_MOST_COLUMNS = 900  # beyond it a picture has no room for names, and a page none for the picture
+_MOST_COLUMNS = 900  # above this a picture has no room for names, and a page none for the picture
 _MOST_RANKS = 4
 _LEFT, _COLUMN, _MARGIN = 138, 7, 12
 _HEAD, _COMPUTE, _ROW, _GAP = 30, 26, 20, 16
@@ -153,13 +153,13 @@ _TONES = {
     **dict.fromkeys((Op.ALL_GATHER, Op.BROADCAST), "gather"),
     **dict.fromkeys((Op.REDUCE_SCATTER, Op.ALL_REDUCE, Op.REDUCE), "reduction"),
 }
-_LETTER = 6.2  # the width of one, as far as a picture can know
+_LETTER = 6.2  # the width of a character, as far as a picture can determine it
 _MOST_CLASHES = 12  # of a rank, in one picture
 _MOST_TOLD = 6  # races in words below a picture
 
 
 def draw(timeline: Timeline) -> str:
-    """Draw the step that says most; empty where there is nothing to draw, or too much."""
+    """Draw the most informative step; empty if there is nothing to draw, or too much."""
     step = timeline.step_to_report
     if step is None:
         return ""
@@ -181,14 +181,14 @@ def draw(timeline: Timeline) -> str:
 
 
 def draw_alone(timeline: Timeline) -> str:
-    """Draw it as a file of its own, with its colours."""
+    """Draw it as a standalone file, with its colours."""
     head, _, rest = draw(timeline).partition("</title>")
     style = f"<style>{_COLOURS}{_STYLE.read_text(encoding='utf-8')}</style>"
     return f'{head}</title>\n{style}\n<rect class="back" width="100%" height="100%" rx="8"/>{rest}\n'
 
 
 def _shown(timeline: Timeline) -> Timeline:
-    """Keep as many ranks as a picture holds, those with races first."""
+    """Keep as many ranks as a picture has room for, those with races first."""
     ordered = sorted(timeline.ranks, key=lambda r: (not r.races, r.rank))
     kept = {rank.rank for rank in ordered[:_MOST_RANKS]}
     return timeline.of_ranks(kept.__contains__)
@@ -206,7 +206,7 @@ class _Picture:
         self._heights: dict[tuple[int, int], float] = {}  # of collectives, by rank and number
 
     def body(self, timeline: Timeline, num_ranks: int) -> Iterator[str]:
-        """Draw every rank, then what the signs mean and each race in words."""
+        """Draw every rank, then the legend and each race in words."""
         for rank in timeline.ranks:
             yield from self._rank(rank)
             for mark in rank.races[:_MOST_CLASHES]:
@@ -321,7 +321,7 @@ class _Picture:
         yield "</g>"
 
     def _touched(self, rank: RankTimeline, lane: str, touch: Touch) -> float:
-        """Return the height of a touch: that of the collective that it is, else that of its lane."""
+        """Return the height of an access: that of its collective, else that of its lane."""
         issued = [
             p for p in rank.collectives if p.entry.op == touch.operator and p.issued.at_ns <= touch.at_ns
         ]
@@ -350,20 +350,20 @@ def _words(text: str) -> str:
 
 
 _MOST_PICTURES = 24  # about 20 KiB each
-_MOST_OF_FAILURES = 16  # so that some room is left for what passed
+_MOST_OF_FAILURES = 16  # so that some room is left for passed records
 
 
 class Pictures(NamedTuple):
-    """Pictures by their records, and which files were damaged where they were read."""
+    """Pictures by their records, and the files that were damaged when they were read."""
 
     drawn: dict[RecordKey, str]
     problems: tuple[str, ...]
 
 
 def pictures(run: Run, run_dir: Path) -> Pictures:
-    """Draw what does not conform, the worst first, and one case that passed of each suite.
+    """Draw the failures, the worst first, and one passed case of each suite.
 
-    What was not observed, or is too long for a picture, is left out; `shardproof timeline` exports that too.
+    Records without observations, or too long for a picture, are left out; `shardproof timeline` exports those too.
     """
     drawn: dict[RecordKey, str] = {}
     problems: dict[str, None] = {}

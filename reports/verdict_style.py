@@ -1,4 +1,4 @@
-"""How a verdict looks: a letter for text, a sign and a tone for pages, and a phrase that explains it."""
+"""The style of a verdict: a letter for text, a sign and a tone for pages, and a phrase that explains it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardproof.harness.records.record import Verdict
 
 
 class Tone(StrEnum):
-    """What colour a verdict wears; the value is its CSS class."""
+    """The colour of a verdict; the value is its CSS class."""
 
     GOOD = "good"  # proven
     BAD = "bad"  # the engine is wrong
@@ -22,10 +22,10 @@ class Tone(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerdictStyle:
-    """One verdict's looks; no two share a letter or a sign, so that colour is never the only difference."""
+    """One verdict's style; no two share a letter or a sign, so that colour is never the only difference."""
 
     letter: str  # one ASCII character
-    sign: str  # for pages: the letter, where no better character is in every font
+    sign: str  # for pages: the letter, if no better character is in every font
     tone: Tone
     phrase: str
 

@@ -14,7 +14,7 @@ from shardproof.reports.timeline_svg import pictures
 
 
 class Written(NamedTuple):
-    """The run with all problems that its files have, and the reports written of it."""
+    """The run with all problems of its files, and its written reports."""
 
     run: Run
     paths: tuple[Path, ...]

@@ -1,6 +1,6 @@
 """Units: the submodules that a pattern such as ``layers.*`` matches, and the parameters of each group of a plan.
 
-All of it is derived from names, never from an engine.
+Everything is derived from names, never from an engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`check`, for tests of the user's own: the command of that name, in a process of its own."""
+"""`check`, for users' own tests: runs the command of that name in a process of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardproof.harness.records.run import read_run
 
 __all__ = ["check"]
 
-# Options of the caller's own pytest, which that of the command must not have.
+# Options of the caller's pytest that the command's pytest must not inherit.
 _OF_PYTEST = ("PYTEST_", "PY_COLORS")
 
 
@@ -27,7 +27,7 @@ def check(
     keyword: str = "",
     out: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Judge an engine on a model of your own, as ``shardproof check`` does; AssertionError with its screen if it fails.
+    """Judge an engine on a model of your own, like ``shardproof check``; raises AssertionError with the output.
 
     ``model`` and ``engine`` are classes of a module, or their names as on the command line. ``keyword`` selects cases,
     as ``-k`` does. ``out`` is the folder that keeps the run. Raises UsageError for a model that cannot be judged.
@@ -61,14 +61,14 @@ def check(
 
 
 def _screen(folder: Path) -> str:
-    # Here: a rank that loads a test's file, for the model in it, has no use for reports.
+    # Here: a rank that loads a test's file, because it contains the model, does not need reports.
     from shardproof.reports.model_check import render
 
     return f"the engine does not train the model as one process does\n\n{render(read_run(folder))}"
 
 
 def _name(named: type | str) -> str:
-    """Name a class so that another process finds it: by its package if it is in one, else by its file."""
+    """Name a class so that another process finds it: by its package if it has one, else by its file."""
     if isinstance(named, str):
         return named
     module = sys.modules[named.__module__]

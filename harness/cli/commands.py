@@ -37,7 +37,7 @@ from shardproof.harness.worlds.launched.launcher import launched_process
 if TYPE_CHECKING:
     from shardproof.harness.records.run import Run
 
-    # Takes a run, its folder and the reports written there.
+    # Receives a run, its folder and the reports written there.
     _Printer = Callable[[Run, Path, Sequence[Path]], None]
 
 _LEAST_S = 60.0  # the shortest deadline of a world or an oracle
@@ -73,8 +73,10 @@ def check(arguments: argparse.Namespace) -> int:
     check_temporary_folder()
     spec = absolute(arguments.model)
     most_ranks = max(WorldSpec.parse(world).size for world in arguments.world or [DEFAULT_WORLD])
-    draw_hash_seeds(arguments.schedule_seed)  # before the server starts: one with other seeds is ended
-    forkserver_context()  # it starts while this process goes on
+    draw_hash_seeds(
+        arguments.schedule_seed
+    )  # before the server starts: a server with other seeds would be ended
+    forkserver_context()  # it starts while this process continues
     model, optimizer = known_model(spec, arguments.deadline or _READING_S)
     if model.facts.is_compiled:
         _refuse_threads(
@@ -90,13 +92,13 @@ def check(arguments: argparse.Namespace) -> int:
         arguments.deadline = deadline_for(pass_seconds(spec), most_ranks)
     found = model_summary(model, optimizer, pass_s=pass_seconds(spec), limit_s=arguments.deadline)
     _announce(arguments, f"{arguments.model}\n{found}\n")
-    # A case is a world and an oracle; both have deadlines of their own, and pytest's is for what has none.
+    # A case is a world and an oracle, each with a deadline; pytest's timeout is for code without one.
     limit_s = 3 * arguments.deadline
     return _run(arguments, f"--model={spec}", f"--timeout={limit_s}", render=render, lists_all=True)
 
 
 def _refuse_threads(arguments: argparse.Namespace, because: str, *, instead: str) -> None:
-    """Raise UsageError where ranks of some world are threads."""
+    """Raise UsageError if ranks of some world are threads."""
     threads = [w for w in arguments.world or [DEFAULT_WORLD] if w.startswith("threads")]
     if threads:
         raise UsageError(
@@ -108,7 +110,7 @@ def _refuse_threads(arguments: argparse.Namespace, because: str, *, instead: str
 
 
 def deadline_for(pass_s: float, num_ranks: int) -> float:
-    """Return the deadline of a world or an oracle, in seconds; ``pass_s`` is what forward and backward take."""
+    """Return the deadline of a world or an oracle [s]; ``pass_s`` is the time of one forward and backward."""
     return round(_LEAST_S + _ALLOWANCE * _PASSES * num_ranks * pass_s)
 
 
@@ -174,7 +176,7 @@ def _effort(arguments: argparse.Namespace) -> RunOptions:
 
 
 def _any_is_usable(engines: Sequence[str], limit_s: float) -> bool:
-    """Print which engines from outside cannot be judged, and why; built-in engines are examined in pytest."""
+    """Print which third-party engines cannot be judged, and why; built-in engines are checked in pytest."""
     from shardproof.harness.runner.engines import examine
 
     foreign = [name for name in engines if name not in BUILT_IN]
@@ -185,9 +187,9 @@ def _any_is_usable(engines: Sequence[str], limit_s: float) -> bool:
 
 
 def explore(arguments: argparse.Namespace) -> int:
-    """Judge programs drawn from a space of traits, options and moves; shrink what fails, and write it down.
+    """Judge programs drawn from a space of traits, options and moves; shrink failures, and save them.
 
-    Programs that failed before come first: those that ship and those in DIR/found.txt. Returns 1 for new failures.
+    Programs that failed before come first: the bundled ones and those in DIR/found.txt. Returns 1 for new failures.
     """
     from shardproof.harness.cli.explore import ExploreRequest, explore_programs, print_script
 
@@ -226,7 +228,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def timeline(arguments: argparse.Namespace) -> int:
-    """Write what happened when in one case, the worst that matches, for Perfetto or chrome://tracing."""
+    """Write the timeline of one case, the worst that matches, for Perfetto or chrome://tracing."""
     from shardproof.harness.cli.timeline import TimelineRequest, export
 
     return export(
@@ -256,9 +258,9 @@ def diff(arguments: argparse.Namespace) -> int:
 
 
 def merge(arguments: argparse.Namespace) -> int:
-    """Merge runs that were made alike into one, and write its reports; returns what a run of all would return.
+    """Merge runs with equal settings into one, and write its reports; returns the exit code of a single run of all.
 
-    A run that is damaged or was interrupted, or a shard that is missing, makes the merged run incomplete.
+    A run that is damaged or was interrupted, or a missing shard, makes the merged run incomplete.
     """
     from shardproof.harness.cli.merge import merge_runs
 
@@ -290,7 +292,7 @@ def expectations(arguments: argparse.Namespace) -> int:
 
 
 def list_all(arguments: argparse.Namespace) -> int:
-    """List engines with what they declare, suites, and with --cases every case."""
+    """List engines with their capabilities, suites, and with --cases every case."""
     from shardproof.harness.cli.case_list import list_cases
     from shardproof.harness.cli.engine_list import engine_lines
 

@@ -30,7 +30,7 @@ __all__ = ["killed_in", "show_coverage"]
 
 
 class _CasesWithRows:
-    """A pytest plugin that keeps the rows, the choices of the program, and the mutants to kill of every case."""
+    """A pytest plugin that records the rows, the choices of the program, and the mutants to kill of every case."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -38,7 +38,7 @@ class _CasesWithRows:
         self.mutants: dict[str, set[str]] = {}
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        """Keep one case, whatever sizes of worlds suit it; its marks are not checked yet, so they may hold anything."""
+        """Record one case, for whatever sizes of worlds; its marks are not checked yet, so they may have any value."""
         node = Node.parse(item.nodeid)
         if node is not None:
             program = item.callspec.params.get("program", "") if isinstance(item, pytest.Function) else ""

@@ -19,7 +19,7 @@ from shardproof.reports.diff_text import WIDTH, render, render_markdown, summary
 
 __all__ = ["DiffRequest", "Format", "show_diff"]
 
-_LEAST_WIDTH = 40  # below it every line would be broken several times
+_LEAST_WIDTH = 40  # in narrower terminals every line would wrap several times
 
 
 class Format(StrEnum):
@@ -32,7 +32,7 @@ class Format(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffRequest:
-    """Which runs to compare, and how to show it; no engines mean all, no ``out`` the standard output."""
+    """The runs to compare, and the output; no engines mean all, no ``out`` the standard output."""
 
     before: Path
     after: Path
@@ -44,7 +44,8 @@ class DiffRequest:
 def show_diff(request: DiffRequest) -> int:
     """Print or write the comparison; returns 0 if nothing changed, 1 if something did or a run is damaged.
 
-    Raises UsageError for what is no run, for a run compared with itself, and for an engine that neither run has.
+    Raises UsageError for a folder without a run, for a run compared with itself, and for an engine that neither run
+    has.
     """
     _refuse_one_run(request)
     before, after = _read(request.before), _read(request.after)

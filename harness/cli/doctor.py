@@ -23,12 +23,12 @@ from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec
 
 __all__ = ["Finding", "examine"]
 
-_NEEDS_FREE_BYTES = 200 * 2**20  # a run of the bundled suites keeps well under half of this
+_NEEDS_FREE_BYTES = 200 * 2**20  # a run of the bundled suites keeps far less than half of this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of one check; ``detail`` is what was found and, if the check failed, what to try."""
+    """The result of one check; ``detail`` is what it found and, if the check failed, what to try."""
 
     what: str
     is_ok: bool

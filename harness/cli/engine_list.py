@@ -1,8 +1,8 @@
-"""The list of engines, as ``shardproof list`` prints it: what each declares, asked once per release.
+"""The list of engines, as ``shardproof list`` prints it: the capabilities of each, determined once per release.
 
-[Note: what is remembered] To ask an engine starts a process that imports torch, which takes seconds. The answers of the
-engines that are built in are kept in the user's cache folder, under a hash of all that they may depend on: our sources
-and torch's release by name, size and time. Nothing but the list reads them: a run asks the engine itself.
+[Note: what is remembered] To examine an engine, a process imports torch, which takes seconds. The results for built-in
+engines are cached in the user's cache folder, under a hash of everything that they may depend on: our sources and
+torch's release by name, size and time. Only the list reads the cache: a run examines the engine itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The exit codes of all commands and of pytest, and which of ours follows from one of pytest's."""
+"""The exit codes of all commands and of pytest, and how ours follow from pytest's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CONFORMS, DOES_NOT_CONFORM, USAGE, OUR_FAULT = 0, 1, 2, 3
 
 # Members of pytest.ExitCode, because importing pytest takes a while.
 _PASSED, _FAILED, PYTEST_INTERRUPTED, PYTEST_USAGE, _NOTHING_COLLECTED = 0, 1, 2, 4, 5
-PYTEST_ENDED = (_PASSED, _FAILED, _NOTHING_COLLECTED)  # every case that was collected has been run
+PYTEST_ENDED = (_PASSED, _FAILED, _NOTHING_COLLECTED)  # every collected case has been run
 
 
 def code_of_run(out: Path, pytest_code: int, show: Callable[[], int]) -> int:

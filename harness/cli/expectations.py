@@ -1,7 +1,7 @@
-"""The command ``shardproof expectations``: bring the file of known failures in line with a run, as a reviewed diff.
+"""The command ``shardproof expectations``: update the file of known failures from a run, as a diff to review.
 
-Comments and order stay. Whole entries are cut out as text, so that a comment above the next entry is not lost with
-them; cases of an entry and new entries are written by tomlkit. The result is read again before it is written.
+Comments and order are kept. Whole entries are cut out as text, so that a comment above the next entry is not lost with
+them; cases of an entry and new entries are written by tomlkit. The result is parsed again before it is written.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from shardproof.harness.verdicts.known_failures_update import (
 __all__ = ["UpdateRequest", "update"]
 
 _TABLE = "[[expectation]]"
-_TERM = timedelta(days=90)  # a quarter: long enough for a fix to be released, short enough to be asked again
-_ASKED = "?"  # stands for a value that the caller must give
+_TERM = timedelta(days=90)  # a quarter: long enough for a fix to be released, short enough for a review
+_ASKED = "?"  # a placeholder for a value that the caller must set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class UpdateRequest:
 
 
 def update(request: UpdateRequest) -> int:
-    """Print the change of the file, and write it if asked; returns 1 if something remains to be done, else 0."""
+    """Print the change of the file, and write it on request; returns 1 if something remains to be done, else 0."""
     run = read_run(request.run)
     if run.is_damaged:
         raise UsageError(
@@ -135,13 +135,13 @@ def _diff(old: str, new: str, name: str) -> Iterator[str]:
 
 
 def _without(text: str, known: Expectations, gone: Sequence[Outdated]) -> str:
-    """Return the file without outdated entries; an entry of which some cases still fail keeps those."""
+    """Return the file without outdated entries; an entry some of whose cases still fail keeps those."""
     head, *tables = re.split(rf"^(?={re.escape(_TABLE)}[ \t]*(?:#.*)?$)", text, flags=re.MULTILINE)
     parts = [head]
     for number, table in enumerate(tables, start=1):
         places = [place for place, entry in enumerate(known.entries) if entry.number == number]
         found = {places.index(o.place): o for o in gone if o.place in places}
-        # Comments and blank lines at the end of a table stand above the next one, and stay.
+        # Comments and blank lines at the end of a table belong to the next one, and are kept.
         body, rest = _split_off_comments(table)
         if len(found) == len(places) and not any(o.still for o in found.values()):
             parts.append(rest.lstrip("\n"))

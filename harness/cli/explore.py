@@ -1,4 +1,4 @@
-"""The command ``shardproof explore``: draw programs, judge them, shrink those that fail, and write them down."""
+"""The command ``shardproof explore``: draw programs, judge them, shrink and save those that fail."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FOUND = "found.txt"
 _SHOWN_BY_SCRIPTS = {
     "",
     MatchesOracle().name,
-}  # scripts compare numbers, and show what is raised before any law
+}  # scripts compare numbers, and report exceptions first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +55,11 @@ class ExploreRequest:
 
 
 def explore_programs(request: ExploreRequest) -> int:
-    """Judge the programs that once failed, then others; write what is found.
+    """Judge the programs that once failed, then others; save new findings.
 
     Returns 1 if any program fails, known ones included.
     """
-    import torch  # here, as the programs' models need it, and other commands of this package do not
+    import torch  # here, because only this command needs the programs' models
 
     started = time.monotonic()
     check_spelling(request.engine)
@@ -105,7 +105,7 @@ def explore_programs(request: ExploreRequest) -> int:
         f"{len(hunt.seen)} of {len(space.combinations)} combinations seen; "
         f"{len(exploration.arcs)} arcs of the engine run; {num_new} new failures in {request.out}"
     )
-    # A known program that fails here may have been another engine's.
+    # A known program that fails here may have failed on another engine.
     return DOES_NOT_CONFORM if hunt.findings else CONFORMS
 
 
@@ -119,7 +119,7 @@ def _write_progress(progress: Sequence[Progress], out: Path, started: float) -> 
 
 
 def print_script(text: str, engine: str, world: str) -> int:
-    """Print the script of one program; raises UsageError where there can be none."""
+    """Print the script of one program; raises UsageError if it has none."""
     program = SPACE.parse(text)
     script = standalone(program, engine, "judged by hand", size=WorldSpec.parse(world).size)
     if choices := unshown(program):
@@ -141,7 +141,7 @@ def print_script(text: str, engine: str, world: str) -> int:
 
 
 def read_programs(*files: Path) -> list[Program]:
-    """Read the programs of these files, one a line; what follows # is a comment."""
+    """Read the programs of these files, one per line; text after # is a comment."""
     lines = [
         line.partition("#")[0].strip() for f in files if f.exists() for line in f.read_text().splitlines()
     ]
@@ -149,7 +149,7 @@ def read_programs(*files: Path) -> list[Program]:
 
 
 def write_finding(finding: ShrunkFailure, engine: str, world: str, out: Path) -> None:
-    """Add a finding to those that run first next time; write its report and, if possible, its script."""
+    """Add a finding to the programs that run first next time; write its report and, if possible, its script."""
     out.mkdir(parents=True, exist_ok=True)
     with (out / _FOUND).open("a") as file:
         file.write(f"{finding.program}\n")

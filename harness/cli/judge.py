@@ -35,8 +35,8 @@ _BROKE = "the test of the case ended without a verdict"
 def judge_again(folder: Path) -> Path:
     """Judge every record whose observations can be read; returns the folder of the result, which is a run.
 
-    The result has one record for each record of the run: the new one, or the old one if there is no new one. An
-    earlier result is replaced. Raises UsageError if the folder holds no run.
+    The result has one record for each record of the run: the new one, or the old one if there is no new one. An earlier
+    result is replaced. Raises UsageError if the folder contains no run.
     """
     old = read_run(folder)
     outcomes = _Outcomes()

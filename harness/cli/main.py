@@ -1,4 +1,4 @@
-"""Run the command line: parse the arguments, run one command, and turn errors into sentences and exit codes."""
+"""Run the command line: parse the arguments, run one command, and turn errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code, see `exit_codes`."""
     arguments = parser().parse_args(argv)
     if arguments.command in {commands.run, commands.check, commands.explore, commands.mutants}:
-        # A console script does not look for modules where it is called; people name engines of their own from there.
-        # Last, so that no folder there hides one of ours. Commands that only read a run do not look there.
+        # A console script does not import modules from the current folder, where users keep their engines.
         sys.path.append(str(Path.cwd()))
     if arguments.command in {commands.run, commands.check}:
         arguments.world = arguments.world or default_worlds(os.environ)
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     return lent
             code: int = arguments.command(arguments)
     except BrokenPipeError:
-        # The reader of our output has ended, as `| head` does; what is kept of a run is written.
+        # The reader of our output has ended, as with `| head`; the files of the run are written.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OUR_FAULT
     except KeyboardInterrupt:

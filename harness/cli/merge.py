@@ -1,4 +1,4 @@
-"""The command ``shardproof merge``: one run from many that were made alike, such as the jobs of a matrix or shards."""
+"""The command ``shardproof merge``: one run from many with equal settings, such as the jobs of a matrix or shards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["merge_runs"]
 
 
 def merge_runs(folders: Sequence[Path], out: Path) -> Path:
-    """Write one run with the records of all; a run that is not whole, or a missing shard, makes it incomplete.
+    """Write one run with the records of all; an incomplete run or a missing shard makes it incomplete.
 
     Raises UsageError, before anything is written, for runs that do not belong together.
     """

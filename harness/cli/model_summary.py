@@ -1,4 +1,4 @@
-"""What a check has found out about a user's model before it judges an engine, in a few lines."""
+"""The summary of a user's model that a check prints before it judges an engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_NAMES = 3
 
 
 def model_summary(model: UserModel, optimizer: UserOptimizer | None, *, pass_s: float, limit_s: float) -> str:
-    """Return the lines; ``pass_s`` is what forward and backward take, ``limit_s`` what a world may."""
+    """Return the lines; ``pass_s`` is the time of forward and backward, ``limit_s`` the time limit of a world."""
     return "\n".join(
         textwrap.fill(text, _WIDTH, initial_indent=f"  {word:<14}", subsequent_indent=" " * 16)
         for word, text in _lines(model, optimizer, pass_s, limit_s)

@@ -31,7 +31,7 @@ __all__ = ["MutantsRequest", "code_of_matrix", "run_mutants", "shipped"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MutantsRequest:
-    """Which mutants run on which cases in which worlds; ``is_whole`` means all suites and no keyword."""
+    """The mutants, cases and worlds to run; ``is_whole`` means all suites and no keyword."""
 
     targets: tuple[Target, ...]
     suites: tuple[Path, ...]
@@ -82,7 +82,7 @@ def run_mutants(request: MutantsRequest) -> int:
 
 
 def code_of_matrix(matrix: KillMatrix) -> int:
-    """Turn the matrix into the exit code; a fault of the harness takes precedence over survivors."""
+    """Return the exit code for the matrix; a fault of the harness takes precedence over survivors."""
     if matrix.unknown:
         return OUR_FAULT
     return CONFORMS if matrix.is_proven else DOES_NOT_CONFORM

@@ -54,7 +54,7 @@ def _add_judging(subparsers: Any) -> None:
     options.ORACLES.add_to(sub.add_argument)
     _add_effort(sub)
     _add_printed(sub)
-    # Raw verdicts: what is known of other models excuses nothing of this one.
+    # Raw verdicts: known failures of other models do not apply to this one.
     sub.set_defaults(suite=["own_model"], case=None, expectations=None, no_expectations=True)
 
     sub = _added(subparsers, "explore", commands.explore, "judge programs drawn by seed")
@@ -128,7 +128,7 @@ def _add_reading(subparsers: Any) -> None:
 
 
 def _add_lists(subparsers: Any) -> None:
-    """Add the commands that list engines, suites and what this machine can run."""
+    """Add the commands that list engines and suites, and that examine this machine."""
     sub = _added(subparsers, "list", commands.list_all, "list engines and suites")
     sub.add_argument("--cases", action="store_true", help="list every case too")
     _added(subparsers, "doctor", commands.doctor, "report what this machine can run")
@@ -175,7 +175,7 @@ def _add_cases(
     deadline_s: float | None = options.DEADLINE_S,
     deadline: str = "",
 ) -> None:
-    """Add what commands that run cases share; ``worlds`` and ``deadline`` are other defaults in words."""
+    """Add the options that commands that run cases share; ``worlds`` and ``deadline`` replace the defaults' text."""
     options.WORLD.add_to(sub.add_argument, default_text=worlds)
     options.OUT.add_to(sub.add_argument, default_text=_BELOW_CONFORMANCE)
     options.DEADLINE.add_to(sub.add_argument, default=deadline_s, default_text=deadline)

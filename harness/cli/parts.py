@@ -1,4 +1,4 @@
-"""The options of ``shardproof run`` that run a part: a shard, the rest of a run, or what did not conform."""
+"""The options of ``shardproof run`` that run a part: a shard, the rest of a run, or its failures."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _RUNS = Path("conformance")
 
 
 def resolve_parts(arguments: argparse.Namespace) -> None:
-    """Check the options, and choose the run of --last-failed; raises UsageError for a folder or a shard that cannot be.
+    """Check the options, and choose the run of --last-failed; raises UsageError for an impossible folder or shard.
 
-    What did not conform also chooses engines, worlds and suites, where the caller does not.
+    The failures of that run also select engines, worlds and suites, unless the caller does.
     """
     if arguments.shard is not None:
         from shardproof.harness.runner.selection import RunShard  # here, because it imports pytest
@@ -35,7 +35,8 @@ def resolve_parts(arguments: argparse.Namespace) -> None:
 def take_up(arguments: argparse.Namespace, process: LaunchedProcess) -> Path | None:
     """If a launcher restarted its processes, resume the last run, in a new folder beside it.
 
-    Returns that run's folder if nothing of it is left to run: launchers also restart what ends with an exit code.
+    Returns that run's folder if nothing of it is left to run: launchers also restart processes that end with an exit
+    code.
     """
     if not process.num_restarts or arguments.out is None:
         return None

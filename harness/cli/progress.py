@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # importing them takes a while, and not every command needs t
     import pytest
     from rich.progress import Progress, TaskID
 
-_PARTS = 10  # lines of a long run in a pipe, beside those of what does not conform
+_PARTS = 10  # lines of a long run in a pipe, in addition to those of failures
 
 
 class CaseProgress:
@@ -37,9 +37,9 @@ class CaseProgress:
         """Without xdist: count the session's own cases."""
         self._begin(session.config, session.items)
 
-    # Any: xdist's node, whose package need not be there.
+    # Any: xdist's node, whose package may not be installed.
     def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
-        """With xdist: every worker collects the same."""
+        """With xdist: every worker collects the same cases."""
         self._begin(node.config, ids)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

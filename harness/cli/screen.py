@@ -22,7 +22,7 @@ def width() -> int:
 
 
 def show(text: str) -> None:
-    """Print a report; colours only where rich sees a terminal, or FORCE_COLOR asks for them, and NO_COLOR does not."""
+    """Print a report; in colours if rich detects a terminal or FORCE_COLOR is set, and NO_COLOR is not."""
     if not sys.stdout.isatty() and "FORCE_COLOR" not in os.environ:
         print(text)
         return

@@ -22,7 +22,7 @@ _FILE = "timeline.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineRequest:
-    """What to write where: ``case`` is a name or a part of one, empty for any; no engines, no ranks mean all."""
+    """What to write and where: ``case`` is a name or a part of one, empty for any; no engines or ranks mean all."""
 
     run: Path
     case: str = ""
@@ -34,7 +34,7 @@ class TimelineRequest:
 def export(request: TimelineRequest) -> int:
     """Write the trace of the worst record that matches; returns 1 if a file of the run is damaged, else 0.
 
-    Raises UsageError if no record matches, or if nothing was observed.
+    Raises UsageError if no record matches, or if there are no observations.
     """
     run = read_run(request.run)
     record = _choose(by_severity(run.records), request)
@@ -60,7 +60,7 @@ def export(request: TimelineRequest) -> int:
 
 
 def _choose(records: Sequence[Record], request: TimelineRequest) -> Record:
-    """Return the worst record that matches and was observed; an exact name goes before a part of others."""
+    """Return the worst record that matches and has observations; an exact name takes precedence over a part."""
     asked = [r for r in records if not request.engines or r.engine in request.engines]
     observed = [r for r in asked if r.observation and request.case in r.case]
     if found := [r for r in observed if request.case == r.case] or observed:

@@ -1,1 +1,1 @@
-"""What is kept of a run, as values: records, the run folder, observations, timelines."""
+"""The saved data of a run, as values: records, the run folder, observations, timelines."""

@@ -1,4 +1,4 @@
-"""Joining runs: whether they were made alike, and moving a record with its observations from one to another."""
+"""Joining runs: whether their settings are equal, and moving a record with its observations from one to another."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def refuse_other_cases(one: ComparedRun, other: ComparedRun) -> None:
 
 
 def carried(record: Record, source: Path, target: Path, name: str) -> Record:
-    """Return a record of the run in ``source`` with the paths that it has in ``target``.
+    """Return a record of the run in ``source`` with its paths in ``target``.
 
-    What was observed of a failure is copied, below a folder of that ``name``; the rest stays where it is. A path that
-    leaves the observations of its run is dropped.
+    The observations of a failure are copied, below a folder of that ``name``; others are not. A path that leaves the
+    observations of its run is dropped.
     """
     parts = PurePosixPath(record.observation).parts
     observed = source / record.observation
@@ -64,7 +64,7 @@ def carried(record: Record, source: Path, target: Path, name: str) -> Record:
     if record.verdict in _QUIET:
         return replace(record, observation=os.path.relpath(observed, target))
     place = PurePosixPath(OBSERVATIONS, f"{name}-{parts[1]}", *parts[2:])
-    # Two cases of one run may share what was observed; links are kept as links, so nothing outside is read.
+    # Two cases of one run may share observations; links are copied as links, so nothing outside is read.
     shutil.copytree(observed, target / place, symlinks=True, dirs_exist_ok=True)
     return replace(record, observation=str(place))
 

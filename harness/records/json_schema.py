@@ -1,4 +1,4 @@
-"""The JSON Schema of a run's lines, made from the dataclasses that write them, so that others can read runs.
+"""The JSON Schema of a run's lines, derived from the dataclasses that write them, so that other programs can read runs.
 
 ``python -m shardproof.harness.records.json_schema`` prints it; the published copy is docs/schema/run-VERSION.json.
 """
@@ -42,7 +42,7 @@ def run_schema() -> dict[str, Any]:
 def _define(type_: type, definitions: dict[str, Any], *, kind: str | None = None) -> None:
     if type_.__name__ in definitions:
         return
-    definitions[type_.__name__] = {}  # so that a type that holds itself ends here
+    definitions[type_.__name__] = {}  # ends the recursion for a type that contains itself
     hints = get_type_hints(type_)
     properties = {field.name: _schema(hints[field.name], definitions) for field in fields(type_)}
     if "schema" in properties:

@@ -1,4 +1,4 @@
-"""Ledgers in a few lines for the record: equal entries counted, ranks that do as rank 0 does left out."""
+"""Ledgers summarized for the record: equal entries are counted, ranks equal to rank 0 left out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OPS = tuple(Op)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """What entries of one line have in common."""
+    """The common properties of the entries of one line."""
 
     phase: Phase
     op: Op
@@ -27,9 +27,8 @@ class _Kind:
 def summarize(ledgers: Mapping[int, Ledger]) -> tuple[LedgerLine, ...]:
     """Count collectives and bytes of each rank by phase, op, axis and dtype.
 
-    Rank 0 is always listed; another rank only where its lines differ from rank
-    0's, so that a rank that is not listed did as rank 0 did. A rank that differs by having no entry at all has
-    one line that counts none.
+    Rank 0 is always listed. Another rank is listed only if its lines differ from rank 0's, so a rank that is not listed
+    did the same as rank 0. A rank that differs by having no entry at all has one line with the count 0.
     """
     if not ledgers:
         return ()
@@ -51,7 +50,7 @@ def _size(ledger: Ledger) -> Counter[_Kind]:
 
 
 def _kind(entry: Entry) -> _Kind:
-    # Groups off the mesh have no axis; their size is what can be compared between ranks.
+    # Groups off the mesh have no axis; their size can be compared between ranks.
     axis = entry.axis or f"{len(entry.group)} ranks"
     return _Kind(phase=entry.phase, op=entry.op, axis=axis, dtype=entry.dtype)
 

@@ -33,7 +33,7 @@ def digest_of(file: Path) -> str:
 
 
 def changes(folder: Path, is_asked: Callable[[str], bool] = lambda _: True) -> Mapping[str, str]:
-    """Compare files with the manifest; returns what is wrong with each that is not as it was written.
+    """Compare files with the manifest; returns a message for each that has changed.
 
     ``is_asked`` chooses files by name; the manifest itself is always read.
     """

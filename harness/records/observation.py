@@ -1,4 +1,4 @@
-"""What one rank of a training showed: tensors by step and name, kept in one file that is read as data."""
+"""The observation of one rank of a training: tensors by step and name, in one file that contains only data."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from shardproof.harness.tracing.races.race_report import RACES, RaceReport
 
 Shards = Mapping[str, Shard]
 
-_ENCODER = json.JSONEncoder()  # made before an engine is imported, which may replace json.dumps
+_ENCODER = json.JSONEncoder()  # bound before an engine is imported, which may replace json.dumps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """Something that was so at a moment of a step: of a unit, of an output, of the engine."""
+    """A fact about a moment of a step: of a unit, an output, or the engine."""
 
     moment: str
     subject: str
@@ -37,11 +37,11 @@ class Fact:
 class StepObservation:
     """One optimizer step on one rank.
 
-    ``losses``: this rank's losses in the order of the script, one for each microbatch where that is a plain one,
-    on the scale of the global mean times the number of ranks with data. ``gradients``: after the last backward,
-    clipped if so asked, before the optimizer step; None where the engine has none. ``parameters``: after the
-    optimizer step. ``norm``: what clipping returned. ``facts`` and ``snapshots``: what the script had looked
-    at on the way, snapshots being the parameters as the module showed them, by moment.
+    ``losses``: this rank's losses in the order of the script, one for each microbatch in a plain script, on the scale
+    of the global mean times the number of ranks with data. ``gradients``: after the last backward, clipped if the plan
+    clips, before the optimizer step; None where the engine has none. ``parameters``: after the optimizer step.
+    ``norm``: the result of clipping. ``facts`` and ``snapshots``: observations that the script requested, snapshots
+    being the parameters as the module had them, by moment.
     """
 
     losses: tuple[float, ...]
@@ -56,12 +56,12 @@ class StepObservation:
 class Observation:
     """One rank of one training: parameters after prepare, each step, state and buffers at the end, ledger.
 
-    ``input_digest`` is a hash of all data the rank was given, so that equal data on two ranks shows.
-    ``repeat_digests`` are hashes of all that each of several repeated trainings observed. ``race_report`` is what the
-    watch over streams found in all of them, and ``lifetime_report`` what that over memory saw; None where there
-    was none. ``events`` are empty where a training was kept before there were any. ``cut`` is what the engine says of
-    its flat pieces, ``no_gradient`` what it shows for none, ``masters`` what its optimizer
-    updates. ``counts`` is the census, empty where none was taken.
+    ``input_digest`` is a hash of all data of the rank, so that equal data on two ranks shows. ``repeat_digests`` are
+    hashes of all observations of each of several repeated trainings. ``race_report`` is the report of the stream watch
+    over all of them, and ``lifetime_report`` that of the memory watch; None without a watch. ``events`` are empty in
+    trainings that were saved before the field existed. ``cut``, ``no_gradient`` and ``masters`` are the adapter's
+    declarations about flat pieces, missing gradients, and what the optimizer updates. ``counts`` is the census, empty
+    if none was taken.
     """
 
     rank: int
@@ -82,16 +82,16 @@ class Observation:
 
 
 def save_observation(observation: Observation, path: Path) -> None:
-    """Write all but ledger and events, which are kept as JSON lines of their own beside it."""
+    """Write all but ledger and events, which are separate files of JSON lines."""
     bare = replace(observation, ledger=(), events=())
     write_tree(encode(bare, ROWS | {Shard}), path)
     if observation.race_report is not None:
-        # Once more in plain text, for reports, which know no tensors.
+        # Once more as plain text, for reports, which do not read tensors.
         path.with_suffix(RACES).write_text(_ENCODER.encode(encode(observation.race_report)))
 
 
 def digest(observation: Observation) -> str:
-    """Hash every bit of every tensor, loss and norm of an observation; the ledger plays no part."""
+    """Hash every bit of every tensor, loss and norm of an observation; the ledger is excluded."""
     seen = hashlib.sha256()
     for name, shard in _tensors(observation):
         seen.update(
@@ -115,11 +115,11 @@ def _tensors(observation: Observation) -> Iterator[tuple[str, Shard]]:
 
 
 def load_observation(path: Path, ledger: Ledger, events: EventLog = ()) -> Observation:
-    """Read what `save_observation` wrote; raises UnreadableError for a missing or damaged file."""
+    """Read the file of `save_observation`; raises UnreadableError if it is missing or damaged."""
     try:
         bare = decode(Observation, read_tree(path))
         return replace(bare, ledger=ledger, events=events)
-    except Exception as error:  # of what a file that is no observation lacks
+    except Exception as error:  # the errors of a file that is not an observation
         raise UnreadableError(
             f"{path.parent.name}/{path.name}",
             expected="a complete observation",

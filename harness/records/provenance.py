@@ -17,7 +17,7 @@ from shardproof.harness.records.record import Footer, Header, Verdict
 UNKNOWN = "unknown"
 
 _PACKAGES = ("torch", "pytest", "shardproof")
-_GIT_TIMEOUT_S = 10  # a work tree on a slow network disk; beyond that the answer is not worth the wait
+_GIT_TIMEOUT_S = 10  # a work tree on a slow network disk; a longer wait is not worth the answer
 
 
 def header(
@@ -66,7 +66,7 @@ def version_of(package: str) -> str:
 
 
 def _git(*arguments: str) -> str:
-    """Ask git about the current folder; empty when there is no git, no work tree or no commit."""
+    """Run git on the current folder; empty if there is no git, no work tree or no commit."""
     try:
         # Without the lock that `status` takes to refresh the index: others may be working in this tree.
         done = subprocess.run(

@@ -1,6 +1,6 @@
-"""What a world left in its folder as a timeline: when units computed, collectives were under way, and touches raced.
+"""The timeline of a world, from the files in its folder: unit computation, collectives in flight, and races.
 
-Read from the ranks' journals and race reports, whatever became of the world. No torch here: reports draw it.
+Read from the ranks' journals and race reports, however the world ended. No torch here: reports draw it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DEFAULT_STREAM = "the default stream"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimePoint:
-    """When something happened: by the clock, and by its place in the rank's journal."""
+    """When something happened: the clock, and its position in the rank's journal."""
 
     at_ns: int
     place: int
@@ -36,7 +36,7 @@ class TimePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSpan:
-    """A unit computes, or the loop is in a phase, which has no unit."""
+    """A stretch of time in which a unit computes, or the loop is in a phase, which has no unit."""
 
     unit: str | None
     phase: Phase
@@ -52,9 +52,9 @@ class UnitSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveSpan:
-    """One collective from its issue to the first wait of what computes; ``landed`` is None where there was none.
+    """One collective from its issue to the first wait of the compute stream; ``landed`` is None if there was no wait.
 
-    ``lane`` is the stream on which it was issued where streams were watched, else its group.
+    ``lane`` is the stream on which it was issued if streams were watched, else its group.
     """
 
     entry: Entry
@@ -64,13 +64,13 @@ class CollectiveSpan:
 
     @property
     def key(self) -> tuple[tuple[int, ...], int] | None:
-        """What the same collective has on every rank of its group; None for a message, which has one peer."""
+        """The key of the same collective on every rank of its group; None for a message, which has one peer."""
         return None if self.entry.op in {Op.SEND, Op.RECV} else (self.entry.group, self.entry.group_seq)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaceMark:
-    """A race, with the lanes of its two touches and when they were; unknown in an older report."""
+    """A race, with the lanes and times of its two accesses; unknown in an older report."""
 
     race: Race
     lanes: tuple[str, str]
@@ -80,7 +80,7 @@ class RaceMark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimeline:
-    """One rank: its lanes from top to bottom, and what is on them."""
+    """One rank: its lanes from top to bottom, and their contents."""
 
     rank: int
     lanes: tuple[str, ...]
@@ -90,7 +90,7 @@ class RankTimeline:
     races: tuple[RaceMark, ...]
 
     def of_step(self, step: int) -> RankTimeline:
-        """Keep what began in one step; a race is kept where its second touch was."""
+        """Keep the spans that began in one step; a race is in the step of its second access."""
         return replace(
             self,
             phases=tuple(s for s in self.phases if s.step == step),
@@ -102,19 +102,19 @@ class RankTimeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """All ranks of one world, or some of them; ``problems`` say which files are damaged, and so lack something here."""
+    """All ranks of one world, or some of them; ``problems`` lists damaged files, whose content is missing here."""
 
     ranks: tuple[RankTimeline, ...]
     problems: tuple[str, ...] = ()
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Return the steps there are; before the first one nothing is drawn step by step."""
+        """Return the steps of the timeline; spans before the first step belong to none."""
         return tuple(sorted({p.step for r in self.ranks for p in (*r.phases, *r.unit_spans) if p.step >= 0}))
 
     @property
     def step_to_report(self) -> int | None:
-        """Return which step says most: the one in which most races were first met, else the last."""
+        """Return the most informative step: the one with the most first races, else the last."""
         raced = Counter(c.race.second.step for r in self.ranks for c in r.races)
         return max(self.steps, key=lambda step: (raced[step], step), default=None)
 
@@ -127,7 +127,7 @@ class Timeline:
 
 
 def read_timeline(folder: Path) -> Timeline:
-    """Read what the ranks of one world left; no ranks where there are no journals, or where those hold no events."""
+    """Read the timeline of one world; it has no ranks if there are no journals, or if they contain no events."""
     found = sorted((int(m[1]), p) for p in folder.glob("rank*.jsonl") if (m := _JOURNAL.fullmatch(p.name)))
     problems = _changed(folder)
     ranks = [_read_rank(rank, journal, problems) for rank, journal in found]
@@ -136,7 +136,7 @@ def read_timeline(folder: Path) -> Timeline:
 
 
 def _changed(folder: Path) -> dict[str, str]:
-    """Name the files that changed since they were kept; a world that was never kept whole has no manifest."""
+    """List the files that changed since they were saved; a world that was not saved completely has no manifest."""
     if not (folder / MANIFEST).is_file():
         return {}
     return dict(changes(folder, lambda name: name.endswith((".ledger.jsonl", RACES))))
@@ -165,7 +165,7 @@ def _read_rank(rank: int, journal: Path, problems: dict[str, str]) -> RankTimeli
 def _races_in(
     file: Path, events: EventLog, lanes: tuple[str, ...], problems: dict[str, str]
 ) -> tuple[RaceMark, ...]:
-    """Read a report of races; a damaged one is left out, because a part of it would clear the rest."""
+    """Read a race report; a damaged one is left out, because a part of it would seem to clear the rest."""
     if file.name in problems or not file.is_file():
         return ()
     try:
@@ -183,7 +183,7 @@ def _phases(events: EventLog) -> Iterator[UnitSpan]:
             began.append(at)
         elif event.what is EventKind.ENDED and began:
             first = began.pop()
-            # What lies between phases holds the others, and what the harness reads is none of the engine's.
+            # The phase between phases contains the others, and reads by the harness are not the engine's.
             if event.phase not in {Phase.BETWEEN, Phase.OBSERVE}:
                 yield _unit_span(events, None, first, at)
 
@@ -230,7 +230,7 @@ def _race_mark(race: Race, events: EventLog, lanes: tuple[str, ...]) -> RaceMark
 
 
 def _touch_lane(touch: Touch, lanes: tuple[str, ...]) -> str:
-    """A collective that blocks no stream is a stream of its own; it is drawn where collectives are."""
+    """A collective that blocks no stream has a stream of its own; it is drawn in the lane of collectives."""
     if touch.stream.endswith("own stream"):
         return next((lane for lane in lanes if lane != COMPUTE), COMPUTE)
     return _stream_lane(touch.stream)
@@ -252,6 +252,6 @@ def _moment(events: EventLog, at: int) -> TimePoint:
 
 
 def _moment_at(events: EventLog, at_ns: int) -> TimePoint:
-    """Return the place of the last thing before a time that the journal has no line for."""
+    """Return the last position before a time for which the journal has no line."""
     before = [at for at, event in enumerate(events) if event.at_ns <= at_ns]
     return TimePoint(at_ns=at_ns, place=before[-1] if before else 0)

@@ -1,12 +1,10 @@
 """A run on disk: a folder of records, header, footer and observations; a reader reports everything that is missing.
 
-[Note: what a run looks like]
-``records.jsonl`` has one record per line and nothing else. ``run.jsonl`` has the header as its first line
-and, once the run has ended, the footer as its second and last; without a footer the run was interrupted.
-``SHA256SUMS`` has the hashes of both files as they were at the end. A damaged line costs what it held; the run is then
-not whole.
-``observations/`` holds what the ranks saw. Reports are written beside them. ``judged/`` is the result of judging the
-run again: a run of its own, with the header of the first and with the observations of the first.
+[Note: what a run looks like] ``records.jsonl`` has one record per line and nothing else. ``run.jsonl`` has the header
+as its first line and, once the run has ended, the footer as its second and last; without a footer the run was
+interrupted. ``SHA256SUMS`` has the hashes of both files at the end of the run. A damaged line loses its content; the
+run is then not whole. ``observations/`` contains the ranks' observations. Reports are written beside them. ``judged/``
+is the result of judging the run again: a run of its own, with the header and the observations of the first.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ _MOSTLY_EQUAL = ("engine", "case", "world", "headline", "suite", "engine_version
 class Run:
     """A run as read; ``problems`` describe each difference from the files of a finished run.
 
-    ``is_damaged``: bytes of its files changed after they were written, or some line cannot be read.
+    ``is_damaged``: bytes of its files changed after they were written, or a line cannot be read.
     """
 
     header: Header
@@ -126,7 +124,7 @@ def refuse_existing(path: Path) -> None:
 def read_run(path: Path) -> Run:
     """Read and check a run; damaged parts are left out and listed in its problems.
 
-    Raises UsageError for a folder without the files of a run, without a whole line in them, or of a later release.
+    Raises UsageError for a folder without the files of a run, without a complete line in them, or of a later release.
     """
     damage: list[str] = []
     ends = list(_lines(path, RUN))
@@ -149,7 +147,7 @@ def write_file(path: Path, text: str) -> None:
     scratch = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with scratch.open("wb") as file:
-            # An engine's message may hold half a surrogate pair, which has no UTF-8.
+            # An engine's message may contain half a surrogate pair, which has no UTF-8.
             file.write(text.encode("utf-8", errors="backslashreplace"))
             file.flush()
             os.fsync(file.fileno())
@@ -184,7 +182,7 @@ def _append(path: Path, data: bytes) -> None:
             end = file.seek(0, os.SEEK_END)
             try:
                 written = file.write(data)
-                if written != len(data):  # a full disk writes less before it raises
+                if written != len(data):  # a full disk writes fewer bytes before it raises
                     raise OSError(f"only {written} of {len(data)} bytes were taken; is the disk full?")
                 os.fsync(file.fileno())
             except OSError:
@@ -204,7 +202,7 @@ def _disk_error(path: Path, error: OSError) -> UsageError:
 
 
 def _lines(path: Path, name: str) -> Iterator[_RawLine]:
-    """Read a file line by line: a run may be larger than memory has room for it and its records."""
+    """Read a file line by line: a run may be too large for memory together with its records."""
     try:
         with (path / name).open("rb") as file:
             for raw in file:  # of bytes, whose lines end at \n alone
@@ -235,7 +233,7 @@ def _readable(kind: type[Line], file: Path, lines: Iterable[_RawLine], damage: l
 
 
 def _with_shared_parts(records: Iterable[Record]) -> Iterator[Record]:
-    """Let records share the parts that are equal, as most laws, ledgers and names are."""
+    """Let records share equal parts, such as most laws, ledgers and names."""
     known: dict[Any, Any] = {}  # Any: parts of several types, each hashable
     for record in records:
         parts = {name: getattr(record, name) for name in _MOSTLY_EQUAL}

@@ -1,6 +1,6 @@
-"""Trees of plain values and tensors in one file that is read as data, whole or piece by piece.
+"""Trees of plain values and tensors in one file that contains only data, read whole or piece by piece.
 
-After a header come the bytes of all tensors, then the tree as JSON, in which a tensor is a place in the file. So a
+After a header come the bytes of all tensors, then the tree as JSON, in which a tensor is a position in the file. So a
 tensor can be written before the next is computed, and mapped when it is needed: a file may be larger than memory.
 """
 
@@ -23,29 +23,29 @@ __all__ = ["TensorWriter", "dtype_name", "dtype_of", "read_tree", "write_tree"]
 
 _T = TypeVar("_T", torch.Tensor, torch.Tensor | None)
 
-# The only key of an object that stands for a tensor: where it begins, its dtype and shape. No parameter can have this
-# name: torch refuses dots.
+# The only key of an object that represents a tensor: its position, dtype and shape. No parameter can have this name,
+# because torch refuses dots.
 _LEAF = "."
 # Bound before an engine is imported, which may replace it in its module.
 _Encoder = json.JSONEncoder
-_HEADER = struct.Struct("<16sQQ")  # what the file is, where the tree begins, and its bytes
+_HEADER = struct.Struct("<16sQQ")  # the file's type, the position of the tree, and its bytes
 _MAGIC = b"tensors and tree"
 _ALIGNMENT_BYTES = 16  # so that the buffer can be read as any dtype
-_MAPPED_BYTES = 2**20  # smaller tensors are read at once: mapping takes a page, and longer
+_MAPPED_BYTES = 2**20  # smaller tensors are read at once: a mapping needs a page, and more time
 
 
-# Any, throughout: a tree of what JSON knows, and tensors.
+# Any, throughout: a tree of JSON types and tensors.
 def write_tree(tree: Any, path: Path) -> None:
-    """Write dicts with string keys, sequences, CPU tensors, and what JSON knows; sequences are read as lists."""
+    """Write dicts with string keys, sequences, CPU tensors, and JSON types; sequences are read as lists."""
     with TensorWriter(path) as writer:
         writer.finish(tree)
 
 
 def read_tree(path: Path, *, is_mapped: bool = False) -> Any:
-    """Read what `write_tree` wrote, without running code of the file; ValueError or OSError for a broken one.
+    """Read a file of `write_tree` without running code from it; ValueError or OSError for a damaged one.
 
-    Where ``is_mapped``, large tensors are mapped each time that a mapping is asked for one, and take memory as long as
-    they are used; the file may be deleted meanwhile.
+    With ``is_mapped``, large tensors are mapped on each access, and take memory while they are used; the file may be
+    deleted meanwhile.
     """
     with path.open("rb") as file:
         header = file.read(_HEADER.size)
@@ -64,7 +64,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Read what `dtype_name` spelled; raises ValueError for any other name of torch's."""
+    """Parse a name from `dtype_name`; raises ValueError for any other name in torch."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"expected the name of a dtype, got {name!r}")
@@ -72,7 +72,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 class TensorWriter:
-    """Writes tensors as they come, and in the end the tree that they are in."""
+    """Writes tensors as they are produced, and at the end the tree that contains them."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w+b")
@@ -95,7 +95,7 @@ class TensorWriter:
         return mapped
 
     def leaf(self, value: Any) -> dict[str, Any]:
-        """Write a tensor, and return what stands for it; of a mapping that was kept, return the same again."""
+        """Write a tensor, and return its representation; for tensors of a mapping from `kept`, the same again."""
         if isinstance(value, _MappedTensors):
             return value.plain
         if not isinstance(value, torch.Tensor):
@@ -125,7 +125,7 @@ def _copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class _ReadFile:
-    """A file whose tensors were all read at once, or mapped at once where they are large."""
+    """A file whose tensors were all read at once, or mapped if they are large."""
 
     def __init__(self, file: BinaryIO, end: int) -> None:
         file.seek(0)
@@ -136,7 +136,7 @@ class _ReadFile:
         )
 
     def tree(self, found: dict[str, Any]) -> Any:
-        """Return an object of the tree, or the tensor that it stands for."""
+        """Return an object of the tree, or the tensor that it represents."""
         if found.keys() != {_LEAF}:
             return found
         start, dtype, shape = _place(found, len(self._data))
@@ -144,7 +144,7 @@ class _ReadFile:
 
 
 class _MappedFile:
-    """A file whose small tensors are read, and whose large ones are mapped when they are asked for."""
+    """A file whose small tensors are read, and whose large ones are mapped on access."""
 
     def __init__(self, file: BinaryIO, end: int) -> None:
         self._end = end
@@ -152,7 +152,7 @@ class _MappedFile:
         weakref.finalize(self, os.close, self._file)
 
     def tree(self, found: dict[str, Any]) -> Any:
-        """Return an object of the tree; the large tensors in it remain what stands for them."""
+        """Return an object of the tree; the large tensors in it remain representations."""
         if found.keys() == {_LEAF}:
             start, dtype, shape = _place(found, self._end)
             num_bytes = prod(shape) * dtype.itemsize
@@ -163,7 +163,7 @@ class _MappedFile:
         return _MappedTensors(found, self) if is_large else found
 
     def mapped(self, leaf: dict[str, Any]) -> torch.Tensor:
-        """Map a tensor: writing into it changes no file."""
+        """Map a tensor: writing into it does not change the file."""
         start, dtype, shape = _place(leaf, self._end)
         page = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         length = start - page + prod(shape) * dtype.itemsize
@@ -172,7 +172,7 @@ class _MappedFile:
 
 
 class _MappedTensors(Mapping[str, Any]):
-    """A mapping to values some of which are tensors in a file."""
+    """A mapping whose values may be tensors in a file."""
 
     def __init__(self, plain: dict[str, Any], file: _MappedFile) -> None:
         self.plain = plain  # as it is in the tree
@@ -194,7 +194,7 @@ class _MappedTensors(Mapping[str, Any]):
 
 
 def _place(leaf: dict[str, Any], end: int) -> tuple[int, torch.dtype, tuple[int, ...]]:
-    """Read where a tensor is; ValueError for a place that is not before ``end``."""
+    """Read the position of a tensor; ValueError for a position that is not before ``end``."""
     start, name, shape = leaf[_LEAF]
     dtype = dtype_of(name)
     numbers = (start, *shape)

@@ -1,4 +1,4 @@
-"""Keeping what a world observed as files, so that it can be judged again without the machine."""
+"""Saves the observations of a world in files, so that it can be judged again without the machine."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from shardproof.harness.worlds.rank import journal_path
 
 _OUTCOMES = "outcomes.json"
 _SCHEDULE = "schedule"
-_READ = {_OUTCOMES, "engine.json", _SCHEDULE}  # besides what the ranks wrote
-# A rank can make a file of any size at no cost, as one hole; to hash this many takes seconds.
+_READ = {_OUTCOMES, "engine.json", _SCHEDULE}  # in addition to the ranks' files
+# A rank can make a sparse file of any size; hashing this many bytes takes seconds.
 _MOST_BYTES = 2**34
 _KINDS: Mapping[str, type[Outcome]] = {kind.__name__: kind for kind in get_args(Outcome)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SavedResult:
-    """What one world left: how its ranks ended, each rank's ledger, and the observations if all trained.
+    """The results of one world: how its ranks ended, each rank's ledger, and the observations if all trained.
 
-    ``refusals`` are the words of the ranks that refused the plan, by rank. ``damage`` names the ranks whose files were
-    not left as they had been written: their ledgers are parts, and there are no observations.
+    ``refusals`` are the messages of the ranks that refused the plan, by rank. ``damage`` names the ranks whose files
+    differ from what they had written: their ledgers are incomplete, and there are no observations.
     """
 
     result: WorldResult
@@ -42,24 +42,24 @@ class SavedResult:
 
     @property
     def ledgers_by_rank(self) -> dict[int, Ledger]:
-        """Each rank's ledger; of a simulated world only some ranks have one."""
+        """Each rank's ledger; a simulated world has ledgers of only some ranks."""
         return dict(zip((o.rank for o in self.result.outcomes), self.ledgers, strict=True))
 
 
 def observation_path(folder: Path, rank: int) -> Path:
-    """Name the file that holds a rank's observation."""
+    """Return the path of a rank's observation."""
     return folder / f"rank{rank}.observation"
 
 
 def arcs_path(folder: Path) -> Path:
-    """Name the file that holds which code of the engine the first rank ran, where that was watched."""
+    """Return the path of the file with the engine code that the first rank ran, if that was traced."""
     return folder / "rank0.arcs"
 
 
 def keep_result(result: WorldResult, folder: Path, *, seed: int | None = None) -> None:
     """Write how the ranks ended, and the manifest of all files; ranks wrote ledgers and observations themselves.
 
-    ``seed`` is of the schedule. No process of the world may be alive, as it could change what is hashed.
+    ``seed`` is that of the schedule. No process of the world may be alive, because it could change the hashed files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name in (_OUTCOMES, _SCHEDULE, MANIFEST):
@@ -75,20 +75,20 @@ def keep_result(result: WorldResult, folder: Path, *, seed: int | None = None) -
 
 
 def _clear(path: Path) -> None:
-    """Remove what a rank may have put there: to open a pipe would take for ever."""
+    """Remove files of these names that a rank may have created: opening a pipe would block forever."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
 
 
 def kept_seed(folder: Path) -> int:
-    """Read the seed of the schedule; 0 where there is none, as in worlds of processes."""
+    """Read the seed of the schedule; 0 if there is none, as in worlds of processes."""
     file = folder / _SCHEDULE
     return int(file.read_text()) if file.exists() else 0
 
 
 def check_kept(folder: Path) -> None:
-    """Raise UnreadableError where a file of one world's folder is not as it was kept."""
+    """Raise UnreadableError if a file in a world's folder has changed since it was saved."""
     for name, why in changes(folder).items():
         raise UnreadableError(
             f"{folder.name}/{name}",
@@ -99,13 +99,13 @@ def check_kept(folder: Path) -> None:
 
 
 def _is_read(path: Path) -> bool:
-    """Whether anything reads the file later; a world leaves its store and its stacks too."""
+    """Whether anything reads the file later; a world also writes its store and its stacks."""
     is_known = path.name.startswith("rank") or path.name in _READ
     return is_known and path.is_file() and path.stat().st_size <= _MOST_BYTES
 
 
 def load_kept(folder: Path) -> SavedResult:
-    """Read one world's folder; raises UnreadableError when it is not there or not whole."""
+    """Read one world's folder; raises UnreadableError if it is missing or incomplete."""
     try:
         plain = json.loads((folder / _OUTCOMES).read_text())
         outcomes = tuple(decode(_KINDS[o.pop("outcome")], o) for o in plain["outcomes"])
@@ -137,10 +137,10 @@ def load_kept(folder: Path) -> SavedResult:
 def _damage(
     folder: Path, outcomes: Sequence[Outcome], journals: Sequence[Journal], *, has_all: bool
 ) -> Iterator[str]:
-    """Compare what was there when the world had ended with what each rank sent word of having written.
+    """Compare the files after the end of the world with the digests that each rank reported.
 
-    What was changed later differs from the manifest, see `check_kept`. A rank that did not return sent no word; its
-    journal may end in half a line, and no line before that is damaged.
+    Later changes differ from the manifest, see `check_kept`. A rank that did not return reported no digest; its journal
+    may end in half a line, and the lines before are intact.
     """
     kept = kept_digests(folder)
     for outcome, journal in zip(outcomes, journals, strict=True):

@@ -1,4 +1,4 @@
-"""What two runs were made with: settings that differ, and what makes their records hard to compare. Values only."""
+"""The settings of two runs: which differ, and which make their records hard to compare. Values only."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class ComparedRun:
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """The engines asked for, then those that only records have."""
+        """The requested engines, then those that only records have."""
         recorded = (record.engine for record in self.run.records)
         return tuple(dict.fromkeys((*self.run.header.engines, *recorded)))
 
     @property
     def worlds(self) -> tuple[str, ...]:
-        """The worlds asked for, then those that only records have."""
+        """The requested worlds, then those that only records have."""
         recorded = (record.world for record in self.run.records)
         return tuple(dict.fromkeys((*self.run.header.worlds, *recorded)))
 
@@ -45,7 +45,7 @@ class ComparedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One thing that the runs were made with and that differs; ``none`` stands for its absence."""
+    """One setting of the runs that differs; ``none`` is the text for its absence."""
 
     name: str
     before: str
@@ -67,7 +67,7 @@ def settings_that_differ(before: ComparedRun, after: ComparedRun) -> tuple[Setti
 
 
 def warnings(before: ComparedRun, after: ComparedRun) -> tuple[str, ...]:
-    """List the respects in which the runs cannot be compared."""
+    """List the reasons why the runs cannot be compared."""
     return (
         *_unshared("engines", before.engines, after.engines),
         *_unshared("worlds", before.worlds, after.worlds),
@@ -98,7 +98,7 @@ def _different(old: Mapping[str, str], new: Mapping[str, str]) -> Iterable[Setti
 
 
 def _engine_versions(before: ComparedRun, after: ComparedRun) -> Iterable[Setting]:
-    """Compare the versions of engines in both runs; engines that changed alike are one line."""
+    """Compare the versions of engines in both runs; engines with the same change share a line."""
     old, new = _versions_by_engine(before.run), _versions_by_engine(after.run)
     changed: dict[tuple[str, str], list[str]] = {}
     for engine in old:
@@ -111,7 +111,7 @@ def _engine_versions(before: ComparedRun, after: ComparedRun) -> Iterable[Settin
 def _versions_by_engine(run: Run) -> dict[str, str]:
     found: dict[str, dict[str, None]] = {}
     for record in run.records:
-        # Empty where no case of the engine came to a verdict.
+        # Empty if no case of the engine came to a verdict.
         if record.engine_version:
             found.setdefault(record.engine, {})[record.engine_version] = None
     return {engine: " and ".join(sorted(versions)) for engine, versions in found.items()}

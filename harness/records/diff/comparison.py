@@ -1,14 +1,13 @@
-"""Two runs compared: which records changed, and in what. Pure, values in and values out.
+"""Two runs compared: which records changed, and how. Pure, values in and values out.
 
-[Note: what counts as a change]
-A record is found again by its engine, case and world. Its verdict, the expectation that bore on it, its headline,
-the laws that it broke, and the counts and bytes of its ledger are compared. Durations, observations and commands never
-are, and versions are context: they differ whenever an upgrade is looked at.
+[Note: what counts as a change] Records are matched by engine, case and world. Their verdicts, expectations, headlines,
+broken laws, and the counts and bytes of their ledgers are compared. Durations, observations and commands are not
+compared, and versions are context, because they differ in every upgrade.
 
-A headline holds numbers that vary although nothing changed: call sites with line numbers, addresses, and measured
-values of a tensor. Those are left out of the comparison. Whole numbers stay, because they are counts, steps and ranks.
-Only where a record passes in both runs and its communication changed, whole numbers follow from that change, which is
-listed by itself. The number of tensors compared stays even there: a run that compares fewer tensors proves less.
+A headline contains numbers that vary although nothing changed: call sites with line numbers, addresses, and measured
+values of a tensor. The comparison ignores them. It keeps whole numbers, because they are counts, steps and ranks. Only
+if a record passes in both runs and its communication changed, whole numbers follow from that change, which is listed
+separately. The number of compared tensors is kept even then: a run that compares fewer tensors proves less.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from shardproof.harness.records.record import Record, RecordKey, Verdict
 
 
 class News(StrEnum):
-    """What happened to a record, the most urgent first."""
+    """The kinds of changes of a record, the most urgent first."""
 
     WORSE = "worse"  # from PASSED to anything else, from UNSUPPORTED to a failure, from a known failure to another
     BETTER = "better"  # the reverse
@@ -39,7 +38,7 @@ class News(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordChange:
-    """One engine on one case in one world, and what changed there; ``news`` in the order of ``News``."""
+    """The changes of one engine on one case in one world; ``news`` in the order of ``News``."""
 
     engine: str
     case: str
@@ -51,7 +50,7 @@ class RecordChange:
 
     @property
     def newly_broken(self) -> tuple[str, ...]:
-        """Laws that are broken now and were not."""
+        """Laws that are broken now and were not before."""
         return _without(broken_laws(self.after), broken_laws(self.before))
 
     @property
@@ -74,7 +73,7 @@ class Comparison:
 
     @property
     def counts(self) -> Mapping[News, int]:
-        """How many records each kind of news concerns; a record may have two."""
+        """How many records have each kind of news; a record may have two."""
         return {news: sum(news in change.news for change in self.changes) for news in News}
 
 
@@ -109,7 +108,7 @@ def steady(headline: str) -> str:
 
 
 _UNSTEADY = (
-    # The worst element of a tensor that is wrong: rounding decides which it is.
+    # The worst wrong element of a tensor: rounding decides which it is.
     (
         re.compile(
             r"at \[[\d, ]*\] got \S+, expected \S+, error \S+, allowed \S+, \S+% of the shard beyond",
@@ -200,7 +199,7 @@ def _is_explained_alike(before: Record, after: Record, is_traffic_changed: bool)
 
 def _verdict_news(before: Record, after: Record) -> News:
     was, now = _badness(before), _badness(after)
-    # A pass is a pass whatever an expectation made of it.
+    # A pass is a pass, whatever the expectations are.
     is_alike = was[0] == now[0] and (was[0] == 0 or _fails_alike(before, after))
     if was == now or is_alike:
         return News.OTHER_VERDICT
@@ -212,17 +211,17 @@ def _badness(record: Record) -> tuple[int, bool]:
 
 
 def _fails_alike(before: Record, after: Record) -> bool:
-    """Whether both show the same failure, which an expectation excuses in one run alone."""
+    """Whether both records show the same failure, which an expectation excuses in only one run."""
     was, now = set(broken_laws(before)), set(broken_laws(after))
     if was or now:
         return was == now
-    # The harness puts its note on an expectation before a headline.
+    # The harness prepends its note on an expectation to a headline.
     old, new = steady(before.headline), steady(after.headline)
     return old.endswith(new) or new.endswith(old)
 
 
 def _excuse(record: Record) -> tuple[object, ...] | None:
-    """What an expectation excuses and why; where it applies and until when shows in the verdict."""
+    """What an expectation excuses, and why; the verdict shows where it applies and until when."""
     entry = record.expectation
     return None if entry is None else (entry.verdict, entry.reason, entry.link, entry.shows)
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from shardproof.harness.records.record import Record, Verdict
 
-# The ledgers of such records end wherever the world was stopped, so their counts vary from run to run.
+# The ledgers of such records end where the world was stopped, so their counts vary from run to run.
 _UNFINISHED = frozenset(
     {Verdict.UNSUPPORTED, Verdict.HUNG, Verdict.CRASHED, Verdict.ERRORED, Verdict.NOT_RUN}
 )
-_NO_ENTRIES = "none"  # the op of a line that stands for a rank without any entry
+_NO_ENTRIES = "none"  # the op of a line for a rank without any entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -60,7 +60,7 @@ def traffic_changes(before: Record, after: Record) -> tuple[TrafficChange, ...]:
     """List the kinds of collectives whose count or bytes differ, with the ranks where they do."""
     old, new = _by_rank(before), _by_rank(after)
     ranks: dict[tuple[_Kind, Traffic, Traffic], list[int]] = {}
-    # A rank without lines of its own did as rank 0 did; only the others have to be looked at one by one.
+    # A rank without lines of its own did the same as rank 0; only the others need comparing.
     own = {0, *old, *new}
     alike = sorted(set(range(after.world_size)) - own)
     for rank in sorted(own):
