@@ -98,7 +98,7 @@ class PreparedComposable(PreparedModel):
         self.plan = plan
         self.api = api
         if Capability.RANK_DEPENDENT in plan.demands:
-            # `set_reduce_scatter_unused_params` promises this even if no rank has a gradient.
+            # `set_reduce_scatter_unused_params` guarantees this even if no rank has a gradient.
             self.no_gradient = NoGradient.ZEROS
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""DDP whose callers end backwards, on every release of torch; mutants of that promise change it."""
+"""DDP whose callers finalize backwards, on every release of torch; mutants of that feature derive from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardproof.engine.contract import Capability
 
 
 class EndedByHand(DistributedDataParallel):
-    """Holds each backward back, and reduces it in one message when the caller ends it."""
+    """Holds each backward's gradients back, and reduces them in one message when the caller finalizes it."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
@@ -72,7 +72,7 @@ class _Prepared(PreparedDdp):
 
 
 class EndedByHandEngine(DistributedDataParallelEngine):
-    """DDP with the interface by which callers of torch 2.15 end backwards."""
+    """DDP with torch 2.15's interface for callers that finalize backwards."""
 
     name = "torch.ddp.ended_by_hand"
 

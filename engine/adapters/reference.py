@@ -47,9 +47,9 @@ class PreparedReference(PreparedComposable):
         return float(reference.clip_grad_norm_(self.module.parameters(), max_norm, norm_type))
 
     def load_full_state(self, state: dict[str, Any]) -> None:
-        """Load this rank's part of each tensor: torch's own function does not support uneven cuts of cut tensors.
+        """Load this rank's part of each tensor: torch's function does not support uneven shards of sharded tensors.
 
-        It does not support parameters without state either: it refuses them, or creates the state of one step.
+        Nor does it support parameters without state: it refuses them, or creates the state of one step.
         """
         optimizer = self.built_optimizer()
         model_part, optimizer_part = get_state_dict(self.module, optimizer)
@@ -78,7 +78,7 @@ def _part_of(whole: Any, own: Any) -> Any:
 
 
 class ReferenceEngine(Engine):
-    """Shards, or replicates where the plan says so; both are one engine."""
+    """Shards, or replicates if the plan requests that; both are one engine."""
 
     name = "reference"
     # CUDA graphs have not been tested yet, and the engine always allocates its own buffers.
@@ -93,12 +93,12 @@ class ReferenceEngine(Engine):
 
 
 class ReferenceOnStreams(ReferenceEngine):
-    """The same engine with the accelerator's overlap on a CPU: each reduction is issued to its end, on its stream."""
+    """The same engine with an accelerator's overlap on a CPU: each reduction is issued completely, on its stream."""
 
     name = "reference.on_streams"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Prepare as usual, then select the other way to overlap."""
+        """Prepare as usual, then select the other form of overlap."""
         prepared = super().prepare(model, plan, mesh)
         for module in prepared.module.modules():
             if (unit := state_of(module)) is not None:

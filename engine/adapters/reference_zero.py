@@ -39,7 +39,7 @@ class PreparedZero2(PreparedPieces):
         self.engine.share()
 
     def clip(self) -> None:
-        """Clip if the plan said so."""
+        """Clip if the plan requests it."""
         if self._max_norm is not None:
             self.engine.clip(self._max_norm)
 

@@ -1,4 +1,4 @@
-"""What a caller may choose beside torch's own policies: where one parameter lies and how it computes. Values only."""
+"""Options for callers beyond torch's own policies: the mesh of one parameter and its dtypes. Values only."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.distributed.tensor import Shard
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
-    """torch's policy, with the field that it has since 2.15: a function that chooses how one parameter computes.
+    """torch's policy with its field since 2.15: a function that chooses how one parameter computes.
 
-    Called once for each parameter that a call takes; it returns the parameter's own dtype, ``param_dtype``, or None
-    for the latter.
+    Called once for each parameter of a call; it returns the parameter's own dtype, ``param_dtype``, or None for the
+    latter.
     """
 
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
@@ -27,28 +27,28 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
 
 
 class DTypes(Protocol):
-    """The fields read of torch's ``MixedPrecisionPolicy``: those of one unit.
+    """The fields of torch's ``MixedPrecisionPolicy`` that a unit reads.
 
     The shards and the optimizer keep the parameters' own dtype.
     """
 
     @property
     def param_dtype(self) -> torch.dtype | None:
-        """Of gathered parameters, and so of compute and of the gather on the wire."""
+        """The dtype of gathered parameters, and so of compute and of the all-gather."""
         ...
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """In which whole gradients are accumulated and cross between ranks.
+        """The dtype in which whole gradients are accumulated and reduced between ranks.
 
-        None: that which parameters set for their gradients (``grad_dtype``), by default their own; of several in one
-        group the widest crosses.
+        None: the dtype that parameters set for their gradients (``grad_dtype``), by default their own; if they differ
+        within a group, the widest.
         """
         ...
 
     @property
     def output_dtype(self) -> torch.dtype | None:
-        """To which floating-point outputs of forward are cast."""
+        """The dtype to which floating-point outputs of forward are cast."""
         ...
 
     @property
@@ -58,7 +58,7 @@ class DTypes(Protocol):
 
 
 class MeshDims(Protocol):
-    """The fields read of torch's ``DataParallelMeshDims``: which axes of a mesh of all axes are those of data."""
+    """The fields of torch's ``DataParallelMeshDims``: which axes of a mesh of all axes are data-parallel."""
 
     @property
     def shard_names(self) -> tuple[str, ...]:
@@ -73,9 +73,9 @@ class MeshDims(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlacementResult:
-    """What ``shard_placement_fn`` may return to put one parameter on a data-parallel mesh of its own.
+    """A result of ``shard_placement_fn`` that puts one parameter on a data-parallel mesh of its own.
 
-    Parameters of one call that lie on different meshes form one communication group per mesh.
+    Parameters of one call that are on different meshes form one communication group per mesh.
     """
 
     placement: Shard | None = None

@@ -138,7 +138,7 @@ class Zero2:
 
     @torch.no_grad()
     def share(self) -> None:
-        """Gather on all ranks the pieces that the optimizer has updated on each."""
+        """Gather on all ranks the pieces that each rank's optimizer has updated."""
         pending = [(piece, *self._gather(piece)) for piece in self.pieces.values()]
         for piece, work, whole in pending:
             work.wait()

@@ -1,4 +1,4 @@
-"""Checkpoints of `Zero2`: a file of each rank's pieces, which any number of ranks read and cut anew."""
+"""Checkpoints of `Zero2`: a file of each rank's pieces, which any number of ranks read and cut again."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from shardproof.engine.reference.zero import OwnPiece, Zero2
 
 __all__ = ["file_of", "load", "save"]
 
-# Of a piece: where it begins, its values, and the optimizer's state of it. Any: numbers and tensors.
+# Of a piece: its start, its values, and its optimizer state. Any: numbers and tensors.
 _Saved = Mapping[str, Any]
 
 
 def file_of(folder: Path, rank: int) -> Path:
-    """Name the file that a rank writes."""
+    """Return the path of a rank's file."""
     return folder / f"rank{rank}.pt"
 
 
@@ -33,7 +33,7 @@ def save(zero: Zero2, optimizer: torch.optim.Optimizer, folder: Path) -> None:
 
 
 def load(zero: Zero2, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Take what the ranks of some world wrote; buffers, and what is not trained, are those of the first rank."""
+    """Load the files of a world of any size; buffers and untrained values are those of the first rank."""
     num_ranks = len(list(folder.glob("rank*.pt")))
     first, *others = (torch.load(file_of(folder, rank)) for rank in range(num_ranks))
     whole = dict(zero.module.named_parameters()) | dict(zero.module.named_buffers())
@@ -62,7 +62,7 @@ def _load_piece(piece: OwnPiece, optimizer: torch.optim.Optimizer, saved: list[_
 
 
 def _joined(saved: list[_Saved], values: Iterable[torch.Tensor], size: int) -> torch.Tensor:
-    """Lay the pieces of all ranks where they belong in the flattened whole."""
+    """Copy the pieces of all ranks to their positions in the flattened whole."""
     pieces = list(values)
     whole = pieces[0].new_empty(size)
     for place, value in zip(saved, pieces, strict=True):

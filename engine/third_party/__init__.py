@@ -1,1 +1,1 @@
-"""Adapters of engines in packages of their own, none of which has to be installed: each module imports its engine."""
+"""Adapters of engines in other packages, none of which has to be installed: each module imports its engine."""

@@ -1,4 +1,4 @@
-"""Hugging Face accelerate on a CPU: DistributedDataParallel, FSDP1 and FSDP2 in its Accelerator's hands."""
+"""Hugging Face accelerate on a CPU: DistributedDataParallel, FSDP1 and FSDP2 through its Accelerator."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _RESHARD: Mapping[int, Mapping[bool, bool | str]] = {
 
 
 class PreparedAccelerate(PreparedModel):
-    """accelerate takes model and optimizer together, so it is given the model when there is an optimizer."""
+    """accelerate takes model and optimizer together, so it receives the model when there is an optimizer."""
 
     def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
         super().__init__(model)
@@ -54,7 +54,7 @@ class PreparedAccelerate(PreparedModel):
         self._accelerator.save_state(str(folder))
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Load what it was given to prepare: model and optimizer."""
+        """Load model and optimizer, as they were prepared."""
         self._accelerator.load_state(str(folder))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
@@ -64,12 +64,12 @@ class PreparedAccelerate(PreparedModel):
 
 
 class AccelerateDdpEngine(Engine):
-    """What accelerate makes of several processes on a CPU."""
+    """accelerate's default for several processes on a CPU."""
 
     name = "accelerate.ddp"
     package = "accelerate"
     known_as = "torch.ddp"
-    needs_processes = True  # its state is that of the process
+    needs_processes = True  # its state is one per process
     capabilities = frozenset(
         {
             Capability.REPLICATE,
@@ -108,7 +108,7 @@ class AccelerateDdpEngine(Engine):
 
 
 class AccelerateFsdp2Engine(AccelerateDdpEngine):
-    """FSDP2 by accelerate's plugin, whose units are all modules of the classes that are named."""
+    """FSDP2 by accelerate's plugin, whose units are all modules of the listed classes."""
 
     name = "accelerate.fsdp2"
     known_as = "torch.fsdp2"
@@ -133,7 +133,7 @@ class AccelerateFsdp2Engine(AccelerateDdpEngine):
     )
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Set by hand what accelerate sets on accelerators: on a CPU it leaves the plugin out, and trains by DDP."""
+        """Set the options that accelerate sets on accelerators: on a CPU it ignores the plugin, and trains with DDP."""
         plan.refuse_beyond(self.capabilities)
         return PreparedAccelerate(_with_plugin(model, plan, version=2), model)
 
@@ -148,14 +148,14 @@ class AccelerateFsdp1Engine(AccelerateDdpEngine):
     )
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap it; pieces are read as those of torch's own wrapper."""
+        """Wrap the model; pieces are read as those of torch's own wrapper."""
         plan.refuse_beyond(self.capabilities)
         return PreparedFsdp1(_with_plugin(model, plan, version=1).prepare(model), model, NAMES)
 
 
 def _with_plugin(model: nn.Module, plan: Plan, *, version: int) -> Accelerator:
     accelerator = Accelerator(cpu=True)
-    for state in (PartialState, AcceleratorState):  # the latter is filled again from the former
+    for state in (PartialState, AcceleratorState):  # the latter is refilled from the former
         state._shared_state |= {"distributed_type": DistributedType.FSDP, "device": torch.device("cpu")}
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
         fsdp_version=version,

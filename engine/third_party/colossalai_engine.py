@@ -47,7 +47,7 @@ class PreparedLowLevelZero(PreparedPieces):
         super().optimizer(lambda _: self._zero)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Let it reduce afterwards."""
+        """Let it reduce after backward."""
         self._zero.backward(loss)
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -56,13 +56,13 @@ class PreparedLowLevelZero(PreparedPieces):
 
     def pieces(self) -> Iterator[Piece]:
         for name, p in self.owned_parameters().items():
-            if id(p) in self._zero.working_to_master_param:  # else frozen, or not the optimizer's
+            if id(p) in self._zero.working_to_master_param:  # otherwise it is frozen, or not in the optimizer
                 master = self._zero.working_to_master_param[id(p)]
                 start = self._group.rank() * master.numel()
                 yield Piece(name=name, shape=tuple(p.shape), owner=master, start=start)
 
     def gradient_of(self, piece: Piece) -> torch.Tensor | None:
-        """Return what is there once gradients were reduced."""
+        """Return the gradient that exists once gradients were reduced."""
         own = id(self.owned_parameters()[piece.name])
         parts = self._zero.pid_to_grad_store[own].get_partitioned_gradients_by_param_id(0, own)
         return parts[0 if self._shares_gradients else self._group.rank()] if parts else None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import deepspeed
-import deepspeed.runtime.zero.muon.muon_optimizer  # else `initialize` does, and its memory is taken for the model's
+import deepspeed.runtime.zero.muon.muon_optimizer  # else `initialize` imports it, as memory of the model
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint import ds_to_universal
@@ -45,7 +45,7 @@ _OFFLOAD: Mapping[Offload, Mapping[str, Mapping[str, str]]] = {
     Offload.OPTIMIZER: {"offload_optimizer": _ON_HOST},
     Offload.CPU: {"offload_optimizer": _ON_HOST, "offload_param": _ON_HOST},
 }
-# On a CPU it would compile collectives of its own over shared memory at first use, which takes a minute.
+# On a CPU it would compile its own shared-memory collectives at first use, which takes a minute.
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
@@ -89,14 +89,14 @@ class PreparedDeepSpeed(PreparedPieces):
         self._engine.backward(loss)
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Do nothing: `backward` has said it."""
+        """Do nothing: `backward` sets it."""
         return nullcontext()
 
     def save_checkpoint(self, folder: Path) -> None:
         self._engine.save_checkpoint(folder, tag=_TAG)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Load it as it is, or, of another number of ranks, once it has been converted to a universal one."""
+        """Load it unchanged, or, if it is from another number of ranks, after conversion to a universal one."""
         if self._is_resized and dist.get_rank() == 0:
             workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
             folders = {"input_folder": str(folder / _TAG), "output_folder": str(folder / _UNIVERSAL)}
@@ -112,9 +112,9 @@ class PreparedDeepSpeed(PreparedPieces):
         """Clear gradients, always to None."""
         self._engine.zero_grad()
 
-    # Any, here and below: a parameter to which DeepSpeed has given attributes, and what it returns.
+    # Any, here and below: a parameter with attributes of DeepSpeed, and DeepSpeed's results.
     def is_trained(self, p: Any) -> bool:
-        """Return whether the optimizer was given a parameter: others have no place in the flat buffers."""
+        """Return whether the optimizer has the parameter: others have no place in the flat buffers."""
         return p.requires_grad and id(p) in self._updated
 
     def pieces(self) -> Iterator[Piece]:
@@ -129,7 +129,7 @@ class PreparedDeepSpeed(PreparedPieces):
         return p._hp_mapping.get_lp_grad_fragment(p._index_in_param_group) if p._hp_mapping else _NOTHING
 
     def state_of(self, piece: Piece) -> Mapping[str, Any]:
-        """Return the state of a piece; single numbers are of a whole group of parameters."""
+        """Return the state of a piece; single numbers belong to a whole group of parameters."""
         if not self.is_trained(piece.owner):
             return {}
         states = self._engine.optimizer.optimizer.state.values()
@@ -142,12 +142,12 @@ class PreparedDeepSpeed(PreparedPieces):
 
 
 class PreparedDeepSpeedZero3(PreparedDeepSpeed):
-    """Each parameter is flattened, padded and cut evenly; modules show empty ones while they do not run."""
+    """Each parameter is flattened, padded and cut evenly; modules have empty ones while they do not run."""
 
     no_gradient = NoGradient.ZEROS
     parameters_are_whole = False
     options: ClassVar[Mapping[str, int]] = {
-        "reduce_bucket_size": 1,  # a buffer that is always there: by default of 2 GB
+        "reduce_bucket_size": 1,  # a permanent buffer: by default of 2 GB
         "stage3_param_persistence_threshold": 0,  # by default parameters as small as these stay whole
     }
 
@@ -180,7 +180,7 @@ _OF_ALL_STAGES = frozenset(
 
 
 class DeepSpeedZero1(Engine):
-    """Stage 1: optimizer state is shared out; gradients are reduced with the last microbatch."""
+    """Stage 1: optimizer state is sharded; gradients are reduced with the last microbatch."""
 
     name, stage = "deepspeed.zero1", 1
     package = "deepspeed"
@@ -190,20 +190,20 @@ class DeepSpeedZero1(Engine):
     capabilities = _OF_ALL_STAGES | {Capability.ZERO1, Capability.ACCUMULATE, Capability.ROUND_ROBIN}
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Refuse what is beyond it; DeepSpeed wants the optimizer with the model."""
+        """Refuse unsupported plans; DeepSpeed takes the optimizer together with the model."""
         plan.refuse_beyond(self.capabilities)
         return self.prepared_type(model, self.stage, plan)
 
 
 class DeepSpeedZero2(DeepSpeedZero1):
-    """Stage 2: gradients are shared out as well, in each microbatch."""
+    """Stage 2: gradients are sharded as well, in each microbatch."""
 
     name, stage = "deepspeed.zero2", 2
     capabilities = _OF_ALL_STAGES | {Capability.ZERO2, Capability.ROUND_ROBIN}
 
 
 class DeepSpeedZero3(DeepSpeedZero1):
-    """Stage 3: parameters are shared out too, and gathered for each module."""
+    """Stage 3: parameters are sharded too, and gathered for each module."""
 
     name, stage = "deepspeed.zero3", 3
     prepared_type = PreparedDeepSpeedZero3

@@ -1,4 +1,4 @@
-"""fairscale: FullyShardedDataParallel, given a stand-in for CUDA on a CPU, and ShardedDataParallel with OSS."""
+"""fairscale: FullyShardedDataParallel, with a stand-in for CUDA on a CPU, and ShardedDataParallel with OSS."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PreparedFairscale(PreparedPieces):
         return float(self._root.clip_grad_norm_(max_norm, norm_type))
 
     def value_of(self, piece: Piece) -> torch.Tensor:
-        """Read the shard also where the flat parameter is whole."""
+        """Read the shard also while the flat parameter is whole."""
         value: torch.Tensor = getattr(piece.owner, "_fp32_shard", piece.owner)
         return value
 
@@ -78,19 +78,19 @@ class FairscaleEngine(Engine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap every unit of the plan, then the root."""
         plan.refuse_beyond(self.capabilities)
-        # It calls what torch has renamed since.
+        # It calls functions that torch has since renamed.
         warnings.filterwarnings("ignore", category=FutureWarning, message=".*deprecated")
         warnings.filterwarnings("ignore", category=UserWarning, message="TypedStorage is deprecated")
         group = mesh.get_group()
         options = {
-            # Its own cache of groups belongs to the process, and ranks may be threads.
+            # Its own cache of groups is per process, and ranks may be threads.
             "process_group": group,
             "process_group_reduce_scatter": group,
             "compute_device": next(model.parameters()).device,
             "reshard_after_forward": plan.reshard is not Reshard.KEEP,
-            # By default the root keeps what it gathered, whatever is asked.
+            # By default the root keeps its gathered parameters, whatever the option is.
             "disable_reshard_on_root": plan.reshard is not Reshard.AFTER_FORWARD,
-            # Its buckets have two dims, which backends of a CPU do not take.
+            # Its buckets have two dims, which CPU backends do not support.
             "bucket_cap_mb": 0,
         }
         for unit in plan.units:
@@ -104,7 +104,7 @@ class FairscaleEngine(Engine):
 
 
 class PreparedShardedDdp(PreparedPieces):
-    """Each parameter has its reduced gradient and its state on one rank, which shares it after the update."""
+    """One rank has each parameter's reduced gradient and state, and sends the updated parameter to the others."""
 
     cut = Cut.PARAMETERS
     parameters_are_whole = True
@@ -114,7 +114,7 @@ class PreparedShardedDdp(PreparedPieces):
         self._group = group
 
     def optimizer(self, factory: OptimizerFactory) -> None:
-        """Pass each rank's share to an optimizer like the one asked for, and wrap the model, which needs both."""
+        """Create an optimizer of the requested kind for each rank's share, and wrap the model, which needs both."""
         parameters = list(self.named.parameters())
 
         def make(
@@ -133,18 +133,18 @@ class PreparedShardedDdp(PreparedPieces):
             self._oss,
             process_group=self._group,
             broadcast_buffers=False,
-            reduce_buffer_size=0,  # buckets would be there between steps too
+            reduce_buffer_size=0,  # buckets would persist between steps too
         )
         self.module = self._wrapper
         super().optimizer(lambda _: self._oss)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Reduce with the last microbatch: owners would average anew what they reduced before."""
+        """Reduce with the last microbatch: owners would average reduced gradients again."""
         with nullcontext() if self.is_last_microbatch else self._wrapper.no_sync():
             super().backward(loss)
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Do nothing: `backward` asks which microbatch is the last."""
+        """Do nothing: `backward` checks which microbatch is the last."""
         return nullcontext()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
@@ -157,12 +157,12 @@ class PreparedShardedDdp(PreparedPieces):
         return {"model": self.named.state_dict(), "optimizer": state}
 
     def load_full_state(self, state: dict[str, Any]) -> None:
-        """Load the whole on every rank, of which it keeps its share."""
+        """Load the whole state on every rank, which keeps its share."""
         self.named.load_state_dict(state["model"])
         self._oss.load_state_dict(state["optimizer"])
 
     def pieces(self) -> Iterator[Piece]:
-        """Show nothing of what another rank owns."""
+        """Yield no pieces that another rank owns."""
         for name, p in self.owned_parameters().items():
             if p in self._oss._param_to_rank and p.requires_grad:
                 numel = p.numel() if self._oss._param_to_rank[p] == self._group.rank() else 0

@@ -1,4 +1,4 @@
-"""PyTorch-Ignite's ``auto_model`` and ``auto_optim``: DistributedDataParallel where processes are many."""
+"""PyTorch-Ignite's ``auto_model`` and ``auto_optim``: DistributedDataParallel if there are several processes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class PreparedIgnite(PreparedModel):
 
 
 class IgniteDdpEngine(Engine):
-    """What Ignite makes of several processes on a CPU."""
+    """Ignite's default for several processes on a CPU."""
 
     name = "ignite.ddp"
     package = "pytorch-ignite"
     known_as = "torch.ddp"
-    needs_processes = True  # it keeps rank and backend in a global
+    needs_processes = True  # it stores rank and backend in a global
     preload = (__name__,)
     capabilities = frozenset(
         {

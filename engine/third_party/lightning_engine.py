@@ -17,18 +17,18 @@ from torch.distributed.tensor import DTensor
 from shardproof.engine.adapters.composable import members
 from shardproof.engine.contract import Capability, Engine, OptimizerFactory, Plan, PreparedModel, Reshard
 
-_NAME = "checkpoint"  # a file or a folder, as the strategy likes
+_NAME = "checkpoint"  # a file or a folder, depending on the strategy
 
 
 class PreparedFabric(PreparedModel):
-    """Fabric drives backward, steps and clipping."""
+    """Fabric runs backward, steps and clipping."""
 
     def __init__(self, fabric: Fabric, model: nn.Module) -> None:
         super().__init__(fabric.setup_module(model), named=model)
         self._fabric = fabric
 
     def optimizer(self, factory: OptimizerFactory) -> None:
-        """Build it over what `setup_module` left, and pass it to Fabric."""
+        """Build it over the parameters that `setup_module` left, and pass it to Fabric."""
         super().optimizer(lambda parameters: self._fabric.setup_optimizers(factory(parameters)))
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -41,7 +41,7 @@ class PreparedFabric(PreparedModel):
 
     @property
     def stateful_module(self) -> nn.Module:
-        """Return the model inside Fabric's wrapper, which torch's functions do not know."""
+        """Return the model inside Fabric's wrapper, which torch's functions do not support."""
         return self.named
 
     def save_checkpoint(self, folder: Path) -> None:
@@ -55,7 +55,7 @@ class PreparedFabric(PreparedModel):
         return {"model": self.module, "optimizer": self.built_optimizer()}
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
-        """Use Fabric's own; where losses are scaled a gradient may overflow, and the scaler then skips the step."""
+        """Use Fabric's own; with loss scaling a gradient may overflow, and the scaler then skips the step."""
         norm = self._fabric.clip_gradients(
             self.module,
             self.built_optimizer(),
@@ -72,7 +72,7 @@ class FabricDdpEngine(Engine):
     name = "lightning.ddp"
     package = "lightning-fabric"
     known_as = "torch.ddp"
-    needs_processes = True  # it knows its rank from the environment
+    needs_processes = True  # it reads its rank from the environment
     capabilities = frozenset(
         {
             Capability.REPLICATE,
@@ -100,7 +100,7 @@ class FabricDdpEngine(Engine):
     )
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Let Fabric join the process group that is there."""
+        """Let Fabric use the existing process group."""
         plan.refuse_beyond(self.capabilities)
         fabric = Fabric(accelerator="cpu", devices=mesh.size(), strategy=self.strategy(plan, mesh))
         fabric.launch()
@@ -117,7 +117,7 @@ class FabricDdpEngine(Engine):
 
 
 class FabricFsdp2Engine(FabricDdpEngine):
-    """ModelParallelStrategy, which leaves it to its user to shard the model."""
+    """ModelParallelStrategy, whose user shards the model."""
 
     name = "lightning.fsdp2"
     known_as = "torch.fsdp2"

@@ -1,4 +1,4 @@
-"""Megatron Core's DistributedDataParallel, which insists on CUDA: a stand-in for it is used in worlds of a CPU."""
+"""Megatron Core's DistributedDataParallel, which requires CUDA: worlds of a CPU use a stand-in for it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from shardproof.engine.contract import (
 )
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # said of packages that it can do without
+    warnings.simplefilter("ignore")  # warnings about optional packages
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
 
 
 class PreparedMegatronCore(PreparedModel):
-    """Gradients are added up in flat buffers, ``main_grad`` of each parameter, and are there for the step alone."""
+    """Gradients accumulate in flat buffers, ``main_grad`` of each parameter, and are in ``grad`` only for the step."""
 
     no_gradient = NoGradient.ZEROS
 
@@ -40,14 +40,14 @@ class PreparedMegatronCore(PreparedModel):
         self._ddp = module
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Reduce with the last microbatch: what is reduced is not to be reduced again."""
+        """Reduce with the last microbatch: a reduced gradient must not be reduced again."""
         with nullcontext() if self.is_last_microbatch else self._ddp.no_sync():
             super().backward(loss)
         if self.is_last_microbatch:
             self._ddp.finish_grad_sync()
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Do nothing: `backward` asks which microbatch is the last."""
+        """Do nothing: `backward` checks which microbatch is the last."""
         return nullcontext()
 
     def step(self) -> None:
@@ -69,7 +69,7 @@ class PreparedMegatronCore(PreparedModel):
 
     @contextmanager
     def _gradients(self) -> Iterator[None]:
-        """Show gradients to the optimizer, as Megatron's own does."""
+        """Put gradients where the optimizer finds them, as Megatron's own does."""
         for p in self.owned_parameters().values():
             p.grad = getattr(p, "main_grad", None)
         yield
@@ -78,7 +78,7 @@ class PreparedMegatronCore(PreparedModel):
 
 
 class MegatronCoreDdpEngine(Engine):
-    """Buckets are reduced during backward; where parameters go unused, after it."""
+    """Buckets are reduced during backward; if parameters are unused, after it."""
 
     name = "mcore.ddp"
     package = "megatron-core"
@@ -98,13 +98,13 @@ class MegatronCoreDdpEngine(Engine):
     )
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Name the groups: data parallelism has all ranks, every other kind one."""
+        """Create the groups: data parallelism has all ranks, every other kind one."""
         plan.refuse_beyond(self.capabilities)
         alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
         groups = ProcessGroupCollection(
             dp=mesh.get_group(), tp=alone, pp=alone, ep=alone, cp=alone, expt_dp=mesh.get_group()
         )
-        # By default a bucket holds 40 million elements, and overlaps nothing of a small model.
+        # By default a bucket has 40 million elements, and overlaps nothing in a small model.
         bucket_bytes = 4 if plan.tuning is Tuning.OVERLAPPED else plan.bucket_bytes
         options = DistributedDataParallelConfig(
             overlap_grad_reduce=plan.tuning is not Tuning.IN_SEQUENCE

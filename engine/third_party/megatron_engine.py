@@ -1,4 +1,4 @@
-"""Adapters of Megatron-FSDP, which insists on CUDA: a stand-in for it is used in worlds of a CPU."""
+"""Adapters of Megatron-FSDP, which requires CUDA: worlds of a CPU use a stand-in for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ with warnings.catch_warnings():
 
 
 class PreparedMegatron(PreparedPieces):
-    """Sums gradients: the mean that it can take needs a reduction that backends of a CPU do not have."""
+    """Sums gradients: its mean needs a reduction that CPU backends do not have."""
 
     cut = Cut.CHUNKS
     masters = Masters.SHARE
@@ -42,7 +42,7 @@ class PreparedMegatron(PreparedPieces):
         self._num_ranks = num_ranks
 
     def optimizer(self, factory: OptimizerFactory) -> None:
-        """Build it over the pieces, and have the engine wrap its step."""
+        """Build it over the pieces, and let the engine wrap its step."""
         self._optimizer = megatron_fsdp.fully_shard_optimizer(
             factory(self._root.parameters()), preproc_state_dict_for_dcp_ckpt=False
         )
@@ -52,7 +52,7 @@ class PreparedMegatron(PreparedPieces):
         (loss / self._num_ranks).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def pieces(self) -> Iterator[Piece]:
-        """Look into the buffers."""
+        """Read the engine's buffers."""
         buffers = self._root.param_and_grad_buffer
         owners = dict(buffers.optimizer_named_parameters)
         for group in buffers.parameter_groups:
@@ -70,13 +70,13 @@ class PreparedExperimental(PreparedPieces):
     cut = Cut.CHUNKS
 
     def optimizer(self, factory: OptimizerFactory) -> None:
-        """Build it over the pieces, and have the engine refresh what it computes with after each step."""
+        """Build it over the pieces, and let the engine refresh its compute weights after each step."""
         optimizer = factory(self.module.parameters())
         megatron_fsdp.experimental.fully_shard_optimizer(optimizer)
         self._optimizer = optimizer
 
     def pieces(self) -> Iterator[Piece]:
-        """Look into the units."""
+        """Read the engine's units."""
         for path, module in self.module.named_modules():
             for group in getattr(module, "_parameter_groups", ()):
                 for index, (name, owner) in enumerate(
@@ -103,7 +103,7 @@ class MegatronFsdpEngine(_MegatronEngine):
     name = "megatron.fsdp"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Make units of all modules of the classes that the plan's units have."""
+        """Make units of all modules of the classes of the plan's units."""
         plan.refuse_beyond(self.capabilities)
         _expect_warnings()
         device = next(model.parameters()).device
@@ -138,16 +138,16 @@ class ExperimentalMegatronFsdpEngine(_MegatronEngine):
 
 
 def _classes(model: nn.Module, plan: Plan) -> list[type[nn.Module]]:
-    """Return the classes of the plan's units; without any the model is the only one, as the engine needs one."""
+    """Return the classes of the plan's units; without units the model is the only one, because the engine needs one."""
     found = {type(model.get_submodule(unit)) for unit in plan.units} or {type(model)}
     return sorted(found, key=lambda kind: kind.__qualname__)
 
 
 def _expect_warnings() -> None:
-    """Silence what these engines cannot help; for good, since ranks that are threads share filters."""
-    # They call what torch has renamed since.
+    """Ignore warnings of these engines, permanently: ranks that are threads share the warning filters."""
+    # They call functions that torch has since renamed.
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated")
-    # Its device is the CPU, and not what it takes for the current one.
+    # Its device is the CPU, not the current accelerator.
     logging.getLogger("megatron_fsdp.megatron_fsdp").setLevel(logging.ERROR)
     # Inputs of a model need no gradient.
     warnings.filterwarnings("ignore", category=UserWarning, message="Full backward hook is firing")

@@ -1,4 +1,4 @@
-"""OLMo-core's MultiGroupDistributedDataParallel: gradients lie in flat buckets, each reduced once it is full."""
+"""OLMo-core's MultiGroupDistributedDataParallel: gradients are in flat buckets, each reduced once it is full."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class PreparedMultiGroup(PreparedModel):
         self._ddp = module
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Wait as the wrapper wants it, unless gradients accumulate."""
+        """Wait as the wrapper requires, unless gradients accumulate."""
         super().backward(loss)
         if self._ddp.require_backward_grad_sync:
             self._ddp.finalize_grad_reduce()
 
     def zero_grad(self, *, set_to_none: bool) -> None:
-        """Let the wrapper clear its buckets, in which gradients lie."""
+        """Let the wrapper clear its buckets, which contain the gradients."""
         self._ddp.zero_grad(set_to_none=set_to_none)
 
 
 class MultiGroupDdpEngine(Engine):
-    """All parameters are of one group."""
+    """All parameters are in one group."""
 
     name = "olmo.ddp"
     package = "ai2-olmo-core"
@@ -51,7 +51,7 @@ class MultiGroupDdpEngine(Engine):
     )
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Wrap it; all ranks have the first one's values already."""
+        """Wrap it; all ranks already have the first one's values."""
         plan.refuse_beyond(self.capabilities)
         bucket_mb = None if plan.bucket_bytes is None else plan.bucket_bytes / 2**20
         wrapper = MultiGroupDistributedDataParallel(

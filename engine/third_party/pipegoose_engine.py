@@ -1,4 +1,4 @@
-"""pipegoose: DataParallel, alone and with its DistributedOptimizer, which is ZeRO-1 in whole parameters."""
+"""pipegoose: DataParallel, by itself and with its DistributedOptimizer, which is ZeRO-1 with whole parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardproof.engine.contract import (
 
 
 class _Context(ParallelContext):  # type: ignore[misc]  # of an untyped package
-    """Takes the process group that is there already."""
+    """Uses the existing process group."""
 
     def init_global_dist(self, rank: int, world_size: int, *_: object) -> None:
         self._register_dist(rank, world_size, dist.group.WORLD, list(range(world_size)), ParallelMode.GLOBAL)
@@ -35,7 +35,7 @@ class _Context(ParallelContext):  # type: ignore[misc]  # of an untyped package
 
 
 class PreparedPipegooseZero1(PreparedModel):
-    """Each parameter is updated on one rank, which is to send it to the others."""
+    """Each parameter is updated on one rank, which sends it to the others."""
 
     cut = Cut.PARAMETERS
 
@@ -52,7 +52,7 @@ class PreparedPipegooseZero1(PreparedModel):
         self._zero().zero_grad()
 
     def local_optimizer_state(self) -> Mapping[str, Shard]:
-        """Read the state of this rank's parameters, which the inner optimizer has."""
+        """Read the state of this rank's parameters from the inner optimizer."""
         state = self._zero().optim.state
         return {
             f"{name}/{key}": shard_of(value)
@@ -61,7 +61,7 @@ class PreparedPipegooseZero1(PreparedModel):
             if isinstance(value, torch.Tensor)
         }
 
-    def _zero(self) -> Any:  # Any: it is no optimizer of torch's
+    def _zero(self) -> Any:  # Any: it is not one of torch's optimizers
         return self.built_optimizer()
 
 

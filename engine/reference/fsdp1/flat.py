@@ -1,4 +1,4 @@
-"""Parameters end to end: one flat parameter for each unit, of which a rank holds an interval."""
+"""Concatenated parameters: one flat parameter for each unit, of which each rank has an interval."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from shardproof.engine.reference.torch_private import post_accumulate_hooks
 FLAT_NAME = "_flat_param"
 """The name under which a wrapper registers its flat parameter."""
 
-_ALIGNMENT_BYTES = 16  # what vectorised kernels load at once
+_ALIGNMENT_BYTES = 16  # the width of vectorised loads
 
 
 class FlatParameter(nn.Parameter):
-    """This rank's share of all parameters of one unit as one 1-D tensor: what the optimizer updates."""
+    """This rank's share of all parameters of one unit as one 1-D tensor: the optimizer updates it."""
 
 
 class FlatPiece(FSDPParam):
     """One parameter of a unit: from ``start`` on in the flat one; this rank has ``local_numel`` elements of it.
 
     Those begin ``offset`` elements into the rank's share, and ``first`` into the flattened parameter. With
-    ``is_visible`` modules show them as a parameter of their own, else as a plain tensor beside the flat one.
+    ``is_visible`` modules have them as a parameter of their own, else as a plain tensor beside the flat one.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class FlatPiece(FSDPParam):
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's elements: 1-D, or of the parameter's own shape where one rank has everything."""
+        """This rank's elements: 1-D, or in the parameter's own shape if one rank has everything."""
         part = self._flat.memory[self.offset : self.offset + self.local_numel]
         return part.view(self.shape) if self._flat.num_ranks == 1 else part
 
     @property
     def is_visible(self) -> bool:
-        """Whether modules show this part as a parameter."""
+        """Whether modules have this part as a parameter."""
         return self._visible is not None
 
     @property
@@ -73,21 +73,21 @@ class FlatPiece(FSDPParam):
         return self._flat.flat_parameter
 
     def current(self) -> torch.Tensor:
-        """Return what the modules show, but for the whole parameter."""
+        """Return the tensor in the modules, unless it is the whole parameter."""
         if self._visible is None:
             return self.local
         found = self.locations[0].get()
-        # A DTensor is what was wrapped: it cannot be a part of itself.
+        # The wrapped parameter is a DTensor, which cannot be a part of itself.
         return self._visible if found is None or isinstance(found, DTensor) else found
 
     def is_in_place(self) -> bool:
-        """Whether the visible parameter still is a view of the rank's share."""
+        """Whether the visible parameter is still a view of the rank's share."""
         found, local = self.current(), self.local
         is_same = found is self._visible and found.dtype == local.dtype and found.device == local.device
         return is_same and (not self.local_numel or found.data_ptr() == local.data_ptr())
 
     def rebind(self) -> None:
-        """Let what modules show be a view of the rank's share again; a parameter put in its place is adopted."""
+        """Make the modules' tensor a view of the rank's share again; adopts a parameter that replaced the original."""
         if self._visible is not None:
             found = self.current()
             assert isinstance(found, nn.Parameter)
@@ -97,14 +97,14 @@ class FlatPiece(FSDPParam):
         self.to_sharded()
 
     def to_unsharded(self) -> None:
-        """Show the whole tensor; what the optimizer owns stays registered behind it."""
+        """Register the whole tensor in the modules; the optimizer's parameter stays registered behind it."""
         self.sync_requires_grad()
         assert self.unsharded_param is not None
         for location in self.locations:
             location.show(self.unsharded_param)
 
     def to_sharded(self) -> None:
-        """Show this rank's elements: as a parameter, or past the module's registry beside the flat one."""
+        """Register this rank's elements: as a parameter, or as a plain attribute beside the flat one."""
         for location in self.locations:
             if self._visible is None:
                 location.module._parameters.pop(location.name, None)
@@ -114,7 +114,7 @@ class FlatPiece(FSDPParam):
                 location.set(self._visible)
 
     def show_whole(self, whole: nn.Parameter) -> None:
-        """Show ``whole`` as the module's parameter, in the place of what the optimizer owns."""
+        """Register ``whole`` as the module's parameter, in place of the optimizer's."""
         for location in self.locations:
             location.module.__dict__.pop(location.name, None)
             location.set(whole)
@@ -129,7 +129,7 @@ class FlatPiece(FSDPParam):
         return self.laid_out(memory.view(self.shape).data)
 
     def own_part(self, value: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part along other axes of a tensor like the whole parameter."""
+        """Return this rank's part, along other mesh axes, of a tensor with the shape of the whole parameter."""
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if self.inner is None:
             return whole
@@ -147,8 +147,8 @@ class FlatLayout:
     """Parameters one after the other, aligned, then cut into equal shares. Implements `ParamLayout`.
 
     ``parameters``: with all places of each. ``holder`` is the module that a flat parameter is registered on; None
-    leaves every parameter visible under its name. Raises ValueError for dtypes, or trainable and frozen parameters,
-    that one flat parameter cannot hold together.
+    leaves every parameter visible under its name. Raises ValueError for parameters that one flat parameter cannot
+    contain together: different dtypes, or trainable and frozen ones.
     """
 
     packs = False
@@ -193,7 +193,7 @@ class FlatLayout:
         return self.memory.is_meta
 
     def reset_sharded_params(self) -> None:
-        """Take the rank's share to where its parameters were moved, or cast."""
+        """Move or cast the rank's share like its parameters."""
         if self.holder is not None:
             found = self.holder._parameters[FLAT_NAME]
             assert isinstance(found, nn.Parameter)
@@ -216,7 +216,7 @@ class FlatLayout:
     def init_unsharded(
         self, *, dtype: torch.dtype | None, device: torch.device, on_gradient: Callable[[torch.Tensor], None]
     ) -> UnshardedMemory:
-        """Make one tensor for all, into which gathers write; of one rank in the same dtype, its share."""
+        """Create one tensor for all, into which gathers write; with one rank and one dtype, return its share."""
         dtype = dtype if dtype is not None and self.memory.is_floating_point() else self.memory.dtype
         block, flat = None, self.memory
         if self.num_ranks > 1 or dtype != self.memory.dtype or device != self.memory.device:
@@ -245,7 +245,7 @@ class FlatLayout:
     def copy_in_gradients(
         self, parameters: Sequence[FSDPParam], gradients: list[torch.Tensor], allocate: Allocate
     ) -> torch.Tensor:
-        """Lay gradients out as the parameters are, with zeros for those that have none and between them."""
+        """Lay gradients out like the parameters, with zeros for absent ones and in gaps."""
         flat = allocate(self.num_ranks * self.share_numel)
         found = dict(zip(parameters, gradients, strict=True))
         gradients.clear()
@@ -282,7 +282,7 @@ class FlatLayout:
             _call_hooks(piece.sharded_param)
 
     def _collected(self) -> torch.Tensor:
-        """Bring what modules show now together again."""
+        """Collect the modules' current tensors in one share again."""
         found = [piece.current().detach() for piece in self.parameters]
         kinds = {(t.dtype, t.device) for t in found}
         if len(kinds) > 1:
@@ -304,7 +304,7 @@ class FlatLayout:
 def _laid_out(origins: Sequence[nn.Parameter], *, is_aligned: bool) -> tuple[list[int], int]:
     """Return where each parameter starts, in elements, and where the last one ends.
 
-    Replicas are not aligned: what is between parameters would be all-reduced with the gradients.
+    Replicas are not aligned: the gaps between parameters would be all-reduced with the gradients.
     """
     step = max(1, _ALIGNMENT_BYTES // origins[0].dtype.itemsize) if is_aligned else 1
     starts, end = [], 0
@@ -336,7 +336,7 @@ def _add_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         parameter.grad.add_(gradient)
     elif gradient.dtype == parameter.dtype:
         parameter.grad = gradient
-    else:  # autograd wants a gradient of the parameter's dtype; one of another dtype is set through .data
+    else:  # autograd requires a gradient of the parameter's dtype; .data accepts any other
         parameter.grad = torch.empty_like(parameter)
         parameter.grad.data = gradient
 

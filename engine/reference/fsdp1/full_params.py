@@ -1,4 +1,4 @@
-"""Whole parameters in the caller's hands: gathered, shown under their own names, written back; and clipping."""
+"""Whole parameters for callers: gathers them, registers them under their own names, writes them back; and clipping."""
 
 from __future__ import annotations
 
@@ -20,28 +20,30 @@ from shardproof.engine.reference.param_group import FSDPParamGroup
 from shardproof.engine.reference.parameter import is_placeholder
 
 PREFIX = "_fsdp_wrapped_module."
-"""What a wrapper puts into the names of everything inside the module that it wraps."""
+"""The prefix that a wrapper adds to the names of everything inside the wrapped module."""
 
-_CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."  # of torch's wrapper for activation checkpointing
+_CHECKPOINT_PREFIX = (
+    "_checkpoint_wrapped_module."  # the prefix of torch's wrapper for activation checkpointing
+)
 
 
 def clean_name(name: str) -> str:
-    """Return a name without what wrappers add."""
+    """Return a name without the prefixes of wrappers."""
     return name.replace(PREFIX, "").replace(_CHECKPOINT_PREFIX, "")
 
 
 def name_in(path: str, name: str) -> str:
-    """Name what is called ``name`` in the module at ``path``, itself maybe the root, as the model did."""
+    """Return the original name of ``name`` in the module at ``path``, which may be the root."""
     return clean_name(f"{path}.{name}" if path else name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullParamsOptions:
-    """How whole parameters are shown.
+    """Options for whole parameters.
 
-    ``writeback``: what is written to them outlives the showing, each rank keeping its share. ``rank0_only``: the
-    other ranks of the shard group show their shares. ``offloads``: they lie on the host. ``with_grads``: so do
-    gradients, where a parameter has one.
+    ``writeback``: values written to them persist, and each rank keeps its share. ``rank0_only``: the other ranks of the
+    shard group keep their shares registered. ``offloads``: whole parameters are on the host. ``with_grads``: gradients
+    are whole too, where a parameter has one.
     """
 
     writeback: bool = False
@@ -57,7 +59,7 @@ def layout_of(group: FSDPParamGroup) -> FlatLayout:
 
 
 def gathered(share: torch.Tensor, group: FSDPParamGroup) -> torch.Tensor:
-    """Gather equal 1-D shares of the group's ranks, in rank order; of one rank, return the share itself. Collective."""
+    """Gather the ranks' equal 1-D shares in rank order; with one rank, return the share itself. Collective."""
     ranks = group.mesh.shard_size
     if ranks == 1 or group.mesh.shard_group is None:
         return share
@@ -71,9 +73,9 @@ def gathered(share: torch.Tensor, group: FSDPParamGroup) -> torch.Tensor:
 @contextmanager
 @torch.no_grad()
 def unsharded_params(group: FSDPParamGroup, how: FullParamsOptions) -> Iterator[bool]:
-    """Let modules show the whole parameters of ``group``; yields whether this rank does. Collective.
+    """Register the whole parameters of ``group`` in the modules; yields whether this rank does so. Collective.
 
-    Where one rank has everything, what is shown is the parameters' own memory, and writes always last.
+    If one rank has everything, these are the parameters' own memory, and writes always persist.
     """
     group.reshard()
     group.reset_sharded_params()
@@ -117,7 +119,7 @@ def _show(flat: FlatLayout, whole: torch.Tensor, gradients: torch.Tensor | None)
 def _write_back(
     flat: FlatLayout, whole: torch.Tensor, shown: list[nn.Parameter], gradients: torch.Tensor | None
 ) -> None:
-    """Keep this rank's share of what is shown by now, parameters that were put in the place of others included."""
+    """Keep this rank's share of the registered parameters, including those that replaced others."""
     for piece, parameter in zip(flat.parameters, shown, strict=True):
         found = piece.locations[0].get()
         own, shown_own = (None if p is None else local_part(p) for p in (found, parameter))
@@ -135,7 +137,7 @@ def _write_back(
 
 
 def _gradients(flat: FlatLayout) -> torch.Tensor:
-    """Lay the visible parameters' gradients out as the share; zeros where there is none."""
+    """Lay the visible parameters' gradients out like the share; zeros where there is none."""
     if flat.flat_parameter is not None:
         grad = flat.flat_parameter.grad
         return torch.zeros_like(flat.memory) if grad is None else grad
@@ -148,10 +150,10 @@ def _gradients(flat: FlatLayout) -> torch.Tensor:
 
 @contextmanager
 def summon_full_params(wrappers: Sequence[WrapperBase], how: FullParamsOptions) -> Iterator[None]:
-    """Let modules show the whole parameters of these wrappers. Collective.
+    """Register the whole parameters of these wrappers in their modules. Collective.
 
-    Raises NotImplementedError for what cannot be asked together, AssertionError in forward or backward, or when
-    the parameters of one are whole already.
+    Raises NotImplementedError for options that exclude each other, AssertionError in forward or backward, or if the
+    parameters of a wrapper are whole already.
     """
     for wrapper in wrappers:
         _check(wrapper, how)
@@ -195,7 +197,7 @@ def _check(wrapper: WrapperBase, how: FullParamsOptions) -> None:
 def clip_by_norm(root: WrapperBase, max_norm: float, order: float) -> torch.Tensor:
     """Clip gradients by the norm over everything in ``root``; see `FullyShardedDataParallel.clip_grad_norm_`.
 
-    A gradient counts once: that of sharded parameters on every rank of the shard group, all others on this one.
+    A gradient counts once: that of a sharded parameter on every rank of the shard group, all others on this rank.
     """
     by_spread: dict[Spread, list[torch.Tensor]] = {}
     managed: set[nn.Parameter] = set()
@@ -235,7 +237,7 @@ def clip_by_norm(root: WrapperBase, max_norm: float, order: float) -> torch.Tens
 
 
 def cast_buffers(root: WrapperBase) -> None:
-    """Cast the floating-point buffers of every wrapper in ``root`` to the dtype it was given for them."""
+    """Cast the floating-point buffers of every wrapper in ``root`` to that wrapper's buffer dtype."""
     for wrapper in wrappers_in(root):
         dtype = wrapper.mixed_precision.buffer_dtype
         for module in own_modules(wrapper) if dtype is not None else ():
@@ -246,7 +248,7 @@ def cast_buffers(root: WrapperBase) -> None:
 
 
 def own_modules(wrapper: WrapperBase) -> Iterator[nn.Module]:
-    """Yield the modules inside ``wrapper`` that are inside no wrapper below, ignored ones left out."""
+    """Yield the modules inside ``wrapper`` that are not inside a wrapper below, without ignored ones."""
     stack: list[nn.Module] = [wrapper.wrapped]
     seen = set(wrapper.ignored.modules)
     while stack:

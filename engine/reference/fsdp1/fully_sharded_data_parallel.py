@@ -55,13 +55,14 @@ _PREFETCH_TIMES = {
 
 
 class FullyShardedDataParallel(StateDictMethods):
-    """Shard the parameters of ``module`` that no wrapper below has taken, end to end, as one communication group.
+    """Shard the parameters of ``module`` that belong to no wrapper below, concatenated, as one communication group.
 
-    Takes the arguments of ``torch.distributed.fsdp.FullyShardedDataParallel``, whose enums and configs it shares.
-    A rank holds an interval of the flattened parameters: with ``use_orig_params`` the optimizer is given each
-    parameter's part of it by name (1-D, maybe empty), else one `FlatParameter`. Build the optimizer afterwards.
+    Takes the arguments of ``torch.distributed.fsdp.FullyShardedDataParallel``, and uses its enums and configs. A rank
+    has an interval of the flattened parameters: with ``use_orig_params`` the optimizer receives each parameter's part
+    of it by name (1-D, maybe empty), else one `FlatParameter`. Build the optimizer afterwards.
 
-    Raises ValueError, TypeError or RuntimeError for arguments that exclude each other and for what cannot be sharded.
+    Raises ValueError, TypeError or RuntimeError for arguments that exclude each other and for parameters that cannot be
+    sharded.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class FullyShardedDataParallel(StateDictMethods):
         self.sharding_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         self.mixed_precision = mixed_precision or MixedPrecision()
         self.cpu_offload = cpu_offload or CPUOffload()
-        # Here a unit asks for its own gather and for the next one, never for more, whatever the limit is.
+        # Here a unit requests its own gather and the next one, never more, whatever the limit is.
         self.limit_all_gathers = limit_all_gathers
         self.is_flat = not use_orig_params
         self.state_dict_settings = default_settings()
@@ -138,7 +139,7 @@ class FullyShardedDataParallel(StateDictMethods):
 
     @property
     def module(self) -> nn.Module:
-        """The innermost module: that inside a checkpoint wrapper, if the wrapped one is such."""
+        """The innermost module: the one inside a checkpoint wrapper, if that is wrapped."""
         inner: nn.Module = getattr(
             self._fsdp_wrapped_module, "_checkpoint_wrapped_module", self._fsdp_wrapped_module
         )
@@ -151,7 +152,7 @@ class FullyShardedDataParallel(StateDictMethods):
     # The tree of wrappers ---------------------------------------------------------------------------------
 
     def check_is_root(self) -> bool:
-        """Return whether this wrapper is the outermost one; settles that for all wrappers inside."""
+        """Return whether this wrapper is the outermost one; the first call decides that for all wrappers inside."""
         return self._root_state().root is self._fsdp_state
 
     @staticmethod
@@ -167,8 +168,8 @@ class FullyShardedDataParallel(StateDictMethods):
     def no_sync(self) -> Iterator[None]:
         """Let backwards accumulate whole gradients on each rank; the first backward afterwards reduces them all.
 
-        Meanwhile ``.grad`` of what was accumulated for is not None, but zeros if nothing was reduced before: setting
-        it to None, as ``zero_grad()`` does, forgets what was accumulated too.
+        Meanwhile ``.grad`` of a parameter with an accumulated gradient is not None, but zeros if nothing was reduced
+        before: setting it to None, as ``zero_grad()`` does, drops the accumulated gradient too.
 
         Raises RuntimeError for a wrapper that is not the root.
         """
@@ -202,10 +203,11 @@ class FullyShardedDataParallel(StateDictMethods):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce the gradients of every wrapper inside by ``hook``, divisions included.
 
-        It is called as ``hook(state, gradients, row)``: ``gradients`` (1-D) of all ranks' equal rows, of which this
-        rank's sum goes into ``row``; of NO_SHARD as ``hook(state, gradients)``, in place.
+        It is called as ``hook(state, gradients, row)``: ``gradients`` (1-D) contains the equal rows of all ranks, and
+        the hook writes the sum of this rank's row into ``row``; with NO_SHARD as ``hook(state, gradients)``, in place.
 
-        Raises AssertionError for a wrapper that is not the root, has a hook, or is hybrid; ValueError for no callable.
+        Raises AssertionError for a wrapper that is not the root, has a hook, or is hybrid; ValueError if ``hook`` is
+        not callable.
         """
         self._expect_root("register_comm_hook", AssertionError)
         if not callable(hook):
@@ -236,7 +238,7 @@ class FullyShardedDataParallel(StateDictMethods):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Show the whole parameters of the wrappers in ``module`` under their own names; see `full_params`."""
+        """Register the whole parameters of the wrappers in ``module`` under their own names; see `full_params`."""
         how = FullParamsOptions(
             writeback=writeback, rank0_only=rank0_only, offloads=offload_to_cpu, with_grads=with_grads
         )
@@ -244,9 +246,9 @@ class FullyShardedDataParallel(StateDictMethods):
             yield
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> FullyShardedDataParallel:
-        """Call ``fn`` on all modules while their parameters are whole; what it writes lasts.
+        """Call ``fn`` on all modules while their parameters are whole; its writes persist.
 
-        Raises ValueError between forward and backward's end.
+        Raises ValueError between forward and the end of backward.
         """
         if self.is_running:
             raise ValueError("apply: expected a model between two iterations, got one in forward or backward")
@@ -256,17 +258,17 @@ class FullyShardedDataParallel(StateDictMethods):
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Name parameters; without the wrappers' own part of the names while they are summoned."""
+        """Name parameters; without the wrappers' prefixes while they are summoned."""
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield self._shown_name(name), parameter
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name buffers; without the wrappers' own part of the names while parameters are summoned."""
+        """Name buffers; without the wrappers' prefixes while parameters are summoned."""
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield self._shown_name(name), buffer
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Convert what this rank holds: nn.Module comes here for ``to`` and ``cuda``."""
+        """Convert this rank's shares; nn.Module calls this for ``to`` and ``cuda``."""
         self._fsdp_state.reshard()
         converted = super()._apply(fn, recurse)
         for group in self.groups:
@@ -302,7 +304,7 @@ class FullyShardedDataParallel(StateDictMethods):
         return state
 
     def _all_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Return the groups over which what one rank has reaches all others: within a replica, then across."""
+        """Return the groups that together connect this rank to all others: within a replica, then across replicas."""
         groups = (self.ranks.shard_group, self.ranks.replicate_group)
         return tuple(group for group in groups if group is not None)
 
@@ -314,7 +316,7 @@ class FullyShardedDataParallel(StateDictMethods):
         return (self.ranks.shard_group, self.ranks.replicate_group)
 
     def _root_state(self) -> RootState[FSDPState]:
-        """Make this wrapper the root of all inside, unless it has a root: the first to be asked is the root."""
+        """Make this wrapper the root of all inside, unless it has a root: the first one that runs is the root."""
         if self._fsdp_state.root_state is None:
             self._fsdp_state.lazy_init()
             cast_buffers(self)

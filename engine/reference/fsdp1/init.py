@@ -1,4 +1,4 @@
-"""What the wrappers' arguments come to, what a wrapper is to the others, and what is done before anything is cut."""
+"""Interprets the wrappers' arguments, connects wrappers with each other, and prepares models before sharding."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, HYBRID_SHARD_ZERO2})
 """The strategies that shard within a group and replicate across groups."""
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
-"""One group, or for hybrid strategies that which shards and that which replicates; None is the default group."""
+"""One group, or for hybrid strategies the shard group and the replicate group; None is the default group."""
 
 
 def rank_groups(
@@ -38,8 +38,8 @@ def rank_groups(
 ) -> Ranks:
     """Return the groups that ``strategy`` shards and replicates over.
 
-    A hybrid strategy that is given neither groups nor a mesh shards over the ranks of each node; the groups are made
-    here, collectively, which ``is_shared`` allows: then all wrappers below are given the same.
+    A hybrid strategy without groups or a mesh shards over the ranks of each node. The groups are created here,
+    collectively, if ``is_shared`` allows it: then all wrappers below use the same groups.
 
     Raises ValueError for arguments that exclude each other or do not suit the strategy.
     """
@@ -106,7 +106,7 @@ def _groups_of_nodes() -> Ranks:
 
 
 def _own(group: object) -> dist.ProcessGroup:
-    assert isinstance(group, dist.ProcessGroup)  # torch marks the ranks outside a group by an int
+    assert isinstance(group, dist.ProcessGroup)  # torch represents the group on other ranks by an int
     return group
 
 
@@ -120,7 +120,7 @@ def _default_group() -> dist.ProcessGroup:
 
 
 class WrapperPrecision:
-    """`MixedPrecision` as a unit reads it: a wrapper casts inputs by another switch where it is the root."""
+    """`MixedPrecision` with the fields that a unit reads: a root wrapper casts inputs by another switch."""
 
     output_dtype = None
 
@@ -130,12 +130,12 @@ class WrapperPrecision:
 
     @property
     def param_dtype(self) -> torch.dtype | None:
-        """Of gathered parameters."""
+        """The dtype of gathered parameters."""
         return self.mixed.param_dtype
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """Of gradients on the wire; None means ``param_dtype``."""
+        """The dtype of gradients in communication; None means ``param_dtype``."""
         return self.mixed.reduce_dtype or self.mixed.param_dtype
 
     @property
@@ -145,7 +145,7 @@ class WrapperPrecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ignored:
-    """What a wrapper leaves alone; ``parameters`` hold those of ``modules`` too."""
+    """The ignored states of a wrapper; ``parameters`` contains those of ``modules`` too."""
 
     modules: frozenset[nn.Module]
     parameters: frozenset[nn.Parameter]
@@ -157,7 +157,7 @@ def ignored_states(
     states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
     is_wrapper: Callable[[nn.Module], bool],
 ) -> Ignored:
-    """Read the two ways of saying what to ignore; raises ValueError for what is neither."""
+    """Read the two arguments that name ignored states; raises ValueError for other types."""
     if modules is not None and states is not None:
         raise ValueError(
             "FullyShardedDataParallel: Cannot pass both ignored_modules and ignored_states at the same time; "
@@ -188,7 +188,7 @@ def ignored_states(
 
 
 class WrapperBase(nn.Module):
-    """A module that stands in the place of another one, whose parameters it manages as one unit."""
+    """A module that replaces another one, whose parameters it manages as one unit."""
 
     sharding_strategy: ShardingStrategy
     mixed_precision: MixedPrecision
@@ -196,9 +196,9 @@ class WrapperBase(nn.Module):
     ignored: Ignored
     compute_device: torch.device
     is_flat: bool
-    """Whether the optimizer is given one flat parameter."""
+    """Whether the optimizer receives one flat parameter."""
     is_summoned: bool
-    """Whether modules show whole parameters in the caller's hands."""
+    """Whether modules have whole parameters, for a caller."""
     buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype]
     """The dtypes of buffers before they were cast, by module and name."""
     state_dict_settings: StateDictSettings
@@ -211,22 +211,22 @@ class WrapperBase(nn.Module):
 
     @property
     def groups(self) -> tuple[FSDPParamGroup, ...]:
-        """This wrapper's communication group, none where it has no parameters of its own."""
+        """This wrapper's communication group; none if it has no parameters of its own."""
         return self._fsdp_state.param_groups
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group that shards; for NO_SHARD that which replicates."""
+        """The group that shards; with NO_SHARD the one that replicates."""
         group = self.ranks.shard_group or self.ranks.replicate_group
         assert group is not None
         return group
 
     @property
     def is_running(self) -> bool:
-        """Whether the model that this wrapper is part of is in forward or backward."""
+        """Whether the model that contains this wrapper is in forward or backward."""
         return self._fsdp_state.root_state is not None and self._fsdp_state.root_state.is_running
 
-    # Any: attributes of the wrapped module, whatever they are.
+    # Any: attributes of the wrapped module, of any type.
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -248,11 +248,11 @@ def wrappers_in(module: nn.Module) -> list[WrapperBase]:
 def wrap_inside(
     wrapper_class: Callable[..., nn.Module],
     module: nn.Module,
-    policy: Any,  # torch's policies share no class
+    policy: Any,  # torch's policies have no common class
     ignored: Ignored,
     options: Mapping[str, Any],
 ) -> None:
-    """Wrap the submodules that ``policy`` chooses with ``options``, but for what it chooses itself."""
+    """Wrap the submodules that ``policy`` chooses with ``options``, unless the policy returns other options."""
 
     def wrap(inner: nn.Module, own: Mapping[str, Any]) -> nn.Module:
         return wrapper_class(inner, **{**options, **own})
@@ -280,10 +280,10 @@ def _kept_precise(module: nn.Module, mixed: MixedPrecision | None) -> list[nn.Mo
 
 
 def _compute_in_float32(module: nn.Module) -> None:
-    """Cast what goes in to float32, and what comes out to the dtype that the first input had."""
+    """Cast inputs to float32, and outputs to the dtype of the first input."""
     given: list[torch.dtype] = []
 
-    # Any: a module takes and returns what it likes.
+    # Any: a module's inputs and outputs are of any type.
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         def widened(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.is_floating_point():
@@ -311,9 +311,9 @@ def prepare_states(
     device_id: int | torch.device | None,
     synchronised_by: Sequence[dist.ProcessGroup],
 ) -> torch.device:
-    """Return memory, a device and, by broadcasts over the groups given, rank 0's values to all that is not wrapped yet.
+    """Allocate all states that are not wrapped yet, move them to a device and, on request, broadcast rank 0's values.
 
-    Returns the device. Leaves ignored states and those of wrappers inside as they are.
+    Returns the device. Leaves ignored states and those of wrappers inside unchanged.
     """
     inside = wrappers_in(module)
     modules = {*ignored.modules, *(m for wrapper in inside for m in wrapper.modules())}

@@ -1,4 +1,4 @@
-"""What a model needs before it is sharded: memory for meta tensors, one device, and the same values on all ranks."""
+"""Prepares a model before it is sharded: memory for meta tensors, one device, and the same values on all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-# Of one broadcast: large enough that latency is nothing, small beside a model worth sharding.
+# Of one broadcast: large enough to hide latency, small compared with a model worth sharding.
 _BUCKET_BYTES = 250 * 2**20
 
 
@@ -27,11 +27,11 @@ def materialize(
     device: torch.device,
     ignored_modules: Collection[nn.Module] = (),
 ) -> None:
-    """Allocate on ``device``, and initialise, the meta tensors of ``module`` and of all below it but ignored ones.
+    """Allocate on ``device``, and initialise, the meta tensors of ``module`` and of all below it except ignored ones.
 
-    ``param_init_fn`` is called with each module that itself owns some, parents first; without one, they become
-    empty and the module's ``reset_parameters`` fills them. Tensors that have memory are left as they are, and
-    a tensor that several modules share stays shared. Raises before any change where no function can fill them.
+    ``param_init_fn`` is called with each module that itself registers some, parents first; without one, they become
+    empty and the module's ``reset_parameters`` fills them. Tensors that have memory are unchanged, and a tensor that
+    several modules share stays shared. Raises before any change if no function can fill them.
     """
     if param_init_fn is not None and not callable(param_init_fn):
         raise ValueError(
@@ -43,13 +43,13 @@ def materialize(
         _refuse_without_reset(owners, names)
     ties = _meta_ties(module)
     for owner in owners:
-        if _meta_names(owner):  # the function of a parent, or a tie, may have seen to it
+        if _meta_names(owner):  # the function of a parent, or a tie, may have filled it
             _fill(owner, _described(owner, names), param_init_fn, device)
             _tie(ties)
 
 
 def _breadth_first(root: nn.Module, ignored: Collection[nn.Module]) -> Iterator[nn.Module]:
-    """Yield ``root`` and what lies below; the order decides which random values go where, and is FSDP1's."""
+    """Yield ``root`` and everything below; the order decides which random values go where, and is FSDP1's."""
     seen = {below for module in ignored for below in module.modules()}
     queue = deque(() if root in seen else (root,))
     seen.add(root)
@@ -109,7 +109,7 @@ def _fill(
 
 
 def _empty(module: nn.Module, device: torch.device) -> None:
-    """Allocate meta tensors alone; ``to_empty`` would take the values of the module's other tensors too."""
+    """Allocate only meta tensors; ``to_empty`` would drop the values of the module's other tensors too."""
     replaced: dict[torch.Tensor, torch.Tensor] = {}
     for name, tensor in list(_own(module)):
         if not tensor.is_meta:
@@ -118,7 +118,7 @@ def _empty(module: nn.Module, device: torch.device) -> None:
             empty = torch.empty_like(tensor, device=device)
             is_parameter = isinstance(tensor, nn.Parameter)
             replaced[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-            replaced[tensor].__dict__.update(tensor.__dict__)  # marks that the user put on it
+            replaced[tensor].__dict__.update(tensor.__dict__)  # attributes that the user set on it
         setattr(module, name, replaced[tensor])
 
 
@@ -126,7 +126,7 @@ _Site = tuple[nn.Module, str]
 
 
 def _meta_ties(root: nn.Module) -> list[list[_Site]]:
-    """List where each meta tensor is registered that is so more than once, ignored modules included."""
+    """List the places of each meta tensor that is registered more than once, ignored modules included."""
     sites: dict[torch.Tensor, list[_Site]] = {}
     for module in _breadth_first(root, ()):
         for name, tensor in _own(module):
@@ -156,11 +156,11 @@ def move_to_device(
     ignored_modules: Collection[nn.Module] = (),
     ignored_parameters: Collection[nn.Parameter] = (),
 ) -> torch.device:
-    """Move what of ``module`` is on the CPU to ``device_id`` (None: nothing) and return the device where it lies.
+    """Move the CPU tensors of ``module`` to ``device_id`` (None: nothing) and return the module's device.
 
-    Gradients move along; parameters stay the same objects. Parameters of units below ``module`` may lie
-    elsewhere on purpose: name these units among the ignored modules. Raises ValueError for a module that is on
-    another accelerator than asked for, RuntimeError for one that is on several devices.
+    Gradients move too; parameters stay the same objects. Parameters of units below ``module`` may be elsewhere on
+    purpose: list these units among the ignored modules. Raises ValueError for a module that is on another accelerator
+    than ``device_id``, RuntimeError for one that is on several devices.
     """
     device = None if device_id is None else _with_index(device_id)
     ignored = _ignored(ignored_modules, ignored_parameters)
@@ -186,7 +186,7 @@ def move_to_device(
 
 def _with_index(device_id: int | torch.device) -> torch.device:
     device = device_id if isinstance(device_id, torch.device) else torch.device(device_id)
-    # The text, for torch types an index as never missing.
+    # By text, because torch's type of an index excludes None.
     if device.type in {"cpu", "meta"} or ":" in str(device):
         return device
     index = torch.get_device_module(device).current_device()
@@ -229,10 +229,10 @@ def broadcast_states(
     ignored_parameters: Collection[nn.Parameter] = (),
     bucket_bytes: int = _BUCKET_BYTES,
 ) -> None:
-    """Overwrite parameters and buffers with those of the group's first rank, but for ignored ones.
+    """Overwrite parameters and buffers, except ignored ones, with those of the group's first rank.
 
-    Every rank of the group must call this with a model of the same shapes and dtypes. Raises ValueError
-    where the group has no backend for the device of some tensor.
+    Every rank of the group must call this with a model of the same shapes and dtypes. Raises ValueError if the group
+    has no backend for the device of some tensor.
     """
     ignored = _ignored(ignored_modules, ignored_parameters)
     tensors = [_local(tensor) for tensor in _states(module) if tensor not in ignored]
@@ -243,7 +243,7 @@ def broadcast_states(
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what of ``tensor`` is in this rank's memory, out of autograd's sight."""
+    """Return the part of ``tensor`` in this rank's memory, detached from autograd."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
@@ -262,9 +262,9 @@ def _refuse_unreachable(tensors: Iterable[torch.Tensor], group: dist.ProcessGrou
 
 
 def _buckets(tensors: Iterable[torch.Tensor], most_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Yield tensors of one device together while they are of ``most_bytes``; a larger one goes alone.
+    """Yield tensors of one device together, up to ``most_bytes``; a larger one alone.
 
-    Each bucket begins with the widest dtypes: then every tensor begins at a multiple of its own.
+    Each bucket begins with the widest dtypes: then every tensor is aligned to its own dtype.
     """
     devices: dict[str, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -282,7 +282,7 @@ def _buckets(tensors: Iterable[torch.Tensor], most_bytes: int) -> Iterator[list[
 
 
 def _broadcast(bucket: list[torch.Tensor], group: dist.ProcessGroup, *, is_source: bool) -> None:
-    """Send all as bytes in one message: no backend knows every dtype, and values are only copied."""
+    """Send all as bytes in one message: no backend supports every dtype, and values are only copied."""
     message = torch.cat([_as_bytes(tensor) for tensor in bucket])
     dist.broadcast(message, src=dist.get_global_rank(group, 0), group=group)
     if is_source:

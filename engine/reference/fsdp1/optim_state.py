@@ -1,4 +1,4 @@
-"""Optimizer states of wrapped models: which parameter each belongs to, how it is saved and how it is loaded."""
+"""Optimizer states of wrapped models: maps them to original parameters, saves and loads them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from shardproof.engine.reference.fsdp1.full_params import clean_name, gathered, 
 from shardproof.engine.reference.fsdp1.state_dict import named_pieces, sharded_over
 from shardproof.engine.reference.param_group import FSDPParamGroup
 
-# Any: optimizers keep what they like.
+# Any: optimizers store values of any type.
 NamedState = dict[str, Any]
 """``{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], ...}]}``, by original names.
 
-A value that is as large as its parameter follows the parameter's form; all others, such as step counts, are kept as
-they are.
+A value with the size of its parameter has the parameter's form; all others, such as step counts, are unchanged.
 """
 ParameterState = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Owned:
-    """One parameter of the optimizer: the original parameters that it stands for, and their group if it has one."""
+    """One parameter of the optimizer: the original parameters in it, and their group if it has one."""
 
     parameter: nn.Parameter
     pieces: tuple[tuple[str, FlatPiece | None], ...]
@@ -37,14 +36,14 @@ class Owned:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Snapshot:
-    """A state dict of an optimizer with the parameters in the place of their numbers."""
+    """A state dict of an optimizer with parameters in place of their indices."""
 
     state: Mapping[nn.Parameter, ParameterState]
     groups: tuple[Mapping[str, Any], ...]
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, states: Mapping[str, Any]) -> Snapshot:
-        """Put the optimizer's parameters in."""
+        """Replace indices by the optimizer's parameters."""
         groups = tuple(
             {**saved, "params": list(own["params"])}
             for saved, own in zip(states["param_groups"], optimizer.param_groups, strict=True)
@@ -72,7 +71,7 @@ def all_owned(model: nn.Module) -> Iterator[Owned]:
 
 
 def named_groups(model: nn.Module, snapshot: Snapshot) -> list[dict[str, Any]]:
-    """Return the parameter groups with original names in the place of parameters."""
+    """Return the parameter groups with original names in place of parameters."""
     names = {owned.parameter: [name for name, _ in owned.pieces] for owned in all_owned(model)}
     return [
         {
@@ -84,7 +83,7 @@ def named_groups(model: nn.Module, snapshot: Snapshot) -> list[dict[str, Any]]:
 
 
 def copied(value: Any) -> Any:
-    """Share no tensor with the optimizer, nor between the names of one flat parameter: a step would count twice."""
+    """Copy all tensors, so that no two names of one flat parameter share one: a step would count twice."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -94,7 +93,7 @@ def is_like(value: object, parameter: nn.Parameter) -> bool:
 
 
 def part_of(value: Any, owned: Owned, piece: FlatPiece | None) -> Any:
-    """Return a piece's part of a state of its owner, if there is one element for each of the owner's."""
+    """Return a piece's part of a state of its owner, if the state has one element for each of the owner's."""
     if piece is None or piece.is_visible or not is_like(value, owned.parameter):
         return value
     return value[piece.offset : piece.offset + piece.local_numel]
@@ -126,7 +125,7 @@ def sharded_state(
 
 
 def local_state(model: nn.Module, optimizer: torch.optim.Optimizer, states: Mapping[str, Any]) -> NamedState:
-    """Return each rank what it holds: 1-D parts that fit the same wrapping on the same ranks alone."""
+    """Return each rank's own values: 1-D parts that fit only the same wrapping on the same ranks."""
     snapshot = Snapshot.of(optimizer, states)
     state: dict[str, Any] = {}
     for owned in all_owned(model):
@@ -170,7 +169,7 @@ def _exported(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Gathered:
-    """A tensor that was gathered, in contrast to those that are kept as they are."""
+    """A gathered tensor, as opposed to values that are returned unchanged."""
 
     tensor: torch.Tensor
 
@@ -178,7 +177,7 @@ class _Gathered:
 def _gathered_states(
     group: FSDPParamGroup, members: Iterable[Owned], snapshot: Snapshot
 ) -> dict[str, dict[str, Any]]:
-    """Gather the states of one group's parameters: those of a key together, as the parameters are."""
+    """Gather the states of one group's parameters, those of one key together, like the parameters."""
     states = {owned.parameter: snapshot.state.get(owned.parameter, {}) for owned in members}
     flat = layout_of(group)
     names = {piece: name for owned in members for name, piece in owned.pieces if piece is not None}
@@ -206,7 +205,7 @@ def _gathered_states(
 
 @dataclass(slots=True, kw_only=True)
 class _Description:
-    """What states there are: the dtype of each key that is gathered, values that are kept, names that have any."""
+    """A description of states: the dtype of each gathered key, values that are not gathered, and names with a state."""
 
     gathered: dict[str, torch.dtype]
     kept: dict[str, dict[str, Any]]
@@ -228,7 +227,7 @@ def _description(members: Iterable[Owned], states: Mapping[nn.Parameter, Paramet
 
 
 def _agreed(group: FSDPParamGroup, mine: _Description) -> _Description:
-    """Join what the ranks of a group have: one without an element of a parameter may lack its state."""
+    """Join the descriptions of a group's ranks: a rank without an element of a parameter may lack its state."""
     if group.mesh.shard_group is None or group.mesh.shard_size == 1:
         return mine
     everyone: list[Any] = [None] * group.mesh.shard_size
@@ -247,10 +246,10 @@ def _agreed(group: FSDPParamGroup, mine: _Description) -> _Description:
 def loadable(
     model: nn.Module, optimizer: torch.optim.Optimizer, named: NamedState, *, is_local: bool, by_name: bool
 ) -> NamedState:
-    """Turn a named state of whole or sharded tensors (``is_local``: of local ones) into one for the optimizer.
+    """Convert a named state of whole or sharded tensors (``is_local``: of local ones) into one for the optimizer.
 
-    Its parameters are numbered, or named with ``by_name``. Collective where tensors are sharded. Raises ValueError
-    for a state that lacks a parameter's group.
+    Its parameters are indices, or names with ``by_name``. Collective if tensors are sharded. Raises ValueError for a
+    state that lacks a parameter's group.
     """
     by_parameter = {owned.parameter: owned for owned in all_owned(model)}
     state: dict[Any, Any] = {}
@@ -274,7 +273,7 @@ def loadable(
 
 
 def broadcast_from_first(named: NamedState | None, group: dist.ProcessGroup | None) -> NamedState:
-    """Return every rank of ``group`` what its first rank has."""
+    """Return the first rank's value on every rank of ``group``."""
     box: list[Any] = [named]
     first = 0 if group is None else dist.get_process_group_ranks(group)[0]
     dist.broadcast_object_list(box, src=first, group=group)
@@ -288,9 +287,9 @@ def rekeyed(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
 ) -> dict[str, Any]:
-    """Number the parameters of a state, or name them; see `rekey_optim_state_dict` of the wrapper.
+    """Use indices or names for the parameters of a state; see `rekey_optim_state_dict` of the wrapper.
 
-    Raises ValueError for a type of keys that is neither, or a parameter that the state does not have.
+    Raises ValueError for another type of keys, or for a parameter that the state does not have.
     """
     if key_type not in {OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID}:
         raise ValueError(f"optim_state_key_type: expected PARAM_NAME or PARAM_ID, got {key_type!r}")
@@ -320,7 +319,7 @@ def rekeyed(
 
 
 def _state_of(owned: Owned, named: Mapping[str, ParameterState], *, is_local: bool) -> dict[str, Any]:
-    """Make the state of one of the optimizer's parameters from those of the original ones."""
+    """Build the state of one of the optimizer's parameters from those of the original ones."""
     parts: dict[str, list[tuple[FlatPiece | None, Any]]] = {}
     for name, piece in owned.pieces:
         for key, value in named.get(name, {}).items():

@@ -1,4 +1,4 @@
-"""Model state dicts of wrappers: whole, sharded or local, under the names of the model that was wrapped."""
+"""Model state dicts of wrappers: whole, sharded or local, under the names of the original model."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 
 
 def default_settings() -> StateDictSettings:
-    """Return the settings that hold by default: whole states on every rank."""
+    """Return the default settings: whole states on every rank."""
     return settings_for(StateDictType.FULL_STATE_DICT, None, None)
 
 
 def settings_for(
     kind: StateDictType, model: StateDictConfig | None, optimizer: OptimStateDictConfig | None
 ) -> StateDictSettings:
-    """Join a type with configs of its own classes; raises RuntimeError for those of another type."""
+    """Combine a type with configs of its own classes; raises RuntimeError for those of another type."""
     model_class, optimizer_class = _CONFIGS[kind]
     model = model_class() if model is None else model
     optimizer = optimizer_class() if optimizer is None else optimizer
@@ -67,7 +67,7 @@ def settings_for(
 
 
 def own_names(wrapper: WrapperBase) -> Iterator[tuple[str, FlatPiece]]:
-    """Yield each name of each of the wrapper's own parameters, as seen from the module that it wraps."""
+    """Yield each name of each of the wrapper's own parameters, relative to the wrapped module."""
     paths = {module: name for name, module in wrapper.wrapped.named_modules()}
     for group in wrapper.groups:
         for piece in layout_of(group).parameters:
@@ -88,7 +88,7 @@ def named_pieces(model: nn.Module) -> Iterator[tuple[str, FSDPParamGroup, FlatPi
 
 
 def sharded_over(whole: torch.Tensor, group: FSDPParamGroup) -> DTensor:
-    """Shard ``whole``, which every rank has, over the group's ranks on dim 0; what has no dim is replicated."""
+    """Shard ``whole``, which every rank has, over the group's ranks on dim 0; scalars are replicated."""
     assert group.mesh.shard_group is not None
     if isinstance(whole, DTensor):
         if group.mesh.shard_mesh is None:
@@ -116,7 +116,7 @@ def export_states(
     prefix: str,
     keep_vars: bool,
 ) -> dict[str, Any]:
-    """Write into ``destination``, by ``save`` (nn.Module.state_dict of the wrapper), what the settings ask for."""
+    """Write the chosen form into ``destination``, by ``save`` (nn.Module.state_dict of the wrapper)."""
     settings, kind = wrapper.state_dict_settings, _kind(wrapper)
     if destination is None:
         made: Any = OrderedDict()
@@ -170,7 +170,7 @@ def _export_full(wrapper: WrapperBase, states: dict[str, Any], prefix: str, keep
 
 
 def _buffer_keys(wrapper: WrapperBase, prefix: str) -> Iterator[str]:
-    """Yield the names in a state of the buffers whose modules this wrapper is the nearest of."""
+    """Yield the state's names of the buffers whose nearest wrapper is this one."""
     paths = {module: name for name, module in wrapper.wrapped.named_modules()}
     for module in own_modules(wrapper):
         yield from (prefix + name_in(paths[module], name) for name in module._buffers)
@@ -178,7 +178,7 @@ def _buffer_keys(wrapper: WrapperBase, prefix: str) -> Iterator[str]:
 
 def _move_buffers(wrapper: WrapperBase, states: dict[str, Any], prefix: str) -> None:
     for key in _buffer_keys(wrapper, prefix):
-        if key in states:  # else it is not persistent
+        if key in states:  # otherwise it is not persistent
             states[key] = states[key].cpu()
 
 
@@ -207,7 +207,7 @@ _EXPORTS = {
 
 
 def _kind(wrapper: WrapperBase) -> StateDictType:
-    """Return what was chosen; where every rank has everything there is but the whole state."""
+    """Return the chosen form; if every rank has everything, only the whole form exists."""
     if any(group.mesh.shard_group is None for group in wrapper.groups):
         return StateDictType.FULL_STATE_DICT
     return wrapper.state_dict_settings.state_dict_type
@@ -217,7 +217,7 @@ def _kind(wrapper: WrapperBase) -> StateDictType:
 
 
 class Importer:
-    """Takes state dicts for one wrapper: its hooks run before and after nn.Module loads what is inside."""
+    """Loads state dicts into one wrapper: its hooks run before and after nn.Module loads the modules inside."""
 
     def __init__(self, wrapper: WrapperBase) -> None:
         self._shown = ExitStack()
@@ -225,7 +225,7 @@ class Importer:
         wrapper.register_load_state_dict_post_hook(self.after)
 
     def before(self, wrapper: WrapperBase, states: dict[str, Any], prefix: str, *_: object) -> None:
-        """Show whole parameters for nn.Module to write to, under the names that it looks for."""
+        """Register whole parameters, under the names by which nn.Module looks them up, for it to write to."""
         kind = _kind(wrapper)
         for group in wrapper.groups:
             if kind is StateDictType.LOCAL_STATE_DICT:
@@ -244,7 +244,7 @@ class Importer:
         _rename(states, keys, prefix, f"{prefix}{PREFIX}")
 
     def after(self, wrapper: nn.Module, incompatible: Any) -> None:
-        """Keep this rank's share of what was loaded."""
+        """Keep this rank's share of the loaded values."""
         for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
             keys[:] = [clean_name(key) for key in keys]
         self._shown.close()
@@ -253,7 +253,7 @@ class Importer:
 def _load_local(wrapper: WrapperBase, group: FSDPParamGroup, states: dict[str, Any], prefix: str) -> None:
     key, flat = prefix + FLAT_NAME, layout_of(group)
     if key not in states:
-        return  # nn.Module reports what is missing
+        return  # nn.Module reports missing keys
     share = states[key]
     if share.shape != flat.memory.shape:
         raise RuntimeError(
@@ -265,5 +265,5 @@ def _load_local(wrapper: WrapperBase, group: FSDPParamGroup, states: dict[str, A
     group.mark_stale()
     if flat.flat_parameter is None:
         del states[key]
-        for name, piece in own_names(wrapper):  # nn.Module shall find what it looks for
+        for name, piece in own_names(wrapper):  # nn.Module must find the keys that it looks up
             states[prefix + name] = piece.local

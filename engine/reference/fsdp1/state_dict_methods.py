@@ -33,17 +33,17 @@ Group = dist.ProcessGroup | None
 
 
 class StateDictMethods(WrapperBase):
-    """State dicts of a wrapper; the static methods take any module with wrappers in it.
+    """State dicts of a wrapper; the static methods accept any module with wrappers in it.
 
-    Optimizer states are named states, see `engine.reference.fsdp1.optim_state`. ``optim_input`` is taken for torch's
-    sake and not needed: the optimizer knows its parameters.
+    Optimizer states are named states, see `engine.reference.fsdp1.optim_state`. ``optim_input`` exists for
+    compatibility with torch and is ignored: the optimizer has its parameters.
     """
 
-    # Any: values of state dicts are tensors, numbers, whatever optimizers keep.
+    # Any: values of state dicts are tensors, numbers, and other types of optimizers.
     def state_dict(  # type: ignore[override]  # torch spells the two forms apart
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Return the model's state in the form that was chosen by ``set_state_dict_type``. Collective."""
+        """Return the model's state in the form of ``set_state_dict_type``. Collective."""
         save: Callable[..., Any] = super().state_dict
         return export_states(self, save, destination, prefix, keep_vars)
 
@@ -54,9 +54,9 @@ class StateDictMethods(WrapperBase):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Choose the form of state dicts for every wrapper in ``module``; return what was chosen before.
+        """Choose the form of state dicts for every wrapper in ``module``; return the previous settings.
 
-        Raises RuntimeError for a config of another type, AssertionError where wrappers differed.
+        Raises RuntimeError for a config of another type, AssertionError if wrappers had different settings.
         """
         chosen = settings_for(state_dict_type, state_dict_config, optim_state_dict_config)
         before = StateDictMethods.get_state_dict_type(module)
@@ -66,7 +66,7 @@ class StateDictMethods(WrapperBase):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """Return the form of state dicts of the wrappers in ``module``; raises AssertionError where they differ."""
+        """Return the form of state dicts of the wrappers in ``module``; raises AssertionError if they differ."""
         found = [wrapper.state_dict_settings for wrapper in wrappers_in(module)]
         if not found:
             raise AssertionError(
@@ -88,7 +88,7 @@ class StateDictMethods(WrapperBase):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """Choose the form of state dicts within a context; what held before holds after it, however it ends."""
+        """Choose the form of state dicts within a context, which always restores the previous settings."""
         before = StateDictMethods.set_state_dict_type(
             module, state_dict_type, state_dict_config, optim_state_dict_config
         )
@@ -107,7 +107,7 @@ class StateDictMethods(WrapperBase):
         optim_state_dict: dict[str, Any] | None = None,
         group: Group = None,
     ) -> NamedState:
-        """Return the optimizer's state (or ``optim_state_dict``, a state dict of it) in the form chosen. Collective."""
+        """Return the optimizer's state (or ``optim_state_dict``, a state dict of it) in the chosen form. Collective."""
         settings = StateDictMethods.get_state_dict_type(model)
         config = settings.optim_state_dict_config
         states = optim.state_dict() if optim_state_dict is None else optim_state_dict
@@ -129,7 +129,7 @@ class StateDictMethods(WrapperBase):
         load_directly: bool = False,
         group: Group = None,
     ) -> dict[str, Any]:
-        """Turn what ``optim_state_dict`` returned, maybe of another wrapping, into what ``optim`` loads. Collective."""
+        """Convert a result of ``optim_state_dict``, also of another wrapping, for ``optim`` to load. Collective."""
         settings = StateDictMethods.get_state_dict_type(model)
         if getattr(settings.optim_state_dict_config, "rank0_only", False):
             optim_state_dict = broadcast_from_first(optim_state_dict, group)
@@ -147,7 +147,7 @@ class StateDictMethods(WrapperBase):
         rank0_only: bool = True,
         group: Group = None,
     ) -> NamedState:
-        """Gather the whole state to the host; by default on rank 0 alone. Collective."""
+        """Gather the whole state to the host; by default only on rank 0. Collective."""
         whole = whole_state(model, optim, optim.state_dict(), offloads=True)
         return {} if rank0_only and dist.get_rank(group) else whole
 
@@ -165,14 +165,14 @@ class StateDictMethods(WrapperBase):
         optim_input: object = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Turn a whole state, which every rank has, into what this rank's optimizer loads."""
+        """Convert a whole state, which every rank has, into one that this rank's optimizer loads."""
         return loadable(model, _expected(optim), full_optim_state_dict, is_local=False, by_name=False)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: NamedState, model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """Turn a state of DTensors into what this rank's optimizer loads. Collective."""
+        """Convert a state of DTensors into one that this rank's optimizer loads. Collective."""
         return loadable(model, optim, sharded_optim_state_dict, is_local=False, by_name=False)
 
     @staticmethod
@@ -183,7 +183,7 @@ class StateDictMethods(WrapperBase):
         optim: torch.optim.Optimizer | None = None,
         group: Group = None,
     ) -> dict[str, Any]:
-        """Turn a whole state that rank 0 has into what each rank's optimizer loads. Collective."""
+        """Convert a whole state on rank 0 into one that each rank's optimizer loads. Collective."""
         received = broadcast_from_first(full_optim_state_dict, group)
         return loadable(model, _expected(optim), received, is_local=False, by_name=False)
 
@@ -195,9 +195,9 @@ class StateDictMethods(WrapperBase):
         optim_input: Iterable[nn.Parameter] | list[dict[str, Any]] | None = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Name the parameters of a state by number, or by name; ``model`` is not wrapped.
+        """Use indices or names for the parameters of a state; ``model`` is not wrapped.
 
-        Numbers go by the order of ``optim``, or of ``model.parameters()`` where there is none.
+        Indices are in the order of ``optim``, or of ``model.parameters()`` without it.
         """
         return rekeyed(optim_state_dict, optim_state_key_type, model, optim)
 

@@ -1,6 +1,6 @@
-"""Which submodules of a model become units of their own, and putting wrappers in their places; knows no wrapper.
+"""Chooses the submodules of a model that become units, and replaces them by wrappers; independent of the wrapper class.
 
-The policies are torch's. `enable_wrap` and `wrap` are not: torch's keep one wrapper for all threads, and ranks may be
+The policies are torch's. `enable_wrap` and `wrap` are not: torch's have one wrapper for all threads, and ranks may be
 threads.
 """
 
@@ -35,13 +35,13 @@ __all__ = [
     "wrap_below",
 ]
 
-# Any: what a wrapper is given by name is the wrapper's own affair.
+# Any: a wrapper's keyword arguments are of any type.
 Options: TypeAlias = Mapping[str, Any]
 Wrap: TypeAlias = Callable[[nn.Module, Options], nn.Module]
 
 
 class _PolicyObject(Protocol):
-    """What torch's policies that are objects have in common; they can be asked in no public way."""
+    """The common base of torch's policies that are objects; torch has no public way to call them."""
 
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
@@ -63,13 +63,13 @@ def wrap_below(
     ignored_parameters: Collection[nn.Parameter] = (),
     also: Mapping[nn.Module, Options] | None = None,
 ) -> None:
-    """Replace each chosen submodule of ``root`` by ``wrap(submodule, options)``, what lies deeper first.
+    """Replace each chosen submodule of ``root`` by ``wrap(submodule, options)``, inner ones first.
 
-    ``root`` itself is left to the caller. Ignored modules are skipped with all below them; ignored parameters
-    do not count for a policy that goes by size. ``also`` names modules to wrap with the given options whatever
-    the policy returns for them; its options go before the policy's. A module registered in several places is
-    wrapped once and replaced in all of them. Raises ValueError, before anything is replaced, where
-    ``is_wrapped`` holds of ``root`` or a module below it.
+    ``root`` itself is left to the caller. Ignored modules are skipped with all below them; ignored parameters do not
+    count for a policy that goes by size. ``also`` names modules to wrap with these options whatever the policy returns
+    for them; its options go before the policy's. A module registered in several places is wrapped once and replaced in
+    all of them. Raises ValueError, before anything is replaced, if ``is_wrapped`` is true of ``root`` or a module below
+    it.
     """
     _refuse_wrapped(root, is_wrapped)
     ignored = {below for module in ignored_modules for below in module.modules()}
@@ -85,19 +85,19 @@ def wrap_below(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wrapping:
-    """What ``enable_wrap`` was given."""
+    """The arguments of ``enable_wrap``."""
 
     wrapper_cls: Callable[..., nn.Module]
     options: Options
 
 
-# A rank that is a thread begins with a context of its own, so that ranks do not see each other's.
+# A rank thread starts with a context of its own, so that ranks do not see each other's.
 _WRAPPING: ContextVar[_Wrapping | None] = ContextVar("wrapping", default=None)
 
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """Let ``wrap`` apply ``wrapper_cls`` with these options in this thread; an inner context stands alone."""
+    """Let ``wrap`` apply ``wrapper_cls`` with these options in this thread; an inner context does not inherit them."""
     before = _WRAPPING.set(_Wrapping(wrapper_cls=wrapper_cls, options=wrapper_kwargs))
     try:
         yield
@@ -106,7 +106,7 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Wrap ``module`` as the surrounding ``enable_wrap`` says, but for overrides; outside of any, return ``module``."""
+    """Wrap ``module`` with the options of ``enable_wrap`` and overrides; outside of it, return ``module``."""
     wrapping = _WRAPPING.get()
     if wrapping is None:
         return module
@@ -134,7 +134,7 @@ def _choose(
     ignored_parameters: Collection[nn.Parameter],
     also: Mapping[nn.Module, Options],
 ) -> dict[nn.Module, Options]:
-    """Ask the policy about everything below ``root`` before anything is replaced."""
+    """Call the policy on everything below ``root`` before anything is replaced."""
     chosen: dict[nn.Module, Options] = {}
     if hasattr(policy, "_run_policy"):
         chosen.update(policy._run_policy(root, ignored, {}))
@@ -152,7 +152,7 @@ def _choose(
 
 
 class _Survey:
-    """One walk that asks a policy that is a function, and reports to it how many elements no unit has yet."""
+    """One walk that calls a policy function, and passes it the number of elements that no unit has yet."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class _Survey:
         self._claimed = claimed
 
     def look_below(self, module: nn.Module) -> bool:
-        """Choose among what lies below ``module``, unless the policy will not look there; return whether it did."""
+        """Choose among the modules below ``module``, unless the policy stops here; return whether it did not."""
         if not self._policy(module=module, recurse=True, nonwrapped_numel=self._num_free(module)):
             return False
         for child in module.children():
@@ -186,7 +186,7 @@ class _Survey:
         return self._policy(module=module, recurse=False, nonwrapped_numel=self._num_free(module))
 
     def _num_free(self, module: nn.Module) -> int:
-        """Count elements outside of all units: a parameter tied to one inside is none of them."""
+        """Count elements outside of all units; a parameter tied to one inside a unit does not count."""
         return sum(p.numel() for p in module.parameters() if p not in self._claimed)
 
 
@@ -194,7 +194,7 @@ class _Survey:
 
 
 def _backward_positions(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """Return each module's parents with its name there, all of them: the same module may have several."""
+    """Return each module's parents with its name there; one module may have several."""
     modules = dict(root.named_modules(remove_duplicate=False))
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for path, module in modules.items():
@@ -206,7 +206,7 @@ def _backward_positions(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module
 
 
 def _children_first(root: nn.Module) -> list[nn.Module]:
-    """List what lies below ``root``, each module after all below it, siblings in the order of registration."""
+    """List the modules below ``root``, each module after all below it, siblings in the order of registration."""
     found: list[nn.Module] = []
     seen = {root}
 
