@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What one run took: seconds of processors, and seconds that passed."""
+    """The cost of one run: processor seconds, and wall-clock seconds."""
 
     cpu_s: float
     wall_s: float
@@ -87,7 +87,7 @@ def _checked_out(commit: str, folder: Path) -> Iterator[Path]:
 
 
 def _pytest(tree: Path, *arguments: str, plugins: Sequence[Path] = ()) -> tuple[str, float]:
-    """Run pytest on a tree's own code; returns what it printed and its CPU seconds. Red cases are no error."""
+    """Run pytest on a tree's own code; returns its output and CPU seconds. Failing cases are not an error."""
     path = os.pathsep.join(map(str, (tree, *plugins)))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     done, seconds = measured(command, cwd=tree, env={**os.environ, "PYTHONPATH": path})

@@ -73,7 +73,7 @@ def _shares(engine: str, world: str, suite: str) -> dict[str, float]:
 def measured(
     command: Sequence[str], *, env: Mapping[str, str], cwd: Path | None = None
 ) -> tuple[subprocess.CompletedProcess[str], float]:
-    """Run a session to its end; returns it and its CPU seconds, those of orphans that this process adopts included."""
+    """Run a session to its end; returns it and its CPU seconds, including those of orphans that this process adopts."""
     before = _seconds_of_children()
     run = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, check=False)
     while True:  # the session's fork servers end after it
@@ -84,7 +84,7 @@ def measured(
 
 
 def _by_stage(file: Path) -> dict[str, float]:
-    """Add up the seconds of each stage; what the session used beside its stages is pytest's."""
+    """Add up the seconds of each stage; the session's time outside its stages is pytest's."""
     taken: dict[str, float] = defaultdict(float)
     of_process: dict[str, float] = defaultdict(float)
     for line in file.read_text().splitlines():

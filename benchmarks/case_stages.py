@@ -19,11 +19,11 @@ import pytest
 
 from shardproof.harness.worlds.processes import forkserver
 
-FILE = "CASE_STAGES_FILE"  # the environment variable that names where to write
+FILE = "CASE_STAGES_FILE"  # the environment variable with the output path
 IMPORTS = "imports"
 SESSION = "the session in all"
 
-# By stage, what it consists of. A stage of the session is called there alone, others in forks.
+# The functions of each stage. A stage of the session is called only there, others in forks.
 STAGES_OF_SESSION = {
     "identity": ["runner.observation_cache:ObservationCache._digest"],
     "worlds": ["worlds.launch:World.__init__", "worlds.launch:World.run", "worlds.launch:World.close"],
@@ -66,7 +66,7 @@ def _write(file: int, stage: str, seconds: float) -> None:
 
 
 def find(path: str) -> tuple[Any, str]:
-    """Return what holds a function, and its name there."""
+    """Return the holder of a function, and its name there."""
     module, _, attribute = path.partition(":")
     owner: Any = importlib.import_module(f"shardproof.harness.{module}")
     *classes, name = attribute.split(".")
@@ -81,7 +81,7 @@ def _time_all(stages: dict[str, list[str]], file: int) -> None:
             owner, name = find(path)
             function = getattr(owner, name)
             timed = _timed(stage, function, file)
-            # Wherever it was imported to.
+            # In every module that imported it.
             for place in [owner, *(m for n, m in list(sys.modules.items()) if n.startswith("shardproof"))]:
                 if getattr(place, name, None) is function:
                     setattr(place, name, timed)
@@ -100,11 +100,11 @@ elif _file >= 0:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Begin: all is imported."""
+    """Start timing: all imports are done."""
     _time_all(STAGES_OF_SESSION, _file)
     _write(_file, IMPORTS, time.process_time())
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End."""
+    """Stop timing."""
     _write(_file, SESSION, time.process_time())

@@ -25,14 +25,14 @@ from shardproof.harness.records.run import read_run
 
 _RANKS = 2
 _STEPS = 3
-_MICROBATCHES = {"accumulates": 3}  # by how the name of a case begins; else 1
+_MICROBATCHES = {"accumulates": 3}  # by the first word of a case's name; else 1
 _STEPS_BEFORE = {"starts": _RANKS + 1}  # steps of one rank, in a world of one more that trains first
-_PAUSE_S = 1.0  # between two looks at memory, which cost time themselves
+_PAUSE_S = 1.0  # between two memory samples, which take time themselves
 _VARIABLE = "CHECK_COST_MILLIONS"
 
 
 class Decoder:
-    """Feed-forward blocks of a decoder's proportions, as many as make the parameters asked for."""
+    """Feed-forward blocks of a decoder's proportions, as many as needed for the number of parameters."""
 
     units = ("blocks.*",)
 
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def measured(arguments: Sequence[str]) -> Cost:
-    """Run Python, and add up what it and all processes below it cost, as far as looks at them see."""
+    """Run Python, and add up the cost of it and all its descendants, as far as sampling sees them."""
     process = subprocess.Popen([sys.executable, *arguments])
     peak, cpu, done = [0], dict[int, float](), threading.Event()
     watcher = threading.Thread(target=_watch, args=(process.pid, peak, cpu, done))
@@ -127,7 +127,7 @@ def _watch(root: int, peak: list[int], cpu: dict[int, float], done: threading.Ev
 
 
 def _cpu_s(process: int) -> float:
-    """Return the processor time of a process itself: this process does not wait for those below a fork server."""
+    """Return the processor time of a process itself: this process does not wait for descendants of a fork server."""
     try:
         found = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

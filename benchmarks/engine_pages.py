@@ -68,7 +68,7 @@ _MOST_CASES = 6  # of one cause
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """One engine: its run, what it declares, and how it is installed."""
+    """One engine: its run, its capabilities, and how it is installed."""
 
     engine: str
     run: Run
@@ -81,7 +81,7 @@ class Judged:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it was asked the whole catalogue."""
+        """Whether it ran the whole catalogue."""
         return self.run.footer is not None and self.run.footer.is_whole
 
     @property
@@ -96,7 +96,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """What the page of all engines says of one: its row among them, and a cell for each promise."""
+    """One engine on the page of all engines: its row, and a cell for each promise."""
 
     row: tuple[str, ...]
     cells: Mapping[str, str]
@@ -108,7 +108,7 @@ def columns(judged: Sequence[Judged]) -> dict[str, Column]:
 
 
 def columns_of(text: str) -> dict[str, Column]:
-    """Read ``docs/engines.md`` again, as `summary` wrote it."""
+    """Read ``docs/engines.md`` as `summary` wrote it."""
     lines = [tuple(line[2:-2].split(" | ")) for line in text.splitlines() if line.startswith("| ")]
     rows = {cells[0][1:].partition("]")[0]: cells for cells in lines if cells[0].startswith("[")}
     (*names,) = next((cells[1:] for cells in lines if cells[0] == "promise"), ())
@@ -204,7 +204,7 @@ def _cell(counted: Tally) -> str:
 
 def _divergences(run: Run) -> Iterator[str]:
     counts: Counter[tuple[str, str]] = Counter()
-    for found in known(run):  # entries of one reason may be of other cases, or older than the file
+    for found in known(run):  # entries with one reason may be about other cases, or older than the file
         counts[found.expectation.reason, address(found.expectation.link)] += found.count
     for (reason, link), count in counts.items():
         where = f" ([where]({link}))" if link else ""
@@ -212,7 +212,7 @@ def _divergences(run: Run) -> Iterator[str]:
 
 
 def _scripts(engine: str, root: Path) -> Iterator[str]:
-    """Link the scripts that show a divergence without Shardproof, which are named for the family, or torch's engine."""
+    """Link the scripts that show a divergence without Shardproof, named after the family or torch's engine."""
     family = engine.removeprefix("torch.").partition(".")[0]
     for script in sorted((root / "docs" / "divergences").glob(f"{family}_*.py")):
         yield f"- [`{script.name}`](../divergences/{script.name}) shows one without Shardproof."

@@ -41,7 +41,7 @@ from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
 WORLDS = ("processes:2", "processes:4", "threads:4")
 ACCUMULATION = (1, 4)
-# Of one configuration; ten times what the slowest takes on two cores.
+# Of one configuration; ten times as long as the slowest takes on two cores.
 DEADLINE_S = 300.0
 HEADERS = (
     "world",
@@ -73,7 +73,7 @@ def main() -> None:
             continue
         for cells in _cells(ranks):
             rows.append([text, work.reshard, str(work.num_microbatches), *cells])
-            # A run that is stopped has then shown something.
+            # An interrupted run has then printed some results.
             print(*rows[-1], sep="\t", file=sys.stderr, flush=True)
     print(tabulate(rows, headers=HEADERS, disable_numparse=True))
     if failures:
@@ -177,9 +177,9 @@ def _on_processes(spec: WorldSpec, work: Work, folder: Path) -> list[tuple[Taken
 
 
 def _cells(ranks: Sequence[dict[Name, Taken]]) -> Iterator[list[str]]:
-    """Yield the cells of each engine; a round took as long as its slowest rank, the rest is the worst rank's.
+    """Yield the cells of each engine; a round takes as long as its slowest rank, the rest is the worst rank's.
 
-    Of the processor's time it took what all ranks did.
+    Processor time is the sum over all ranks.
     """
     names = list(ranks[0])
     rounds = {

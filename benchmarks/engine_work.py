@@ -36,7 +36,7 @@ from shardproof.harness.worlds.threads.process_group import global_ranks
 
 VOCABULARY = 1024
 NUM_HEADS = 8
-# The first steps find the order of execution, rebuild DDP's buckets and fill the dispatcher's caches.
+# The first steps determine the order of execution, rebuild DDP's buckets and fill the dispatcher's caches.
 NUM_WARM_UPS = 2
 # Data-parallel engines that do the same work agree up to the order of summation in float32.
 LOSS_TOLERANCE = 1e-3
@@ -60,15 +60,15 @@ FLAT_WRAPPERS = (Name.FLAT_WRAPPER, Name.FLAT_FSDP1)
 
 
 class Reshard(StrEnum):
-    """What becomes of a unit's whole parameters after its forward."""
+    """When a unit's whole parameters are freed after its forward."""
 
-    AFTER_FORWARD = "yes"  # freed, and gathered again for backward; the root keeps its own, as is the habit
+    AFTER_FORWARD = "yes"  # freed, and gathered again for backward; the root keeps its own, as usual
     KEEP = "no"  # kept until the unit's backward is over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One configuration; ``num_blocks`` units and the root. The first of ``names`` is held against the others."""
+    """One configuration; ``num_blocks`` units and the root. The first of ``names`` is compared with the others."""
 
     names: tuple[Name, ...] = COMPOSABLE
     num_blocks: int
@@ -82,16 +82,16 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """What one engine took on one rank: seconds of each round, bytes of one step, and its last loss.
+    """One engine's measurements on one rank: seconds of each round, bytes of one step, and its last loss.
 
-    ``processor_s`` are seconds of the processor: of the rank's process, or of its thread where it is one. They hold on
-    a machine that others use, and leave out what a rank waits.
+    ``processor_s`` are processor seconds: of the rank's process, or of its thread if it is one. They are valid on a
+    machine with other load, and exclude the time that a rank waits.
     """
 
     name: Name
     seconds: tuple[float, ...]
     processor_s: tuple[float, ...]
-    peak_bytes: int | None  # None where the ranks share a process with what watches them
+    peak_bytes: int | None  # None if the ranks share a process with the measurement
     sent_bytes: float
     least_bytes: float
     loss: float
@@ -130,7 +130,7 @@ class Contender:
     accumulating: Callable[[], AbstractContextManager[object]]
 
     def step(self, microbatches: Sequence[torch.Tensor]) -> float:
-        """Train one step and give the loss of the last microbatch."""
+        """Train one step and return the loss of the last microbatch."""
         for tokens in microbatches[:-1]:
             with self.accumulating():
                 _loss(self.module, tokens).backward()  # type: ignore[no-untyped-call]
@@ -145,10 +145,10 @@ Counted = Callable[[Callable[[], object]], Ledger]
 
 
 def compare_as_process(rank: int, size: int, folder: Path, work: Work) -> None:
-    """Measure on a rank that is a process of its own, and leave the result in ``rank_file``.
+    """Measure on a rank that is a process, and write the result to ``rank_file``.
 
     A plain gloo process, not one of a world: the interceptor of a world keeps the tensors of recent collectives alive,
-    which would be charged to the engine. Here it stands for one counted step alone.
+    which would be charged to the engine. It runs only for one counted step.
     """
     store = FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
@@ -161,7 +161,7 @@ def compare_as_process(rank: int, size: int, folder: Path, work: Work) -> None:
 
     torch.set_num_threads(1)
     peaks = {name: _peak_bytes(name, work, _microbatches(work, rank)) for name in work.names}
-    gc.collect()  # the modules just measured hold each other in cycles
+    gc.collect()  # the measured modules are in reference cycles
     compared = _compare(rank, size, work, counted, time.process_time)
     taken = [replace(t, peak_bytes=peaks[t.name]) for t in compared]
     rank_file(folder, rank).write_bytes(pickle.dumps(taken))
@@ -169,7 +169,7 @@ def compare_as_process(rank: int, size: int, folder: Path, work: Work) -> None:
 
 
 def compare_as_thread(context: RankContext, work: Work) -> None:
-    """Measure on a rank that is a thread, and leave the result in ``rank_file``.
+    """Measure on a rank that is a thread, and write the result to ``rank_file``.
 
     The body of a threads world, whose interceptor has the transport and stays.
     """
@@ -185,7 +185,7 @@ def compare_as_thread(context: RankContext, work: Work) -> None:
 
 
 def rank_file(folder: Path, rank: int) -> Path:
-    """Name the file in which a process leaves its result."""
+    """Return the path of a rank's result."""
     return folder / f"rank{rank}.pickle"
 
 
@@ -198,11 +198,11 @@ def _compare(
     seconds: dict[Name, list[float]] = {name: [] for name in work.names}
     processor_s: dict[Name, list[float]] = {name: [] for name in work.names}
     losses: dict[Name, float] = {}
-    # Every order in turn, so that none is always first nor always after the same one.
+    # All orders in turn, so that no engine is always first or always after the same one.
     orders = list(permutations(contenders))
     for turn in range(NUM_WARM_UPS + work.num_rounds):
         for contender in orders[turn % len(orders)]:
-            dist.barrier()  # so that a step is not charged for its peer's previous one
+            dist.barrier()  # so that a step does not include its peer's previous one
             started, processor_started = time.perf_counter(), processor_time()
             losses[contender.name] = contender.step(microbatches)
             if turn >= NUM_WARM_UPS:
@@ -290,11 +290,7 @@ def _microbatches(work: Work, rank: int) -> list[torch.Tensor]:
     return [torch.randint(VOCABULARY, shape, generator=generator) for _ in range(work.num_microbatches)]
 
 
-# --- bytes sent ---------------------------------------------------------------------------------------------------
-# [Note: ring bounds] What a rank must send, whatever the algorithm, when every rank holds an equal part of B bytes:
-# (n-1)/n B for an all-gather of B and for a reduce-scatter of B, 2 (n-1)/n B for an all-reduce of B (Patarasuk and
-# Yuan, 2009). Bytes sent are counted by the same bounds, so that what is compared is what an engine asks for, not
-# how gloo does it: 1.00 means that nothing was padded, gathered twice or reduced twice.
+# --- bytes sent -------------------------------------------------------------------------------------------------
 
 
 def _sent_bytes(entry: Entry) -> float:
@@ -338,11 +334,11 @@ def _num_bytes(parameters: Iterator[nn.Parameter]) -> int:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Follows every storage that an operator touches on this thread, and the most bytes alive at one time.
+    """Tracks every storage that an operator touches on this thread, and the peak of live bytes.
 
-    A storage counts by its size of the moment, because sharding engines free by resizing to nothing. What the
-    autograd engine runs is seen too: on cpu it runs on the thread that called backward. Not seen: memory that no
-    operator touched yet, and what a backend holds for itself.
+    A storage counts by its current size, because sharding engines free memory by resizing to zero. Operators of the
+    autograd engine are seen too: on a CPU it runs on the thread that called backward. Not seen: memory that no operator
+    has touched yet, and a backend's own memory.
     """
 
     def __init__(self) -> None:
@@ -351,7 +347,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __in
         self.peak_bytes = 0
 
     def reset_peak(self) -> None:
-        """Begin anew with what is alive now."""
+        """Restart with the memory that is alive now."""
         gc.collect()
         self.peak_bytes = self._live_bytes()
 
@@ -363,7 +359,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __in
         kwargs: Any = None,
     ) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # DTensor first; we are called again for the local tensors inside
+            return NotImplemented  # DTensor first; torch calls this mode again for the local tensors inside
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, torch.Tensor):
@@ -381,7 +377,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __in
         self._alive.clear()
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
-        key = id(storage)  # one Python object per storage, for as long as anything holds the storage
+        key = id(storage)  # one Python object per storage, for as long as anything references the storage
         if key not in self._alive:
             self._alive[key] = weakref.ref(storage, lambda _: self._alive.pop(key, None))
 
@@ -391,7 +387,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __in
 
 
 def _peak_bytes(name: Name, work: Work, microbatches: Sequence[torch.Tensor]) -> int:
-    """Build an engine and train under watch; the peak is that of one step after the warm-up."""
+    """Build an engine and train under the mode; the peak is that of one step after the warm-up."""
     live = LiveBytes()
     with live:
         contender = _contender(name, work)

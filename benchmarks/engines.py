@@ -35,14 +35,14 @@ _THREADS, _PROCESSES = "threads:2", "processes:2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Engines of one package: what pip installs, call after call, and the world in which they are judged."""
+    """Engines of one package: the packages to install, one pip call each, and the world in which they are judged."""
 
     packages: tuple[str, ...] = ()
     world: str = _THREADS
 
 
 _COLOSSALAI = (
-    # It pins torch below 2.6, and what it imports has to be as old as it is.
+    # It pins torch below 2.6, and its imports must be as old.
     "--no-deps colossalai==0.5.0 peft==0.13.2 transformers==4.51.3 huggingface_hub==0.30.2 tokenizers==0.21.1 "
     "accelerate==1.6.0 galore-torch bitsandbytes ray",
     "einops psutil safetensors contexttimer rich click tqdm pydantic pyyaml protobuf regex requests packaging",
@@ -68,7 +68,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is asked for and write the pages of all that has run; 1 if one of these engines does not conform."""
+    """Run the requested engines and write the pages of all that have run; 1 if one of these does not conform."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("engines", nargs="*", help="names of engines, or of families; default: all")
     parser.add_argument(
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compare(judged: Sequence[Judged], path: Path) -> None:
-    """Write the page of all engines; what it says of those that have not run here stays."""
+    """Write the page of all engines; rows of engines that have not run here are kept."""
     kept = columns_of(path.read_text(encoding="utf-8")) if path.exists() else {}
     found = kept | columns(judged)
     missing = sorted({*BUILT_IN, *THIRD_PARTY} - found.keys())
@@ -134,7 +134,7 @@ def _run(engine: str, python: Path, suites: Sequence[str]) -> None:
 
 
 def _read(folder: Path, known: Expectations) -> Judged:
-    """Read a run, by the known failures of today."""
+    """Read a run, with today's known failures."""
     run = read_run(folder / "run")
     packages = FAMILIES[folder.name.partition(".")[0]].packages
     return Judged(

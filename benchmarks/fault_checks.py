@@ -1,4 +1,4 @@
-"""What must hold after a fault: no false green, no orphan, nothing left over, no lost record, no late explanation."""
+"""What must be true after a fault: no false pass, no orphan, nothing left over, no lost record, no late explanation."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from shardproof.harness.records.run import RECORDS, RUN
 Misses = list[tuple[Miss, str]]
 
 _CODES = {0, 1, 2, 3}
-_QUOTED = 3000  # characters: where a traceback begins is worth more than where it ends
+_QUOTED = 3000  # characters; the start of a traceback is worth more than its end
 _END_LIMIT_S = 90.0
-# The reaper ends what is below it within a fraction of this.
+# The reaper ends its descendants within a fraction of this.
 _ORPHANS_LIMIT_S = 10.0
 _PROGRESS = re.compile(r"^([.FEsxX]+)(?: +\[ *\d+%\])?$")
 
 
 def call(*arguments: str) -> tuple[int, str]:
-    """Call a command in this process; returns its exit code and what it printed."""
+    """Call a command in this process; returns its exit code and output."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         code = main(arguments)
@@ -35,7 +35,7 @@ def call(*arguments: str) -> tuple[int, str]:
 
 
 def complaint(*arguments: str) -> str:
-    """Call a command that must end in a code of ours; returns what is wrong with that, empty for nothing."""
+    """Call a command that must end with one of our exit codes; returns a complaint, empty if there is none."""
     try:
         code, said = call(*arguments)
     except Exception as error:
@@ -51,7 +51,7 @@ def records_of(lines: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def check_worlds(faults: Sequence[Fault], lines: Sequence[str]) -> None:
-    """Note the verdicts of every fault's cases; one that passed is a false green."""
+    """Check the verdicts of every fault's cases; one that passed is a false pass."""
     for fault in faults:
         found = [
             r
@@ -66,7 +66,7 @@ def check_worlds(faults: Sequence[Fault], lines: Sequence[str]) -> None:
 
 
 def check_end(run: LiveRun, faults: Sequence[Fault], ending: Kind | None, seen: Sequence[str]) -> Misses:
-    """Wait for the run to end, and check what it has left; ``seen`` are the records that were there before."""
+    """Wait for the run to end, and check its files and processes; ``seen`` are the earlier records."""
     try:
         code = run.ended(_END_LIMIT_S)
     except LateError as error:
@@ -116,10 +116,10 @@ def _check_code(
 
 
 def _check_interruption(run: LiveRun, code: int, ending: Kind) -> Misses:
-    """Check the exit code of a run that was ended; before its handler is there, Python's own codes hold."""
+    """Check the exit code of an interrupted run; before its handler is installed, Python's own codes apply."""
     allowed = {-ending.number}
     if ending.number is signal.SIGINT:
-        # 2, where an engine could not be judged before: its server was stopped.
+        # 2, if an engine could not be judged before: its server was stopped.
         allowed = {-ending.number, 1, 3} if ending.is_twice or not (run.out / RUN).exists() else {2, 3}
     misses: Misses = []
     if code not in allowed:
@@ -133,7 +133,7 @@ def _check_interruption(run: LiveRun, code: int, ending: Kind) -> Misses:
 
 
 def _announced(run: LiveRun) -> int:
-    """Read how many cases the run has selected; -1 where its header is not on the disk."""
+    """Read how many cases the run has selected; -1 if its header is not on the disk."""
     try:
         return int(json.loads((run.out / RUN).read_text().split("\n")[0])["num_cases"])
     except (OSError, ValueError):

@@ -24,7 +24,7 @@ _OF_A_WORLD = (
 
 
 def cut_one(run: Path, scratch: Path, rng: random.Random) -> Fault:
-    """Cut off one file of a copy of a run that passed, read the copy, and check what that cost."""
+    """Truncate one file of a copy of a run that passed, read the copy, and check the loss."""
     copy = scratch / "cut"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(run, copy)
@@ -46,7 +46,7 @@ def cut_one(run: Path, scratch: Path, rng: random.Random) -> Fault:
 
 
 def _check_run(run: Path, copy: Path, file: Path, fault: Fault) -> None:
-    """Every whole record is still read, and no command is green."""
+    """Every complete record is still read, and no command reports success."""
     for arguments in (("report", str(copy)), ("diff", str(run), str(copy))):
         if wrong := complaint(*arguments):
             fault.misses.append((Miss.UNREADABLE, wrong))
@@ -62,7 +62,7 @@ def _check_run(run: Path, copy: Path, file: Path, fault: Fault) -> None:
 
 
 def _check_world(copy: Path, worlds: Sequence[Path], file: Path, fault: Fault) -> None:
-    """Judging again judges the cases of every other world, and is not green."""
+    """Judging again judges the cases of every other world, and does not report success."""
     for arguments in (("report", str(copy)), ("judge", str(copy))):
         if wrong := complaint(*arguments):
             fault.misses.append((Miss.UNREADABLE, wrong))

@@ -1,4 +1,4 @@
-"""The faults of the campaign: what is done to a live run, at a moment drawn from a seed, and what that proves."""
+"""The faults of the campaign: how a live run is disturbed, at a moment drawn from a seed, and what that proves."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from benchmarks.live_run import Found, LiveRun, state_of
 
 _POLL_S = 0.005
 _STATE_LIMIT_S = 0.5
-# How long a target of a fault may be awaited: as long as a server may take for its imports on a busy machine.
+# The longest wait for a target: as long as a server may need for its imports on a busy machine.
 _TARGET_LIMIT_S = 25.0
-_LONGEST_DELAY_S = 0.25  # about the life of a host
+_LONGEST_DELAY_S = 0.25  # about the lifetime of a host
 
 
 class Miss(Enum):
@@ -28,12 +28,12 @@ class Miss(Enum):
     LITTER = "left over"  # temporary files, shared memory, descriptors
     LOST = "lost record"
     LATE = "late"
-    UNREADABLE = "unreadable"  # a command ended in a traceback, or with a code of no meaning
+    UNREADABLE = "unreadable"  # a command ended with a traceback, or with a meaningless code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """One signal to processes of one role; ``are_threads`` chooses hosts by what their ranks are."""
+    """One signal to processes of one role; ``are_threads`` chooses hosts by the kind of their ranks."""
 
     role: str
     number: signal.Signals

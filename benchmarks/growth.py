@@ -83,7 +83,7 @@ def _apart(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 def _write(source: Path, size: int, folder: Path) -> None:
-    """Write a finished run of so many records; not by a `RunWriter`, which waits for the disk after each."""
+    """Write a finished run of this many records; not with a `RunWriter`, which waits for the disk after each."""
     run = read_run(source)
     records = islice(cycle(run.records), size)
     lines = (to_json(replace(record, case=f"{record.case}-{n}")) for n, record in enumerate(records))
@@ -93,7 +93,7 @@ def _write(source: Path, size: int, folder: Path) -> None:
 
 
 def _measured(reader: str, folder: Path) -> tuple[float, float]:
-    """Return seconds of the processor, and MiB that the process grew by at most."""
+    """Return processor seconds, and the largest growth of the process in MiB."""
     before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     READERS[reader](folder)
     seconds = time.process_time() - started

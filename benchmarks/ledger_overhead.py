@@ -38,8 +38,8 @@ Watch = Callable[[], AbstractContextManager[object]]
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> float:
-    dist.barrier()  # so that a step is not charged for its peer's previous one
-    started = time.process_time()  # of gloo's threads too, and not of others on the machine
+    dist.barrier()  # so that a step does not include its peer's previous one
+    started = time.process_time()  # of gloo's threads too, and not of other programs
     model(rows).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -53,7 +53,7 @@ def _rank(rank: int, folder: str, num_turns: int) -> None:
     rows = []
     for name, (build, width) in WORK.items():
         taken = _measure(build(width), width, num_turns, Path(folder) / f"{rank}.{name}".replace(" ", "-"))
-        # Turn by turn, so that a change of the machine's speed meets all three alike.
+        # Turn by turn, so that a change of the machine's speed affects all three alike.
         ratios = [median(map(truediv, taken[w], taken["plain"])) for w in taken]
         rows.append([name, *(f"{median(taken[w]) * 1e3:.2f}" for w in taken), *(f"{r:.2f}x" for r in ratios)])
     if rank == 0:
@@ -96,7 +96,7 @@ def _with_events(interceptor: Interceptor, model: nn.Module, recorder: Recorder)
 
 
 def _watched(watch: Watch, step: Callable[[], float]) -> float:
-    """Time steps as a user of the watch meets them: CommDebugMode must be entered anew for every step."""
+    """Time steps as a user of the watch would: CommDebugMode must be entered again for every step."""
     if watch is CommDebugMode:
         taken = []
         for _ in range(3):

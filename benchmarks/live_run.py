@@ -1,4 +1,4 @@
-"""A run of the command line in processes of its own: what lives while it runs, and what it leaves. Needs /proc."""
+"""A run of the command line in processes of its own: its live processes, and the files that it leaves. Needs /proc."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _POLL_S = 0.01
 # Torch keeps its compilation cache there, and pytest the folders of its last three sessions.
 _NOT_OURS = ("torchinductor_", "pytest-of-")
 
-Role = str  # run, worker, reaper, server, host, question (asked aside), tracker, other
+Role = str  # run, worker, reaper, server, host, question (a process that answers one request), tracker, other
 
 
 class LateError(Exception):
-    """Something awaited did not come within its limit."""
+    """An awaited event did not come within its limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class LiveRun:
         self.pids: set[int] = set()
         self._mark = f"TMPDIR={self.temporary}".encode()
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        # What it prints goes through a pipe: its terminal does not fill up with its disk.
+        # Its output goes through a pipe: its terminal does not fill up with its disk.
         with self.log.open("wb") as log:
             self._terminal = subprocess.Popen(
                 ["cat"], stdin=subprocess.PIPE, stdout=log, start_new_session=True
@@ -87,7 +87,7 @@ class LiveRun:
             resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (longest_file, longest_file))
 
     def records(self) -> list[str]:
-        """Return the whole lines of records that are on the disk."""
+        """Return the complete lines of records that are on the disk."""
         with contextlib.suppress(OSError):
             return (self.out / "records.jsonl").read_text().split("\n")[:-1]
         return []
@@ -122,21 +122,21 @@ class LiveRun:
             raise LateError(f"the run has not ended after {limit_s:g} s") from None
 
     def orphans(self, limit_s: float) -> list[Found]:
-        """Return the processes that still live ``limit_s`` after the main process has ended."""
+        """Return the processes that are still alive ``limit_s`` after the main process has ended."""
         limit = time.monotonic() + limit_s
         while (found := self.processes()) and time.monotonic() < limit:
             time.sleep(_POLL_S)
         return found
 
     def litter(self) -> list[str]:
-        """Name temporary files and shared memory that the run has left."""
+        """List temporary files and shared memory that the run has left."""
         left = [name for name in os.listdir(self.temporary) if not name.startswith(_NOT_OURS)]
         shared = os.listdir("/dev/shm") if Path("/dev/shm").is_dir() else []
         marks = tuple(f"_{pid}_" for pid in self.pids)
         return left + [name for name in shared if any(mark in name for mark in marks)]
 
     def said(self) -> str:
-        """Return what the run printed, all of it once no process of the run lives."""
+        """Return the run's output, complete once no process of the run is alive."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._terminal.wait(0.2)
         return self.log.read_text(errors="replace")

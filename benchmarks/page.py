@@ -22,7 +22,7 @@ from tabulate import tabulate
 _DOCS = Path(__file__).resolve().parents[1] / "docs"
 _PAGE = _DOCS / "benchmarks.md"
 _OF_TORCHS_TESTS = "expecttest"
-_RUN = "{run}"  # in a command: a run with records
+_RUN = "{run}"  # a placeholder in a command: a run with records
 _ROW, _LEFT, _BAR, _RIGHT = 22, 330, 300, 90  # pixels
 _NUMBER = re.compile(r"[\d,]*\.?\d+")
 
@@ -39,7 +39,7 @@ class Plot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """One benchmark: what it is called with, and what of the table that it prints is drawn."""
+    """One benchmark: its arguments, and the columns of its table that are drawn."""
 
     name: str
     arguments: tuple[str, ...]
@@ -89,7 +89,7 @@ SECTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """What a benchmark printed: its headings and its rows."""
+    """The output of a benchmark: its headings and its rows."""
 
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -153,7 +153,7 @@ def _judged(outputs: Path) -> Path:
 
 
 def read_table(printed: str) -> Table:
-    """Read a table of tabulate's plain form: a line of dashes shows where its columns are."""
+    """Read a table in tabulate's plain format: a line of dashes shows its columns."""
     lines = printed.splitlines()
     rule = next(i for i, line in enumerate(lines) if line and set(line) == {"-", " "})
     spans = [match.span() for match in re.finditer("-+", lines[rule])]

@@ -45,7 +45,7 @@ from shardproof.harness.worlds.spec import WorldSpec
 from shardproof.suites.combinations.rows import FAMILIES, rows_in
 
 _WORLD = "threads:2"
-_FEWEST = 20  # records that a run of all suites leaves, at least
+_FEWEST = 20  # at least this many records in a run of all suites
 _LEAST = {Verdict.FAILED, Verdict.CRASHED, Verdict.HUNG}
 
 
@@ -117,22 +117,22 @@ def _killer(engine: str) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Leave out the cases in which the mutant that is judged is right: their trainings lack what it takes to show."""
+    """Deselect the cases in which the judged mutant is right: their trainings lack what its fault needs to show."""
     (engine,) = config.getoption("--engine")
     condition = next((mutant.kills_on for mutant in MUTANTS if mutant.engine_spec == engine), Condition())
     judged = TrialSession.run
 
-    # Any: what a session is given beside the case.
+    # Any: the arguments of a session besides the case.
     def run(session: TrialSession, case: Case, *rest: Any, **named: Any) -> Record:
         if not _can_show(condition, case.training):
             pytest.skip("the mutant is right here")
         return judged(session, case, *rest, **named)
 
-    setattr(TrialSession, "run", run)  # noqa: B010 - mypy knows that methods are no variables
+    setattr(TrialSession, "run", run)  # noqa: B010 - mypy treats methods as read-only
 
 
 def _can_show(condition: Condition, training: Training) -> bool:
-    """Return whether a training has what a condition names; gradients are held back in more ways than by the plan."""
+    """Return whether a training meets a condition; gradients are held back in more ways than by the plan."""
     asked, plan, plain = condition.plan, training.plan, Plan()
     named = [
         getattr(plan, field.name) == getattr(asked, field.name)

@@ -23,13 +23,13 @@ from shardproof.harness.records.run import read_run
 
 MODELS = ROOT / "examples" / "models"
 RUNS = ROOT / "conformance" / "models"
-# Without what they depend on, the last three leave torch as it is: a later torchvision would bring another torch.
+# Installed without dependencies, the last three leave torch unchanged: a later torchvision would install another torch.
 PACKAGES = (
     "transformers==5.24.0 pillow==13.0.0 importlib-metadata==10.2.0 requests==2.34.2",
     "--no-deps timm==1.0.31 torchvision==0.28.0 diffusers==0.42.1",
 )
-# torchvision's wheels on a package registry are built for CUDA. Beside torch's CPU build their kernels do not load, and
-# their import asks for the names of two operators, which no model here calls.
+# torchvision's wheels on a package registry are built for CUDA. With torch's CPU build their kernels do not load, and
+# their import looks up two operators, which no model here calls.
 _NAMES = """
 
 if not _has_ops():
@@ -50,7 +50,7 @@ _LETTERS = {Verdict.PASSED: "passed", Verdict.UNSUPPORTED: "not declared", Verdi
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is asked for and print the table; 1 if something is red that is not known, or known and not red."""
+    """Run the requested models and print the table; 1 if a failure is not known, or a known one did not occur."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", help="names of classes; default: all")
     parser.add_argument("--engine", action="append", help="default: torch.fsdp2")
@@ -90,7 +90,7 @@ def _environment() -> Path:
 
 
 def _specs() -> Iterator[str]:
-    """Name the public classes that build a model: read, not imported, since this environment lacks their packages."""
+    """List the public classes that build a model: parsed, not imported, since this environment lacks their packages."""
     for file in sorted(MODELS.glob("*.py")):
         building = set[str]()
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
@@ -126,12 +126,12 @@ def _run(python: Path, spec: str, engine: str, out: Path, cases: str) -> None:
 
 
 def _log(out: Path) -> Path:
-    """Return where a run writes; not `with_suffix`, which would take ".ddp" away from "Llama@torch.ddp"."""
+    """Return a run's log file; not `with_suffix`, which would remove ".ddp" from "Llama@torch.ddp"."""
     return out.with_name(f"{out.name}.log")
 
 
 def _cells(out: Path) -> tuple[str, str]:
-    """Return the verdicts of a run, counted, and the headline of its first red case, or the refusal."""
+    """Return the verdicts of a run, counted, and the headline of its first failure, or the refusal."""
     if not out.exists():
         log = _log(out).read_text(encoding="utf-8").strip()
         return "refused", log.splitlines()[-1] if log else "no output"

@@ -48,7 +48,7 @@ STEPS, TURNS = 3, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """One rank's: processor time of preparation and steps, and what its ledger and its census show."""
+    """One rank's cost: processor time of preparation and steps, and figures of its ledger and census."""
 
     seconds: float
     calls: int = 0
@@ -72,7 +72,7 @@ def _in_group(backend: str, size: int, body: Callable[[], None]) -> float:
 
 
 def bare(engine: str, size: int) -> Cost:
-    """Train without the harness, and without numbers as well."""
+    """Train without the harness, and without values."""
     training, rank = _training(), size // 2
 
     def body() -> None:
@@ -132,9 +132,9 @@ def _seen(observation: Observation, seconds: float) -> Cost:
 
 
 def _compare(engine: str, size: int) -> tuple[Cost, Cost, Cost | None]:
-    """Measure bare and simulated in turn, and return the medians; the first turn, of two ranks, is for caches.
+    """Measure bare and simulated in turn, and return the medians; the first turn, of two ranks, fills caches.
 
-    The third is simulated with the census, where the engine shards.
+    The third is simulated with the census, if the engine shards.
     """
     torch.set_num_threads(1)
     bare(engine, 2), simulated(engine, 2)

@@ -97,7 +97,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """What one release of torch showed."""
+    """The results of one release of torch."""
 
     version: str
     catalogue: Run
@@ -107,7 +107,7 @@ class Release:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the releases asked for and write the page from all that have run; 1 if one of these does not conform."""
+    """Run the requested releases and write the page from all that have run; 1 if one of these does not conform."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("releases", nargs="*", default=TESTED, help=f"default: {' '.join(TESTED)}")
     for version in parser.parse_args(argv).releases:
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _environment(version: str) -> Path:
-    """Return the Python of a release's environment, made if it is missing: a CPU build where the index has one."""
+    """Return the Python of a release's environment, created if missing: a CPU build if the index has one."""
     folder = ENVIRONMENTS / f"torch-{version}"
     python = folder / "bin" / "python"
     if (folder / ".made").exists():
@@ -187,7 +187,7 @@ def _divergences() -> list[Divergence]:
 
 
 def _shown(divergence: Divergence, python: Path, folder: Path) -> str:
-    """Run the command of a divergence and return what its verdicts say of it."""
+    """Run the command of a divergence and return the result of its verdicts."""
     out = folder / "divergences" / str(divergence.number)
     shutil.rmtree(out, ignore_errors=True)
     _, *arguments = shlex.split(divergence.command)
@@ -218,7 +218,7 @@ def _read(version: str) -> Release:
 
 
 def _by_known_failures_of_today(folder: Path) -> Run:
-    """Read a run: a release shows what its entry has to be widened to, and need not run again for that."""
+    """Read a run with today's known failures: an entry may be widened after a release has run."""
     known = read(ROOT / "suites" / "expectations.toml", today=datetime.now(UTC).date())
     run = read_run(folder)
     return replace(run, records=tuple(expected(record, known) for record in run.records))

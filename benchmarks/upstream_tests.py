@@ -50,11 +50,11 @@ _WORDS = ((r'"cuda(:0)?"', '"cpu"'), (r"\.cuda\([^()]*\)", ".cpu()"), (r"\btorch
 _ADAPTERS = {"torch.fsdp2": torch_fsdp2, "reference": reference}
 _MUTANTS = {mutant.name: mutant for mutant in MUTANTS}
 _KILLS = {"failed", "hung"}
-_CONTROL = "adopted."  # an honest engine that takes over what tests prepare, as mutants do
+_CONTROL = "adopted."  # an honest engine that lets tests override what it prepares, as mutants do
 _CARRIED = {"__init__", "backward", "step", "composable"}
-"""What a mutant may override of what it prepares, to be seen by who calls ``fully_shard`` alone."""
+"""The methods of a prepared model that a mutant may override with effect on callers of ``fully_shard``."""
 _CALLERS = {"layout", "replicas", "roots", "units", "grouping", "demands"}
-"""What of a plan the caller's own calls stand for; a fault that needs more of one is not drawn."""
+"""The fields of a plan that callers set by their own calls; a fault that needs other fields is not drawn."""
 
 
 class Result(NamedTuple):
@@ -69,8 +69,8 @@ class Result(NamedTuple):
 
 
 def use_cpu() -> None:
-    """Let tests that ask for GPUs run on a CPU."""
-    # Any, throughout: what is replaced has no types that say so.
+    """Let tests that require GPUs run on a CPU."""
+    # Any, throughout: the replaced functions have no such types.
     everything: Any = types.SimpleNamespace(
         cuda=common_cuda, distributed=common_distributed, fsdp=common_fsdp, utils=common_utils, cpu=torch.cpu
     )
@@ -94,13 +94,13 @@ def use_cpu() -> None:
 
 
 def load(file: Path) -> types.ModuleType | None:
-    """Import a file of tests for a CPU; None where this release of torch lacks what it imports."""
+    """Import a file of tests for a CPU; None if this release of torch lacks one of its imports."""
     text = file.read_text(encoding="utf-8")
     for pattern, word in _WORDS:
         text = re.sub(pattern, word, text)
     module = types.ModuleType(file.stem)
     module.__file__ = str(file)
-    sys.modules[file.stem] = module  # where its classes are looked for
+    sys.modules[file.stem] = module  # where its classes are looked up
     try:
         exec(compile(text, str(file), "exec"), module.__dict__)
     except ImportError as missing:
@@ -117,12 +117,12 @@ def tests_of(part: Any) -> Iterator[unittest.TestCase]:
 class Bridge(threading.local):
     """Puts an engine behind the names of FSDP2, and a mutant's faults into each root before it first runs.
 
-    Each rank that is a thread has one of its own.
+    Each rank thread has one of its own.
     """
 
     def __init__(self, name: str, unreachable: Path) -> None:
         self._unreachable = unreachable  # exists as soon as the mutant's fault turns out to need a plan
-        # Any: adapters have a type for what they prepare, the contract has none.
+        # Any: adapters have a type for prepared models, the contract has none.
         spec = _MUTANTS[name].engine_spec if name in _MUTANTS else name.removeprefix(_CONTROL)
         self.engine: Any = resolve(spec)
         self.base = base_of(self.engine)
@@ -131,7 +131,7 @@ class Bridge(threading.local):
         self._is_inside = False
 
     def install(self, modules: Sequence[types.ModuleType]) -> None:
-        """Replace the names in the modules that tests see, once."""
+        """Replace the names in the modules that tests use, once."""
         api, honest = self._api(), torch_fsdp2.FSDP2_API
         kept = {
             "sharded_module",
@@ -179,7 +179,7 @@ class Bridge(threading.local):
         self._plan = Plan(units=tuple(units))
         try:
             prepared = self.engine.prepare(root, self._plan, mesh)
-        except Exception:  # in code of the mutant that is for other meshes or modules
+        except Exception:  # in code of the mutant for other meshes or modules
             self._unreachable.write_text("skipped")
             raise
         if not _CARRIED.issuperset(n for n in vars(prepared) if callable(getattr(PreparedModel, n, None))):
@@ -193,7 +193,7 @@ class Bridge(threading.local):
                 nodes.update(t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn)
 
     def _follow_backward_and_steps(self) -> None:
-        """Let ``loss.backward()`` and ``optimizer.step()`` be those of the prepared model that they are of."""
+        """Replace ``loss.backward()`` and ``optimizer.step()`` by those of the prepared model."""
         backward: Any = torch.Tensor.backward
         optimizer: Any = torch.optim.Optimizer
         construct = optimizer.__init__
@@ -241,7 +241,7 @@ def _graph_of(loss: torch.Tensor) -> Iterator[Any]:
 
 
 def reachable() -> Iterator[str]:
-    """Yield the mutants of these engines whose faults may show to who calls ``fully_shard``, and needs no more."""
+    """Yield the mutants of these engines whose faults can affect callers of ``fully_shard``, and need nothing else."""
     for mutant in MUTANTS:
         engine: Any = resolve(mutant.engine_spec)
         plan, of_any = mutant.kills_on.plan, Plan()
@@ -255,13 +255,13 @@ def reachable() -> Iterator[str]:
 
 
 def base_of(engine: Engine) -> str:
-    """Return the name of the engine that a mutant spoils."""
+    """Return the name of the engine from which a mutant derives."""
     modules = {c.__module__ for c in type(engine).__mro__}
     return next((name for name, api in _ADAPTERS.items() if api.__name__ in modules), "")
 
 
 def run(name: str, modules: Sequence[types.ModuleType], test: unittest.TestCase, scratch: Path) -> Result:
-    """Run one test in a process of its own, which its ranks are forks of."""
+    """Run one test in a process of its own, from which its ranks are forked."""
     answer, unreachable = scratch / "answer", scratch / "unreachable"
     answer.write_text('["hung", ""]')
     began = time.monotonic()
@@ -304,7 +304,7 @@ def _headline(texts: Sequence[str]) -> str:
 
 
 class Campaign:
-    """What has been run so far, kept in a file, and what is still to be run."""
+    """The results so far, in a file, and the remaining tests."""
 
     def __init__(self, folder: Path, out: Path, scratch: Path) -> None:
         self._modules = [m for file in sorted(folder.rglob("test_*.py")) if (m := load(file)) is not None]
@@ -315,25 +315,25 @@ class Campaign:
         self.results = [Result(*json.loads(line)) for line in kept]
 
     def run_honest(self) -> None:
-        """Run everything on the engines that mutants spoil."""
+        """Run everything on the engines from which mutants derive."""
         for name in _ADAPTERS:
             for file, test in self._tests:
                 self._once(name, file, test)
 
     def run_mutant(self, name: str, longest_s: float) -> bool:
-        """Run what its engine passes until a test fails that the engine still passes; False for a fault out of reach.
+        """Run its engine's passing tests until one fails; False for a fault that the tests cannot reach.
 
-        Tests that failed for other mutants come first, and of these, as of others, the shortest.
+        Tests that failed for other mutants come first, and within both parts the shortest.
         """
         engine: Any = resolve(_MUTANTS[name].engine_spec)
         plan, base = _MUTANTS[name].kills_on.plan, base_of(engine)
         if "__call__" in vars(engine.prepared_type) or plan.layout is Layout.HYBRID:
-            return False  # tests call the module itself, and make their own meshes
+            return False  # tests call the module itself, and create their own meshes
         of_groups = any("," in unit for unit in plan.units) or (
             plan.grouping is Grouping.REQUIRED and not plan.units
         )
         if of_groups or not plan.demands <= torch_fsdp2.CAPABILITIES:
-            return False  # no plan names the groups that tests make
+            return False  # no plan lists the groups that tests create
         killers = {r[1:3] for r in self.results if r.engine in _MUTANTS and r.state in _KILLS}
         known = {r[1:3] for r in self.results if r.engine == name}
         passed = [
@@ -358,7 +358,7 @@ class Campaign:
 
 
 def main() -> None:
-    """Run what has not been run yet, and print the tables."""
+    """Run the remaining tests, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--mutants", type=int, default=0)

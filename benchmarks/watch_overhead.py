@@ -19,7 +19,7 @@ from shardproof.harness.worlds.launch import launch
 from shardproof.harness.worlds.outcome import Returned, causal
 from shardproof.harness.worlds.spec import WorldSpec
 
-_DEADLINE_S = 300.0  # of one model; ten times what it takes on two cores
+_DEADLINE_S = 300.0  # of one model; ten times as long as it takes on two cores
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def _row(name: str, spec: WorldSpec, num_turns: int) -> list[str]:
     if not result.is_clean:
         sys.exit(f"{name}: {causal(result) or result.leaks}")
     ranks = [outcome.value for outcome in result.outcomes if isinstance(outcome, Returned)]
-    # A step takes as long as its slowest rank; a ratio is of one turn, so that a change of speed meets both.
+    # A step takes as long as its slowest rank; a ratio is of one turn, so that a change of speed affects both.
     slowest = {w: [max(of_turn) for of_turn in zip(*(r[w] for r in ranks), strict=True)] for w in WATCHES}
     cells = [name, f"{median(slowest['plain']) * 1e3:.2f}"]
     for watch in list(WATCHES)[1:]:

@@ -21,7 +21,7 @@ from shardproof.harness.worlds.rank import RankContext
 
 
 class _EmptyMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Does nothing, at each operator: the least that any watch in Python costs."""
+    """Does nothing, at each operator: the minimum cost of any watch in Python."""
 
     def __torch_dispatch__(
         self,
@@ -86,7 +86,7 @@ def measure(context: RankContext, name: str, num_turns: int) -> dict[str, list[f
 
 
 def _step_seconds(context: RankContext, build: Callable[[int], nn.Module], width: int, watch: str) -> float:
-    """Build and train anew, as a case does: streams belong to the watch under which they are made."""
+    """Build and train again, as a case does: streams belong to the watch under which they are created."""
     with WATCHES[watch](context):
         model = build(width)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
@@ -96,7 +96,7 @@ def _step_seconds(context: RankContext, build: Callable[[int], nn.Module], width
 
 
 def _timed_step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> float:
-    dist.barrier()  # so that a step is not charged for its peer's previous one
+    dist.barrier()  # so that a step does not include its peer's previous one
     started = time.perf_counter()
     model(rows).sum().backward()
     optimizer.step()

@@ -101,7 +101,7 @@ def main() -> None:
             _theirs(size),
         )
         threads(), processes()  # the fork server starts once per session, not once per case
-        # In turn, so that a change of the machine's speed meets all three alike.
+        # In turn, so that a change of the machine's speed affects all three alike.
         taken = [tuple(map(_seconds, (threads, processes, theirs))) for _ in range(arguments.repeats)]
         t, p, u = (median(column) for column in zip(*taken, strict=True))
         rows.append([size, f"{t:.3f}", f"{p:.3f}", f"{u:.2f}", f"{u / t:.0f}x", f"{u / p:.0f}x"])

@@ -18,7 +18,7 @@ __all__ = ["FullyShardWithHook"]
 
 
 class FullyShardWithHook(FullyShardEngine):
-    """The adapter of FSDP2, and a hook on every unit."""
+    """The adapter of FSDP2, with a hook on every unit."""
 
     name = "torch.fsdp2.hook"
 

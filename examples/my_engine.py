@@ -30,14 +30,14 @@ class AveragedReplicas:
             dist.broadcast(tensor.detach(), group=group, group_src=0)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run backward; outside `no_sync` average what has accumulated since the last average."""
+        """Run backward; outside `no_sync` average the gradients accumulated since the last average."""
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         if self._is_synchronising:
             self._average_gradients()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients local for the time being."""
+        """Keep gradients local in this context."""
         self._is_synchronising = False
         try:
             yield
@@ -61,7 +61,7 @@ def _gradient_or_zeros(parameter: nn.Parameter) -> torch.Tensor:
 
 
 class PreparedReplicas(PreparedModel):
-    """What the harness drives; parameters are plain tensors, so every read has a working default."""
+    """The prepared model; parameters are plain tensors, so every read has a working default."""
 
     def __init__(self, engine: AveragedReplicas) -> None:
         super().__init__(engine.module)
@@ -83,6 +83,6 @@ class MyEngine(Engine):
     capabilities = frozenset({Capability.REPLICATE, Capability.ACCUMULATE})
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Replicate the model; refuse whatever else the plan asks for."""
+        """Replicate the model; refuse all other options of the plan."""
         plan.refuse_beyond(self.capabilities)
         return PreparedReplicas(AveragedReplicas(model, mesh.get_group()))

@@ -49,14 +49,14 @@ TRAINING = Training(
 
 
 def observe(folder: Path) -> Path:
-    """Train under the watch, and give the folder with what was kept."""
+    """Train under the watch, and return the folder of the results."""
     spec = WorldSpec(kind=WorldKind.THREADS, size=2, deadline_s=50)
     keep_result(launch(spec, drive_rank, TRAINING, ENGINE, folder=folder), folder)
     return folder
 
 
 def draw_picture(timeline: Timeline) -> str:
-    """Draw the step in which most races were met, without the numbers of lines, which change with every release."""
+    """Draw the step with the most races, without line numbers, which change with every release."""
     return draw_alone(replace(timeline, ranks=tuple(map(_without_lines, timeline.ranks))))
 
 

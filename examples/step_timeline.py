@@ -31,7 +31,7 @@ __all__ = ["Event", "EventKind", "draw", "main", "record"]
 
 NUM_RANKS = 2
 NUM_BLOCKS = 3
-NUM_STEPS = 3  # the first learns the order of forward, so the last is what every later one looks like
+NUM_STEPS = 3  # the first determines the order of forward, so the last represents all later ones
 ROOT = "root"
 BLOCKS = tuple(f"block {index}" for index in range(NUM_BLOCKS))
 UNITS = (ROOT, *BLOCKS)
@@ -45,7 +45,7 @@ _VOCABULARY, _WIDTH, _TOKENS = 32, 16, 8
 
 
 class EventKind(StrEnum):
-    """What an event says."""
+    """The kind of an event."""
 
     STARTS = "a unit's compute starts"
     ENDS = "a unit's compute ends"
@@ -78,7 +78,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """An event that a hook saw when the journal was ``place`` bytes long."""
+    """An event that a hook recorded when the journal was ``place`` bytes long."""
 
     event: Event
     place: int
@@ -95,12 +95,12 @@ class Block(nn.Module):
         self.hidden = nn.Linear(_WIDTH, _WIDTH)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Add what the layer finds."""
+        """Add the layer's output."""
         return inputs + functional.gelu(self.hidden(inputs))
 
 
 class Model(nn.Module):
-    """Blocks between an embedding and a head; these two are left to the root's own group."""
+    """Blocks between an embedding and a head, which both belong to the root's own group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Model(nn.Module):
         self.head = nn.Linear(_WIDTH, _VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Score the next token."""
+        """Compute scores for the next token."""
         hidden = self.embed(tokens)
         for block in self.blocks:
             hidden = block(hidden)
@@ -118,7 +118,7 @@ class Model(nn.Module):
 
 
 class Watch:
-    """Sees one rank's training through public hooks, and notes how long the journal was at each event."""
+    """Watches one rank's training through public hooks, and records how long the journal was at each event."""
 
     def __init__(self, context: RankContext, model: Model) -> None:
         self.marks: list[Mark] = []
@@ -140,7 +140,7 @@ class Watch:
         self._phase, self._step = phase, step
 
     def mark(self, happening: EventKind, unit: str, part: str = "") -> None:
-        """Note an event; what the journal gets from here on comes after it."""
+        """Record an event; later journal lines come after it."""
         event = Event(
             happening=happening,
             unit=unit,
@@ -157,7 +157,7 @@ class Watch:
         module.set_custom_reduce_scatter(_WatchedReduceScatter(self, unit))
 
     def _watch_compute(self, module: nn.Module, unit: str, part: str) -> None:
-        """Mark where the module itself computes: inside of what the engine does before and after."""
+        """Mark where the module itself computes: inside the engine's pre- and post-hooks."""
 
         def starts(*_: Any) -> None:
             self.mark(EventKind.STARTS, unit, part)
@@ -179,7 +179,7 @@ class Watch:
         module.register_forward_hook(watch_backward)
 
     def _units_in_memory(self) -> frozenset[str]:
-        """Name the units whose plain parameters have memory; these keep their identity, only memory goes."""
+        """List the units whose plain parameters have memory; the parameters stay, only their memory is freed."""
         for unit, layer in self._layers.items():
             weight = layer.get_parameter("weight")
             if not isinstance(weight, DTensor):
@@ -188,19 +188,19 @@ class Watch:
 
 
 class _WatchedGather(DefaultAllGather):
-    """The default all-gather; marks whose it is just before the ledger's own entry."""
+    """The default all-gather; marks its unit just before the ledger's own entry."""
 
     def __init__(self, watch: Watch, unit: str) -> None:
         self._watch, self._unit = watch, unit
 
-    # Any: handed on as it comes.
+    # Any: passed on unchanged.
     def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
         self._watch.mark(EventKind.GATHER_ISSUED, self._unit)
         return super().__call__(*args, **kwargs)
 
 
 class _WatchedReduceScatter(DefaultReduceScatter):
-    """The default reduce-scatter; marks whose it is just before the ledger's own entry."""
+    """The default reduce-scatter; marks its unit just before the ledger's own entry."""
 
     def __init__(self, watch: Watch, unit: str) -> None:
         self._watch, self._unit = watch, unit
@@ -210,7 +210,7 @@ class _WatchedReduceScatter(DefaultReduceScatter):
         return super().__call__(*args, **kwargs)
 
 
-# What a rank returns is plain values: names, numbers and text.
+# A rank returns plain values: names, numbers and text.
 PlainMark = tuple[int, str, str, str, str, int, list[str] | None]
 
 
@@ -234,7 +234,7 @@ def _mark(plain: PlainMark) -> Mark:
 
 
 def train(context: RankContext) -> tuple[PlainMark, ...]:
-    """Train on one rank and return the marks; the ledger lies in its journal."""
+    """Train on one rank and return the marks; the ledger is in its journal."""
     torch.manual_seed(0)
     model = Model()
     for block in model.blocks:
@@ -264,11 +264,11 @@ def _node(tensor: torch.Tensor) -> Node:
     return tensor.grad_fn
 
 
-# From marks and journals to one story
+# From marks and journals to one sequence
 
 
 def record() -> tuple[Event, ...]:
-    """Train, and give the events of the last step in order; raises if ranks differ."""
+    """Train, and return the events of the last step in order; raises if ranks differ."""
     with tempfile.TemporaryDirectory() as folder:
         spec = WorldSpec(kind=WorldKind.THREADS, size=NUM_RANKS)
         result = launch(spec, train, folder=Path(folder))
@@ -301,7 +301,7 @@ def _story(marks: Sequence[Mark], journal: Path) -> tuple[Event, ...]:
 
 # Any: lines of JSON.
 def _read(journal: Path) -> tuple[list[tuple[int, dict[str, Any]]], dict[int, int]]:
-    """Return the waits with the place of each in the journal, and the number of the collective at each place."""
+    """Return the waits with the position of each in the journal, and the number of the collective at each position."""
     waits, seq_at, place, begin = [], {}, 0, 0
     for text in journal.read_bytes().splitlines(keepends=True):
         line = json.loads(text)
@@ -310,7 +310,7 @@ def _read(journal: Path) -> tuple[list[tuple[int, dict[str, Any]]], dict[int, in
         elif "wait" in line:
             waits.append((begin, line))
         place += len(text)
-        if "marks" not in line:  # which are written in one go with the line after them
+        if "marks" not in line:  # which are written together with the line after them
             begin = place
     return waits, seq_at
 
@@ -320,7 +320,7 @@ def _read(journal: Path) -> tuple[list[tuple[int, dict[str, Any]]], dict[int, in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """What lasts from one event to another; both are positions in the story."""
+    """A span from one event to another; both are positions in the sequence."""
 
     unit: str
     part: str
@@ -329,7 +329,7 @@ class Bar:
 
 
 def bars(events: Sequence[Event], begins: EventKind, ends: EventKind) -> tuple[Bar, ...]:
-    """Pair the events that begin something with those that end it."""
+    """Pair the events that start a span with those that end it."""
     began: dict[tuple[str, str], int] = {}
     found = []
     for index, event in enumerate(events):
@@ -342,7 +342,7 @@ def bars(events: Sequence[Event], begins: EventKind, ends: EventKind) -> tuple[B
 
 
 def wholes(events: Sequence[Event]) -> tuple[Bar, ...]:
-    """Return the stretches in which a unit's whole parameters had memory, as far as events looked."""
+    """Return the spans in which a unit's whole parameters had memory, as far as events recorded it."""
     found = []
     looked = [(index, event.whole) for index, event in enumerate(events) if event.whole is not None]
     for unit in UNITS:
@@ -362,7 +362,7 @@ def wholes(events: Sequence[Event]) -> tuple[Bar, ...]:
 
 _SIZE = (940, 420)
 _LEFT, _RIGHT = 136.0, 922.0  # where the step begins and ends
-_NARROW = 7.0  # between two events of which none is the start of a compute
+_NARROW = 7.0  # between two events that are not the start of a compute
 _HEADER, _COMPUTE, _GATHERS, _REDUCTIONS, _MEMORY = 34, 50, 122, 184, 240
 _BOX, _BAR, _STRIP, _STRIP_STEP = 36, 20, 12, 19
 _FOOT = 340
@@ -429,7 +429,7 @@ def draw(events: Sequence[Event]) -> str:
 
 
 def _places(events: Sequence[Event]) -> list[float]:
-    """Return every event its x; compute is drawn wide, for its name, and everything else narrow."""
+    """Return the x of every event; compute is drawn wide, for its name, and everything else narrow."""
     wide = sum(event.happening is EventKind.STARTS for event in events)
     width = (_RIGHT - _LEFT - _NARROW * (len(events) - 1 - wide)) / wide
     places = [_LEFT]
@@ -439,7 +439,7 @@ def _places(events: Sequence[Event]) -> list[float]:
 
 
 def _columns(events: Sequence[Event], places: Sequence[float]) -> Iterator[str]:
-    """Shade what lies below a unit that computes: that is what overlaps with it."""
+    """Shade the area below a unit that computes: spans there overlap with it."""
     top, bottom = _COMPUTE + _BOX, _MEMORY - 14
     for bar in bars(events, EventKind.STARTS, EventKind.ENDS):
         if bar.unit in UNITS:
@@ -552,7 +552,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    # Ranks import the body by the name of its module, and "__main__" is another one in their processes.
+    # Ranks import the body by the name of its module, and "__main__" is a different module in their processes.
     from examples.step_timeline import main as importable_main
 
     importable_main()

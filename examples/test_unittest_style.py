@@ -49,7 +49,7 @@ class MyEngineTrainsTheSameModel(unittest.TestCase):
 
     @parameterized.expand(["threads:1", "threads:2", "threads:3", "processes:2"])  # type: ignore[untyped-decorator]
     def test_in(self, world: str) -> None:
-        """Judge one world; the record says more than the verdict."""
+        """Judge one world; the record has more than the verdict."""
         cell = Cell(engine=ENGINE, world=WorldSpec.parse(world))
         record = self.session.run(CASE, cell, suite="examples", command="python -m unittest")
         self.assertEqual(record.verdict, Verdict.PASSED, record.headline)  # noqa: PT009 - unittest's own way

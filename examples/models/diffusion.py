@@ -1,4 +1,4 @@
-"""Models of diffusers at tiny sizes, as `shardproof check` takes them."""
+"""Models of diffusers at tiny sizes, in the form that `shardproof check` takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Language models of transformers at tiny sizes, as `shardproof check` takes them."""
+"""Language models of transformers at tiny sizes, in the form that `shardproof check` takes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Causal:
         return {"input_ids": tokens, "labels": tokens}
 
     def loss(self, output: Any, batch: object) -> torch.Tensor:  # Any: a ModelOutput
-        """Take the model's own."""
+        """Return the model's own loss."""
         loss: torch.Tensor = output.loss
         return loss
 
@@ -301,7 +301,7 @@ class Albert(Causal):
 
 
 class Longformer(Causal):
-    """Attention within a window; what it has for global attention goes unused."""
+    """Attention within a window; its parameters of global attention are unused."""
 
     units = ("longformer.encoder.layer.*",)
 

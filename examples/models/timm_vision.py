@@ -1,4 +1,4 @@
-"""Models of pictures, of timm at tiny sizes, as `shardproof check` takes them."""
+"""Image models of timm at tiny sizes, in the form that `shardproof check` takes."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from torch import nn
 
 
 class _TimmModel:
-    """Sorts pictures into five classes by one of the models that timm tests itself with."""
+    """Sorts images into five classes by one of the models with which timm tests itself."""
 
     units: tuple[str, ...] = ("stages.*",)
     name = ""
     size = 32
 
     def build(self) -> nn.Module:
-        """Take timm's own small configuration."""
+        """Use timm's own small configuration."""
         model: nn.Module = timm.create_model(self.name, num_classes=5)
         return model
 
     def batch(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Make pictures."""
+        """Make images."""
         return (torch.randn(4, 3, self.size, self.size, generator=generator),)
 
     def loss(self, output: torch.Tensor, batch: object) -> torch.Tensor:
-        """Take all pictures for one of the third class."""
+        """Use the third class as the target of all images."""
         return nn.functional.cross_entropy(output, torch.full((len(output),), 2, device=output.device))
 
 

@@ -1,4 +1,4 @@
-"""Models of pictures and sound, of transformers at tiny sizes, as `shardproof check` takes them."""
+"""Image and sound models of transformers at tiny sizes, in the form that `shardproof check` takes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _PATCHES = {**_SMALL, "image_size": 16, "patch_size": 8}
 
 
 class Pictures:
-    """Sorts pictures into five classes; the model computes the loss."""
+    """Sorts images into five classes; the model computes the loss."""
 
     units: tuple[str, ...] = ("vit.layers.*",)
     size = 16
 
     def batch(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """Make pictures and their classes."""
+        """Make images and their classes."""
         pixels = torch.randn(4, 3, self.size, self.size, generator=generator)
         return {"pixel_values": pixels, "labels": torch.randint(5, (4,), generator=generator)}
 
     def loss(self, output: Any, batch: object) -> torch.Tensor:  # Any: a ModelOutput
-        """Take the model's own."""
+        """Return the model's own loss."""
         loss: torch.Tensor = output.loss
         return loss
 
@@ -152,7 +152,7 @@ class Wav2Vec2(Pictures):
 
 
 class Wav2Vec2Ctc(Wav2Vec2):
-    """Speech recognition, which leaves out layers at random: other ones on each rank."""
+    """Speech recognition, which drops layers at random: different ones on each rank."""
 
     def build(self) -> nn.Module:
         layers = {"conv_dim": (8, 8), "conv_stride": (4, 2), "conv_kernel": (4, 2), "vocab_size": 12}
@@ -173,7 +173,7 @@ class Wav2Vec2Ctc(Wav2Vec2):
 
 
 class SegmentAnything(Pictures):
-    """Points in, masks out; the encoder of given masks goes unused."""
+    """Points in, masks out; the encoder of input masks is unused."""
 
     units = ("vision_encoder.layers.*", "mask_decoder.transformer.layers.*")
 
@@ -204,7 +204,7 @@ class SegmentAnything(Pictures):
         return {"pixel_values": pixels, "input_points": 32 * torch.rand(2, 1, 2, 2, generator=generator)}
 
     def loss(self, output: Any, batch: object) -> torch.Tensor:  # Any: a ModelOutput
-        """Return the loss of no masks at all, and of the scores predicted for them."""
+        """Return the loss for empty masks, and of the scores predicted for them."""
         loss: torch.Tensor = output.pred_masks.sigmoid().mean() + output.iou_scores.square().mean()
         return loss
 
@@ -248,13 +248,13 @@ class Llava(Pictures):
 
     def batch(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         tokens = torch.randint(2, 64, (3, 8), generator=generator)
-        tokens[:, :4] = 1  # in their places go the patches
+        tokens[:, :4] = 1  # placeholders for the patches
         pixels = torch.randn(3, 3, self.size, self.size, generator=generator)
         return {"input_ids": tokens, "labels": tokens, "pixel_values": pixels}
 
 
 class PatchTst(Pictures):
-    """Series of numbers, cut into patches."""
+    """Time series, cut into patches."""
 
     units = ("model.encoder.layers.*",)
 
