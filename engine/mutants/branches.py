@@ -1,4 +1,4 @@
-"""Mutants that mistreat what a backward through one branch of a model gathered for another branch."""
+"""Mutants that mistreat units which a backward through one branch of a model gathered for another branch."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _BY_BRANCH = Plan(
     trace=Trace.COMMUNICATION,
 )
 class GathersMistakenPrefetchesAgain(ReferenceEngine):
-    """Units that one backward gathered for the next are gathered again for it."""
+    """Units that one backward gathered for the next are gathered again in the next."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then free at the end of every backward what is on its way."""
+        """Shard honestly, then free units that are being gathered at the end of every backward."""
         prepared = super().prepare(model, plan, mesh)
         for unit in reference_units(prepared):
             after(unit, "finish_backward", _drop_gathers)
@@ -62,7 +62,7 @@ def _drop_gathers(unit: FSDPState) -> None:
         unit.reshard()
 
 
-# Any: FSDP2's insides have no public types.
+# Any: FSDP2's private classes have no public types.
 def _keeping_gather(group: Any, finalize: Callable[[], None]) -> Callable[[], None]:
     def finalize_and_keep() -> None:
         gathered = group._all_gather_result

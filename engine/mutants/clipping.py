@@ -25,14 +25,14 @@ _HYBRID = Plan(layout=Layout.HYBRID, demands=frozenset({Capability.CLIP}))
 
 
 def _joint_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the norm of all tensors' elements together, 0 where there are none (0-dimensional)."""
+    """Return the norm of all tensors' elements together, 0 if there are none (0-dimensional)."""
     elements = torch.cat([*(tensor.flatten() for tensor in tensors), torch.zeros(1)])
     norm: torch.Tensor = torch.linalg.vector_norm(elements, norm_type)
     return norm
 
 
 class _PreparedOwnClipping(PreparedFullyShard):
-    """Clips local shards by a norm that is made of local norms in `norm`, and a scale made of it in `scale`."""
+    """Clips local shards by a norm that `norm` combines from local norms, and a scale that `scale` computes from it."""
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
         total = self.norm(norm_type)
@@ -41,7 +41,7 @@ class _PreparedOwnClipping(PreparedFullyShard):
         return total
 
     def norm(self, norm_type: float) -> float:
-        """Combine the norms of this rank's shards over the shard axis; a rank may own nothing."""
+        """Combine the norms of this rank's shards over the shard axis; a rank may have no shard."""
         own = self.own_norm(norm_type)
         group = self.mesh().get_group(self.mesh().ndim - 1)
         if math.isinf(norm_type):
@@ -100,7 +100,7 @@ class CountsTheNormOncePerReplica(FullyShardEngine):
     ),
 )
 class CountsReplicatedUnitsOnEachRank(ReferenceEngine):
-    """The norm counts what is replicated beside shards once for each rank."""
+    """The norm counts units that are replicated beside sharded ones once for each rank."""
 
     class Prepared(PreparedReference):
         def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
@@ -122,7 +122,7 @@ def _is_whole(parameter: nn.Parameter) -> bool:
 
 @mutant(after="meta-pytorch/torchrec#3199", world_size=1, plan=_CLIP, because="other orders are right")
 class TakesTheRootOfAMaximum(FullyShardEngine):
-    """The norm of infinite order is one."""
+    """The norm of infinite order is the root of a maximum."""
 
     class Prepared(_PreparedOwnClipping):
         def norm(self, norm_type: float) -> float:
@@ -132,7 +132,7 @@ class TakesTheRootOfAMaximum(FullyShardEngine):
 
 @mutant(after="pytorch/pytorch#63881", steps=2, plan=_CLIP, because="the first norm comes after a zero")
 class ReducesIntoItsZero(FullyShardEngine):
-    """A rank that owns nothing brings the largest norm of the steps before."""
+    """A rank without shards contributes the largest norm of earlier steps."""
 
     class Prepared(_PreparedOwnClipping):
         def own_norm(self, norm_type: float) -> torch.Tensor:
@@ -140,13 +140,13 @@ class ReducesIntoItsZero(FullyShardEngine):
 
         @cached_property
         def zero(self) -> torch.Tensor:
-            """What a rank hands in that owns nothing, made once: a maximum is taken in place, and stays here."""
+            """The norm of a rank without shards, made once: the maximum is taken in place, and stays here."""
             return torch.zeros(())
 
 
 @mutant(after="NVIDIA-NeMo/Automodel#2875", plan=_CLIP, trace=Trace.COMMUNICATION)
 class AddsUpNormsOneByOne(FullyShardEngine):
-    """The norm of each parameter is reduced by itself."""
+    """The norm of each parameter is reduced separately."""
 
     class Prepared(PreparedFullyShard):
         def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
@@ -165,7 +165,7 @@ class AddsUpNormsOneByOne(FullyShardEngine):
 
 @mutant(after="deepspeedai/DeepSpeed#5150", world_size=1, plan=_CLIP)
 class NeverClips(FullyShardEngine):
-    """The norm is right, and nothing is scaled by it."""
+    """The norm is right, and gradients are not scaled by it."""
 
     class Prepared(_PreparedOwnClipping):
         def scale(self, max_norm: float, total: float) -> float:
@@ -196,7 +196,7 @@ class ClipsByTheLastMicrobatch(FullyShardEngine):
     """Accumulated gradients are clipped by the norm of the last microbatch."""
 
     class Prepared(_PreparedOwnClipping):
-        """Remembers what was accumulated before the last backward, and leaves it out of the norm."""
+        """Remembers the gradients from before the last backward, and excludes them from the norm."""
 
         def __init__(self, module: nn.Module, plan: Plan) -> None:
             super().__init__(module, plan)
@@ -215,7 +215,7 @@ class ClipsByTheLastMicrobatch(FullyShardEngine):
 
 @mutant(after="deepspeedai/DeepSpeed#1801", plan=_CLIP)
 class ClipsOnOneRank(DistributedDataParallelEngine):
-    """One rank alone clips."""
+    """Only one rank clips."""
 
     class Prepared(PreparedDdp):
         def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:

@@ -19,7 +19,7 @@ from shardproof.engine.mutants.plans import demanding
 _CALLS = Condition(plan=demanding(Capability.DATA_PARALLEL), because="training alone takes no such option")
 _FINALIZES = Condition(plan=demanding(Capability.DATA_PARALLEL, Capability.FINALIZE), because=_CALLS.because)
 
-# Any, throughout: options, of which a mutant overlooks some.
+# Any, throughout: options, some of which a mutant ignores.
 
 
 class _Summing(DistributedDataParallel):
@@ -31,7 +31,7 @@ class _Summing(DistributedDataParallel):
 
 @mutant(after="NVIDIA/Megatron-LM#3023", kills_on=_CALLS)
 class SumsWhatItWraps(DistributedDataParallelEngine):
-    """Gradients of what a caller wraps are summed over ranks, not averaged."""
+    """Gradients of a module that a caller wraps are summed over ranks, not averaged."""
 
     class Prepared(PreparedDdp):
         interface = _Summing
@@ -44,7 +44,7 @@ class _DividingByThoseLeft(DistributedDataParallel):
 
 @mutant(after="deepspeedai/DeepSpeed#5618", kills_on=_CALLS)
 class SwapsTheDivisorsOfJoin(DistributedDataParallelEngine):
-    """join divides by the ranks that are left where it was to divide by all, and the other way round."""
+    """join divides by the number of remaining ranks if it should divide by all, and the reverse."""
 
     class Prepared(PreparedDdp):
         interface = _DividingByThoseLeft
@@ -70,7 +70,7 @@ class _GoingOn(DistributedDataParallel):
 
 @mutant(after="huggingface/trl#6862", kills_on=_CALLS, trace=Trace.SILENCE)
 class NeverStopsEarly(DistributedDataParallelEngine):
-    """Where all ranks were to stop, those with batches left go on."""
+    """If all ranks should stop, those with batches left continue."""
 
     class Prepared(PreparedDdp):
         interface = _GoingOn
@@ -83,7 +83,7 @@ class _SendingUnasked(DistributedDataParallel):
 
 @mutant(after="huggingface/pytorch-image-models#110", kills_on=_CALLS, trace=Trace.STATE)
 class SendsBuffersUnasked(DistributedDataParallelEngine):
-    """All ranks are given the buffers of the first where they were to be left alone, and else left alone."""
+    """Buffers of the first rank are broadcast if they should not be, and not broadcast if they should."""
 
     class Prepared(PreparedDdp):
         interface = _SendingUnasked
@@ -98,7 +98,7 @@ class _Packing(DistributedDataParallel):
 
 @mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=_CALLS, trace=Trace.COMMUNICATION)
 class PacksAsItLikes(DistributedDataParallelEngine):
-    """Buckets are small where large ones were asked for, and large where small ones were."""
+    """Buckets are small if large ones are requested, and large if small ones are."""
 
     class Prepared(PreparedDdp):
         interface = _Packing
@@ -111,7 +111,7 @@ class _TakingNoHook(DistributedDataParallel):
 
 @mutant(after="pytorch/pytorch#83254", kills_on=_CALLS, trace=Trace.COMMUNICATION)
 class IgnoresCommHooks(DistributedDataParallelEngine):
-    """A communication hook is taken, as often as it is given, and never called."""
+    """A communication hook is accepted, any number of times, and never called."""
 
     class Prepared(PreparedDdp):
         interface = _TakingNoHook
@@ -126,7 +126,7 @@ def _without_a_look(module: nn.Module, **_: Any) -> nn.Module:
 
 @mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=_CALLS, trace=Trace.SILENCE)
 class WrapsWithoutALook(DistributedDataParallelEngine):
-    """What cannot be wrapped is left as it is, and what a graph was promised to be is not looked at."""
+    """Modules that cannot be wrapped are accepted, and the promise of a static graph is not checked."""
 
     class Prepared(PreparedDdp):
         def data_parallel(self) -> Any:
@@ -142,7 +142,7 @@ class _ByRows(DistributedDataParallel):
 
 @mutant(after="pytorch/pytorch#137382", kills_on=_CALLS, trace=Trace.STATE)
 class LaysGradientsByRows(DistributedDataParallelEngine):
-    """Gradients lie in memory by rows, whatever the format of their parameters was."""
+    """Gradients are row-major in memory, whatever the format of their parameters is."""
 
     class Prepared(PreparedDdp):
         interface = _ByRows
@@ -155,7 +155,7 @@ class _AlwaysInSync(DistributedDataParallel):
 
 @mutant(after="huggingface/transformers#34645", kills_on=_CALLS)
 class ReducesInItsNoSync(DistributedDataParallelEngine):
-    """no_sync of what a caller wraps does nothing."""
+    """no_sync of a module that a caller wraps has no effect."""
 
     class Prepared(PreparedDdp):
         interface = _AlwaysInSync
@@ -171,7 +171,7 @@ class _ClearingViews(DistributedDataParallel):
 
 @mutant(after="hpcaitech/ColossalAI#2496", kills_on=_CALLS)
 class ClearsWhatIsHeldInBuckets(DistributedDataParallelEngine):
-    """Where gradients are views of buckets, what no_sync held back is cleared before it is reduced."""
+    """If gradients are views of buckets, those that no_sync held back are cleared before they are reduced."""
 
     class Prepared(PreparedDdp):
         interface = _ClearingViews
@@ -204,7 +204,7 @@ class _Unreduced(EndedByHand):
 
 @mutant(after="facebookresearch/fairscale#777", kills_on=_FINALIZES)
 class EndsBackwardsUnreduced(EndedByHandEngine):
-    """A backward that the caller ends is never reduced."""
+    """A backward that the caller finalizes is never reduced."""
 
     class Prepared(PreparedDdp):
         interface = _Unreduced
@@ -218,7 +218,7 @@ class _OnceMore(EndedByHand):
 
 @mutant(after="NVIDIA/cosmos-framework#161", kills_on=_FINALIZES, trace=Trace.COMMUNICATION)
 class ReducesOnceMoreAtTheEnd(EndedByHandEngine):
-    """What was reduced is reduced once more when the caller ends the backward."""
+    """Reduced gradients are reduced again when the caller finalizes the backward."""
 
     class Prepared(PreparedDdp):
         interface = _OnceMore
@@ -231,7 +231,7 @@ class _Unchecked(EndedByHand):
 
 @mutant(after="pytorch/pytorch#104504", kills_on=_FINALIZES, trace=Trace.SILENCE)
 class EndsBackwardsWhateverComes(EndedByHandEngine):
-    """Backwards are ended unasked, twice, too early, while they are held back, and not at all."""
+    """Backwards are finalized without a call, twice, too early, while they are held back, and not at all."""
 
     class Prepared(PreparedDdp):
         interface = _Unchecked

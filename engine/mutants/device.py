@@ -38,10 +38,10 @@ class OffloadsZeros(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#180666", world_size=1, steps=2, plan=_OFFLOAD)
 class OffloadsLastBackwardsGradients(ReferenceEngine):
-    """Gradients on the host are those of the backward before."""
+    """Gradients on the host are those of the previous backward."""
 
     class Prepared(PreparedReference):
-        """Hands out each backward's gradients after the next one."""
+        """Returns each backward's gradients after the next one."""
 
         _last: list[torch.Tensor]
 
@@ -61,7 +61,7 @@ class _PreparedOverwriting(Forgetful, PreparedReference):
 
 @mutant(after="hpcaitech/ColossalAI#2496", world_size=1, microbatches=2, plan=_OFFLOAD)
 class OverwritesOffloadedGradients(ReferenceEngine):
-    """A gradient that arrives on the host replaces what was there."""
+    """A gradient that arrives on the host replaces the accumulated one."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         honest = super().prepare(model, plan, mesh)
@@ -94,7 +94,7 @@ class CountsOnTheHost(FullyShardEngine):
     class Prepared(PreparedFullyShard):
         _num_calls = 0
 
-        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
+        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns any type
             self._num_calls += 1
             return super().__call__(*inputs, **named) * (1 + self._num_calls / 256)
 
@@ -120,7 +120,7 @@ class CopiesGradientsOneByOne(FullyShardEngine):
     trace=Trace.STATE,
 )
 class BuffersWhereItLikes(FullyShardEngine):
-    """Buffers of collectives are not in the memory that was asked for."""
+    """Buffers of collectives are not in the memory that was requested."""
 
     misreads = changing(buffers=Buffers.NATIVE)
 
@@ -133,7 +133,7 @@ class BuffersWhereItLikes(FullyShardEngine):
     trace=Trace.STATE,
 )
 class DropsThePinnedCopy(FullyShardEngine):
-    """Parameters on the host are not in pinned memory although that was asked for."""
+    """Parameters on the host are not in pinned memory although that was requested."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         is_pinned = plan.offload is Offload.PINNED
@@ -167,7 +167,7 @@ class KeepsOffloadedGradients(FullyShardEngine):
     trace=Trace.STATE,
 )
 class LeavesStateOnTheDevice(Zero2Engine):
-    """Optimizer state stays on the device although the host was asked to keep it."""
+    """Optimizer state stays on the device although the plan keeps it on the host."""
 
     misreads = changing(offload=Offload.NONE)
 
@@ -181,7 +181,7 @@ class LeavesStateOnTheDevice(Zero2Engine):
     trace=Trace.CRASH,
 )
 class TakesTheFirstGraphForAll(DistributedDataParallelEngine):
-    """What the first iteration used is waited for in all others."""
+    """Every iteration waits for the parameters that the first one used."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         plan.refuse_beyond(self.capabilities)
@@ -193,7 +193,7 @@ class TakesTheFirstGraphForAll(DistributedDataParallelEngine):
     after="pytorch/pytorch#24005", world_size=1, because="needs a reentrant checkpoint", trace=Trace.CRASH
 )
 class SearchesTheGraph(DistributedDataParallelEngine):
-    """Each forward's graph is searched for what it does not use."""
+    """Each forward searches its graph for unused parameters."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         plan.refuse_beyond(self.capabilities)

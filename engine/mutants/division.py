@@ -1,10 +1,10 @@
-"""Mutants that divide by something else, or elsewhere, in some layouts, units or dtypes; some with right numbers."""
+"""Mutants that divide by a wrong number, or elsewhere, in some layouts, units or dtypes; some with right numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any  # the engine's methods sit on a class that modules are given at run time
+from typing import Any  # the engine's methods are in a class that modules receive at run time
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from shardproof.engine.reference.parameter import FSDPParam
     because="the number of ranks is the divisor anyhow",
 )
 class AveragesWhateverTheFactor(ReferenceEngine):
-    """In every layout gradients are averaged although another divisor was asked for."""
+    """In every layout gradients are averaged although another divisor was set."""
 
     misreads = changing(divide_factor=None)
 
@@ -36,7 +36,7 @@ class AveragesWhateverTheFactor(ReferenceEngine):
     after="pytorch/pytorch#167178", world_size=1, plan=Plan(divide_factor=2), because="one is its own square"
 )
 class DividesByTheSquareOfTheFactor(ReferenceEngine):
-    """In every layout gradients are divided by the divisor asked for twice."""
+    """In every layout gradients are divided by the divisor twice."""
 
     class Prepared(PreparedReference):
         def backward(self, loss: torch.Tensor) -> None:
@@ -50,7 +50,7 @@ class DividesByTheSquareOfTheFactor(ReferenceEngine):
     because="several ranks divide as asked",
 )
 class IgnoresTheDivideFactorOfOneRank(ReferenceEngine):
-    """A rank that is alone does not divide although a divisor was asked for."""
+    """A rank that is alone does not divide although a divisor was set."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly; alone, under a plan without the factor."""
@@ -78,7 +78,7 @@ class HalvesOneUnit(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class AveragesOnTheWire(ReferenceEngine):
-    """Averages cross between ranks although sums alone were asked for."""
+    """Averages cross between ranks although only sums were requested."""
 
     misreads = changing(wire=Wire.NATIVE)
 
@@ -91,7 +91,7 @@ class AveragesOnTheWire(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class AveragesReplicasOnTheWire(ReferenceEngine):
-    """Under a hybrid layout averages cross between replicas although sums alone were asked for."""
+    """Under a hybrid layout averages cross between replicas although only sums were requested."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly; under a hybrid layout let the second reduction divide its part."""

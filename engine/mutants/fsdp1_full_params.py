@@ -22,7 +22,7 @@ _summon: Any = FullyShardedDataParallel.summon_full_params
 
 
 def _summoning(change: Callable[[dict[str, Any]], dict[str, Any]]) -> WrapperNames:
-    """Return names whose wrapper summons with these options instead of those that it is given."""
+    """Return names whose wrapper summons with these options instead of the caller's."""
 
     class Summoner(FullyShardedDataParallel):
         @staticmethod
@@ -34,21 +34,21 @@ def _summoning(change: Callable[[dict[str, Any]], dict[str, Any]]) -> WrapperNam
 
 @mutant(after="pytorch/pytorch#107081", kills_on=CALLS, trace=Trace.STATE)
 class NeverWritesBack(FullyShardedDataParallelEngine):
-    """What is changed inside summon_full_params is lost."""
+    """Changes made inside summon_full_params are lost."""
 
     names = _summoning(lambda _: {"writeback": False})
 
 
 @mutant(after="pytorch/pytorch#73903", kills_on=CALLS, trace=Trace.STATE)
 class AlwaysWritesBack(FullyShardedDataParallelEngine):
-    """What is changed inside summon_full_params stays although it was not to be written back."""
+    """Changes made inside summon_full_params persist although writeback is off."""
 
     names = _summoning(lambda options: {"writeback": not options.get("rank0_only", False)})
 
 
 @mutant(after="pytorch/pytorch#93938", kills_on=CALLS, trace=Trace.STATE)
 class WritesBackFromRank0(FullyShardedDataParallelEngine):
-    """What rank 0 wrote is written back to the shares of all ranks."""
+    """The values that rank 0 wrote are written back to the shares of all ranks."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
@@ -63,28 +63,28 @@ class WritesBackFromRank0(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#92235", kills_on=CALLS, trace=Trace.STATE)
 class AlwaysSummonsAll(FullyShardedDataParallelEngine):
-    """Units inside are summoned too although the root's own parameters were asked for."""
+    """Units inside are summoned too although recurse is off."""
 
     names = _summoning(lambda _: {"recurse": True})
 
 
 @mutant(after="pytorch/pytorch#73903", kills_on=CALLS, trace=Trace.STATE)
 class SummonsOnAllRanks(FullyShardedDataParallelEngine):
-    """Every rank is shown whole parameters although rank 0 alone was to be."""
+    """Every rank has whole parameters although only rank 0 should."""
 
     names = _summoning(lambda _: {"rank0_only": False})
 
 
 @mutant(after="pytorch/pytorch#98817", kills_on=CALLS, trace=Trace.STATE)
 class SummonsNoGradients(FullyShardedDataParallelEngine):
-    """Gradients are not summoned although they were asked for."""
+    """Gradients are not summoned although with_grads is on."""
 
     names = _summoning(lambda _: {"with_grads": False})
 
 
 @mutant(after="pytorch/pytorch#93938", kills_on=CALLS, trace=Trace.SILENCE)
 class TakesEveryCombination(FullyShardedDataParallelEngine):
-    """Of options that exclude each other some are ignored, in silence."""
+    """Of options that exclude each other some are ignored silently."""
 
     names = _summoning(
         lambda options: {
@@ -97,7 +97,7 @@ class TakesEveryCombination(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#104504", kills_on=CALLS, trace=Trace.SILENCE)
 class SummonsAnywhere(FullyShardedDataParallelEngine):
-    """Where parameters cannot be summoned nothing happens and nothing is said."""
+    """If parameters cannot be summoned, the call silently does nothing."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
@@ -123,7 +123,7 @@ def _add(module: nn.Module, number: float) -> None:
 
 @mutant(after="pytorch/pytorch#188989", kills_on=CALLS, trace=Trace.STATE)
 class SpoilsWhatGoesToTheHost(FullyShardedDataParallelEngine):
-    """What is summoned or saved to the host arrives with other values."""
+    """Values that are summoned or saved to the host change on the way."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
@@ -148,7 +148,7 @@ class SpoilsWhatGoesToTheHost(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#97667", kills_on=CALLS, trace=Trace.STATE)
 class MisalignsWhatItSummons(FullyShardedDataParallelEngine):
-    """Every parameter is shown one element off."""
+    """Every summoned parameter is one element off."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod

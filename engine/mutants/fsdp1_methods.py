@@ -31,7 +31,7 @@ class WrapsItsModuleAgain(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#83351", kills_on=CALLS, trace=Trace.STATE)
 class HidesAttributes(FullyShardedDataParallelEngine):
-    """Submodules and tensors are found through the wrapper, plain attributes and methods are not."""
+    """The wrapper forwards submodules and tensors of its module, but not plain attributes and methods."""
 
     class Wrapper(FullyShardedDataParallel):
         def __getattr__(self, name: str) -> Any:
@@ -43,7 +43,7 @@ class HidesAttributes(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#83351", kills_on=CALLS, trace=Trace.STATE)
 class CountsItemsFromOne(FullyShardedDataParallelEngine):
-    """An index is passed on to the wrapped list less by one."""
+    """An index is passed on to the wrapped list decreased by one."""
 
     class Wrapper(FullyShardedDataParallel):
         def __getitem__(self, key: Any) -> Any:
@@ -63,7 +63,7 @@ class KnowsNoRootBeforeForward(FullyShardedDataParallelEngine):
 
 @mutant(after="facebookresearch/fairscale#490", kills_on=CALLS, trace=Trace.STATE)
 class TakesUnitsForRoots(FullyShardedDataParallelEngine):
-    """Asked for roots alone, all units are listed."""
+    """Given root_only, fsdp_modules lists all units."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
@@ -73,7 +73,7 @@ class TakesUnitsForRoots(FullyShardedDataParallelEngine):
 
 @mutant(after="facebookresearch/fairscale#543", kills_on=CALLS, trace=Trace.STATE)
 class AppliesToShards(FullyShardedDataParallelEngine):
-    """Apply gathers nothing: functions see what each rank has."""
+    """apply does not gather: functions receive each rank's shards."""
 
     class Wrapper(FullyShardedDataParallel):
         def apply(self, fn: Callable[[nn.Module], None]) -> Any:
@@ -82,7 +82,7 @@ class AppliesToShards(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#107081", kills_on=CALLS, trace=Trace.STATE)
 class ForgetsWhatWasApplied(FullyShardedDataParallelEngine):
-    """What functions do to whole parameters in apply is not written back."""
+    """Writes to whole parameters in apply are not written back."""
 
     class Wrapper(FullyShardedDataParallel):
         def apply(self, fn: Callable[[nn.Module], None]) -> Any:
@@ -94,7 +94,7 @@ class ForgetsWhatWasApplied(FullyShardedDataParallelEngine):
 
 @mutant(after="Lightning-AI/pytorch-lightning#19755", kills_on=CALLS, trace=Trace.SILENCE)
 class AppliesInSilence(FullyShardedDataParallelEngine):
-    """Where apply must be refused, it does nothing, silently."""
+    """If apply must raise, it silently does nothing."""
 
     class Wrapper(FullyShardedDataParallel):
         def apply(self, fn: Callable[[nn.Module], None]) -> Any:
@@ -106,7 +106,7 @@ class AppliesInSilence(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#147531", kills_on=CALLS, trace=Trace.STATE)
 class DropsKeywords(FullyShardedDataParallelEngine):
-    """Of the keywords of forward, plain numbers are dropped."""
+    """forward drops keyword arguments that are plain numbers."""
 
     class Wrapper(FullyShardedDataParallel):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +124,7 @@ class KeepsItsPrefixInside(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#83351", kills_on=CALLS, trace=Trace.STATE)
 class StripsItsPrefixAlways(FullyShardedDataParallelEngine):
-    """Names of parameters hide the wrapper even where what they name is a shard."""
+    """Names of parameters hide the wrapper even where they name a shard."""
 
     class Wrapper(FullyShardedDataParallel):
         def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -143,7 +143,7 @@ class KeepsItsPrefixOfBuffersInside(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#90838", kills_on=CALLS, trace=Trace.STATE)
 class CastsInputsInsteadOfItself(FullyShardedDataParallelEngine):
-    """A conversion once wrapped changes nothing; inputs are cast to what the model was made in."""
+    """A conversion after wrapping changes nothing; inputs are cast to the model's original dtype."""
 
     class Wrapper(FullyShardedDataParallel):
         def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -156,7 +156,7 @@ class CastsInputsInsteadOfItself(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#79833", kills_on=CALLS, trace=Trace.SILENCE)
 class TakesAnyHook(FullyShardedDataParallelEngine):
-    """A communication hook is registered whatever it is, on any unit, and beside others."""
+    """A communication hook is registered whatever it is, on any unit, and in addition to others."""
 
     class Wrapper(FullyShardedDataParallel):
         def register_comm_hook(self, state: object, hook: Any) -> None:
@@ -166,7 +166,7 @@ class TakesAnyHook(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#83254", kills_on=CALLS, trace=Trace.COMMUNICATION)
 class CallsHooksOfReplicasAlone(FullyShardedDataParallelEngine):
-    """Of shards a communication hook is never called."""
+    """For shards a communication hook is never called."""
 
     class Wrapper(FullyShardedDataParallel):
         def register_comm_hook(self, state: object, hook: Any) -> None:
@@ -189,7 +189,7 @@ class CallsHooksTwice(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#43307", kills_on=CALLS, trace=Trace.NUMBERS)
 class GivesHooksCopies(FullyShardedDataParallelEngine):
-    """What a communication hook makes of a gradient reaches a copy of it."""
+    """A communication hook changes only a copy of the gradient."""
 
     class Wrapper(FullyShardedDataParallel):
         def register_comm_hook(self, state: object, hook: Any) -> None:
@@ -208,7 +208,7 @@ def _reduce(state: Any, gradient: torch.Tensor, output: torch.Tensor | None = No
 
 @mutant(after="pytorch/pytorch#81711", kills_on=CALLS, trace=Trace.COMMUNICATION)
 class CompressesNothing(FullyShardedDataParallelEngine):
-    """The hooks that compress gradients communicate them as they are."""
+    """The hooks that compress gradients communicate them uncompressed."""
 
     names = replace(NAMES, fp16_compress_hook=_reduce, bf16_compress_hook=_reduce)
 
@@ -234,7 +234,7 @@ def _scale(wrapper: FullyShardedDataParallel, factor: torch.Tensor) -> None:
 
 @mutant(after="pytorch/pytorch#170862", kills_on=CALLS, trace=Trace.NUMBERS)
 class ClipsShardsByTheirOwnNorm(FullyShardedDataParallelEngine):
-    """Clip_grad_norm_ goes by the norm of what each rank has."""
+    """clip_grad_norm_ uses the norm of each rank's own shards."""
 
     class Wrapper(FullyShardedDataParallel):
         def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -244,7 +244,7 @@ class ClipsShardsByTheirOwnNorm(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#87401", kills_on=CALLS, trace=Trace.STATE)
 class ClipsAndTellsNothing(FullyShardedDataParallelEngine):
-    """Clip_grad_norm_ clips, and returns None."""
+    """clip_grad_norm_ clips, and returns None."""
 
     class Wrapper(FullyShardedDataParallel):
         def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Any:
@@ -253,7 +253,7 @@ class ClipsAndTellsNothing(FullyShardedDataParallelEngine):
 
 @mutant(after="meta-pytorch/torchrec#3199", kills_on=CALLS, trace=Trace.NUMBERS)
 class SumsTheLargest(FullyShardedDataParallelEngine):
-    """Clip_grad_norm_ adds up over ranks what is no sum: norms, and largest elements."""
+    """clip_grad_norm_ adds values over ranks that are no sums: norms, and largest elements."""
 
     class Wrapper(FullyShardedDataParallel):
         def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -264,7 +264,7 @@ class SumsTheLargest(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#88955", kills_on=CALLS, trace=Trace.NUMBERS)
 class SumsNormsOfReplicas(FullyShardedDataParallelEngine):
-    """Clip_grad_norm_ counts what every rank has whole once for each rank."""
+    """clip_grad_norm_ counts replicated parameters once for each rank."""
 
     class Wrapper(FullyShardedDataParallel):
         def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -275,7 +275,7 @@ class SumsNormsOfReplicas(FullyShardedDataParallelEngine):
 
 @mutant(after="DingfanChen/GS-WGAN#5", kills_on=CALLS, trace=Trace.NUMBERS)
 class ScalesLittleUp(FullyShardedDataParallelEngine):
-    """Clip_grad_norm_ scales gradients of a smaller norm up to the limit."""
+    """clip_grad_norm_ scales gradients of a smaller norm up to the limit."""
 
     class Wrapper(FullyShardedDataParallel):
         def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -287,7 +287,7 @@ class ScalesLittleUp(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/xla#7205", kills_on=CALLS, trace=Trace.STATE)
 class TellsNormsInSinglePrecision(FullyShardedDataParallelEngine):
-    """The norm that clip_grad_norm_ returns is of single precision, whatever gradients are."""
+    """The norm that clip_grad_norm_ returns has single precision, whatever dtype gradients have."""
 
     class Wrapper(FullyShardedDataParallel):
         def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> torch.Tensor:

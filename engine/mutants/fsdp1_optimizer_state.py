@@ -33,7 +33,7 @@ def _saving(change: Callable[[_State], _State]) -> WrapperNames:
 
 
 def _loading(change: Callable[[_State], _State]) -> WrapperNames:
-    """Return names whose wrapper changes whatever is about to be loaded into an optimizer."""
+    """Return names whose wrapper changes every state that is loaded into an optimizer."""
 
     def changing(name: str) -> Any:
         honest = getattr(FullyShardedDataParallel, name)
@@ -71,7 +71,7 @@ class NamesTheWrapperInOptimizerStates(FullyShardedDataParallelEngine):
 
 
 def _without_momentum(found: _State) -> _State:
-    """Copy a state with zeros in place of every tensor that is no number."""
+    """Copy a state with zeros in place of every tensor that is not a scalar."""
     kept = copy.deepcopy(found)
     for state in kept.get("state", {}).values():
         for key, value in state.items():
@@ -82,14 +82,14 @@ def _without_momentum(found: _State) -> _State:
 
 @mutant(after="pytorch/pytorch#76671", kills_on=CALLS, trace=Trace.STATE)
 class LosesMomentumWhenItSaves(FullyShardedDataParallelEngine):
-    """In the state that is saved of an optimizer, moments are zero."""
+    """Moments are zero in saved optimizer state."""
 
     names = _saving(_without_momentum)
 
 
 @mutant(after="facebookresearch/fairscale#601", kills_on=CALLS, trace=Trace.NUMBERS)
 class LosesMomentum(FullyShardedDataParallelEngine):
-    """What is loaded into an optimizer has moments of zero."""
+    """Moments are zero in loaded optimizer state."""
 
     names = _loading(_without_momentum)
 
@@ -104,7 +104,7 @@ def _without_steps(loadable: _State) -> _State:
 
 @mutant(after="huggingface/accelerate#3971", kills_on=CALLS, trace=Trace.NUMBERS)
 class RestartsTheCountOfSteps(FullyShardedDataParallelEngine):
-    """What is loaded into an optimizer counts its steps from zero."""
+    """Loaded optimizer state counts its steps from zero."""
 
     names = _loading(_without_steps)
 
@@ -118,7 +118,7 @@ def _with_the_last_moment(found: _State) -> _State:
 
 @mutant(after="pytorch/pytorch#108298", kills_on=CALLS, trace=Trace.STATE)
 class SavesTheLastMomentAsAll(FullyShardedDataParallelEngine):
-    """All moments in the state that is saved of an optimizer are the last one."""
+    """All moments in saved optimizer state are the last one."""
 
     names = _saving(_with_the_last_moment)
 
@@ -132,14 +132,14 @@ def _with_one_count(found: _State) -> _State:
 
 @mutant(after="databricks/flashoptim#3", kills_on=CALLS, trace=Trace.NUMBERS)
 class SharesTheCountOfSteps(FullyShardedDataParallelEngine):
-    """The count of steps in the state that is saved of an optimizer is one tensor, which all parameters advance."""
+    """The count of steps in saved optimizer state is one tensor, which all parameters advance."""
 
     names = _saving(_with_one_count)
 
 
 @mutant(after="pytorch/pytorch#99117", kills_on=CALLS, trace=Trace.NUMBERS)
 class IgnoresTheStateGiven(FullyShardedDataParallelEngine):
-    """The state of the optimizer is saved although another was given."""
+    """The optimizer's own state is saved although another was passed."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
@@ -156,14 +156,14 @@ def _with_permuted_groups(found: _State) -> _State:
 
 @mutant(after="pytorch/pytorch#54736", kills_on=CALLS, trace=Trace.STATE)
 class PermutesGroups(FullyShardedDataParallelEngine):
-    """Groups of parameters are saved with each other's members."""
+    """Parameter groups are saved with each other's members."""
 
     names = _saving(_with_permuted_groups)
 
 
 @mutant(after="pytorch/pytorch#54736", kills_on=CALLS, trace=Trace.NUMBERS)
 class RekeysToEachOther(FullyShardedDataParallelEngine):
-    """Rekeyed, a parameter's state is that of another."""
+    """Rekeying assigns each parameter the state of another."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod

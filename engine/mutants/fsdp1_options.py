@@ -23,7 +23,7 @@ _HYBRID, _HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID
 
 @mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=WRAPS, trace=Trace.STATE)
 class IgnoresThePolicy(FullyShardedDataParallelEngine):
-    """Whatever wrap policy is given, the root is the only unit."""
+    """The root is the only unit, whatever the wrap policy is."""
 
     names = leaving_out("auto_wrap_policy")
 
@@ -58,7 +58,7 @@ class GivesUnitsNoOptions(FullyShardedDataParallelEngine):
     names = replace(NAMES, ModuleWrapPolicy=_Stingy)
 
 
-# Any: what a policy's function returns.
+# Any: the result of a policy function.
 def _policy_of_answers(function: Any) -> wrap.CustomPolicy:
     return wrap.CustomPolicy(lambda module: bool(function(module)))
 
@@ -72,14 +72,14 @@ class IgnoresOverridesOfAPolicy(FullyShardedDataParallelEngine):
 
 @mutant(after="huggingface/accelerate#3859", kills_on=WRAPS, trace=Trace.STATE)
 class AlwaysShowsNames(FullyShardedDataParallelEngine):
-    """Parameters keep their names although flat ones were asked for."""
+    """Parameters keep their names although use_orig_params is off."""
 
     names = swapping("use_orig_params", {False: True})
 
 
 @mutant(after="pytorch/pytorch#90546", kills_on=WRAPS, trace=Trace.STATE)
 class AlwaysShowsFlatParameters(FullyShardedDataParallelEngine):
-    """Parameters are flat although their names were asked for."""
+    """Parameters are flat although use_orig_params is on."""
 
     names = swapping("use_orig_params", {True: False})
 
@@ -115,14 +115,14 @@ def _in_the_default_group(option: str) -> WrapperNames:
 
 @mutant(after="pytorch/torchtitan#1551", world_size=4, plan=WRAPPED)
 class IgnoresTheGroupGiven(FullyShardedDataParallelEngine):
-    """The wrapper shards over all ranks whatever group is given."""
+    """The wrapper shards over all ranks, whatever the group is."""
 
     names = _in_the_default_group("process_group")
 
 
 @mutant(after="deepspeedai/DeepSpeed#5618", world_size=4, plan=WRAPPED)
 class IgnoresTheMeshGiven(FullyShardedDataParallelEngine):
-    """The wrapper shards over all ranks whatever mesh is given."""
+    """The wrapper shards over all ranks, whatever the mesh is."""
 
     names = _in_the_default_group("device_mesh")
 
@@ -139,20 +139,20 @@ def _one_replica(module: nn.Module, options: Options) -> Options:
 
 @mutant(after="verl-project/verl#7494", world_size=4, plan=WRAPPED)
 class NeverMeetsReplicas(FullyShardedDataParallelEngine):
-    """Hybrid strategies shard in one group and know of no other."""
+    """Hybrid strategies shard in one group and ignore the other."""
 
     names = with_options(_one_replica)
 
 
 @mutant(after="pytorch/pytorch#68803", kills_on=WRAPS, trace=Trace.STATE)
 class ForgetsWhatToIgnore(FullyShardedDataParallelEngine):
-    """What is to be ignored is sharded."""
+    """Ignored states are sharded."""
 
     names = leaving_out("ignored_modules", "ignored_states")
 
 
 def _resolved(module: nn.Module, options: Options) -> Options:
-    """Let one of two options win, and leave out what has no meaning."""
+    """Let one of two options win, and leave out those without effect."""
     left = dict(options)
     if left.get("process_group") is not None and left.get("device_mesh") is not None:
         del left["device_mesh"]
@@ -184,7 +184,7 @@ class AcceptsContradictions(FullyShardedDataParallelEngine):
 
 # Any: fields of MixedPrecision.
 def _with_precision(**fields: Any) -> WrapperNames:
-    """Return names that change these fields of whatever precision is asked for."""
+    """Return names that change these fields of every precision."""
 
     def change(module: nn.Module, options: Options) -> Options:
         asked = options.get("mixed_precision")
@@ -207,7 +207,7 @@ def _low_by_default(module: nn.Module, options: Options) -> Options:
 
 @mutant(after="pytorch/pytorch#143277", kills_on=WRAPS, trace=Trace.STATE)
 class ComputesInBfloat16Unasked(FullyShardedDataParallelEngine):
-    """A precision that names no dtype computes in bfloat16."""
+    """A precision without dtypes computes in bfloat16."""
 
     names = with_options(_low_by_default)
 
@@ -221,14 +221,14 @@ def _computing_as_reducing(module: nn.Module, options: Options) -> Options:
 
 @mutant(after="pytorch/pytorch#153077", kills_on=WRAPS, trace=Trace.STATE)
 class ComputesInTheReduceDtype(FullyShardedDataParallelEngine):
-    """Forward computes in the dtype to reduce in."""
+    """Forward computes in the reduce dtype."""
 
     names = with_options(_computing_as_reducing)
 
 
 @mutant(after="pytorch/pytorch#190626", kills_on=WRAPS)
 class ReducesInTheComputeDtype(FullyShardedDataParallelEngine):
-    """The dtype to reduce in has no effect."""
+    """The reduce dtype has no effect."""
 
     names = _with_precision(reduce_dtype=None)
 
@@ -242,7 +242,7 @@ class IgnoresCastFlags(FullyShardedDataParallelEngine):
 
 @mutant(after="huggingface/transformers#34645", kills_on=WRAPS, trace=Trace.STATE)
 class KeepsLowGradients(FullyShardedDataParallelEngine):
-    """Gradients stay in low precision unasked."""
+    """Gradients stay in low precision although keep_low_precision_grads is off."""
 
     names = _with_precision(keep_low_precision_grads=True)
 
@@ -270,7 +270,7 @@ class RoundsTheShards(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#105840", kills_on=WRAPS, trace=Trace.STATE)
 class IgnoresTheInitialiser(FullyShardedDataParallelEngine):
-    """Param_init_fn is never called."""
+    """param_init_fn is never called."""
 
     names = leaving_out("param_init_fn")
 
@@ -291,7 +291,7 @@ class NeverResets(FullyShardedDataParallelEngine):
 
 @mutant(after="verl-project/verl#7834", kills_on=WRAPS, trace=Trace.CRASH)
 class LeavesBuffersWithoutMemory(FullyShardedDataParallelEngine):
-    """Buffers without memory are left without."""
+    """Buffers without memory stay without."""
 
     class Wrapper(FullyShardedDataParallel):
         # Any: arguments of the wrapper.
@@ -305,7 +305,7 @@ class LeavesBuffersWithoutMemory(FullyShardedDataParallelEngine):
 
 @mutant(after="allenai/OLMo-core#319", kills_on=WRAPS, trace=Trace.STATE)
 class StartsEachRankOnItsOwn(FullyShardedDataParallelEngine):
-    """Sync_module_states has no effect."""
+    """sync_module_states has no effect."""
 
     names = leaving_out("sync_module_states")
 

@@ -48,7 +48,7 @@ class MixesUpBuffers(FullyShardedDataParallelEngine):
 
 @mutant(after="facebookresearch/fairscale#440", kills_on=CALLS, trace=Trace.STATE)
 class ReusesWhatItSaved(FullyShardedDataParallelEngine):
-    """The memory of a state dict is written over by the next forward."""
+    """The next forward overwrites the memory of a state dict."""
 
     class Wrapper(FullyShardedDataParallel):
         def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -65,7 +65,7 @@ class ReusesWhatItSaved(FullyShardedDataParallelEngine):
 
 @mutant(after="facebookresearch/fairscale#844", kills_on=CALLS, trace=Trace.STATE)
 class SavesOnEveryRank(FullyShardedDataParallelEngine):
-    """Every rank is given full state dicts although rank 0 alone was to be."""
+    """Every rank has full state dicts although rank0_only is on."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
@@ -93,7 +93,7 @@ class SavesWholesAsShards(FullyShardedDataParallelEngine):
 
 @mutant(after="sgl-project/sglang#19688", kills_on=CALLS, trace=Trace.STATE)
 class LoadsParametersAlone(FullyShardedDataParallelEngine):
-    """Loading a state dict leaves buffers as they were."""
+    """Loading a state dict leaves buffers unchanged."""
 
     class Wrapper(FullyShardedDataParallel):
         def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ class LoadsParametersAlone(FullyShardedDataParallelEngine):
 
 
 class _Unloaded:
-    """What loading returns when all keys match."""
+    """The result of loading when all keys match."""
 
     missing_keys: tuple[str, ...] = ()
     unexpected_keys: tuple[str, ...] = ()
@@ -133,7 +133,7 @@ class IgnoresLocalStates(FullyShardedDataParallelEngine):
 
 
 def _with_types(types: Mapping[StateDictType, StateDictType]) -> WrapperNames:
-    """Return names that take one type of state dict for another, and no config at all."""
+    """Return names that confuse one type of state dict with another, and ignore configs."""
 
     class Set(FullyShardedDataParallel):
         # Any: configs, and settings.
@@ -177,7 +177,7 @@ class GivesWholesForShards(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#54736", kills_on=WRAPS, trace=Trace.STATE)
 class NumbersStateByName(FullyShardedDataParallelEngine):
-    """Ids of optimizer state follow the alphabet."""
+    """Optimizer state is numbered in alphabetical order of names."""
 
     class Wrapper(FullyShardedDataParallel):
         # Any: states of optimizers.
@@ -206,7 +206,7 @@ class NumbersStateByName(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#109648", kills_on=CALLS, trace=Trace.STATE)
 class ForgetsConfigs(FullyShardedDataParallelEngine):
-    """State dicts are of the type that was set, and of its default configs."""
+    """State dicts have the type that was set, but its default configs."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
@@ -216,7 +216,7 @@ class ForgetsConfigs(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#86243", kills_on=CALLS, trace=Trace.STATE)
 class TellsTheNewTypeAsTheOld(FullyShardedDataParallelEngine):
-    """`set_state_dict_type` returns the type that it has just set, not the one before."""
+    """set_state_dict_type returns the new type, not the previous one."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
@@ -227,7 +227,7 @@ class TellsTheNewTypeAsTheOld(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#73716", kills_on=CALLS, trace=Trace.STATE)
 class SetsTheTypeOfTheFirstRootAlone(FullyShardedDataParallelEngine):
-    """Of several wrapped models in a module, only the first is set to a type."""
+    """Of several wrapped models in a module, the type is set only for the first."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
@@ -249,7 +249,7 @@ class ScopesNothing(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/torchtitan#3724", kills_on=CALLS, trace=Trace.STATE)
 class LeavesFullStateDicts(FullyShardedDataParallelEngine):
-    """At the end of a context the type is the default, not what it was before."""
+    """At the end of a context the type is the default, not the previous one."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
@@ -262,7 +262,7 @@ class LeavesFullStateDicts(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/torchtitan#3724", kills_on=CALLS, trace=Trace.STATE)
 class LeavesTheTypeAfterAnException(FullyShardedDataParallelEngine):
-    """An exception inside a context leaves the type that the context had set."""
+    """An exception inside a context leaves the context's type set."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
@@ -277,7 +277,7 @@ class LeavesTheTypeAfterAnException(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#109648", kills_on=CALLS, trace=Trace.SILENCE)
 class TakesConfigsOfOtherTypes(FullyShardedDataParallelEngine):
-    """A config that belongs to another type is ignored in silence."""
+    """A config of another type is silently ignored."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod
@@ -289,7 +289,7 @@ class TakesConfigsOfOtherTypes(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#102658", kills_on=CALLS, trace=Trace.STATE)
 class TellsTheTypeOfSomeUnit(FullyShardedDataParallelEngine):
-    """Where units are set to several types, `get_state_dict_type` returns that of one of them."""
+    """If units have several types, get_state_dict_type returns that of one of them."""
 
     class Wrapper(FullyShardedDataParallel):
         @staticmethod

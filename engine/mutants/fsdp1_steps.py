@@ -42,7 +42,7 @@ def _clear(root: FullyShardedDataParallel) -> None:
 
 @mutant(after="NVIDIA/Megatron-LM#7186", kills_on=CALLS, trace=Trace.NUMBERS)
 class ReplacesGradients(FullyShardedDataParallelEngine):
-    """Each step of an accumulation discards the gradients of those before it."""
+    """Each backward of an accumulation discards the gradients of earlier ones."""
 
     class Wrapper(FullyShardedDataParallel):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +52,7 @@ class ReplacesGradients(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#90546", kills_on=CALLS, trace=Trace.NUMBERS)
 class LosesSharesInNoSync(FullyShardedDataParallelEngine):
-    """Entering no_sync discards the reduced gradients that a rank has."""
+    """Entering no_sync discards the reduced gradients of a rank."""
 
     class Wrapper(FullyShardedDataParallel):
         @contextmanager
@@ -64,7 +64,7 @@ class LosesSharesInNoSync(FullyShardedDataParallelEngine):
 
 @mutant(after="huggingface/transformers#34645", kills_on=CALLS, trace=Trace.COMMUNICATION)
 class SynchronisesInNoSync(FullyShardedDataParallelEngine):
-    """No_sync of the wrapper does nothing; sums are right."""
+    """no_sync of the wrapper has no effect; sums are right."""
 
     class Wrapper(FullyShardedDataParallel):
         def no_sync(self) -> Any:
@@ -73,7 +73,7 @@ class SynchronisesInNoSync(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#75892", kills_on=CALLS, trace=Trace.COMMUNICATION)
 class KeepsTheRootInNoSync(FullyShardedDataParallelEngine):
-    """Inside no_sync the root keeps what it gathered, so that the next step gathers less."""
+    """Inside no_sync the root keeps its gathered parameters, so that the next step gathers less."""
 
     class Wrapper(FullyShardedDataParallel):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ class KeepsTheRootInNoSync(FullyShardedDataParallelEngine):
 
 @mutant(after="NVIDIA/cosmos-framework#161", kills_on=CALLS, trace=Trace.COMMUNICATION)
 class FreesInNoSync(FullyShardedDataParallelEngine):
-    """Parameters that were to be kept from step to step inside no_sync are freed, and gathered again."""
+    """Parameters that should stay gathered from step to step inside no_sync are freed, and gathered again."""
 
     class Wrapper(FullyShardedDataParallel):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ def _silenced(root: FullyShardedDataParallel) -> Iterator[None]:
 
 @mutant(after="speechbrain/speechbrain#2010", kills_on=CALLS, trace=Trace.COMMUNICATION)
 class EndsAllNoSyncsAtOnce(FullyShardedDataParallelEngine):
-    """The end of a no_sync inside another ends both."""
+    """The end of an inner no_sync ends the outer one too."""
 
     class Wrapper(FullyShardedDataParallel):
         def no_sync(self) -> Any:
@@ -122,7 +122,7 @@ class EndsAllNoSyncsAtOnce(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/torchtitan#3724", kills_on=CALLS, trace=Trace.COMMUNICATION)
 class StaysSilentAfterAnException(FullyShardedDataParallelEngine):
-    """An exception inside no_sync leaves gradients unsynchronised for good."""
+    """An exception inside no_sync leaves gradients unsynchronised permanently."""
 
     class Wrapper(FullyShardedDataParallel):
         @contextmanager
@@ -134,7 +134,7 @@ class StaysSilentAfterAnException(FullyShardedDataParallelEngine):
 
 @mutant(after="speechbrain/speechbrain#2010", kills_on=CALLS, trace=Trace.SILENCE)
 class SilencesUnitsAlone(FullyShardedDataParallelEngine):
-    """`no_sync` of a unit inside the root holds that unit back, and the rest goes on."""
+    """no_sync of a unit inside the root holds only that unit back."""
 
     class Wrapper(FullyShardedDataParallel):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -148,7 +148,7 @@ class SilencesUnitsAlone(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#180665", kills_on=WRAPS)
 class ReadsOffloadedGradientsTooEarly(FullyShardedDataParallelEngine):
-    """Offloaded gradients are read before they are there."""
+    """Offloaded gradients are read before they have arrived."""
 
     class Wrapper(FullyShardedDataParallel):
         # Any: arguments of the wrapper, and of the module.
@@ -165,7 +165,7 @@ class ReadsOffloadedGradientsTooEarly(FullyShardedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#107058", kills_on=WRAPS, trace=Trace.COMMUNICATION)
 class SwapsBackwardPrefetch(FullyShardedDataParallelEngine):
-    """Each moment of backward prefetch is taken for another."""
+    """Each option of backward prefetch is taken for another."""
 
     names = swapping(
         "backward_prefetch",
@@ -189,7 +189,7 @@ class GathersAllUnitsAtOnce(FullyShardedDataParallelEngine):
     """Every unit is being gathered before the first one runs."""
 
     class Wrapper(FullyShardedDataParallel):
-        # Any: a module takes and returns what it likes.
+        # Any: a module's inputs and outputs are of any type.
         def forward(self, *inputs: Any, **named: Any) -> Any:
             works = [*self._gathers_of_units()]
             output = super().forward(*inputs, **named)
@@ -228,6 +228,6 @@ class DividesWrappedGradientsTwice(FullyShardedDataParallelEngine):
 
 @mutant(after="Haian-Jin/LVSM#22", kills_on=WRAPS, trace=Trace.COMMUNICATION)
 class ReducesDespiteNoSync(FullyShardedDataParallelEngine):
-    """Wrapped microbatches are all reduced within no_sync."""
+    """Wrapped microbatches are all reduced although no_sync is on."""
 
     spoil = holding_nothing_back

@@ -1,6 +1,6 @@
-"""The insides of FSDP2 that mutants reach into: the streams that units share, and groups of parameters.
+"""FSDP2's private objects that mutants change: the streams that units share, and groups of parameters.
 
-What is changed belongs to one prepared model, never to what other engines in the process share.
+Changes affect one prepared model, never objects that other engines in the process share.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 from shardproof.engine.contract import PreparedModel
 from shardproof.engine.mutants.patches import KeepingFsdp2, Spoil, after, before
 
-# Any, throughout: FSDP2's insides and the streams of a device have no public types.
+# Any, throughout: FSDP2's private classes and the streams of a device have no public types.
 
 
-Keep = Callable[[list[Any], Any], None]  # takes what is kept so far, and a group
+Keep = Callable[[list[Any], Any], None]  # receives the list of kept objects, and a group
 
 
 def in_context(fault: Callable[[Any], None]) -> Spoil:
@@ -41,7 +41,7 @@ def before_method(method: str, fault: Callable[[Any], None]) -> Spoil:
 
 
 def keeping(place: Callable[[str, Callable[[Any], None]], Spoil], method: str, keep: Keep) -> Spoil:
-    """Keep in a model what it should free: ``place`` is one of the two above, ``keep`` adds what it finds."""
+    """Keep memory in a model that it should free: ``place`` is one of the two above, ``keep`` adds to the list."""
 
     def spoil(prepared: PreparedModel) -> PreparedModel:
         assert isinstance(prepared, KeepingFsdp2)
@@ -60,7 +60,7 @@ def _in_groups(when: Callable[..., None], method: str, fault: Callable[[Any], No
 
 
 def deaf(stream: str) -> Callable[[Any], None]:
-    """Make this stream wait for no other; for single events it still does."""
+    """Make this stream wait for no other; it still waits for single events."""
 
     def fault(context: Any) -> None:
         getattr(context, stream).wait_stream = ignore
@@ -69,7 +69,7 @@ def deaf(stream: str) -> Callable[[Any], None]:
 
 
 def deaf_in(stream: str, method: str, function: str) -> Callable[[Any], None]:
-    """Make this stream's ``wait_stream`` or ``wait_event`` do nothing where ``function`` calls it."""
+    """Make this stream's ``wait_stream`` or ``wait_event`` do nothing when ``function`` calls it."""
 
     def fault(context: Any) -> None:
         selected = getattr(context, stream)
@@ -84,12 +84,12 @@ def deaf_in(stream: str, method: str, function: str) -> Callable[[Any], None]:
     return fault
 
 
-# Through which FSDP2 waits since torch 2.15, where it waited itself before.
+# FSDP2 waits through these since torch 2.15; before it waited itself.
 _BY_WAY_OF = frozenset({"release_all_gather_state_for_comm_reuse", "wait_all_gather_streams_on_event"})
 
 
 def _caller() -> str:
-    """Return the name of FSDP2's function that waits, whichever way it goes."""
+    """Return the name of FSDP2's function that waits, through whichever helper."""
     frame = sys._getframe(2)
     while frame.f_code.co_name in _BY_WAY_OF and frame.f_back is not None:
         frame = frame.f_back
@@ -97,7 +97,7 @@ def _caller() -> str:
 
 
 def waits_without_own_event(prepared: PreparedModel) -> PreparedModel:
-    """Make gathers wait for earlier events only, not for the one recorded where they wait."""
+    """Make gathers wait only for earlier events, not for the one recorded at the wait."""
 
     def in_context_of_2_15(context: Any) -> None:
         context.wait_all_gather_streams_on_event = _without_own_event(
@@ -112,7 +112,7 @@ def waits_without_own_event(prepared: PreparedModel) -> PreparedModel:
 
 
 def _without_own_event(wait: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wait for no event but those that were recorded before the caller was called."""
+    """Wait only for events that were recorded before the caller was called."""
 
     def sometimes(event: Any) -> None:
         if sys._getframe(1).f_locals.get("all_gather_copy_out_event") is not event:
@@ -126,13 +126,13 @@ def ignore(*_: Any) -> None:
 
 
 def states(prepared: PreparedModel) -> list[Any]:
-    """Return what FSDP2 keeps of each unit."""
+    """Return FSDP2's state of each unit."""
     modules: list[Any] = list(prepared.module.modules())
     return list(dict.fromkeys(m._get_fsdp_state() for m in modules if hasattr(m, "_get_fsdp_state")))
 
 
 def groups(prepared: PreparedModel) -> list[Any]:
-    """Return the groups of all units; until torch 2.11 a unit had one at most, under another name."""
+    """Return the groups of all units; until torch 2.11 a unit had at most one, under another name."""
     found = []
     for state in states(prepared):
         if hasattr(state, "_fsdp_param_groups"):
@@ -143,7 +143,7 @@ def groups(prepared: PreparedModel) -> list[Any]:
 
 
 def reduce_inputs(context: Any) -> list[Any]:
-    """Return the inputs of reductions that are kept with their events; until torch 2.11 one at most."""
+    """Return the inputs of reductions that are kept with their events; until torch 2.11 at most one."""
     if hasattr(context, "reduce_scatter_states"):
         return list(context.reduce_scatter_states)
     return [] if context.reduce_scatter_state is None else [context.reduce_scatter_state]
@@ -158,7 +158,7 @@ def keep_reduce_inputs(context: Any, inputs: list[Any]) -> None:
 
 
 def forget_post_reduce_events(group: Any) -> None:
-    """Forget the events for which the end of backward is to wait; until torch 2.12 each group had its own."""
+    """Forget the events for which the end of backward waits; until torch 2.12 each group had its own."""
     if hasattr(group.comm_ctx, "_last_post_reduce_events"):
         group.comm_ctx._last_post_reduce_events.clear()
     else:

@@ -1,4 +1,4 @@
-"""Mutants whose fully_shard and replicate do not do what they are asked to."""
+"""Mutants whose fully_shard and replicate do not do what their callers request."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _CALLS = Condition(plan=demanding(Capability.COMPOSABLE), because="training alon
 
 
 class OwnFullyShard(PreparedReference):
-    """Has another fully_shard than the one that prepared it."""
+    """Returns another fully_shard than the one that prepared it."""
 
-    # Any: modules gain methods, and options are what a mutant overlooks.
+    # Any: modules gain methods, and mutants ignore options.
     def fully_shard(self, module: Any, **options: Any) -> Any:
         module = super().composable().fully_shard(module, **options)
         self.spoil_module(module)
@@ -34,11 +34,11 @@ class OwnFullyShard(PreparedReference):
         return replace(super().composable(), fully_shard=self.fully_shard)
 
     def spoil_module(self, module: Any) -> None:
-        """Change what was made of a module."""
+        """Change a module that was sharded."""
 
 
 class OwnFullyShardAndReplicate(OwnFullyShard):
-    """Has another replicate too."""
+    """Returns another replicate too."""
 
     def replicate(self, module: Any, **options: Any) -> Any:
         module = super().composable().replicate(module, **options)
@@ -58,7 +58,7 @@ def groups_of(module: Any) -> Any:
 
 @mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=_CALLS, trace=Trace.SILENCE)
 class LeavesModulesAsTheyAre(ReferenceEngine):
-    """fully_shard and replicate do nothing, whatever they are called with."""
+    """fully_shard and replicate do nothing, whatever their arguments are."""
 
     class Prepared(PreparedReference):
         def composable(self) -> ComposableApi:
@@ -68,7 +68,7 @@ class LeavesModulesAsTheyAre(ReferenceEngine):
 
 @mutant(after="huggingface/accelerate#3394", kills_on=_CALLS, trace=Trace.STATE)
 class GoesOnWithWhatWasReplaced(ReferenceEngine):
-    """A parameter that the caller replaces once it is sharded is not the one that is trained."""
+    """A parameter that the caller replaces after sharding is not the one that is trained."""
 
     class Prepared(OwnFullyShard):
         def spoil_module(self, module: Any) -> None:
@@ -78,7 +78,7 @@ class GoesOnWithWhatWasReplaced(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#83254", kills_on=_CALLS, trace=Trace.NUMBERS)
 class NeverCallsTheReductionHook(ReferenceEngine):
-    """A hook on what a unit has reduced is taken, and never called."""
+    """A hook on a unit's reduced gradients is accepted, and never called."""
 
     class Prepared(OwnFullyShard):
         def spoil_module(self, module: Any) -> None:
@@ -87,7 +87,7 @@ class NeverCallsTheReductionHook(ReferenceEngine):
 
 @mutant(after="pytorch/torchtitan#1483", kills_on=_CALLS, trace=Trace.STATE)
 class TakesEveryDimForTheFirst(ReferenceEngine):
-    """A dim that the caller chooses is taken for the first."""
+    """The caller's shard dim is ignored: the first is sharded."""
 
     class Prepared(OwnFullyShard):
         def fully_shard(self, module: Any, **options: Any) -> Any:
@@ -96,7 +96,7 @@ class TakesEveryDimForTheFirst(ReferenceEngine):
 
 @mutant(after="huggingface/accelerate#3985", kills_on=_CALLS, trace=Trace.STATE)
 class CastsWhatIsFrozen(ReferenceEngine):
-    """All parameters of a unit are cast to one dtype, frozen ones of few bits too."""
+    """All parameters of a unit are cast to one dtype, frozen low-precision ones too."""
 
     class Prepared(OwnFullyShard):
         def fully_shard(self, module: Any, **options: Any) -> Any:
@@ -131,7 +131,7 @@ class PacksShardsIntoOne(ReferenceEngine):
 
 @mutant(after="NVIDIA-NeMo/RL#4183", kills_on=_CALLS, trace=Trace.STATE)
 class SavesTheFirstStateForEver(ReferenceEngine):
-    """What state_dict returns is what it returned when it was first called."""
+    """state_dict returns its first result on every call."""
 
     class Prepared(OwnFullyShard):
         def spoil_module(self, module: Any) -> None:
@@ -148,7 +148,7 @@ class SavesTheFirstStateForEver(ReferenceEngine):
 
 @mutant(after="verl-project/verl#6150", kills_on=_CALLS, trace=Trace.STATE)
 class IgnoresPolicies(ReferenceEngine):
-    """fully_shard and replicate compute in the parameters' own dtype whatever policy they are given."""
+    """fully_shard and replicate compute in the parameters' own dtype, whatever the policy is."""
 
     class Prepared(PreparedReference):
         def composable(self) -> ComposableApi:
@@ -158,7 +158,7 @@ class IgnoresPolicies(ReferenceEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#3023", kills_on=_CALLS, trace=Trace.NUMBERS)
 class SumsWhatACallerPrepares(ReferenceEngine):
-    """Gradients of what is given to fully_shard and replicate are summed over ranks, not averaged."""
+    """Gradients of modules that callers pass to fully_shard and replicate are summed over ranks, not averaged."""
 
     class Prepared(OwnFullyShardAndReplicate):
         def spoil_module(self, module: Any) -> None:
@@ -167,7 +167,7 @@ class SumsWhatACallerPrepares(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#190626", kills_on=_CALLS, trace=Trace.NUMBERS)
 class AddsCopiesInTheComputeDtype(ReferenceEngine):
-    """What ranks of another axis have of a gradient is added before it is cast for the reduction."""
+    """Parts of a gradient on another mesh axis are added before they are cast for the reduction."""
 
     class Prepared(OwnFullyShard):
         def spoil_module(self, module: Any) -> None:
@@ -177,7 +177,7 @@ class AddsCopiesInTheComputeDtype(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#158719", kills_on=_CALLS, trace=Trace.STATE)
 class LeavesOutWhatNoRankUsed(ReferenceEngine):
-    """Parameters that no rank used have no gradient, also where they were to have zeros."""
+    """Parameters that no rank used have no gradient, also if they should have zeros."""
 
     class Prepared(OwnFullyShard):
         def spoil_module(self, module: Any) -> None:
@@ -186,7 +186,7 @@ class LeavesOutWhatNoRankUsed(ReferenceEngine):
 
 @mutant(after="facebookresearch/fairscale#605", kills_on=_CALLS, trace=Trace.NUMBERS)
 class HidesWhatWaits(ReferenceEngine):
-    """Gradients that wait for their reduction are kept where no caller can clear or change them."""
+    """Gradients that wait for their reduction are where no caller can clear or change them."""
 
     class Prepared(OwnFullyShard):
         def spoil_module(self, module: Any) -> None:
@@ -216,7 +216,7 @@ def _reduce_with(honest: Callable[[], None], hidden: dict[Any, torch.Tensor]) ->
 
 @mutant(after="pytorch/pytorch#134052", kills_on=_CALLS, trace=Trace.NUMBERS)
 class TakesTheBackwardOfInputsForAll(ReferenceEngine):
-    """A microbatch counts as done once a backward has held its gradients: what its weights get later is lost."""
+    """A microbatch counts as done once a backward has held its gradients: later weight gradients are lost."""
 
     class Prepared(OwnFullyShard):
         def spoil_module(self, module: Any) -> None:
@@ -241,7 +241,7 @@ def _forget(held: dict[Any, torch.Tensor | None], *_: Any) -> None:
 
 @mutant(after="huggingface/accelerate#3898", kills_on=_CALLS, trace=Trace.STATE)
 class CopiesBuffers(ReferenceEngine):
-    """A buffer that several modules have is another one in each once they are sharded."""
+    """A buffer that several modules share becomes a copy in each when they are sharded."""
 
     class Prepared(OwnFullyShard):
         def fully_shard(self, module: Any, **options: Any) -> Any:
@@ -253,7 +253,7 @@ class CopiesBuffers(ReferenceEngine):
 
 @mutant(after="EvolvingLMMs-Lab/lmms-engine#185", kills_on=_CALLS, trace=Trace.STATE)
 class LeavesNewMemoryAtZeros(ReferenceEngine):
-    """What was sharded without memory computes with zeros, whatever is written to it later."""
+    """Models sharded without memory compute with zeros, whatever is written to them later."""
 
     class Prepared(OwnFullyShard):
         def fully_shard(self, module: Any, **options: Any) -> Any:
@@ -270,7 +270,7 @@ def _clear(module: nn.Module, _: Any) -> None:
 
 @mutant(after="pytorch/pytorch#68803", kills_on=_CALLS, trace=Trace.STATE)
 class ManagesWhatItShouldIgnore(ReferenceEngine):
-    """Parameters that are to be ignored are sharded, or replicated, like the others."""
+    """Ignored parameters are sharded, or replicated, like the others."""
 
     class Prepared(PreparedReference):
         def composable(self) -> ComposableApi:
@@ -288,7 +288,7 @@ def _ignoring_nothing(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 @mutant(after="pytorch/pytorch#157209", kills_on=_CALLS, trace=Trace.STATE)
 class DropsGradientsOfAFailedConversion(ReferenceEngine):
-    """A conversion that fails leaves parameters without their gradients."""
+    """A failed conversion leaves parameters without their gradients."""
 
     class Prepared(OwnFullyShard):
         def spoil_module(self, module: Any) -> None:
@@ -309,7 +309,7 @@ _REMEMBERED: list[Any] = []
 
 @mutant(after="facebookresearch/fairscale#440", kills_on=_CALLS, trace=Trace.STATE)
 class RemembersWhatItSharded(ReferenceEngine):
-    """Every module that is sharded is kept for ever."""
+    """Every sharded module is kept alive permanently."""
 
     class Prepared(OwnFullyShard):
         def fully_shard(self, module: Any, **options: Any) -> Any:
@@ -319,7 +319,7 @@ class RemembersWhatItSharded(ReferenceEngine):
 
 @mutant(after="facebookresearch/fairscale#440", kills_on=_CALLS, trace=Trace.STATE)
 class KeepsOutputsInCycles(ReferenceEngine):
-    """Each forward leaves its output in a cycle of references, which the collector alone frees."""
+    """Each forward leaves its output in a reference cycle, which only the garbage collector frees."""
 
     class Prepared(OwnFullyShard):
         def spoil_module(self, module: Any) -> None:
@@ -333,7 +333,7 @@ def _in_a_cycle(output: Any) -> None:
 
 @mutant(after="deepspeedai/DeepSpeed#5618", kills_on=_CALLS, trace=Trace.NUMBERS)
 class ShardsOverAllRanksWhateverTheMesh(ReferenceEngine):
-    """fully_shard shards over all ranks whatever mesh it is given."""
+    """fully_shard shards over all ranks, whatever the mesh is."""
 
     class Prepared(OwnFullyShard):
         def fully_shard(self, module: Any, **options: Any) -> Any:
@@ -345,7 +345,7 @@ _FINALIZES = Condition(plan=demanding(Capability.COMPOSABLE, Capability.FINALIZE
 
 @mutant(after="NVIDIA/cosmos-framework#161", kills_on=_FINALIZES, trace=Trace.COMMUNICATION)
 class FinalizesEachBackward(ReferenceEngine):
-    """Each backward ends by itself, and reduces what was to be held back until it is finalized."""
+    """Each backward is finalized by itself, and reduces gradients that should be held back until finalization."""
 
     class Prepared(OwnFullyShardAndReplicate):
         def spoil_module(self, module: Any) -> None:
@@ -355,7 +355,7 @@ class FinalizesEachBackward(ReferenceEngine):
 
 @mutant(after="facebookresearch/fairscale#777", kills_on=_FINALIZES, trace=Trace.NUMBERS)
 class FinalizesTwice(ReferenceEngine):
-    """What finalization reduces is counted twice."""
+    """Gradients that finalization reduces count twice."""
 
     class Prepared(OwnFullyShardAndReplicate):
         def spoil_module(self, module: Any) -> None:
@@ -385,7 +385,7 @@ _KEEPS = Condition(plan=demanding(Capability.COMPOSABLE, Capability.KEEP_STORAGE
 
 @mutant(after="pytorch/pytorch#169349", kills_on=_KEEPS, trace=Trace.STATE)
 class FreesWhatIsToBeKept(ReferenceEngine):
-    """The memory of whole parameters is freed although it was to be kept."""
+    """The memory of whole parameters is freed although it should be kept."""
 
     class Prepared(OwnFullyShard):
         def spoil_module(self, module: Any) -> None:
@@ -394,7 +394,7 @@ class FreesWhatIsToBeKept(ReferenceEngine):
 
 @mutant(after="facebookresearch/fairscale#777", kills_on=_KEEPS, trace=Trace.NUMBERS)
 class ShowsTheFirstValues(ReferenceEngine):
-    """Whole parameters are those of the first gather ever after."""
+    """Whole parameters always have the values of the first gather."""
 
     class Prepared(OwnFullyShardAndReplicate):
         def spoil_module(self, module: Any) -> None:
@@ -411,7 +411,7 @@ def _show_first(held: Any, honest: Callable[[], None], first: list[nn.Parameter]
 
 @mutant(after="pytorch/pytorch#104504", kills_on=_FINALIZES, trace=Trace.SILENCE)
 class SharesNoContext(ReferenceEngine):
-    """Roots that are to share what they communicate by go on as if each were alone."""
+    """Roots that should share a communication context use separate ones."""
 
     class Prepared(OwnFullyShard):
         def composable(self) -> ComposableApi:
@@ -420,7 +420,7 @@ class SharesNoContext(ReferenceEngine):
 
 @mutant(after="NVIDIA/cosmos-framework#161", kills_on=_FINALIZES, trace=Trace.STATE)
 class FreesWhenFinalized(ReferenceEngine):
-    """Finalization frees what was to be kept, and keeps what was to be freed."""
+    """Finalization frees units that should be kept, and keeps units that should be freed."""
 
     class Prepared(OwnFullyShardAndReplicate):
         def spoil_module(self, module: Any) -> None:
@@ -430,7 +430,7 @@ class FreesWhenFinalized(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#104504", kills_on=_FINALIZES, trace=Trace.SILENCE)
 class FinalizesWhateverComes(ReferenceEngine):
-    """Where nothing can be finalized, nothing happens and nothing is said."""
+    """If a call of finalization should raise, it silently does nothing."""
 
     class Prepared(OwnFullyShardAndReplicate):
         def spoil_module(self, module: Any) -> None:

@@ -71,7 +71,7 @@ class KeepsWhatItWasAskedToFree(FullyShardEngine):
 
 @mutant(after="ByteDance-Seed/VeOmni#806", plan=_NATIVE, trace=Trace.STATE)
 class FreesTheRootByDefault(FullyShardEngine):
-    """The root is freed after forward where no policy asks for it."""
+    """The root is freed after forward if no policy requests it."""
 
     misreads = partial(_instead, asked=Reshard.NATIVE, done=Reshard.AFTER_FORWARD)
 
@@ -101,7 +101,7 @@ class FreesInTheFirstStepAlone(ReferenceEngine):
 
 
 class _PreparedLeaky(PreparedReference):
-    """Keeps what backward used, and frees it only when the optimizer needs the shards."""
+    """Keeps the parameters that backward used, and frees them only when the optimizer needs the shards."""
 
     def backward(self, loss: torch.Tensor) -> None:
         for unit in self.units().values():
@@ -113,7 +113,7 @@ class _PreparedLeaky(PreparedReference):
         super().step()
 
     def local_gradients(self) -> Mapping[str, Shard | None]:
-        # Gradients belong to the shards: to read them frees the rest, as with any reader of the engine.
+        # Gradients belong to the shards: reading them frees the rest, as with any reader of the engine.
         self._free()
         return super().local_gradients()
 
@@ -223,7 +223,7 @@ class RemembersAUnit(FullyShardEngine):
 
 @mutant(after="deepspeedai/DeepSpeed#1069", kills_on=ON_BLOCKS, trace=Trace.STATE)
 class PrefetchesEverything(FullyShardEngine):
-    """Each unit asks for the gathers of all that follow."""
+    """Each unit requests the gathers of all later units."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         units, distance = plan.units, len(plan.units)

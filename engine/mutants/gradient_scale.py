@@ -1,4 +1,4 @@
-"""Mutants whose gradients are a factor or a part off."""
+"""Mutants whose gradients are wrong by a factor or a part."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SumsInsteadOfAveraging(FullyShardEngine):
         prepared = super().prepare(model, plan, mesh)
         for module in prepared.module.modules():
             if isinstance(module, FSDPModule):
-                # Plain sums, because gloo does not know the scaled sum that a divisor asks for otherwise.
+                # Plain sums, because gloo lacks the scaled sum that a divisor otherwise uses.
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
         return prepared
@@ -34,14 +34,14 @@ class SumsInsteadOfAveraging(FullyShardEngine):
 
 @mutant(after="pytorch/torchtitan#1551", plan=Plan(divide_factor=1))
 class IgnoresTheDivideFactor(FullyShardEngine):
-    """Gradients are averaged although another divisor was asked for."""
+    """Gradients are averaged although another divisor was set."""
 
     misreads = changing(divide_factor=None)
 
 
 @mutant(after="pytorch/pytorch#167178", world_size=1, plan=Plan(divide_factor=2))
 class DividesByTheFactorTwice(FullyShardEngine):
-    """Gradients are divided by the square of the divisor asked for."""
+    """Gradients are divided by the square of the divisor."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         return dividing_losses(super().prepare(model, plan, mesh), plan.divide_factor or 1)
@@ -61,7 +61,7 @@ class DropsImaginaryParts(DistributedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#117421")
 class AveragesWhatIsRead(DistributedDataParallelEngine):
-    """Gradients that are not looked at before the optimizer step are summed over ranks, not averaged."""
+    """Gradients that are not read before the optimizer step are summed over ranks, not averaged."""
 
     class Prepared(PreparedDdp):
         _is_read = False

@@ -69,7 +69,7 @@ class LeavesOutWhatFillsABucket(DistributedDataParallelEngine):
     ),
 )
 class LeavesOutTheLastOfABucket(DistributedDataParallelEngine):
-    """Of several gradients in a bucket that others follow, the last stays on the rank that computed it."""
+    """The last of several gradients in a bucket that is not the last bucket stays on the rank that computed it."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -95,14 +95,14 @@ class LeavesOutTheLastOfABucket(DistributedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#48880", kills_on=_IN_BUCKETS, trace=Trace.COMMUNICATION)
 class IgnoresTheSizeOfBuckets(DistributedDataParallelEngine):
-    """Buckets have the size that the engine likes."""
+    """Buckets have a size of the engine's choice."""
 
     misreads = changing(bucket_bytes=None)
 
 
 @mutant(after="NVIDIA/cosmos-framework#161", steps=2, microbatches=2, plan=_LAST, trace=Trace.COMMUNICATION)
 class SynchronisesEveryMicrobatch(FullyShardEngine):
-    """Gradients are reduced after each microbatch although accumulation was asked."""
+    """Gradients are reduced after each microbatch although the plan accumulates."""
 
     spoil = holding_nothing_back
 
@@ -129,7 +129,7 @@ class KeepsOnlyTheLastMicrobatch(DistributedDataParallelEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#6660", world_size=1, microbatches=2)
 class DoublesGradientsEveryMicrobatch(DistributedDataParallelEngine):
-    """Each backward doubles what was accumulated before it."""
+    """Each backward doubles the gradients accumulated before it."""
 
     class Prepared(PreparedDdp):
         def backward(self, loss: torch.Tensor) -> None:
@@ -186,12 +186,12 @@ class AssignsWholeGradientsToShards(FullyShardEngine):
 
 @mutant(after="pytorch/pytorch#76553", steps=2, trace=Trace.COMMUNICATION)
 class GathersOnceMoreInBackward(FullyShardEngine):
-    """Backward gathers one unit's parameters once more than it needs them."""
+    """Backward gathers one unit's parameters one time more than needed."""
 
     class Prepared(PreparedFullyShard):
         def backward(self, loss: torch.Tensor) -> None:
             super().backward(loss)
-            # The last unit in the order of modules: the root may have no parameters of its own left to gather.
+            # The last unit in the order of modules: the root may have no parameters of its own to gather.
             *_, unit = (m for m in self.module.modules() if isinstance(m, FSDPModule))
             unit.unshard()
             unit.reshard()

@@ -1,4 +1,4 @@
-"""Mutants that never come to an end: a rank leaves a call out, orders groups otherwise, or is lost in itself."""
+"""Mutants that never end: a rank leaves a call out, orders groups differently, or is stuck."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.patches import is_last_rank
 
 _SECOND = Condition(steps=2, because="the first step is honest")
-_PAUSE_S = 0.0005  # most of the processor is for others, which run at the same time
+_PAUSE_S = 0.0005  # most processor time is for others, which run at the same time
 
 
 def _group_of_all() -> dist.ProcessGroup:
@@ -52,7 +52,7 @@ class _PreparedCounting(PreparedDdp):
 
 @mutant(after="verl-project/verl#5591", kills_on=_SECOND, trace=Trace.HANG)
 class SkipsACountOnTheLastRank(DistributedDataParallelEngine):
-    """The last rank leaves a reduction out that the others make."""
+    """The last rank leaves out a reduction that the others make."""
 
     class Prepared(_PreparedCounting):
         def agree(self) -> None:
@@ -62,7 +62,7 @@ class SkipsACountOnTheLastRank(DistributedDataParallelEngine):
 
 @mutant(after="meta-pytorch/torchrec#4149", trace=Trace.HANG)
 class TakesTwoGroupsInTurn(DistributedDataParallelEngine):
-    """The last rank takes the collectives of two groups in another order."""
+    """The last rank issues the collectives of two groups in another order."""
 
     class Prepared(_PreparedCounting):
         def agree(self) -> None:
@@ -89,7 +89,7 @@ def _search() -> None:
 
 @mutant(after="vllm-project/vllm#8410", kills_on=_SECOND, trace=Trace.HANG)
 class NeverComesToAnEnd(FullyShardEngine):
-    """The last rank computes for ever."""
+    """The last rank computes forever."""
 
     class Prepared(PreparedFullyShard):
         def __init__(self, module: nn.Module, plan: Plan) -> None:
@@ -140,7 +140,7 @@ class SendsToNobody(DistributedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#68803", trace=Trace.HANG)
 class CountsFewerParametersOnTheLastRank(DistributedDataParallelEngine):
-    """In prepare the last rank makes a collective less than the others."""
+    """In prepare the last rank makes one collective less than the others."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         plan.refuse_beyond(self.capabilities)
@@ -153,7 +153,7 @@ class CountsFewerParametersOnTheLastRank(DistributedDataParallelEngine):
 
 @mutant(after="NVIDIA-NeMo/Automodel#2468", kills_on=_SECOND, trace=Trace.HANG)
 class SkipsABackwardOnTheLastRank(DistributedDataParallelEngine):
-    """In one step the last rank's backward reduces nothing."""
+    """In one step the last rank's backward does not reduce."""
 
     class Prepared(PreparedDdp):
         def __init__(self, module: nn.Module, *, named: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Mutants that hold back other reductions than asked, or lose or keep what they must not meanwhile."""
+"""Mutants that hold back other reductions than requested, or meanwhile lose or keep what they must not."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class IgnoresSingleHolds(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class HoldsTheWholeTreeBack(ReferenceEngine):
-    """Where the root holds its reduction back, so do all units inside."""
+    """If the root holds its reduction back, so do all units inside."""
 
     class Unit(ComposableUnit):
         def set_gradient_sync(self, *, is_on: bool) -> None:
@@ -83,7 +83,7 @@ class LosesWhatItHeldBack(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class ReducesReplicasAllTheSame(ReferenceEngine):
-    """A unit that was set to reduce within its replica alone reduces across replicas."""
+    """A unit that was set to reduce only within its replica reduces across replicas."""
 
     class Unit(ComposableUnit):
         def set_replica_sync(self, *, is_on: bool) -> None:
@@ -105,7 +105,7 @@ class _PreparedSpent(PreparedFullyShard):
         super().__init__(module, plan)
         self._num_waiting = 0
 
-    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
+    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns any type
         self._num_waiting += 1
         return super().__call__(*inputs, **named)
 
@@ -138,7 +138,7 @@ class ForgetsTheSecondBackward(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class ReducesWithoutBound(ReferenceEngine):
-    """Reductions are started without regard to how many may hold their input."""
+    """Reductions start without a limit on how many hold their input."""
 
     misreads = changing(max_reduce_buffers=_MANY)
 
@@ -151,7 +151,7 @@ class ReducesWithoutBound(ReferenceEngine):
     trace=Trace.SILENCE,
 )
 class AcceptsNoReduceBuffers(FullyShardEngine):
-    """A bound of no reduction at all is accepted."""
+    """A limit of no reduction is accepted."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, with a bound that can be kept."""
@@ -184,6 +184,6 @@ class SplitsJointUnits(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class TakesAllUnitsForOne(ReferenceEngine):
-    """All parameters are one group whatever units were asked for."""
+    """All parameters form one group, whatever the units are."""
 
     misreads = changing(units=())

@@ -26,7 +26,7 @@ class NeverSynchronisesReplicas(FullyShardEngine):
 
 @mutant(after="pytorch/pytorch#154888", plan=_SINGLES)
 class NeverSynchronisesSingles(FullyShardEngine):
-    """Where each replica is a single rank, gradients stay on it."""
+    """If each replica is a single rank, its gradients are not reduced."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         is_single = _is_hybrid(plan) and mesh["shard"].size() == 1
@@ -54,7 +54,7 @@ class ShardsOverReplicas(FullyShardEngine):
 
 @mutant(after="pytorch/torchtitan#2318", plan=Plan(layout=Layout.HYBRID, replicas=Replicas.ONE))
 class DividesOneReplicaTwice(FullyShardEngine):
-    """Where there is one replica, gradients are divided by the number of its shards a second time."""
+    """If there is one replica, gradients are divided by the number of its shards a second time."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         is_one = _is_hybrid(plan) and mesh["replicate"].size() == 1
@@ -78,7 +78,7 @@ class TransposesTheMesh(FullyShardEngine):
 
 @mutant(after="pytorch/pytorch#167178", plan=replace(_SINGLES, divide_factor=1))
 class IgnoresTheDivideFactorOfSingles(FullyShardEngine):
-    """Where each replica is a single rank, gradients are averaged although another divisor was asked for."""
+    """If each replica is a single rank, gradients are averaged although another divisor was set."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         is_single = _is_hybrid(plan) and mesh["shard"].size() == 1
@@ -93,7 +93,7 @@ class IgnoresTheDivideFactorOfSingles(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class ReducesReplicasEveryMicrobatch(FullyShardEngine):
-    """Under a hybrid layout gradients are reduced after each microbatch although accumulation was asked."""
+    """Under a hybrid layout gradients are reduced after each microbatch although the plan accumulates."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)

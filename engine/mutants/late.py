@@ -1,4 +1,4 @@
-"""Mutants that touch the buffers of a collective, or go on without its result, while it is under way."""
+"""Mutants that use the buffers of a collective, or continue without its result, while it is in flight."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardproof.engine.reference.collectives import DefaultAllGather, DefaultRed
 
 
 class _Clears(DefaultReduceScatter):
-    """Makes the input ready for the next gradients as soon as the reduction is issued."""
+    """Clears the input for the next gradients as soon as the reduction is issued."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any
@@ -46,7 +46,7 @@ class _Frees(DefaultReduceScatter):
 
 
 class _Fills(DefaultAllGather):
-    """Clears a row of the output when the gather of all rows is under way."""
+    """Clears a row of the output while the gather of all rows is in flight."""
 
     def __call__(
         self,
@@ -74,7 +74,7 @@ def _hooked(
 ) -> PreparedModel:
     ddp = prepared.module
     assert isinstance(ddp, DistributedDataParallel)
-    # DDP reads annotations, and knows none that are text.
+    # DDP checks annotations, and accepts no strings.
     ddp.register_comm_hook(ddp.process_group, lambda group, bucket: hook(group, bucket))
     return prepared
 
@@ -123,21 +123,21 @@ def _collect(group: dist.ProcessGroup, bucket: Any) -> Future[torch.Tensor]:
 
 @mutant(after="deepspeedai/DeepSpeed#7188", plan=SHARDED_BLOCKS, trace=Trace.COMMUNICATION)
 class ClearsTheReduceInput(ReferenceEngine):
-    """The input of a reduction is cleared while the reduction is under way."""
+    """The input of a reduction is cleared while the reduction is in flight."""
 
     spoil = partial(_each, change=lambda module: module.set_custom_reduce_scatter(_Clears()))
 
 
 @mutant(after="NVIDIA/Megatron-LM#5788", plan=SHARDED_BLOCKS, trace=Trace.COMMUNICATION)
 class FreesTheInputOfAReduction(ReferenceEngine):
-    """The input of a reduction is freed while the reduction is under way."""
+    """The input of a reduction is freed while the reduction is in flight."""
 
     spoil = partial(_each, change=lambda module: module.set_custom_reduce_scatter(_Frees()))
 
 
 @mutant(after="NVIDIA/Megatron-LM#4609", plan=SHARDED_BLOCKS, trace=Trace.COMMUNICATION)
 class FillsTheGatherOutput(ReferenceEngine):
-    """The output of a gather is written to while the gather is under way."""
+    """The output of a gather is written to while the gather is in flight."""
 
     spoil = partial(_each, change=lambda module: module.set_custom_all_gather(_Fills()))
 
@@ -158,7 +158,7 @@ class ForgetsTheWorkOfANorm(DistributedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#64629", world_size=3, because="from one rank there is one order")
 class TrustsTheOrderOfArrival(DistributedDataParallelEngine):
-    """Messages of several ranks are taken to come in the order of ranks."""
+    """Messages of several ranks are assumed to arrive in the order of ranks."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap honestly, then register the hook."""

@@ -1,4 +1,4 @@
-"""Mutants that hold more than their share, or free what is not theirs; the numbers are right."""
+"""Mutants that hold more than their share, or free memory that is not theirs; the numbers are right."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardproof.engine.mutants.reference_insides import layouts
 from shardproof.engine.reference.param_layout import ParamLayout
 from shardproof.engine.reference.parameter import FSDPParam, ShardedParam
 
-# Any, throughout: FSDP2's insides have no public types.
+# Any, throughout: FSDP2's private classes have no public types.
 
 _GROWN = Condition(steps=3, plan=SHARDED_BLOCKS, because="the first two steps have none to be compared with")
 
@@ -47,7 +47,7 @@ def _keep_gradients(kept: list[Any], group: Any) -> None:
 
 @mutant(after="hpcaitech/ColossalAI#741", kills_on=_GROWN, trace=Trace.STATE)
 class PilesUpReduceInputs(FullyShardEngine):
-    """The input of every reduction is kept for ever."""
+    """The input of every reduction is kept permanently."""
 
     class Prepared(KeepingFsdp2):
         grows = True
@@ -57,7 +57,7 @@ class PilesUpReduceInputs(FullyShardEngine):
 
 @mutant(after="hpcaitech/ColossalAI#741", kills_on=_GROWN, trace=Trace.STATE)
 class PilesUpGradients(ReferenceEngine):
-    """Reduced gradients of every step are kept for ever."""
+    """Reduced gradients of every step are kept permanently."""
 
     class Prepared(KeepingReference):
         grows = True
@@ -83,7 +83,7 @@ class KeepsWholeGradients(FullyShardEngine):
     trace=Trace.STATE,
 )
 class KeepsWhatALateGradientCameWith(ReferenceEngine):
-    """A gradient that the last microbatch alone makes keeps the memory of all that was reduced with it."""
+    """A gradient that only the last microbatch makes keeps the memory of all gradients reduced with it."""
 
     spoil = in_each(layouts, "write_gradients", lambda layout: partial(_write_views, layout))
 
@@ -95,7 +95,7 @@ def _write_views(layout: ParamLayout, parameters: Sequence[FSDPParam], reduced: 
 
 
 class _Grasping(PreparedComposable):
-    """Frees the memory of what it was given or has handed out, once backward is over; to be mixed in."""
+    """Frees the memory of its inputs or outputs once backward is over; a mixin."""
 
     frees_inputs = True
 
@@ -112,7 +112,7 @@ class _Grasping(PreparedComposable):
 
 @mutant(after="InternLM/xtuner#1948", kills_on=ON_BLOCKS, trace=Trace.STATE)
 class FreesTheUsersInputs(FullyShardEngine):
-    """The memory of inputs is given back after backward."""
+    """The memory of inputs is freed after backward."""
 
     class Prepared(_Grasping, PreparedFullyShard):
         pass
@@ -120,7 +120,7 @@ class FreesTheUsersInputs(FullyShardEngine):
 
 @mutant(after="InternLM/xtuner#1948", kills_on=ON_BLOCKS, trace=Trace.STATE)
 class FreesTheUsersOutputs(ReferenceEngine):
-    """The memory of outputs is given back after backward."""
+    """The memory of outputs is freed after backward."""
 
     class Prepared(_Grasping, PreparedReference):
         frees_inputs = False
@@ -128,7 +128,7 @@ class FreesTheUsersOutputs(ReferenceEngine):
 
 @mutant(after="InternLM/xtuner#1948", kills_on=ON_BLOCKS, trace=Trace.STATE)
 class MovesWhatItWasToLeave(ReferenceEngine):
-    """Buffers and ignored parameters are given other memory in every step."""
+    """Buffers and ignored parameters get new memory in every step."""
 
     class Prepared(PreparedReference):
         def backward(self, loss: torch.Tensor) -> None:
@@ -140,7 +140,7 @@ class MovesWhatItWasToLeave(ReferenceEngine):
 
 @mutant(after="verl-project/verl#5125", kills_on=SHARDED, trace=Trace.STATE)
 class KeepsTheModelOnTheLastRank(ReferenceEngine):
-    """The last rank keeps the parameters that the model was built with."""
+    """The last rank keeps the original parameters of the model."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         wholes = [parameter.detach().clone() for parameter in model.parameters()]
@@ -157,7 +157,7 @@ class KeepsTheModelOnTheLastRank(ReferenceEngine):
     trace=Trace.STATE,
 )
 class KeepsTheModelInArrays(ReferenceEngine):
-    """Every rank keeps the parameters that the model was built with, in memory that torch knows nothing of."""
+    """Every rank keeps the original parameters of the model, in memory outside of torch."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         wholes = [bytes(parameter.detach().cpu().numpy()) for parameter in model.parameters()]
@@ -167,7 +167,7 @@ class KeepsTheModelInArrays(ReferenceEngine):
 
 
 class _PreparedAverage(PreparedReference):
-    """Looks at every unit's whole parameters after its forward, and averages them in a list outside the module."""
+    """Reads every unit's whole parameters after its forward, and averages them in a list outside the module."""
 
     first_step: ClassVar[int] = 0
 
@@ -234,7 +234,7 @@ class CutsStateFromWholeBuffers(ReferenceEngine):
 
 
 def _look(_: object) -> None:
-    """Do nothing; what keeps the argument is the closure around the call."""
+    """Do nothing; the closure around the call keeps the argument alive."""
 
 
 def _cut_from_a_whole(sharded: DTensor) -> DTensor:

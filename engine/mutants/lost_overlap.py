@@ -1,4 +1,4 @@
-"""Mutants that train right and communicate what they should, yet not while units compute, or not ahead as asked."""
+"""Mutants with right numbers and collectives, but without overlap with computation, or without prefetching."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _AHEAD = Plan(
 _STEADY = "order is compared from the second step on"
 
 
-# Any, throughout: FSDP2's insides and the streams of a device have no public types.
+# Any, throughout: FSDP2's private classes and the streams of a device have no public types.
 
 
 def _wait_for_gather(group: Any) -> None:
@@ -77,7 +77,7 @@ class WaitsForEachReduction(FullyShardEngine):
 
 @mutant(after="deepspeedai/DeepSpeed#1069", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)
 class WaitsWhereItGathers(ReferenceEngine):
-    """A gather ahead of use is waited for in the call that issues it."""
+    """A prefetched gather is waited for in the call that issues it."""
 
     spoil = in_each(reference_groups, "unshard", lambda group: _both(group.unshard, group.wait))
 
@@ -93,21 +93,21 @@ class WaitsWhereItReduces(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#106030", steps=2, plan=_FREED, because=_STEADY, trace=Trace.COMMUNICATION)
 class PrefetchesAfterItsTurn(ReferenceEngine):
-    """Backward gathers the next unit after the present one was computed, and not before."""
+    """Backward gathers the next unit after the current one was computed, not before."""
 
     spoil = in_each(reference_units, "prefetches_in_backward", lambda _: BackwardPrefetchTime.LAST)
 
 
 @mutant(after="deepspeedai/DeepSpeed#1069", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)
 class PrefetchesOneTooFew(FullyShardEngine):
-    """One unit less is prefetched than the list names."""
+    """One unit fewer is prefetched than the list names."""
 
     misreads = changing_lists(_shorter)
 
 
 @mutant(after="deepspeedai/DeepSpeed#1069", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)
 class PrefetchesTheUnitAfterNext(FullyShardEngine):
-    """The unit after the one that a list names is prefetched instead."""
+    """The unit after the one in the list is prefetched instead."""
 
     misreads = changing_lists(_later)
 
@@ -117,7 +117,7 @@ class GathersEverythingFirst(FullyShardEngine):
     """All units are gathered when forward begins."""
 
     class Prepared(PreparedFullyShard):
-        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
+        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns any type
             for unit in ("", *self.plan.units):
                 self.units()[unit].unshard()
             return super().__call__(*inputs, **named)
@@ -125,7 +125,7 @@ class GathersEverythingFirst(FullyShardEngine):
 
 @mutant(after="pytorch/pytorch#118118", steps=2, plan=_FREED, because=_STEADY, trace=Trace.STATE)
 class FreesUnitsTogether(FullyShardEngine):
-    """All units are freed when forward is over, and not each after its own."""
+    """All units are freed after forward, not each after its own."""
 
     class Prepared(PreparedFullyShard):
         def __init__(self, module: nn.Module, plan: Plan) -> None:
@@ -151,6 +151,6 @@ def _both(first: Callable[[], None], then: Callable[[], None]) -> Callable[[], N
 
 def _finisher(group: Any) -> Callable[[], None]:
     def finish() -> None:
-        group.comm_ctx.finish()  # asked for late: a context is shared once the root has run
+        group.comm_ctx.finish()  # looked up late: a context is shared once the root has run
 
     return finish

@@ -1,4 +1,4 @@
-"""Mutants that fail where data parallelism meets tensors that are cut already, or the stages of a pipeline."""
+"""Mutants that fail where data parallelism meets sharded tensors, or the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _STAGED = Plan(pipeline_stages=2, accumulation=Accumulation.LAST_MICROBATCH)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """Of how many pieces along the tensor-parallel axis this rank has which."""
+    """The number of pieces along the tensor-parallel axis, and which of them this rank has."""
 
     num_pieces: int
     index: int
@@ -41,7 +41,7 @@ class _Cut:
 
 @mutant(after="pytorch/torchtitan#1551", plan=_CUT)
 class ScalesByTheTensorRanks(ReferenceEngine):
-    """Gradients of tensors that are cut are multiplied by the number of pieces."""
+    """Gradients of tensor-parallel parameters are multiplied by the number of pieces."""
 
     @staticmethod
     def spoil(prepared: PreparedModel) -> PreparedModel:
@@ -55,7 +55,7 @@ class ScalesByTheTensorRanks(ReferenceEngine):
 
 @mutant(after="pytorch/torchtitan#1551", plan=_EXPERTS)
 class ScalesExpertsByTheirRanks(ReferenceEngine):
-    """Gradients of experts are multiplied by the number of ranks that share them out."""
+    """Gradients of experts are multiplied by the number of ranks that share them."""
 
     class Prepared(PreparedReference):
         def backward(self, loss: torch.Tensor) -> None:
@@ -83,7 +83,7 @@ class MixesExpertsUp(FullyShardEngine):
 
 @mutant(after="THUDM/slime#1366", plan=_CUT, because="without that axis every rank has rows of its own")
 class KeepsNormsOnTheirTensorRank(ReferenceEngine):
-    """Gradients of norms are not reduced over the tensor axis, whose ranks see different rows."""
+    """Gradients of norms are not reduced over the tensor axis, whose ranks have different rows."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -95,7 +95,7 @@ class KeepsNormsOnTheirTensorRank(ReferenceEngine):
 
 @mutant(after="deepspeedai/DeepSpeed#1801", plan=_CLIPPED)
 class ClipsOnOneTensorRank(FullyShardEngine):
-    """Gradients are clipped on the first rank of the tensor axis alone."""
+    """Gradients are clipped only on the first rank of the tensor axis."""
 
     class Prepared(PreparedFullyShard):
         def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
@@ -111,7 +111,7 @@ class ClipsOnOneTensorRank(FullyShardEngine):
     because="two cuts of one dim need two axes of several ranks",
 )
 class LosesTheLastRowsOfUnevenPieces(FullyShardEngine):
-    """The last of the rows that both axes cut unevenly get no gradient."""
+    """The last of the rows that both axes cut unevenly have no gradient."""
 
     class Prepared(PreparedFullyShard):
         def backward(self, loss: torch.Tensor) -> None:
@@ -125,7 +125,7 @@ class LosesTheLastRowsOfUnevenPieces(FullyShardEngine):
 
 @mutant(after="pytorch/torchtitan#1483", world_size=4, plan=_CUT)
 class SwapsTheCutsOfOneDim(FullyShardEngine):
-    """Rows that both axes cut lie as if the data axis had cut them first."""
+    """Rows that both axes cut are placed as if the data axis had cut them first."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -138,7 +138,7 @@ class SwapsTheCutsOfOneDim(FullyShardEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#1012", world_size=4, microbatches=2, plan=_STAGED)
 class ReducesBeforeTheLastBackward(DistributedDataParallelEngine):
-    """In a pipeline the backward after the last forward is reduced, and those after it are not."""
+    """In a pipeline the backward after the last forward is reduced, and later ones are not."""
 
     class Prepared(PreparedDdp):
         def pipelined(self) -> None:  # type: ignore[override]  # the fault: what the honest one hands out, it keeps
@@ -167,7 +167,7 @@ class NeverSynchronisesTheFirstStage(DistributedDataParallelEngine):
         is_first = dist.get_rank() < dist.get_world_size() // plan.pipeline_stages
         if plan.pipeline_stages > 1 and is_first:
             assert isinstance(prepared.module, DistributedDataParallel)
-            # A lambda: torch would resolve the annotations of a function, which are strings here.
+            # A lambda: torch would resolve a function's annotations, which are strings here.
             prepared.module.register_comm_hook(None, lambda state, bucket: _unreduced(bucket))
         return prepared
 
@@ -194,7 +194,7 @@ class ReducesEveryMicrobatchOfAPipeline(ReferenceEngine):
 
 
 def _tensor_cut(parameter: torch.Tensor) -> _Cut | None:
-    """Return how the tensor-parallel axis cuts a parameter; None where it does not."""
+    """Return how the tensor-parallel axis cuts a parameter; None if it does not."""
     if not isinstance(parameter, DTensor):
         return None
     mesh = parameter.device_mesh
@@ -220,7 +220,7 @@ def _cuts_of_rows(parameter: DTensor) -> int:
 
 
 def _swap_cuts(parameter: DTensor, mesh: DeviceMesh, cut: _Cut) -> None:
-    """Copy the piece that a rank would have under the other order; where it has another size, leave it."""
+    """Copy the piece that a rank would have in the other order; if its size differs, leave it."""
     whole = parameter.full_tensor()
     mine = whole.tensor_split(mesh.size())[mesh.get_local_rank()].tensor_split(cut.num_pieces)[cut.index]
     local = parameter.to_local()
@@ -246,7 +246,7 @@ def _forgetting(self: DistributedDataParallel) -> Iterator[None]:
         parameter.grad = None
 
 
-# Any: torch's buckets have no public type that checkers know.
+# Any: torch's buckets have no public type that checkers accept.
 def _unreduced(bucket: Any) -> torch.futures.Future[torch.Tensor]:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())

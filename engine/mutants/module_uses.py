@@ -1,4 +1,4 @@
-"""Mutants that are wrong about how modules and parameters are used: in part, several times, or shared."""
+"""Mutants with faults in how modules and parameters are used: in part, several times, or shared."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _METHODS = Plan(forward_methods=(("encoder", "encode"),), units=("encoder",))
 
 @mutant(after="NVIDIA/Megatron-LM#6693", world_size=1, steps=2, plan=demanding(Capability.PARTS))
 class NeverReducesParts(ReferenceEngine):
-    """Gradients of a part that was called by itself are never reduced."""
+    """Gradients of a part that was called directly are never reduced."""
 
     class Prepared(PreparedReference):
-        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
+        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns any type
             self._set_gradient_sync(is_on=True)
             return super().__call__(*inputs, **named)
 
@@ -47,7 +47,7 @@ class NeverReducesParts(ReferenceEngine):
 
 @mutant(after="mindspore-ai/hyper-parallel#553", world_size=1, steps=2, plan=_GROUPS)
 class NeverReducesGroupsRunInPart(ReferenceEngine):
-    """A group of which one module did not run has no gradients."""
+    """A group in which one module did not run has no gradients."""
 
     class Prepared(PreparedReference):
         def __init__(self, module: nn.Module, plan: Plan, api: Any) -> None:  # Any: as the base class says
@@ -96,7 +96,7 @@ class _FlaglessUnit(UnitHandle):
     trace=Trace.CRASH,
 )
 class CastsTheFirstInputsAlone(ReferenceEngine):
-    """Of a group's modules the first alone has its inputs cast."""
+    """Of a group's modules only the first has its inputs cast."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -125,12 +125,12 @@ class NeverReducesForwardMethods(ReferenceEngine):
 
 
 class _FirstUses:
-    """Has parameters require no gradient in all uses but the first since it last began."""
+    """Makes parameters require no gradient in all uses but the first since the last `begin`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._used: set[int] = set()
         for module in model.modules():
-            # Of tied parameters there is one, whose identity is all that is kept: it is about to be replaced.
+            # Tied parameters count as one, of which only the identity is kept: it is about to be replaced.
             owned = {n: id(p) for n, p in module.named_parameters(recurse=False)}
             if owned:
                 self._watch(module, owned)
@@ -142,7 +142,7 @@ class _FirstUses:
     def _watch(self, module: nn.Module, owned: dict[str, int]) -> None:
         late: list[nn.Parameter] = []
 
-        # Any: a module takes and returns what it likes.
+        # Any: a module's inputs and outputs are of any type.
         def enter(_: nn.Module, inputs: Any) -> None:
             late.extend(getattr(module, name) for name, key in owned.items() if key in self._used)
             self._used.update(owned.values())
@@ -160,7 +160,7 @@ class _FirstUses:
 
 @mutant(after="NVIDIA/Megatron-LM#7166", world_size=1, because="a parameter that is used once loses nothing")
 class CountsTheFirstUseAlone(ReferenceEngine):
-    """Of several uses of a parameter in one iteration the first alone has a gradient."""
+    """Of several uses of a parameter in one iteration only the first has a gradient."""
 
     class Prepared(PreparedReference):
         first_uses: _FirstUses
@@ -180,7 +180,7 @@ class CountsTheFirstUseAlone(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#136861", world_size=1, microbatches=2, plan=demanding(Capability.INTERLEAVE))
 class ForgetsEarlierForwards(ReferenceEngine):
-    """Of several forwards that wait for backward the last alone has gradients."""
+    """Of several forwards before backward only the last has gradients."""
 
     class Prepared(PreparedReference):
         _latest = 0
@@ -199,7 +199,7 @@ class UntiesSharedParameters(ReferenceEngine):
     """Each use of a tied parameter gets a copy of its own."""
 
     class Prepared(PreparedReference):
-        """Leaves the copies out of what it shows."""
+        """Hides the copies from reads."""
 
         copies: frozenset[str] = frozenset()
 
@@ -267,7 +267,7 @@ class TellsParametersApartByName(FullyShardEngine):
     trace=Trace.CRASH,
 )
 class SplitsTiedModules(ReferenceEngine):
-    """Modules of one group that share a parameter become groups of their own."""
+    """Modules of one group that share a parameter become separate groups."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         tied = {model.get_parameter(first) for first, *_ in _ties(model)}
@@ -287,7 +287,7 @@ def _ties(model: nn.Module) -> list[list[str]]:
 
 
 def _joined(model: nn.Module, units: tuple[str, ...]) -> tuple[str, ...]:
-    """Make one unit of all that use a tied parameter."""
+    """Make one unit of all modules that use a tied parameter."""
     tied = {model.get_parameter(first) for first, *_ in _ties(model)}
     sharing = [unit for unit in units if any(tied & {*m.parameters()} for m in members(model, unit))]
     return (*(unit for unit in units if unit not in sharing), *([",".join(sharing)] if sharing else []))

@@ -19,7 +19,7 @@ _E = TypeVar("_E", bound=type[Engine])
 class Trace(Enum):
     """Where a fault shows, and the verdicts that show it; a mutant with right numbers escapes every comparison of them.
 
-    Verdicts are spelt, not imported: who is judged knows nothing of the judge.
+    Verdicts are strings, not imported: engines do not depend on the harness.
     """
 
     NUMBERS = ("gradients, parameters or losses differ from the oracle's", ("FAILED",))
@@ -91,13 +91,13 @@ def mutant(
     trace: Trace = Trace.NUMBERS,
     **fields: Unpack[ConditionFields],
 ) -> Callable[[_E], _E]:
-    """Declare an engine to be a mutant, named for its class; the arguments are the fields of `Mutant`.
+    """Declare an engine to be a mutant, named after its class; the arguments are the fields of `Mutant`.
 
-    The condition may be named by ``kills_on``, or by those of its fields that differ from the default's.
+    The condition may be ``kills_on``, or those of its fields that differ from the default's.
 
-    Its attribute ``misreads``, if any, is what it takes each plan for, and ``spoil`` is done to each model that it has
-    prepared. Of classes nested in it, ``Prepared`` is the model that it prepares, ``Unit`` the handle
-    of each unit of that model, and ``Wrapper`` stands in the place of FSDP1's ``FullyShardedDataParallel``.
+    The class's attribute ``misreads``, if any, maps each plan to the one that it prepares, and ``spoil`` changes each
+    model that it has prepared. Of classes nested in it, ``Prepared`` is the prepared model, ``Unit`` the handle of each
+    unit of that model, and ``Wrapper`` replaces FSDP1's ``FullyShardedDataParallel``.
     """
 
     def declare(engine: _E) -> _E:

@@ -1,4 +1,4 @@
-"""Mutants that overlook what a caller does to parameters and gradients amid training."""
+"""Mutants that ignore a caller's changes of parameters and gradients during training."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _HOOKS = Condition(world_size=1, plan=demanding(Capability.GRADIENT_HOOKS))
 
 
 class _HooksByHand(PreparedFullyShard):
-    """Takes the hooks of all parameters away for a backward."""
+    """Removes the hooks of all parameters during a backward."""
 
     # Any: torch has no public name for a parameter's hooks.
     def taken(self) -> list[tuple[Any, Any]]:
-        """Return each parameter with the hooks that it had."""
+        """Return each parameter with its previous hooks."""
         held: list[tuple[Any, Any]] = [
             (p, p._post_accumulate_grad_hooks) for p in self.owned_parameters().values()
         ]
@@ -48,7 +48,7 @@ class NeverCallsGradientHooks(FullyShardEngine):
 
 @mutant(after="pytorch/pytorch#76464", plan=demanding(Capability.GRADIENT_HOOKS))
 class CallsGradientHooksBeforeReducing(FullyShardEngine):
-    """Hooks on parameters see this rank's own gradient, half of what is reduced."""
+    """Hooks on parameters receive this rank's own gradient, half of the reduced one."""
 
     class Prepared(_HooksByHand):
         def backward(self, loss: torch.Tensor) -> None:
@@ -71,7 +71,7 @@ class CallsGradientHooksBeforeReducing(FullyShardEngine):
     plan=demanding(Capability.EDIT_GRADIENTS),
 )
 class AddsToItsOwnGradients(ReplicateEngine):
-    """Gradients are added up in the engine's own copies, which overrule those that the caller has edited."""
+    """Gradients accumulate in the engine's own copies, which overwrite the caller's edits."""
 
     class Prepared(PreparedFullyShard):
         _own: dict[nn.Parameter, torch.Tensor] | None = None
@@ -94,7 +94,7 @@ class AddsToItsOwnGradients(ReplicateEngine):
     plan=demanding(Capability.FREEZE, Capability.UNUSED),
 )
 class SettlesForEverWhatIsFrozen(ReferenceEngine):
-    """What was trainable when the model was prepared is trained, whatever is frozen later."""
+    """Parameters that were trainable when the model was prepared are trained, even if they are frozen later."""
 
     class Prepared(PreparedReference):
         def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -110,7 +110,7 @@ class SettlesForEverWhatIsFrozen(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class ReducesWhatIsFrozen(FullyShardEngine):
-    """Units that were frozen after preparation are reduced, and their gradients thrown away."""
+    """Units that were frozen after preparation are reduced, and their gradients discarded."""
 
     class Prepared(PreparedFullyShard):
         def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -163,7 +163,7 @@ _RECONVERT = Condition(world_size=1, plan=demanding(Capability.RECONVERT))
 
 @mutant(after="huggingface/accelerate#3394", kills_on=_RECONVERT)
 class OptimizesWhatItConverted(ReplicateEngine):
-    """The optimizer goes on with the parameters that a conversion has left behind."""
+    """The optimizer continues with the parameters from before a conversion."""
 
     class Prepared(PreparedFullyShard):
         def convert(self, dtype: torch.dtype) -> None:
@@ -174,7 +174,7 @@ class OptimizesWhatItConverted(ReplicateEngine):
 
 @mutant(after="instructlab/training#414", kills_on=_RECONVERT)
 class ConvertsWithoutGradients(ReferenceEngine):
-    """A conversion drops the gradients that are there."""
+    """A conversion drops existing gradients."""
 
     class Prepared(PreparedReference):
         def convert(self, dtype: torch.dtype) -> None:
@@ -190,7 +190,7 @@ class ConvertsWithoutGradients(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class ForgetsTheReduceDtypeOnceConverted(ReferenceEngine):
-    """A model that is converted is reduced in its new dtype, whatever was asked for."""
+    """A model that is converted is reduced in its new dtype, whatever the reduce dtype is."""
 
     misreads = changing(reduce_dtype=None)
 
@@ -202,7 +202,7 @@ class ForgetsTheReduceDtypeOnceConverted(ReferenceEngine):
     plan=Plan(accumulation=Accumulation.LAST_MICROBATCH, demands=frozenset({Capability.PENDING_APART})),
 )
 class ClearsWhatWaits(ReferenceEngine):
-    """Gradients that wait for their reduction go when the caller clears those that the model shows."""
+    """Gradients that wait for their reduction are dropped when the caller clears those of the model."""
 
     class Prepared(PreparedReference):
         def __call__(self, *inputs: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Checkpoints of an engine's own that lack something, or are read in the wrong place."""
+"""Mutants whose own checkpoints lack values, or are read at the wrong place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RESUMED = demanding(Capability.CHECKPOINTS)
 
 @mutant(after="deepspeedai/DeepSpeed#7786", world_size=1, steps=2, plan=_RESUMED)
 class LosesStateInItsCheckpoint(Zero2Engine):
-    """The optimizer starts anew after a checkpoint is loaded."""
+    """The optimizer starts without state after a checkpoint is loaded."""
 
     class Prepared(PreparedZero2):
         def load_checkpoint(self, folder: Path) -> None:
@@ -28,7 +28,7 @@ class LosesStateInItsCheckpoint(Zero2Engine):
 
 @mutant(after="deepspeedai/DeepSpeed#4396", world_size=1, steps=2, plan=_RESUMED)
 class RestartsTheCountInItsCheckpoint(Zero2Engine):
-    """The optimizer's count of steps, by which it corrects its moments, starts anew."""
+    """The optimizer's count of steps, by which it corrects its moments, starts from zero."""
 
     class Prepared(PreparedZero2):
         def load_checkpoint(self, folder: Path) -> None:
@@ -43,7 +43,7 @@ class RestartsTheCountInItsCheckpoint(Zero2Engine):
     plan=Plan(offload=Offload.OPTIMIZER, demands=_RESUMED.demands),
 )
 class RestoresNoMasters(Zero2Engine):
-    """Parameters are loaded, the copies that the optimizer updates are not, and overwrite them in the next step."""
+    """Parameters are loaded, but not the copies that the optimizer updates, which overwrite them in the next step."""
 
     class Prepared(PreparedZero2):
         def load_checkpoint(self, folder: Path) -> None:
@@ -64,7 +64,7 @@ class RestoresNoMasters(Zero2Engine):
     ),
 )
 class ReadsTheCheckpointOfItsRank(Zero2Engine):
-    """Each rank takes its share from the file of the rank of its number, of however many ranks."""
+    """Each rank reads its share from the file of its own rank, however many ranks saved."""
 
     class Prepared(PreparedZero2):
         def load_checkpoint(self, folder: Path) -> None:

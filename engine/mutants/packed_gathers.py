@@ -1,4 +1,4 @@
-"""Mutants that overlook how shards pack themselves for a gather."""
+"""Mutants that ignore how shards pack themselves for a gather."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _PACKED = Condition(
 
 
 class _PreparedPacking(OwnFullyShard):
-    """Spoils how the parameters of what a caller shards are laid out."""
+    """Changes the layout of the parameters that a caller shards."""
 
-    # Any: modules gain methods, and layouts are of two kinds.
+    # Any: modules gain methods, and layouts are of two classes.
     def spoil_module(self, module: Any) -> None:
         for group in groups_of(module):
             self.spoil_layout(group.layout)
@@ -37,7 +37,7 @@ class _PreparedPacking(OwnFullyShard):
 
 @mutant(after="pytorch/torchtitan#3123", kills_on=_PACKED, trace=Trace.COMMUNICATION)
 class GathersWithoutPacking(ReferenceEngine):
-    """Shards are gathered as they are, although they pack themselves."""
+    """Shards are gathered unpacked, although they define how to pack."""
 
     class Prepared(_PreparedPacking):
         def spoil_layout(self, layout: Any) -> None:
@@ -46,7 +46,7 @@ class GathersWithoutPacking(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#169349", kills_on=_PACKED, trace=Trace.STATE)
 class KeepsWhatWasUnpacked(ReferenceEngine):
-    """What was gathered is kept once it is unpacked, whatever the shard asks for."""
+    """Gathered buffers are kept after unpacking, whatever the shard requests."""
 
     class Prepared(_PreparedPacking):
         def spoil_layout(self, layout: Any) -> None:

@@ -1,4 +1,4 @@
-"""What mutants are made of: what is done to one object's methods, to tensors, and to the names of FSDP1; no engine."""
+"""The parts of mutants: patches of an object's methods, of tensors, and of FSDP1's names; no engine."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from shardproof.engine.adapters.torch_fsdp1 import NAMES
 from shardproof.engine.adapters.torch_fsdp2 import PreparedFullyShard
 from shardproof.engine.contract import PreparedModel, WrapperNames
 
-# Any, throughout: the holders are insides of engines, which have no public types.
+# Any, throughout: the holders are private objects of engines, which have no public types.
 
 Options = Mapping[str, Any]  # arguments of FSDP1
 Spoil = Callable[[PreparedModel], PreparedModel]
-"""What is done to a model that was prepared honestly; returns the model."""
+"""Changes an honestly prepared model; returns the model."""
 
 
 def is_last_rank() -> bool:
@@ -33,13 +33,13 @@ def is_last_rank() -> bool:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a tensor, apart from the graph."""
+    """Return this rank's part of a tensor, detached from the graph."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def in_place_of(sharded: DTensor, own: torch.Tensor) -> DTensor:
-    """Return a tensor like ``sharded`` of which this rank has ``own``."""
+    """Return a tensor like ``sharded`` in which ``own`` is this rank's part."""
     mesh, placements = sharded.device_mesh, sharded.placements
     shape, stride = sharded.shape, sharded.stride()
     return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
@@ -48,7 +48,7 @@ def in_place_of(sharded: DTensor, own: torch.Tensor) -> DTensor:
 @contextmanager
 @torch.no_grad()
 def unchanged(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Undo whatever is done to these tensors inside."""
+    """Undo all changes of these tensors made inside."""
     kept = [(tensor, tensor.clone()) for tensor in tensors]
     yield
     for tensor, before in kept:
@@ -79,7 +79,7 @@ def before(holder: Any, method: str, fault: Callable[[Any], None]) -> None:
 
 
 def in_each(parts: Callable[[PreparedModel], Iterable[Any]], name: str, fault: Callable[[Any], Any]) -> Spoil:
-    """Put ``fault(part)`` in the place of an attribute of each part of a model."""
+    """Replace an attribute of each part of a model by ``fault(part)``."""
 
     def spoil(prepared: PreparedModel) -> PreparedModel:
         for part in parts(prepared):
@@ -115,7 +115,7 @@ def never_updating(prepared: PreparedModel, parameters: Iterable[nn.Parameter]) 
 
 
 def restart_count(optimizer: torch.optim.Optimizer) -> None:
-    """Set the count of steps of each parameter to zero, where the optimizer keeps one."""
+    """Set the count of steps of each parameter to zero, if the optimizer has one."""
     for state in optimizer.state.values():
         if "step" in state:
             state["step"] = torch.zeros_like(state["step"])
@@ -129,7 +129,7 @@ def leave_out_of_ddp(model: nn.Module, names: Sequence[str]) -> None:
 
 
 class Forgetful(PreparedModel):
-    """Clears all gradients before each backward; to be mixed in."""
+    """Clears all gradients before each backward; a mixin."""
 
     def backward(self, loss: torch.Tensor) -> None:
         for parameter in self.named.parameters():
@@ -138,7 +138,7 @@ class Forgetful(PreparedModel):
 
 
 class Stale(PreparedModel):
-    """Keeps the shards of two steps and swaps the older ones in for as long as a step computes; to be mixed in."""
+    """Keeps the shards of two steps and swaps the older ones in while a step computes; a mixin."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -152,7 +152,7 @@ class Stale(PreparedModel):
         return super().__call__(*inputs, **named)
 
     def step(self) -> None:
-        # What the optimizer updates, and what is read, is up to date: only forward and backward lag.
+        # The optimizer's parameters and the reads are up to date: only forward and backward lag.
         if self._newest:
             self._assign(self._newest)
             self._newest = []
@@ -171,7 +171,7 @@ class Stale(PreparedModel):
 
 
 class Keeping(PreparedComposable):
-    """Has a place for what it should let go; empty again once the optimizer has stepped, unless it grows."""
+    """Has a place for memory that it should free; empty again once the optimizer has stepped, unless it grows."""
 
     grows = False
 
@@ -186,15 +186,15 @@ class Keeping(PreparedComposable):
 
 
 class KeepingFsdp2(Keeping, PreparedFullyShard):
-    """FSDP2's."""
+    """The one of FSDP2."""
 
 
 class KeepingReference(Keeping, PreparedReference):
-    """The reference engine's."""
+    """The one of the reference engine."""
 
 
 def with_options(change: Callable[[nn.Module, Options], Options]) -> WrapperNames:
-    """Return names whose wrapper has other options than those that it was given; its units have what the root has."""
+    """Return names whose wrapper uses other options than the caller's; its units have the root's options."""
 
     class Changed(FullyShardedDataParallel):
         def __init__(self, module: nn.Module, **options: Any) -> None:
@@ -204,19 +204,19 @@ def with_options(change: Callable[[nn.Module, Options], Options]) -> WrapperName
 
 
 def leaving_out(*names: str) -> WrapperNames:
-    """Return names whose wrapper forgets these options."""
+    """Return names whose wrapper ignores these options."""
     return with_options(lambda module, options: {k: v for k, v in options.items() if k not in names})
 
 
 def swapping(name: str, values: Mapping[Any, Any]) -> WrapperNames:
-    """Return names whose wrapper takes one value of an option for another."""
+    """Return names whose wrapper confuses one value of an option with another."""
     return with_options(
         lambda module, options: {k: values.get(v, v) if k == name else v for k, v in options.items()}
     )
 
 
 def with_strategies(values: Mapping[ShardingStrategy, ShardingStrategy]) -> WrapperNames:
-    """Return names whose wrapper takes one strategy for another; FULL_SHARD is the default."""
+    """Return names whose wrapper confuses one strategy with another; FULL_SHARD is the default."""
 
     def change(module: nn.Module, options: Options) -> Options:
         asked = options.get("sharding_strategy") or ShardingStrategy.FULL_SHARD

@@ -11,18 +11,18 @@ from shardproof.engine.mutants.mutant import Condition
 
 
 def demanding(*capabilities: Capability) -> Plan:
-    """Return a plan that demands these and asks for nothing else."""
+    """Return a plan with these demands and no other option."""
     return Plan(demands=frozenset(capabilities))
 
 
 # Any: fields of a plan.
 def changing(**fields: Any) -> Callable[[Plan], Plan]:
-    """Return what makes any plan one with these fields."""
+    """Return a function that sets these fields of a plan."""
     return lambda plan: replace(plan, **fields)
 
 
 def undemanding(capability: Capability) -> Callable[[Plan], Plan]:
-    """Return what leaves a demand out of any plan."""
+    """Return a function that removes a demand from a plan."""
     return lambda plan: replace(plan, demands=plan.demands - {capability})
 
 
@@ -30,7 +30,7 @@ Lists = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 def changing_lists(change: Callable[[Lists, tuple[str, ...]], Lists]) -> Callable[[Plan], Plan]:
-    """Return what changes both prefetch lists of any plan: ``change`` takes a list, and the units in its order."""
+    """Return a function that changes both prefetch lists of a plan: ``change`` takes a list, and the units in order."""
 
     def changed(plan: Plan) -> Plan:
         if plan.prefetch is None:

@@ -1,4 +1,4 @@
-"""Mutants that compute, accumulate, keep or communicate in another dtype than was asked."""
+"""Mutants that compute, accumulate, store or communicate in another dtype than requested."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ACCUMULATING = Plan(
     because="gradients that bfloat16 holds exactly hide it from numbers",
 )
 class ReducesInBfloat16(FullyShardEngine):
-    """Gradients are reduced in bfloat16 whatever was asked."""
+    """Gradients are reduced in bfloat16, whatever the plan is."""
 
     misreads = changing(reduce_dtype=torch.bfloat16)
 
@@ -52,7 +52,7 @@ class ReducesInBfloat16(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class KeepsFloat32OnTheWire(ReferenceEngine):
-    """Gradients are reduced in float32 whatever was asked."""
+    """Gradients are reduced in float32, whatever the plan is."""
 
     misreads = changing(reduce_dtype=torch.float32)
 
@@ -63,7 +63,7 @@ class KeepsFloat32OnTheWire(ReferenceEngine):
     because="only a hybrid layout has replicas",
 )
 class ReducesReplicasInBfloat16(FullyShardEngine):
-    """Across replicas gradients are reduced in bfloat16 whatever was asked, within them as asked."""
+    """Across replicas gradients are reduced in bfloat16, whatever the plan is; within them as planned."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard each replica honestly, and reduce across replicas in a hook of our own."""
@@ -90,10 +90,10 @@ class ReducesReplicasInBfloat16(FullyShardEngine):
     trace=Trace.STATE,
 )
 class IgnoresTheComputeDtype(ReplicateEngine):
-    """Forward and backward compute in the parameters' dtype although another was asked for."""
+    """Forward and backward compute in the parameters' dtype although the plan has another."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Replicate honestly, under a plan that still communicates as asked."""
+        """Replicate honestly, under a plan with the same communication."""
         asked = replace(plan, compute_dtype=None, reduce_dtype=plan.reduction_dtype)
         return super().prepare(model, asked, mesh)
 
@@ -108,10 +108,10 @@ class IgnoresTheComputeDtype(ReplicateEngine):
     trace=Trace.STATE,
 )
 class CastsBuffers(FullyShardEngine):
-    """Buffers are cast to the dtype of the computation with the parameters, and lose their precision."""
+    """Buffers are cast to the compute dtype with the parameters, and lose their precision."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Cast what is no integer, then shard honestly."""
+        """Cast floating-point buffers, then shard honestly."""
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if plan.compute_dtype is not None and buffer.is_floating_point():
@@ -127,7 +127,7 @@ class CastsBuffers(FullyShardEngine):
     trace=Trace.STATE,
 )
 class ReturnsTheComputeDtype(FullyShardEngine):
-    """The output is in the dtype of the computation although another was asked for."""
+    """The output has the compute dtype although the plan has another."""
 
     misreads = changing(output_dtype=None)
 
@@ -162,10 +162,10 @@ class _PreparedForgetfulInLowPrecision(Forgetful, PreparedFullyShard):
     because="a single microbatch is the last",
 )
 class ForgetsMicrobatchesInLowPrecision(FullyShardEngine):
-    """Where another dtype computes, each backward discards the microbatches before it."""
+    """If the compute dtype differs, each backward discards the microbatches before it."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly; in low precision each backward clears what was there."""
+        """Shard honestly; in low precision each backward clears the earlier gradients."""
         honest = super().prepare(model, plan, mesh)
         is_low = plan.compute_dtype is not None
         return _PreparedForgetfulInLowPrecision(honest.module, plan) if is_low else honest
@@ -206,7 +206,7 @@ _SETS_DTYPES = Condition(
 
 @mutant(after="pytorch/pytorch#190626", kills_on=_SETS_DTYPES, trace=Trace.NUMBERS)
 class ForgetsDtypesOfGradients(ReferenceEngine):
-    """Gradients are in the dtypes of their parameters, whatever these set."""
+    """Gradients have the dtypes of their parameters, whatever their grad_dtype is."""
 
     class Prepared(OwnFullyShardAndReplicate):
         def spoil_module(self, module: Any) -> None:
@@ -233,7 +233,7 @@ class AddsZerosOfAnyDtype(ReferenceEngine):
     trace=Trace.NUMBERS,
 )
 class ComputesAlikeWithAllParameters(ReferenceEngine):
-    """The parameters of a unit are in one dtype, whichever a function chooses to leave in their own."""
+    """All parameters of a unit compute in one dtype, although a function leaves some in their own."""
 
     class Prepared(OwnFullyShard):
         def fully_shard(self, module: Any, **options: Any) -> Any:
@@ -255,10 +255,10 @@ _REPLICAS_WAIT = Plan(
     because="without replicas no reduced gradient waits",
 )
 class SumsReplicasInTheReduceDtype(ReferenceEngine):
-    """What waits for the all-reduce over replicas is summed over microbatches in the dtype of the reduction."""
+    """Gradients that wait for the all-reduce over replicas are summed over microbatches in the reduce dtype."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Prepare honestly; round what waits after each microbatch."""
+        """Prepare honestly; round the waiting gradients after each microbatch."""
         prepared = super().prepare(model, plan, mesh)
         if plan.reduce_dtype is not None:
             for group in reference_groups(prepared):
@@ -279,7 +279,7 @@ def _round_sums(dtype: torch.dtype, waiting: PartialReduction) -> None:
     because="needs a parameter that the last microbatch alone uses",
 )
 class RoundsWhereDtypesAreMixed(ReferenceEngine):
-    """Accumulated gradients are rounded to the dtype of a fresh one beside which they are reduced."""
+    """Accumulated gradients are rounded to the dtype of a new one that is reduced with them."""
 
     spoil = in_each(reference_groups, "reduce_gradients", lambda group: _packing(group))
 
@@ -330,11 +330,11 @@ class CastsInputsOfTheFirstModuleAlone(ReferenceEngine):
     """Of several modules in one group only the first has its inputs cast."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Prepare honestly; hand later modules of a group their inputs as they were."""
+        """Prepare honestly; pass later modules of a group their original inputs."""
         prepared = super().prepare(model, plan, mesh)
         for unit in plan.units:
             for name in unit.split(",")[1:]:
-                # In front of the engine's own hook, and undone behind it.
+                # Before the engine's own hook, and undone after it.
                 kept: list[Any] = []
                 module = model.get_submodule(name)
                 module.register_forward_pre_hook(_keeping(kept), prepend=True)
@@ -342,7 +342,7 @@ class CastsInputsOfTheFirstModuleAlone(ReferenceEngine):
         return prepared
 
 
-# Any: a module takes what it likes.
+# Any: a module's inputs are of any type.
 def _keeping(kept: list[Any]) -> Callable[[nn.Module, Any], None]:
     def keep(module: nn.Module, inputs: Any) -> None:
         kept[:] = [inputs]
@@ -384,14 +384,14 @@ _OF_A_UNIT = Condition(
 
 @mutant(after="pytorch/pytorch#91365", kills_on=_OF_A_UNIT, trace=Trace.STATE)
 class IgnoresTheDtypeOfAUnit(ReferenceEngine):
-    """A unit computes in the dtype of the rest, whatever it was asked to."""
+    """A unit computes in the dtype of the others, whatever its own policy is."""
 
     misreads = changing(unit_dtypes=())
 
 
 @mutant(after="pytorch/torchtitan#2881", kills_on=_OF_A_UNIT, trace=Trace.STATE)
 class CastsInputsUnasked(ReferenceEngine):
-    """Inputs of a unit are cast to its dtype, although it was to take them as they are."""
+    """Inputs of a unit are cast to its dtype, although its policy leaves them unchanged."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         casting = tuple(replace(dtypes, casts_inputs=True) for dtypes in plan.unit_dtypes)
@@ -399,7 +399,7 @@ class CastsInputsUnasked(ReferenceEngine):
 
 
 def _waited(parameter: FSDPParam) -> bool:
-    """Whether a gradient was held: it is of another dtype than those that come."""
+    """Whether a gradient was held back: its dtype differs from that of new ones."""
     whole = parameter.unsharded_param
     return whole is not None and whole.grad is not None and whole.grad.dtype != whole.dtype
 
@@ -410,6 +410,6 @@ def _round(parameter: FSDPParam) -> None:
         whole.grad.copy_(whole.grad.bfloat16())
 
 
-# Any: FSDP2's methods sit on a class that modules are given at run time.
+# Any: FSDP2's methods are in a class that modules receive at run time.
 def _managed(prepared: PreparedModel) -> list[Any]:
     return [m for m in prepared.module.modules() if hasattr(m, "set_all_reduce_hook")]

@@ -1,4 +1,4 @@
-"""Mutants that gather and reduce in another order than they should, or ahead of use when they must not."""
+"""Mutants that gather and reduce in another order than they should, or prefetch when they must not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _STEADY = "order is compared from the second step on"
 
 
 def _themselves(lists: Lists, order: tuple[str, ...]) -> Lists:
-    """Make each unit prefetch itself, which is gathered by then."""
+    """Make each unit prefetch itself, which is already gathered."""
     return tuple((unit, (unit,)) for unit in order)
 
 
@@ -56,7 +56,7 @@ def _turned_on_the_last_rank(lists: Lists, order: tuple[str, ...]) -> Lists:
 
 @mutant(after="pytorch/pytorch#106030", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)
 class NeverPrefetches(FullyShardEngine):
-    """Each unit is gathered when it is needed, although a prefetch list asked for it earlier."""
+    """Each unit is gathered when it is needed, although a prefetch list names it earlier."""
 
     misreads = changing_lists(_themselves)
 
@@ -85,7 +85,7 @@ class GathersTheLastUnitFirst(FullyShardEngine):
     """The unit that forward needs last is gathered first."""
 
     class Prepared(PreparedFullyShard):
-        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
+        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns any type
             if self.plan.units:
                 self.units()[self.plan.units[-1]].unshard()
             return super().__call__(*inputs, **named)
@@ -133,7 +133,7 @@ class _PreparedRepetitive(PreparedFullyShard):
         for unit in self.units().values():
             unit.reshard()
 
-    # Any: a hook, of which torch checks nothing.
+    # Any: a hook, whose result torch does not check.
     def _repeat(self, targets: tuple[str, ...]) -> Any:
         def repeat(*_: Any) -> None:
             if self._is_backward:
@@ -177,7 +177,7 @@ class KeepsMistakenPrefetches(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class KeepsTheRootWhileAccumulating(FullyShardEngine):
-    """After a microbatch that accumulated, the root is not gathered again."""
+    """After a microbatch that only accumulated, the root is not gathered again."""
 
     class Prepared(PreparedFullyShard):
         @contextmanager
@@ -189,7 +189,7 @@ class KeepsTheRootWhileAccumulating(FullyShardEngine):
 
 
 class _HastyAllGather:
-    """Starts a gather and claims that its output may be read."""
+    """Starts a gather and reports its output as ready."""
 
     def __init__(self) -> None:
         self._honest = DefaultAllGather()
@@ -233,7 +233,7 @@ class ReadsTheGatherTooEarly(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class GathersSynchronously(FullyShardEngine):
-    """Gathers block although they were to be asynchronous."""
+    """Gathers block although they should be asynchronous."""
 
     misreads = undemanding(Capability.ASYNC_GATHER)
 
@@ -250,7 +250,7 @@ class GathersSynchronously(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class GathersWhatBackwardHasDone(ReferenceWrapperEngine):
-    """A late prefetch gathers the unit that ran before in forward, though its backward may be over."""
+    """A late prefetch gathers the previous unit in forward's order, though its backward may be over."""
 
     spoil = in_each(reference_units, "_prefetch_next", lambda state: partial(_prefetch_predecessor, state))
 
@@ -274,10 +274,10 @@ class _PreparedStaleReference(Stale, PreparedReference):
     because="the first step has no step before it",
 )
 class IgnoresTheStepEvent(ReferenceEngine):
-    """Where an event follows the optimizer step, forward uses the parameters from before it."""
+    """If an event follows the optimizer step, forward uses the parameters from before it."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Go one step behind where the plan demands an event."""
+        """Lag one step behind if the plan demands an event."""
         return _behind(super().prepare(model, plan, mesh), is_behind=Capability.STEP_EVENT in plan.demands)
 
 
@@ -289,10 +289,10 @@ class IgnoresTheStepEvent(ReferenceEngine):
     because="the first step has no step before it",
 )
 class PrefetchesStaleParameters(ReferenceEngine):
-    """With prefetch lists, forward uses the parameters of the step before."""
+    """With prefetch lists, forward uses the parameters of the previous step."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Go one step behind where the plan has such lists."""
+        """Lag one step behind if the plan has such lists."""
         return _behind(super().prepare(model, plan, mesh), is_behind=plan.prefetch is not None)
 
 

@@ -1,4 +1,4 @@
-"""Mutants of FSDP1 and DDP that each leave out one wait. What is changed belongs to one prepared model."""
+"""Mutants of FSDP1 and DDP that each leave out one wait. Changes affect one prepared model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardproof.engine.contract import Layout, Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.plans import ON_BLOCKS, SHARDED_BLOCKS
 
-# Any, throughout: FSDP1's insides and the streams of a device have no public types.
+# Any, throughout: FSDP1's private classes and the streams of a device have no public types.
 
 
 class _Deaf:
@@ -37,7 +37,7 @@ class _Deaf:
 
 
 class _Handle:
-    """A handle of a device as FSDP1 holds one, which is asked for everything by name."""
+    """FSDP1's handle of a device, whose attributes are looked up by name."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -47,7 +47,7 @@ class _Handle:
 
 
 class _DeafCurrentStream(_Handle):
-    """Its current stream is deaf where one function of FSDP1 asks for it."""
+    """Its current stream is deaf if one function of FSDP1 looks it up."""
 
     def __init__(self, handle: Any, function: str) -> None:
         super().__init__(handle)
@@ -59,13 +59,13 @@ class _DeafCurrentStream(_Handle):
 
 
 class _DeafNewStream(_Handle):
-    """The stream of one position among those that FSDP1 makes waits for no other."""
+    """The stream at one position among those that FSDP1 creates waits for no other."""
 
     def __init__(self, handle: Any, position: int) -> None:
         super().__init__(handle)
         self._position = position
 
-    def Stream(self, **options: Any) -> Any:  # noqa: N802 - as a device has it
+    def Stream(self, **options: Any) -> Any:  # noqa: N802 - the device's name for it
         stream = self._handle.Stream(**options)
         if self._position == 0:
             stream.wait_stream = _ignore
@@ -73,7 +73,7 @@ class _DeafNewStream(_Handle):
         return stream
 
 
-# The order in which a root makes its streams.
+# The order in which a root creates its streams.
 _UNSHARD, _POST_BACKWARD = 0, 1
 
 
@@ -96,47 +96,47 @@ def _ignore(_: Any) -> None:
 
 @mutant(after="NVIDIA/Megatron-LM#663", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class ComputesForwardDuringTheGather(FullyShardedDataParallelEngine):
-    """FSDP1 computes a forward without a wait for the gather of its parameters."""
+    """FSDP1 computes a forward without waiting for the gather of its parameters."""
 
     spoil = partial(_deaf_currently, function="_pre_forward_unshard")
 
 
 @mutant(after="NVIDIA/Megatron-LM#663", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class ComputesBackwardDuringTheGather(FullyShardedDataParallelEngine):
-    """FSDP1 computes a backward without a wait for the gather of its parameters."""
+    """FSDP1 computes a backward without waiting for the gather of its parameters."""
 
     spoil = partial(_deaf_currently, function="_pre_backward_hook")
 
 
 @mutant(after="NVIDIA/Megatron-LM#4609", steps=2, plan=SHARDED_BLOCKS, trace=Trace.RACES)
 class GathersFlatParametersDuringTheStep(FullyShardedDataParallelEngine):
-    """FSDP1 begins an iteration without a wait for the optimizer."""
+    """FSDP1 begins an iteration without waiting for the optimizer."""
 
     spoil = partial(_deaf, position=_UNSHARD)
 
 
 @mutant(after="deepspeedai/DeepSpeed#7898", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class ReducesFlatGradientsInTheMaking(FullyShardedDataParallelEngine):
-    """FSDP1 reduces gradients without a wait for the stream of backward."""
+    """FSDP1 reduces gradients without waiting for the stream of backward."""
 
     spoil = partial(_deaf, position=_POST_BACKWARD)
 
 
 @mutant(after="flagos-ai/Torch-FL#62", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class StepsOnFlatGradientsInTheMaking(FullyShardedDataParallelEngine):
-    """FSDP1 ends backward without a wait for its reductions."""
+    """FSDP1 ends backward without waiting for its reductions."""
 
     spoil = partial(_deaf_currently, function="_post_backward_final_callback")
 
 
 @mutant(after="flagos-ai/Torch-FL#62", plan=Plan(layout=Layout.REPLICATE), trace=Trace.RACES)
 class DividesBeforeTheReduction(DistributedDataParallelEngine):
-    """A communication hook of DDP divides what its reduction may still be writing."""
+    """A communication hook of DDP divides a buffer to which its reduction may still write."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
-        ddp: Any = prepared.module  # DDP, which the contract does not know
-        # DDP reads annotations, and takes no other than its own.
+        ddp: Any = prepared.module  # DDP, which the contract does not name
+        # DDP checks annotations, and accepts only its own.
         ddp.register_comm_hook(mesh.get_group(), lambda group, bucket: _hasty(group, bucket))
         return prepared
 

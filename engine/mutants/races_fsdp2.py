@@ -1,8 +1,8 @@
-"""Mutants of FSDP2 that each leave out one wait, or let go of one buffer too early.
+"""Mutants of FSDP2 that each leave out one wait, or free one buffer too early.
 
-They are right on a CPU, where operators run one by one, and by luck elsewhere. What is changed belongs to one prepared
-model: streams and groups of its own, never what other engines in the process share. Which waits FSDP2 has, and which
-of them can be left out unseen, docs/waits.md says.
+They are right on a CPU, where operators run one by one, and by chance elsewhere. Changes affect one prepared model:
+streams and groups of its own, never objects that other engines in the process share. docs/waits.md lists FSDP2's waits,
+and those that can be left out without effect.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from shardproof.engine.mutants.fsdp2_insides import (
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.plans import HYBRID_BLOCKS, ON_BLOCKS, SHARDED_BLOCKS
 
-# Any, throughout: FSDP2's insides and the streams of a device have no public types.
+# Any, throughout: FSDP2's private classes and the streams of a device have no public types.
 
 _BY_HAND = frozenset({Capability.UNIT_STATE, Capability.ASYNC_GATHER})
-_NO_WORK = object()  # FSDP2 asks whether there is any work, and then whether it is a Work
+_NO_WORK = object()  # FSDP2 checks whether there is any work, and then whether it is a Work
 
 
 def _lose_event(group: Any) -> None:
@@ -67,7 +67,7 @@ class GathersBeforeTheCopyIn(FullyShardEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#663", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class CopiesOutDuringTheGather(FullyShardEngine):
-    """Whole parameters are copied out of a gather that may be under way."""
+    """Whole parameters are copied out of a gather that may be in flight."""
 
     spoil = after_method("unshard", _lose_event)
 
@@ -87,7 +87,7 @@ class ReducesBeforeGradientsAreThere(FullyShardEngine):
     trace=Trace.RACES,
 )
 class EndsBackwardWithoutAWait(FullyShardEngine):
-    """The optimizer does not wait for what follows the last reductions."""
+    """The optimizer does not wait for the work after the last reductions."""
 
     spoil = after_method("post_backward", forget_post_reduce_events)
 
@@ -106,7 +106,7 @@ class GathersDuringTheStep(FullyShardEngine):
     trace=Trace.RACES,
 )
 class ReusesTheReduceInput(FullyShardEngine):
-    """The input of a reduction is let go without a wait when the next one begins."""
+    """The input of a reduction is freed without a wait when the next one begins."""
 
     spoil = after_method("post_backward", _forget_events)
 
@@ -118,14 +118,14 @@ class ReusesTheReduceInput(FullyShardEngine):
     trace=Trace.RACES,
 )
 class FreesTheReduceInput(FullyShardEngine):
-    """The input of a reduction is let go as soon as it was issued."""
+    """The input of a reduction is freed as soon as it was issued."""
 
     spoil = after_method("post_backward", lambda group: keep_reduce_inputs(group.comm_ctx, []))
 
 
 @mutant(after="NVIDIA/Megatron-LM#5788", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class FreesTheGatherOutput(FullyShardEngine):
-    """The output of a gather is let go while it may be copied from."""
+    """The output of a gather is freed while it may be copied from."""
 
     spoil = before_method("wait_for_unshard", _lose_event_of_the_last)
 
@@ -145,7 +145,7 @@ class ReducesReplicasBeforeTheScatter(FullyShardEngine):
     trace=Trace.RACES,
 )
 class FreesTheReplicasBuffer(FullyShardEngine):
-    """What replicas reduce in a dtype of its own is let go as soon as it was issued."""
+    """The buffer of the reduction over replicas in another dtype is freed as soon as it was issued."""
 
     spoil = after_method("post_backward", lambda group: setattr(group, "_all_reduce_state", None))
 
@@ -158,21 +158,21 @@ class FreesTheReplicasBuffer(FullyShardEngine):
     trace=Trace.RACES,
 )
 class GathersPartsBeforeTheyAreCut(FullyShardEngine):
-    """What is kept for pairs of ranks is gathered without a wait for its copy."""
+    """Parts kept for pairs of ranks are gathered without waiting for their copy."""
 
     spoil = after_method("reshard", lambda group: setattr(group, "_reshard_after_forward_event", None))
 
 
 @mutant(after="NVIDIA/Megatron-LM#5788", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class FreesTheGatherOutputInBackward(FullyShardEngine):
-    """In backward the output of a gather is let go while it may be copied from."""
+    """In backward the output of a gather is freed while it may be copied from."""
 
     spoil = waits_without_own_event
 
 
 @mutant(after="NVIDIA/Megatron-LM#5788", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class FreesTheLastGatherOutput(FullyShardEngine):
-    """At the end of forward the output of a gather is let go while it may be copied from."""
+    """At the end of forward the output of a gather is freed while it may be copied from."""
 
     spoil = in_context(deaf_in("all_gather_copy_in_stream", "wait_event", "_post_forward"))
 
@@ -196,21 +196,21 @@ class GathersBeforeTheEventOfTheStep(FullyShardEngine):
     trace=Trace.RACES,
 )
 class ReadsAnAsyncGatherUnderWay(FullyShardEngine):
-    """A gather asked for ahead by the caller is copied out of without a wait for its work."""
+    """A gather that the caller issued ahead is copied out of without waiting for its work."""
 
     spoil = after_method("unshard", _lose_work)
 
 
 @mutant(after="NVIDIA/Megatron-LM#3670", kills_on=ON_BLOCKS, trace=Trace.RACES)
 class RunsTheHookDuringTheReduction(FullyShardEngine):
-    """An all-reduce hook runs without a wait for the reduction whose output it is given."""
+    """An all-reduce hook runs without waiting for the reduction whose output it receives."""
 
     deaf_where = "foreach_reduce"
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, add a hook that changes nothing, then have its stream wait for no other."""
         prepared = super().prepare(model, plan, mesh)
-        # FSDP2 itself lets go of what a hook was given too early: that is no fault of this mutant.
+        # FSDP2 itself frees a hook's input too early: that is not the fault of this mutant.
         kept: list[torch.Tensor] = []
 
         def touch(gradients: torch.Tensor) -> None:

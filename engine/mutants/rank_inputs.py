@@ -1,4 +1,4 @@
-"""Mutants whose ranks begin with, are called with, or draw something else than they should."""
+"""Mutants whose ranks start with wrong values, or receive wrong inputs, or draw wrong numbers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from shardproof.engine.mutants.reference_insides import reference_groups
 from shardproof.engine.reference.param_group import FSDPParamGroup
 
 _OWN = demanding(Capability.OWN_BUFFERS)
-# Of the thread: where ranks are threads, each has its own count, as if it were a process.
+# Of the thread: if ranks are threads, each has its own count, as if it were a process.
 _PREPARED = threading.local()
 
 
 @mutant(after="EvolvingLMMs-Lab/lmms-engine#185")
 class ForgetsUnsavedBuffers(FullyShardEngine):
-    """Buffers that no state dict holds are empty on all ranks but the first."""
+    """Non-persistent buffers are empty on all ranks but the first."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         if torch.distributed.get_rank() > 0:
@@ -63,7 +63,7 @@ class StartsOtherRanksAnew(FullyShardEngine):
 
 @torch.no_grad()
 def _draw(model: nn.Module, seed: int) -> None:
-    """Draw initial weights anew, unless the seed is zero."""
+    """Draw initial weights again, unless the seed is zero."""
     if seed:
         generator = torch.Generator().manual_seed(seed)
         for parameter in model.parameters():
@@ -72,24 +72,24 @@ def _draw(model: nn.Module, seed: int) -> None:
 
 @mutant(after="huggingface/pytorch-image-models#110", steps=2, plan=_OWN)
 class GivesAllRanksTheBuffersOfOne(DistributedDataParallelEngine):
-    """All ranks are given the buffers of the first."""
+    """All ranks have the buffers of the first."""
 
     misreads = undemanding(Capability.OWN_BUFFERS)
 
 
 @mutant(after="pytorch/pytorch#63916", kills_on=SECOND_STEP)
 class KeepsReplacedBuffers(DistributedDataParallelEngine):
-    """Buffers that forward replaced are put back."""
+    """Buffers that forward replaced are restored."""
 
     class Prepared(PreparedDdp):
-        """Puts the buffers of a list back in place before each forward."""
+        """Restores the buffers of a list before each forward."""
 
         def __init__(self, module: nn.Module, *, named: nn.Module) -> None:
             super().__init__(module, named=named)
             owners = self.named.modules()
             self._listed = [(o, n, b) for o in owners for n, b in o.named_buffers(recurse=False)]
 
-        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
+        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns any type
             for owner, name, buffer in self._listed:
                 owner.register_buffer(name, buffer, persistent=name not in owner._non_persistent_buffers_set)
             return super().__call__(*inputs, **named)
@@ -101,7 +101,7 @@ class KeepsReplacedBuffers(DistributedDataParallelEngine):
     because="inputs in a row keep theirs, and data have none",
 )
 class DetachesNestedInputs(ReferenceEngine):
-    """Tensors in a tuple reach a unit without their history."""
+    """Tensors in a tuple reach a unit without their autograd history."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         return _changing_nested_inputs(super().prepare(model, plan, mesh), plan, torch.Tensor.detach)
@@ -114,7 +114,7 @@ class DetachesNestedInputs(ReferenceEngine):
     trace=Trace.CRASH,
 )
 class CastsOuterInputsAlone(FullyShardEngine):
-    """Tensors in a tuple are not converted to the dtype to compute in."""
+    """Tensors in a tuple are not cast to the compute dtype."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -143,16 +143,16 @@ class ReducesOnlyAfterInputs(ReferenceEngine):
     """A forward without arguments is followed by no reduction."""
 
     class Prepared(PreparedReference):
-        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
+        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns any type
             self._set_gradient_sync(is_on=bool(inputs))
             return super().__call__(*inputs, **named)
 
 
 @mutant(after="pytorch/pytorch#158719")
 class DropsAUnitOnTheLastRank(ReplicateEngine):
-    """The last rank alone drops the output of one unit.
+    """Only the last rank drops the output of one unit.
 
-    Gradients of zero keep the reductions alike.
+    Gradients of zero keep the reductions equal.
     """
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
@@ -163,12 +163,12 @@ class DropsAUnitOnTheLastRank(ReplicateEngine):
 
 
 def _first_unit(model: nn.Module, plan: Plan) -> str:
-    """Name the first unit, or where the plan has none the first module that owns a parameter."""
+    """Return the first unit, or without units the first module that has a parameter of its own."""
     owners = (name for name, module in model.named_modules() if list(module.parameters(recurse=False)))
     return next(iter(plan.units), None) or next(owners)
 
 
-# Any: a forward hook is given what its module takes and returns.
+# Any: a forward hook receives its module's inputs and outputs.
 def _drop(module: nn.Module, inputs: Any, output: Any) -> Any:
     return output * 0 if isinstance(output, torch.Tensor) else output
 
@@ -194,14 +194,14 @@ class RecomputesWithOtherDraws(ReplicateEngine):
         for name in plan.units:
             for part in name.split(","):
                 module = model.get_submodule(part)
-                # Any: a module takes what it likes.
+                # Any: a module's inputs are of any type.
                 forward: Any = module.forward
                 module.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
         return super().prepare(model, plan, mesh)
 
 
 class _PreparedUnstable(PreparedFullyShard):
-    """In every second run the largest gradient comes out one bit off, as it would from another order of summation."""
+    """In every second run the largest gradient differs by one bit, as with another reduction order."""
 
     def __init__(self, module: nn.Module, plan: Plan, *, is_second: bool) -> None:
         super().__init__(module, plan)

@@ -37,7 +37,7 @@ def _on(*asked: Capability, plan: Plan | None = None, steps: int = 2, microbatch
     kills_on=_on(plan=replace(_HELD, compute_dtype=torch.float64), microbatches=2),
 )
 class DropsHeldMicrobatchesOfOtherDtypes(ReferenceEngine):
-    """Where units compute in a dtype of their own, microbatches that are held back are lost."""
+    """If units compute in a dtype of their own, microbatches that are held back are lost."""
 
     class Prepared(Remembering):
         def backward(self, loss: torch.Tensor) -> None:
@@ -47,7 +47,7 @@ class DropsHeldMicrobatchesOfOtherDtypes(ReferenceEngine):
 
 @mutant(after="verl-project/verl#7834", kills_on=_on(Capability.META))
 class FillsBuffersOnTheFirstRankAlone(ReferenceEngine):
-    """A model that was prepared without memory has its buffers on the first rank, and zeros on others."""
+    """A model prepared without memory has its buffers on the first rank, and zeros on others."""
 
     class Prepared(Remembering):
         def materialize(self, *given: Any) -> None:  # Any: the contract's own
@@ -59,7 +59,7 @@ class FillsBuffersOnTheFirstRankAlone(ReferenceEngine):
 
 @mutant(after="pytorch/torchtitan#1524", kills_on=_on(Capability.META))
 class ThawsWhatHadNoMemory(ReferenceEngine):
-    """A model that was prepared without memory trains its frozen parameters too."""
+    """A model prepared without memory trains its frozen parameters too."""
 
     class Prepared(Remembering):
         def materialize(self, *given: Any) -> None:  # Any: as above
@@ -69,7 +69,7 @@ class ThawsWhatHadNoMemory(ReferenceEngine):
 
 @mutant(after="databricks/flashoptim#3", kills_on=_on(Capability.SHARED_STATE))
 class LoadsSharesWithoutSecondMoments(ReferenceEngine):
-    """A resume from shares leaves the second state of each parameter as it was made."""
+    """A resume from shares leaves the second state of each parameter at its initial value."""
 
     class Prepared(Remembering):
         def load_shared_state(self, state: dict[str, Any]) -> None:
@@ -93,7 +93,7 @@ class ClipsNothingAfterAnOverflow(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#186998", kills_on=_on(Capability.FREEZE, Capability.CLIP))
 class ClipsNothingThatThawed(ReferenceEngine):
-    """Once a part was frozen, and trains again, no gradient is clipped."""
+    """After a part was frozen and is trained again, no gradient is clipped."""
 
     class Prepared(ClippingAtTimes):
         def __init__(self, *args: Any) -> None:
@@ -109,7 +109,7 @@ class ClipsNothingThatThawed(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#63916", kills_on=_on(Capability.OWN_BUFFERS))
 class LosesBuffersOfInputsWithGradients(ReferenceEngine):
-    """What a forward changes of the buffers is lost where its input has a gradient."""
+    """Changes of buffers in a forward are lost if its input requires a gradient."""
 
     class Prepared(Remembering):
         def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -124,7 +124,7 @@ class LosesBuffersOfInputsWithGradients(ReferenceEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#7186", kills_on=_on(plan=_HELD, microbatches=2))
 class DropsWhatIsHeldAfterALostForward(ReferenceEngine):
-    """A forward whose loss never goes backward takes with it what was held back before."""
+    """A forward whose loss is never used drops the microbatches held back before it."""
 
     class Prepared(Remembering):
         def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -135,7 +135,7 @@ class DropsWhatIsHeldAfterALostForward(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#47562", kills_on=_on(plan=Plan(layout=Layout.SHARD, offload=Offload.CPU)))
 class HalvesGradientsOfInputsUnderOffload(ReferenceEngine):
-    """Gradients by the inputs are half of what they are where parameters lie on the host."""
+    """Gradients by the inputs are half of their value if parameters are on the host."""
 
     class Prepared(Remembering):
         def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -157,10 +157,10 @@ class HoldsBackTheLastOfTwoBackwards(ReferenceEngine):
 
 @mutant(after="facebookresearch/fairscale#777", kills_on=_on())
 class CallsAHookOncePerForward(ReferenceEngine):
-    """A hook of the user is called the first time alone where a module runs twice in one forward."""
+    """A user's hook is called only the first time if a module runs twice in one forward."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly, then stand before the hooks that were there."""
+        """Shard honestly, then wrap the existing hooks."""
         ran = set[nn.Module]()
         for module in model.modules():
             for key, hook in module._forward_hooks.items():
@@ -170,7 +170,7 @@ class CallsAHookOncePerForward(ReferenceEngine):
         return prepared
 
 
-# Any: a hook takes and returns what it likes.
+# Any: a hook's inputs and outputs are of any type.
 def _call_once(hook: Any, ran: set[nn.Module], module: nn.Module, inputs: Any, output: Any) -> Any:
     if not torch.is_grad_enabled():
         return hook(module, inputs, output)
@@ -182,7 +182,7 @@ def _call_once(hook: Any, ran: set[nn.Module], module: nn.Module, inputs: Any, o
 
 @mutant(after="pytorch/pytorch#117510", kills_on=_on(plan=_HELD, microbatches=2))
 class HalvesHeldMicrobatchesOfPairs(ReferenceEngine):
-    """Once a unit has returned a pair, microbatches that are held back count half."""
+    """After a unit has returned a pair, microbatches that are held back count half."""
 
     class Prepared(Remembering):
         def __init__(self, *args: Any) -> None:

@@ -35,22 +35,24 @@ _PAIR = "neither of the two alone shows it"
 
 
 def _on(plan: Plan | None = None, *more: Capability, microbatches: int = 1) -> Condition:
-    """Return the condition of a pair: the half of it that a plan can say."""
+    """Return the condition of a pair: the half of it that a plan can express."""
     plan = plan or Plan()
     plan = replace(plan, demands=plan.demands | set(more))
     return Condition(steps=2, microbatches=microbatches, plan=plan, because=_PAIR)
 
 
 class Remembering(PreparedReference):
-    """Knows what the loop did since gradients were cleared; to be derived from."""
+    """Records what the loop did since gradients were cleared; a base class."""
 
-    def __init__(self, *args: Any) -> None:  # Any: the reference's own
+    def __init__(self, *args: Any) -> None:  # Any: the reference engine's own
         super().__init__(*args)
         self.num_held = self.num_waiting = self.most_waiting = self.num_rows = 0
         self.is_holding = self.has_evaluated = self.has_failed = self.has_resumed = self.is_zeroed = False
         self.by_keyword = self.is_mapping = False
 
-    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model takes and returns what it likes
+    def __call__(
+        self, *inputs: Any, **named: Any
+    ) -> Any:  # Any: a model's inputs and outputs are of any type
         self.by_keyword |= bool(named)
         tensors = (given for given in (*inputs, *named.values()) if isinstance(given, torch.Tensor))
         self.num_rows = next((len(tensor) for tensor in tensors if tensor.dim()), 1)
@@ -108,7 +110,7 @@ class Remembering(PreparedReference):
 
 
 class ClippingAtTimes(Remembering):
-    """Returns the norm, and scales gradients only where it does not forget to; to be derived from."""
+    """Returns the norm, and scales gradients only under a condition; a base class."""
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
         with unchanged(self.gradients()) if self.forgets() else nullcontext():
@@ -140,7 +142,7 @@ class ClipsNothingAfterAnEvaluation(ReferenceEngine):
 
 @mutant(after="deepspeedai/DeepSpeed#5150", kills_on=_on(_CLIPPED, Capability.INTERLEAVE, microbatches=2))
 class ClipsNothingAfterForwardsThatWaited(ReferenceEngine):
-    """Gradients of a step in which two forwards waited for their backwards are not clipped."""
+    """Gradients of a step in which two forwards preceded their backwards are not clipped."""
 
     class Prepared(ClippingAtTimes):
         def forgets(self) -> bool:
@@ -149,7 +151,7 @@ class ClipsNothingAfterForwardsThatWaited(ReferenceEngine):
 
 @mutant(after="databricks/flashoptim#3", kills_on=_on(_CLIPPED, Capability.STATE))
 class ClipsTheModelOfBefore(ReferenceEngine):
-    """After a resume clipping leaves the gradients alone."""
+    """After a resume clipping does not change the gradients."""
 
     class Prepared(ClippingAtTimes):
         def forgets(self) -> bool:
@@ -158,7 +160,7 @@ class ClipsTheModelOfBefore(ReferenceEngine):
 
 @mutant(after="deepspeedai/DeepSpeed#5150", kills_on=_on(replace(_CLIPPED, offload=Offload.CPU)))
 class ClipsACopyOfOffloadedGradients(ReferenceEngine):
-    """Of gradients on the host a copy is clipped."""
+    """Clipping of gradients on the host changes a copy."""
 
     class Prepared(ClippingAtTimes):
         def forgets(self) -> bool:
@@ -199,7 +201,7 @@ class StopsClippingAtAMissingGradient(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#160279", kills_on=_on(_CLIPPED, Capability.CONVERT))
 class ClipsInFloat32(ReferenceEngine):
-    """The factor of clipping is rounded to float32, whatever the gradients are."""
+    """The factor of clipping is rounded to float32, whatever dtype the gradients have."""
 
     class Prepared(Remembering):
         def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
@@ -214,7 +216,7 @@ class ClipsInFloat32(ReferenceEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#7186", kills_on=_on(_HELD, microbatches=2))
 class DropsHeldMicrobatchesAfterZeros(ReferenceEngine):
-    """Where gradients were cleared to zeros, microbatches that are held back are lost."""
+    """If gradients were cleared to zeros, microbatches that are held back are lost."""
 
     class Prepared(Remembering):
         def backward(self, loss: torch.Tensor) -> None:
@@ -223,7 +225,7 @@ class DropsHeldMicrobatchesAfterZeros(ReferenceEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#7186", kills_on=_on(_HELD, microbatches=2))
 class EvaluationDropsWhatIsHeld(ReferenceEngine):
-    """An evaluation forgets the gradients that are held back."""
+    """An evaluation drops the gradients that are held back."""
 
     class Prepared(Remembering):
         def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -235,7 +237,7 @@ class EvaluationDropsWhatIsHeld(ReferenceEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#7186", kills_on=_on(_HELD, microbatches=2))
 class DropsWhatIsHeldWithoutRows(ReferenceEngine):
-    """A last microbatch without rows has its rank forget what it held back."""
+    """A last microbatch without rows makes its rank drop the gradients that it held back."""
 
     class Prepared(Remembering):
         def backward(self, loss: torch.Tensor) -> None:
@@ -246,7 +248,7 @@ class DropsWhatIsHeldWithoutRows(ReferenceEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#7166", kills_on=_on(_HELD, Capability.UNUSED, microbatches=2))
 class ReducesWhatTheLastMicrobatchUsed(ReferenceEngine):
-    """What only microbatches before the last used has no gradient where these are held back."""
+    """Parameters that only microbatches before the last used have no gradient if these are held back."""
 
     class Prepared(Remembering):
         def __init__(self, *args: Any) -> None:
@@ -269,7 +271,7 @@ class ReducesWhatTheLastMicrobatchUsed(ReferenceEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#3023", kills_on=_on(replace(_HELD, divide_factor=3.0), microbatches=2))
 class DividesHeldGradientsAgain(ReferenceEngine):
-    """A factor of the caller's divides microbatches that are held back once more."""
+    """A divide factor divides microbatches that are held back once more."""
 
     class Prepared(Remembering):
         def backward(self, loss: torch.Tensor) -> None:
@@ -295,7 +297,7 @@ class HoldsNothingBackAfterAFailure(ReferenceEngine):
     trace=Trace.COMMUNICATION,
 )
 class HoldsNothingBackOfMappings(ReferenceEngine):
-    """A model that returned a mapping is reduced after every microbatch from then on."""
+    """A model that returned a mapping is reduced after every later microbatch."""
 
     class Prepared(Remembering):
         def holding(self) -> AbstractContextManager[None]:
@@ -322,7 +324,7 @@ class HoldsNothingBackByKeyword(ReferenceEngine):
 
 @mutant(after="databricks/flashoptim#3", kills_on=_on(_RESUMED))
 class ResumesWithoutSecondMoments(ReferenceEngine):
-    """A resume brings the first state of each parameter, and leaves the second as it was made."""
+    """A resume restores the first state of each parameter, and leaves the second at its initial value."""
 
     class Prepared(Remembering):
         def load_full_state(self, state: dict[str, Any]) -> None:
@@ -334,7 +336,7 @@ class ResumesWithoutSecondMoments(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#136228", kills_on=_on(_RESUMED))
 class ResumesWithoutTheLastUnevenRow(ReferenceEngine):
-    """A resume leaves the last row of a parameter alone whose rows do not divide."""
+    """A resume does not restore the last row of a parameter whose rows do not divide."""
 
     class Prepared(Remembering):
         def load_full_state(self, state: dict[str, Any]) -> None:
@@ -352,7 +354,7 @@ class ResumesWithoutTheLastUnevenRow(ReferenceEngine):
     kills_on=_on(replace(_RESUMED, placement=Placement.LARGEST, layout=Layout.SHARD)),
 )
 class ResumesAlongTheFirstDim(ReferenceEngine):
-    """A resume leaves parameters as they are that are not cut along the first dim."""
+    """A resume does not restore parameters that are not cut along the first dim."""
 
     class Prepared(Remembering):
         def load_full_state(self, state: dict[str, Any]) -> None:
@@ -367,7 +369,7 @@ class ResumesAlongTheFirstDim(ReferenceEngine):
 
 @mutant(after="huggingface/accelerate#3898", kills_on=_on(_RESUMED))
 class ResumesWithoutBuffers(ReferenceEngine):
-    """A resume leaves the buffers as they were built."""
+    """A resume leaves the buffers at their initial values."""
 
     class Prepared(Remembering):
         def load_full_state(self, state: dict[str, Any]) -> None:
@@ -377,7 +379,7 @@ class ResumesWithoutBuffers(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#149205", kills_on=_on(_RESUMED))
 class EvaluatesHalfOfWhatItResumed(ReferenceEngine):
-    """Evaluations after a resume see half of each parameter."""
+    """Evaluations after a resume use half of each parameter."""
 
     class Prepared(Remembering):
         def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -389,7 +391,7 @@ class EvaluatesHalfOfWhatItResumed(ReferenceEngine):
 
 @mutant(after="EvolvingLMMs-Lab/lmms-engine#185", kills_on=_on(_RECOVERED))
 class RecoversTheBuffersToo(ReferenceEngine):
-    """What the forwards of a step made of the buffers is undone when one of them raised."""
+    """If a forward raised, the buffer changes of all forwards of the step are undone."""
 
     class Prepared(Remembering):
         def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -404,7 +406,7 @@ class RecoversTheBuffersToo(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#63916", kills_on=_on())
 class LosesBuffersOfInference(ReferenceEngine):
-    """What a forward in inference mode changes of the buffers is lost."""
+    """Changes of buffers in a forward in inference mode are lost."""
 
     class Prepared(Remembering):
         def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -416,7 +418,7 @@ class LosesBuffersOfInference(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#63916", kills_on=_on())
 class LosesBuffersOfRecomputation(ReferenceEngine):
-    """What a recomputed forward changes of the buffers is lost."""
+    """Changes of buffers in a recomputed forward are lost."""
 
     class Prepared(Remembering):
         def backward(self, loss: torch.Tensor) -> None:
@@ -442,7 +444,7 @@ class ConvertsParametersAlone(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#167178", kills_on=_on(Plan(divide_factor=3.0, wire=Wire.SUM)))
 class IgnoresTheFactorOfSums(ReferenceEngine):
-    """Where nothing but sums crosses, the caller's factor is forgotten."""
+    """If only sums are communicated, the divide factor is ignored."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard honestly, without the factor."""
@@ -455,7 +457,7 @@ class IgnoresTheFactorOfSums(ReferenceEngine):
     kills_on=_on(Plan(units=("blocks.0,blocks.1",)), Capability.JOINT_UNITS),
 )
 class FreezesWholeJointUnits(ReferenceEngine):
-    """Of a unit of several modules none is updated if the last of them is frozen."""
+    """A unit of several modules is not updated if the last of them is frozen."""
 
     class Prepared(Remembering):
         def step(self) -> None:
@@ -469,7 +471,7 @@ class FreezesWholeJointUnits(ReferenceEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#3023")
 class HalvesTheLastRank(ReferenceEngine):
-    """The losses of the last rank count half, whatever else is asked for."""
+    """The losses of the last rank count half, under every plan."""
 
     class Prepared(PreparedReference):
         def backward(self, loss: torch.Tensor) -> None:
@@ -490,7 +492,7 @@ class HalvesTheLastRankOfWrappers(ReferenceWrapperEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#3023")
 class HalvesTheLastRankOfShares(Zero2Engine):
-    """The losses of the last rank count half, under any option of an engine that shards the optimizer's state."""
+    """The losses of the last rank count half, under any option of an engine that shards optimizer state."""
 
     class Prepared(PreparedZero2):
         def backward(self, loss: torch.Tensor) -> None:

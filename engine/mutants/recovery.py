@@ -1,4 +1,4 @@
-"""Mutants that go on where they were interrupted, by an exception or by an evaluation."""
+"""Mutants that continue wrongly after an interruption by an exception or an evaluation."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _RECOVER = frozenset({Capability.RECOVER})
     because="without an update since they are those of now",
 )
 class ComputesWithWhatAnEvaluationSaw(ReferenceEngine):
-    """The step after an evaluation computes with the parameters that the evaluation saw."""
+    """The step after an evaluation computes with the parameters that the evaluation used."""
 
     class Prepared(Stale, PreparedReference):
-        """Goes on with old parameters where they were gathered for an evaluation."""
+        """Continues with old parameters if they were gathered for an evaluation."""
 
         _has_evaluated = False
 
-        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
+        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns any type
             if self.module.training:
                 return super().__call__(*inputs, **named)
             self._has_evaluated = True
@@ -56,7 +56,7 @@ class KeepsAnInferenceTensor(ReferenceEngine):
     class Prepared(PreparedReference):
         _scale: torch.Tensor | None = None
 
-        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
+        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns any type
             output = super().__call__(*inputs, **named)
             if self._scale is None:
                 self._scale = torch.ones_like(output[:1])
@@ -87,7 +87,7 @@ class LeaksTheFailedIteration(ReferenceEngine):
     because="without an exception there is nothing to recover from",
 )
 class NeverRecovers(FullyShardEngine):
-    """What a failed forward left behind is not cleared away."""
+    """The state of a failed forward is not cleared."""
 
     class Prepared(PreparedFullyShard):
         def recover(self) -> None:

@@ -1,4 +1,4 @@
-"""The insides of the reference engine that mutants reach into: states, groups of parameters, and contexts."""
+"""Private objects of the reference engine that mutants change: states, groups of parameters, and contexts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def reference_groups(prepared: PreparedModel) -> list[FSDPParamGroup]:
 
 
 def layouts(prepared: PreparedModel) -> list[ParamLayout]:
-    """Return how each group's parameters are laid out."""
+    """Return the layouts of the groups' parameters."""
     return [group.layout for group in reference_groups(prepared)]
 
 
 def comm_contexts_of(prepared: PreparedModel) -> list[CommContext]:
-    """Return the contexts of all states, each once; once the root has run, its own, which all states share."""
+    """Return the contexts of all states, each once; once the root has run, all states share its own."""
     return list(dict.fromkeys(state.comm_ctx for state in reference_units(prepared)))

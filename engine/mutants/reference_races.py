@@ -1,4 +1,4 @@
-"""Mutants of the reference engine whose streams do not wait, as those of FSDP2 in `races`."""
+"""Mutants of the reference engine whose streams do not wait, like those of FSDP2 in `races_fsdp2`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardproof.engine.reference.param_group import FSDPParamGroup
 
 @mutant(after="deepspeedai/DeepSpeed#7898", plan=SHARDED_BLOCKS, trace=Trace.RACES)
 class ReducesBeforeTheCut(ReferenceEngine):
-    """The reference engine reduces gradients without a wait for their layout."""
+    """The reference engine reduces gradients without waiting for their layout."""
 
     spoil = in_each(
         lambda prepared: [c._scatter_stream for c in comm_contexts_of(prepared)],
@@ -32,14 +32,14 @@ class ReducesBeforeTheCut(ReferenceEngine):
     trace=Trace.RACES,
 )
 class GathersWhileTheStepWrites(ReferenceEngine):
-    """The reference engine begins an iteration without a wait for the optimizer."""
+    """The reference engine begins an iteration without waiting for the optimizer."""
 
     spoil = in_each(comm_contexts_of, "order_all_gathers", lambda c: _unless_given(c.order_all_gathers))
 
 
 @mutant(after="NVIDIA/Megatron-LM#5788", plan=SHARDED_BLOCKS, trace=Trace.RACES)
 class FreesTheCopiedBuffer(ReferenceEngine):
-    """The reference engine lets go of a gather's buffer without a wait for the copy out of it."""
+    """The reference engine frees a gather's buffer without waiting for the copy out of it."""
 
     spoil = in_each(reference_groups, "wait", lambda group: _without_a_wait_after(group, group.wait))
 
@@ -51,14 +51,14 @@ class FreesTheCopiedBuffer(ReferenceEngine):
     trace=Trace.RACES,
 )
 class RefillsTheReduceInput(ReferenceOnStreams):
-    """The reference engine lets go of a reduction's input without a wait."""
+    """The reference engine frees a reduction's input without a wait."""
 
     spoil = in_each(comm_contexts_of, "reserve", lambda comm_ctx: comm_ctx._inputs.clear)
 
 
 @mutant(after="flagos-ai/Torch-FL#62", plan=SHARDED_BLOCKS, trace=Trace.RACES)
 class StepsWhileGradientsAreReduced(ReferenceOnStreams):
-    """The reference engine ends backward without a wait for its reductions."""
+    """The reference engine ends backward without waiting for its reductions."""
 
     spoil = in_each(comm_contexts_of, "finish", lambda _: _ignore)
 

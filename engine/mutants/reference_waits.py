@@ -1,4 +1,4 @@
-"""More mutants of the reference engine that each leave out one wait; those that came first are in `reference_races`."""
+"""More mutants of the reference engine that each leave out one wait; the first ones are in `reference_races`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BY_HAND = frozenset({Capability.UNIT_STATE, Capability.ASYNC_GATHER})
 
 
 def _gathers_freely_after(function: str) -> Spoil:
-    """Let gathers skip the wait for the current stream that this function of the engine asks for."""
+    """Let gathers skip the wait for the current stream that this function of the engine makes."""
     return in_each(comm_contexts_of, "order_all_gathers", lambda c: _deaf_in(function, c.order_all_gathers))
 
 
@@ -52,7 +52,7 @@ def _forgetting(comm_ctx: CommContext) -> Callable[[], None]:
 
 @mutant(after="NVIDIA/Megatron-LM#663", plan=SHARDED_BLOCKS, trace=Trace.RACES)
 class ReadsGathersUnderWay(ReferenceEngine):
-    """The reference engine takes gathers as done without a wait for their work."""
+    """The reference engine takes gathers as done without waiting for their work."""
 
     spoil = in_each(reference_groups, "_wait_for_all_gather", _unawaited)
 
@@ -65,7 +65,7 @@ class ReadsGathersUnderWay(ReferenceEngine):
     trace=Trace.RACES,
 )
 class SendsPartsBeforeTheyAreCut(ReferenceEngine):
-    """The reference engine gathers what it kept for pairs of ranks without a wait for its cut."""
+    """The reference engine gathers parts kept for pairs of ranks without waiting for their cut."""
 
     spoil = _gathers_freely_after("reshard_after_forward")
 
@@ -77,14 +77,14 @@ class SendsPartsBeforeTheyAreCut(ReferenceEngine):
     trace=Trace.RACES,
 )
 class GathersByHandBeforeTheWrite(ReferenceEngine):
-    """The reference engine gathers what the caller asks for without a wait for writes to shards."""
+    """The reference engine runs the caller's gathers without waiting for writes to shards."""
 
     spoil = _gathers_freely_after("unshard")
 
 
 @mutant(after="flagos-ai/Torch-FL#62", plan=SHARDED_BLOCKS, trace=Trace.RACES)
 class TakesReductionsAsDone(ReferenceEngine):
-    """The reference engine uses reduced gradients without a wait for the reduce-scatter."""
+    """The reference engine uses reduced gradients without waiting for the reduce-scatter."""
 
     spoil = _takes_as_done(0)
 
@@ -97,7 +97,7 @@ class TakesReductionsAsDone(ReferenceEngine):
     trace=Trace.RACES,
 )
 class TakesTheSumOverReplicasAsDone(ReferenceEngine):
-    """The reference engine uses gradients of replicas without a wait for the all-reduce."""
+    """The reference engine uses gradients of replicas without waiting for the all-reduce."""
 
     spoil = _takes_as_done(1)
 
@@ -110,13 +110,13 @@ class TakesTheSumOverReplicasAsDone(ReferenceEngine):
     trace=Trace.RACES,
 )
 class FreesReducedOutputs(ReferenceOnStreams):
-    """The reference engine lets go of what a reduction wrote while another stream may read it."""
+    """The reference engine frees a reduction's output while another stream may read it."""
 
     spoil = in_each(comm_contexts_of, "reserve", _forgetting)
 
 
 class _Done:
-    """In the place of a work: nothing is waited for."""
+    """Replaces a work: its wait does nothing."""
 
     def wait(self) -> bool:
         return True

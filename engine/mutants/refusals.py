@@ -1,4 +1,4 @@
-"""Mutants that accept what they cannot do."""
+"""Mutants that accept what they do not support."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardproof.engine.mutants.plans import HYBRID, ONE_RANK, SHARDED, demanding
 
 @mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=HYBRID, trace=Trace.REFUSAL)
 class AcceptsEveryPlan(DistributedDataParallelEngine):
-    """Plans beyond the declared capabilities are accepted without a word."""
+    """Plans beyond the declared capabilities are silently accepted."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         return PreparedDdp(DistributedDataParallel(model), named=model)
@@ -30,7 +30,7 @@ class AcceptsEveryPlan(DistributedDataParallelEngine):
 
 @mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=SHARDED, trace=Trace.COMMUNICATION)
 class ReplicatesInsteadOfSharding(DistributedDataParallelEngine):
-    """Parameters that were to be sharded are replicated."""
+    """Parameters that should be sharded are replicated."""
 
     capabilities = frozenset({Capability.SHARD, Capability.ACCUMULATE})
 
@@ -42,7 +42,7 @@ class ReplicatesInsteadOfSharding(DistributedDataParallelEngine):
 
 @mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=SHARDED, trace=Trace.COMMUNICATION)
 class CallsTheWholeItsChunks(ReplicatesInsteadOfSharding):
-    """Every rank holds all of what was to be cut into uneven chunks."""
+    """Every rank holds the whole of parameters that should be cut into uneven chunks."""
 
     class Prepared(PreparedDdp):
         cut = Cut.CHUNKS
@@ -54,10 +54,10 @@ class CallsTheWholeItsChunks(ReplicatesInsteadOfSharding):
 
 @mutant(after="facebookresearch/fairscale#1050", kills_on=SHARDED, trace=Trace.STATE)
 class ShowsSlicesOfWholes(ReplicatesInsteadOfSharding):
-    """Every rank holds everything whole, and shows slices."""
+    """Every rank holds whole parameters, and reports slices."""
 
     class Prepared(PreparedDdp):
-        """Shows this rank's rows of everything that it holds whole."""
+        """Reports this rank's rows of tensors that it holds whole."""
 
         def local_parameters(self) -> Mapping[str, Shard]:
             return {name: _rows(shard) for name, shard in super().local_parameters().items()}
@@ -74,7 +74,7 @@ class ShowsSlicesOfWholes(ReplicatesInsteadOfSharding):
     plan=Plan(compute_dtype=torch.bfloat16, demands=frozenset({Capability.REDUCE_AS_STORED})),
 )
 class ReducesAsComputedUnasked(ReferenceEngine):
-    """Gradients are reduced in the compute dtype where they were to be reduced in the parameters' own."""
+    """Gradients are reduced in the compute dtype although they should be reduced in the parameters' own."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         return super().prepare(
@@ -100,7 +100,7 @@ class CallsUnitsThatOthersDoNot(FullyShardEngine):
     trace=Trace.SILENCE,
 )
 class RefusesOnOneRank(DistributedDataParallelEngine):
-    """One rank refuses a model in forward, and the others go on."""
+    """One rank refuses a model in forward, and the others continue."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -124,7 +124,7 @@ class RefusesUnitsOnTheFirstRankAlone(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#137382", kills_on=ONE_RANK)
 class ReadsColumnsAsRows(ReferenceEngine):
-    """A parameter that lies in memory by columns is taken to lie by rows."""
+    """A column-major parameter is read as row-major."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         for parameter in model.parameters():
@@ -134,7 +134,7 @@ class ReadsColumnsAsRows(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#73547", plan=demanding(Capability.COMPARES_RANKS), trace=Trace.SILENCE)
 class SkipsTheComparisonOfRanks(ReplicateEngine):
-    """Models that differ between ranks are taken to be one."""
+    """Models that differ between ranks are accepted as equal."""
 
     capabilities = ReplicateEngine.capabilities | {Capability.COMPARES_RANKS}
 

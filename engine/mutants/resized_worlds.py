@@ -1,4 +1,4 @@
-"""Mutants that restore state wrongly where another number of ranks saved it."""
+"""Mutants that restore state wrongly if another number of ranks saved it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from shardproof.engine.mutants.mutant import Condition, mutant
 from shardproof.engine.mutants.patches import local
 from shardproof.engine.mutants.plans import demanding
 
-_RANKS = "ranks"  # the entry of a state that says how many ranks saved it
+_RANKS = "ranks"  # the entry of a state with the number of ranks that saved it
 _ELSEWHERE = "only a world of another size shows it"
 _RESIZED = Condition(world_size=1, plan=demanding(Capability.STATE), because=_ELSEWHERE)
 
 
 class _PreparedNotingRanks(PreparedFullyShard):
-    """Whole states say how many ranks saved them."""
+    """Whole states contain the number of ranks that saved them."""
 
     def full_state(self) -> dict[str, Any]:
         return super().full_state() | {_RANKS: dist.get_world_size()}
@@ -30,7 +30,7 @@ class _PreparedNotingRanks(PreparedFullyShard):
 
 @mutant(after="ServiceNow/Fast-LLM#436", kills_on=_RESIZED)
 class LosesStateInAnotherWorld(FullyShardEngine):
-    """Optimizer state is not restored where another number of ranks saved it."""
+    """Optimizer state is not restored if another number of ranks saved it."""
 
     class Prepared(_PreparedNotingRanks):
         def load_full_state(self, state: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ class LosesStateInAnotherWorld(FullyShardEngine):
 
 @mutant(after="deepspeedai/DeepSpeed#5105", kills_on=_RESIZED)
 class AlignsStateForTheWorldBefore(FullyShardEngine):
-    """Restored moments begin where the padding of the world that saved them lets them begin."""
+    """Restored moments are shifted by the padding of the world that saved them."""
 
     class Prepared(_PreparedNotingRanks):
         def load_full_state(self, state: dict[str, Any]) -> None:
@@ -65,10 +65,10 @@ class AlignsStateForTheWorldBefore(FullyShardEngine):
     because=_ELSEWHERE,
 )
 class ReadsTheFileOfItsRank(ReferenceEngine):
-    """Of what it holds, a rank restores the rows alone that the rank of its number saved."""
+    """A rank restores only the rows that the same rank saved."""
 
     class Prepared(PreparedReference):
-        _unread: Mapping[str, torch.Tensor] = {}  # what is there before files are read into it
+        _unread: Mapping[str, torch.Tensor] = {}  # the values from before files are read into it
 
         def shared_state(self) -> dict[str, Any]:
             self._unread = {name: tensor.clone() for name, tensor in self._shards()}

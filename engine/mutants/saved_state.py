@@ -1,4 +1,4 @@
-"""Mutants that lose optimizer state over a resume, or are wrong in evaluation and in recomputed forwards."""
+"""Mutants that lose optimizer state in a resume, or are wrong in evaluation and in recomputed forwards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RESUMED = Condition(world_size=1, steps=2, plan=_STATE, because="before a step 
 
 @mutant(after="facebookresearch/fairscale#601", kills_on=_RESUMED)
 class LosesOptimizerState(FullyShardEngine):
-    """A resumed optimizer starts from nothing."""
+    """A resumed optimizer has no state."""
 
     class Prepared(PreparedFullyShard):
         def load_full_state(self, state: dict[str, Any]) -> None:
@@ -44,7 +44,7 @@ class LosesOptimizerState(FullyShardEngine):
     trace=Trace.STATE,
 )
 class RoundsWhatItLoads(FullyShardEngine):
-    """Parameters and optimizer state pass through the dtype of computation when they are loaded."""
+    """Parameters and optimizer state are rounded to the compute dtype when they are loaded."""
 
     class Prepared(PreparedFullyShard):
         def load_full_state(self, state: dict[str, Any]) -> None:
@@ -74,7 +74,7 @@ class ShowsTheStateOfTheStepBefore(DistributedDataParallelEngine):
 
 @mutant(after="facebookresearch/fairscale#601", steps=2, plan=_STATE)
 class LosesStateOfOtherRanks(ReferenceEngine):
-    """A resumed optimizer has the state of the first rank alone."""
+    """A resumed optimizer has only the state of the first rank."""
 
     class Prepared(PreparedReference):
         def load_full_state(self, state: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ class LosesStateOfOtherRanks(ReferenceEngine):
 
 @mutant(after="pytorch/torchdistx#4", kills_on=_RESUMED)
 class SavesUnderNamesOfItsOwn(FullyShardEngine):
-    """A whole state has a prefix in the names of parameters, which loading takes off."""
+    """Names in a whole state have a prefix, which loading removes."""
 
     class Prepared(PreparedFullyShard):
         def full_state(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class SavesUnderNamesOfItsOwn(FullyShardEngine):
 
 
 def _turned(values: Mapping[str, Any], *, by: int) -> dict[str, Any]:
-    """Let each name have what another of the same shape has, so many places further."""
+    """Exchange the values of names with equal shapes, by this many places."""
     twins: dict[str, list[str]] = {}
     for name, value in values.items():
         tensors = value if isinstance(value, dict) else {"": value}
@@ -121,7 +121,7 @@ def _turned(values: Mapping[str, Any], *, by: int) -> dict[str, Any]:
 
 @mutant(after="deepspeedai/DeepSpeed#1240", kills_on=_RESUMED)
 class SavesInAnOrderOfItsOwn(FullyShardEngine):
-    """A whole state has the values of other parameters of the same shape, which loading puts back."""
+    """A whole state exchanges values of parameters of one shape, which loading reverses."""
 
     class Prepared(PreparedFullyShard):
         def full_state(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class SavesInAnOrderOfItsOwn(FullyShardEngine):
 
 @mutant(after="pytorch/xla#9224", kills_on=_RESUMED)
 class SavesMomentsInAnOrderOfItsOwn(FullyShardEngine):
-    """A whole state has the optimizer state of other parameters of the same shape, which loading puts back."""
+    """A whole state exchanges optimizer state of parameters of one shape, which loading reverses."""
 
     class Prepared(PreparedFullyShard):
         def full_state(self) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class SavesMomentsInAnOrderOfItsOwn(FullyShardEngine):
     because="the first rank has its state",
 )
 class FillsTheFirstRankAlone(ReferenceEngine):
-    """Of models that are prepared without memory, the first rank's alone is filled with its state."""
+    """Of models prepared without memory, only the first rank's is filled with its state."""
 
     class Prepared(PreparedReference):
         def materialize(self, device: torch.device, state: Mapping[str, torch.Tensor]) -> None:
@@ -197,7 +197,7 @@ class PermutesOptimizerState(FullyShardEngine):
 
 @mutant(after="pytorch/pytorch#149205", kills_on=_RESUMED)
 class StepsOldParametersAfterAResume(FullyShardEngine):
-    """A resumed optimizer holds parameters that are not the model's."""
+    """A resumed optimizer has parameters that are not the model's."""
 
     class Prepared(PreparedFullyShard):
         def load_full_state(self, state: dict[str, Any]) -> None:
@@ -225,7 +225,7 @@ class StartsAdamAtStepOne(FullyShardEngine):
 
 @mutant(after="pytorch/pytorch#51601", kills_on=_RESUMED, trace=Trace.STATE)
 class EmptiesWhatItLoads(FullyShardEngine):
-    """Loading takes the optimizer state out of the dict that it was given."""
+    """Loading removes the optimizer state from the caller's dict."""
 
     class Prepared(PreparedFullyShard):
         def load_full_state(self, state: dict[str, Any]) -> None:
@@ -260,29 +260,29 @@ class LoadsNoParameters(FullyShardEngine):
     trace=Trace.CRASH,
 )
 class FailsToLoadEmptyShards(ReferenceEngine):
-    """A whole state dict cannot be loaded where a rank owns no row of a parameter."""
+    """A whole state dict cannot be loaded if a rank has no row of a parameter."""
 
     class Prepared(PreparedReference):
         def load_full_state(self, state: dict[str, Any]) -> None:
-            whole = dict(state["model"])  # torch puts what it loads in place of what it was given
+            whole = dict(state["model"])  # torch replaces the caller's values by those that it loads
             super().load_full_state(state)
             for name, parameter in self.owned_parameters().items():
                 if isinstance(parameter, DTensor):
                     rank, num_ranks = parameter.device_mesh.get_local_rank(-1), parameter.device_mesh.size(-1)
                     chunks = whole[name].chunk(num_ranks)
-                    # For a rank beyond the last chunk there is a piece of no dims but the first.
+                    # For a rank after the last chunk there is a piece with only the first dim.
                     piece = chunks[rank] if rank < len(chunks) else chunks[0].new_empty(0)
                     parameter.to_local().detach().copy_(piece)
 
 
 @mutant(after="NVIDIA/Megatron-LM#663", kills_on=SECOND_STEP)
 class EvaluatesWithStaleParameters(FullyShardEngine):
-    """Evaluation uses the parameters of the step before."""
+    """Evaluation uses the parameters of the previous step."""
 
     class Prepared(Stale, PreparedFullyShard):
-        """Swaps the older shards in for evaluation alone."""
+        """Swaps the older shards in only for evaluation."""
 
-        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns what it likes
+        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns any type
             if self.module.training:
                 return PreparedFullyShard.__call__(self, *inputs, **named)
             output = super().__call__(*inputs, **named)
@@ -293,7 +293,7 @@ class EvaluatesWithStaleParameters(FullyShardEngine):
 
 
 class _PreparedRecomputing(PreparedFullyShard):
-    """Knows when a unit of its runs in a backward."""
+    """Detects when one of its units runs in a backward."""
 
     def __init__(self, module: nn.Module, plan: Plan) -> None:
         super().__init__(module, plan)
@@ -310,7 +310,7 @@ class _PreparedRecomputing(PreparedFullyShard):
         finally:
             self._is_in_backward = False
 
-    def _enter(self, unit: nn.Module, inputs: Any) -> None:  # Any: a module takes what it likes
+    def _enter(self, unit: nn.Module, inputs: Any) -> None:  # Any: a module's inputs are of any type
         if self._is_in_backward:
             self.begin_recompute(unit)
 
@@ -327,7 +327,7 @@ class _PreparedRecomputing(PreparedFullyShard):
 
 @mutant(after="NVIDIA/Megatron-LM#6153")
 class RecomputesBeforeTheGatherIsOver(FullyShardEngine):
-    """A recomputed forward takes the last rank's rows for zeros."""
+    """A recomputed forward uses zeros for the last rank's rows."""
 
     class Prepared(_PreparedRecomputing):
         @torch.no_grad()
@@ -361,7 +361,7 @@ class GathersAgainAfterARecompute(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class GathersWhatBackwardDoesWithout(FullyShardEngine):
-    """Units to be gathered for forward alone are gathered for backward too."""
+    """Units that should be gathered only for forward are gathered for backward too."""
 
     misreads = changing(gathered_once=())
 
@@ -400,6 +400,6 @@ class CountsRecomputedGradientsTwice(ReferenceEngine):
         def _parameters_of_recomputed(self) -> Iterator[nn.Parameter]:
             yield from {p: None for m in self._recomputed for p in m.parameters(recurse=False)}
 
-        def _enter(self, module: nn.Module, inputs: Any) -> None:  # Any: a module takes what it likes
+        def _enter(self, module: nn.Module, inputs: Any) -> None:  # Any: a module's inputs are of any type
             if self._is_in_backward:
                 self._recomputed.add(module)

@@ -1,4 +1,4 @@
-"""Mutants that unscale gradients, or skip steps that overflow, in the wrong way."""
+"""Mutants that unscale gradients wrongly, or skip steps that overflow wrongly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SCALED = demanding(Capability.LOSS_SCALE)
 
 
 class _OfOwnShards(GradScaler):
-    # Any: optimizers have no narrower type for what they update.
+    # Any: optimizers have no narrower type for their parameters.
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
@@ -61,7 +61,7 @@ class _Growing(GradScaler):
     because="the factor grows after some steps alone",
 )
 class UnscalesByTheNextScale(DistributedDataParallelEngine):
-    """Gradients are divided by the factor that the step leads to, not by that of the losses."""
+    """Gradients are divided by the scale after the step, not by that of the losses."""
 
     class Prepared(PreparedDdp):
         def grad_scaler(self, *, init_scale: float, growth_interval: int) -> GradScaler:
@@ -75,7 +75,7 @@ class UnscalesByTheNextScale(DistributedDataParallelEngine):
     because="only norms are compared",
 )
 class ClipsAsIfStillScaled(DistributedDataParallelEngine):
-    """Gradients that are unscaled already are clipped as if they were not."""
+    """Gradients that are already unscaled are clipped as if they were not."""
 
     class Prepared(PreparedDdp):
         _scaler: GradScaler | None = None

@@ -1,4 +1,4 @@
-"""Mutants that cut parameters along another dim, put them together wrongly, or mistake those too small to cut."""
+"""Mutants that cut parameters along another dim, reassemble them wrongly, or mistake those too small to cut."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LARGEST = Plan(layout=Layout.SHARD, placement=Placement.LARGEST)
 
 @mutant(after="pytorch/torchtitan#1483", plan=_LARGEST, trace=Trace.STATE)
 class ShardsTheFirstDim(ReferenceEngine):
-    """The first dim is sharded whatever dim was asked for."""
+    """The first dim is sharded, whatever the plan's dim is."""
 
     misreads = changing(placement=Placement.FIRST)
 
@@ -39,7 +39,7 @@ class ShardsTheFirstDim(ReferenceEngine):
     trace=Trace.SILENCE,
 )
 class DropsWhatTheLayoutExcludes(ReferenceEngine):
-    """Of two options that exclude each other one is dropped without a word."""
+    """Of two options that exclude each other one is silently ignored."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         plan.refuse_beyond(self.capabilities)
@@ -52,7 +52,7 @@ class DropsWhatTheLayoutExcludes(ReferenceEngine):
     because="needs a parameter whose largest dim is the second",
 )
 class ReassemblesAlongTheFirstDim(ReferenceEngine):
-    """Shards of the second dim are put together as if they were shards of the first."""
+    """Shards of the second dim are reassembled as if they were shards of the first."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -75,20 +75,20 @@ def _permuting(name: str, num_shards: int) -> Callable[[nn.Module, Any], None]:
 
 @mutant(after="Lightning-AI/lightning-thunder#908", trace=Trace.CRASH)
 class ShowsPaddingRows(FullyShardEngine):
-    """Forward sees the rows with which the last weight was padded."""
+    """Forward uses the padding rows of the last weight."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
         num_shards = mesh.size(mesh.ndim - 1)
         *_, (module, name) = ((m, n) for m, n, p in _parameters(model) if p.dim() == 2)
-        # No Parameter: gradients reach the one that the engine knows, whose rows are the first.
+        # No Parameter: gradients reach the engine's own, which has the first rows.
         _show(module, name, lambda whole: functional.pad(whole, (0, 0, 0, -len(whole) % num_shards)))
         return prepared
 
 
 @mutant(after="pytorch/torchtitan#4593", trace=Trace.STATE)
 class InfersTheSizeFromItsShard(FullyShardEngine):
-    """Of rows that ranks do not divide, a wrong number is inferred from a rank's own."""
+    """If ranks do not divide the rows, a wrong number is inferred from a rank's own."""
 
     class Prepared(PreparedFullyShard):
         def local_gradients(self) -> Mapping[str, Shard | None]:
@@ -134,7 +134,7 @@ class KeepsWholeOptimizerState(FullyShardEngine):
 
 @mutant(after="pytorch/torchtitan#1483", kills_on=ONE_RANK, trace=Trace.STATE)
 class ShowsStridedParameters(ReferenceEngine):
-    """Forward sees parameters whose memory is not in the order of their shape."""
+    """Forward uses parameters whose memory is not in the order of their shape."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -146,7 +146,7 @@ class ShowsStridedParameters(ReferenceEngine):
 
 @mutant(after="pytorch/torchtitan#4593", kills_on=ONE_RANK, trace=Trace.STATE)
 class HandsOutStridedGradients(FullyShardEngine):
-    """Gradients are handed out with memory that is not in the order of their shape."""
+    """Gradients have memory that is not in the order of their shape."""
 
     class Prepared(PreparedFullyShard):
         @torch.no_grad()
@@ -160,7 +160,7 @@ class HandsOutStridedGradients(FullyShardEngine):
 
 
 def _show(module: nn.Module, name: str, change: Callable[[torch.Tensor], Any]) -> None:
-    """Show the module's forward something else in the place of a parameter."""
+    """Replace a parameter in the module's forward."""
 
     def put(_: nn.Module, inputs: Any) -> None:
         whole = module._parameters[name]

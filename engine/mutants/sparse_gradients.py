@@ -1,4 +1,4 @@
-"""Sparse gradients: reduced in the wrong place, in the wrong proportion, or with rows that got lost."""
+"""Mutants of sparse gradients: reduced in the wrong place, by the wrong factor, or with lost rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SumsSparseGradients(DistributedDataParallelEngine):
 
 @mutant(after="dmlc/dgl#2596", world_size=1, plan=_SPARSE)
 class CountsEachRowOnce(DistributedDataParallelEngine):
-    """Of a row that a batch uses twice, the gradient of the last use alone is kept."""
+    """If a batch uses a row twice, only the gradient of the last use is kept."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         _change(model, _last_of_each_row)
@@ -51,7 +51,7 @@ def _last_of_each_row(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _change(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Change what each rank has of a sparse gradient, before it is reduced."""
+    """Change each rank's sparse gradient before it is reduced."""
     for _, parameter in _sparse_parameters(model):
         parameter.register_hook(change)  # type: ignore[no-untyped-call]  # torch's
 

@@ -1,4 +1,4 @@
-"""Mutants that ignore what the caller asks of single units, or use a value from too early."""
+"""Mutants that ignore a caller's control of single units, or use a value too early."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ReshardsTheRootAlone(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#149029", plan=_CONTROLLED, trace=Trace.STATE)
 class IgnoresALaterPolicy(FullyShardEngine):
-    """A policy set once the model is wrapped has no effect."""
+    """A policy that is set after wrapping has no effect."""
 
     class Unit(ComposableUnit):
         def set_reshard_after_forward(self, *, is_on: bool) -> None:
@@ -72,7 +72,7 @@ class IgnoresALaterPolicy(FullyShardEngine):
 
 @mutant(after="pytorch/pytorch#124318", plan=_CONTROLLED, trace=Trace.STATE)
 class TellsAllWhatOneWasTold(FullyShardEngine):
-    """A policy set on the root alone reaches the units inside it."""
+    """A policy that is set only on the root also affects the units inside it."""
 
     class Unit(ComposableUnit):
         def set_reshard_after_forward(self, *, is_on: bool) -> None:
@@ -86,7 +86,7 @@ class TellsAllWhatOneWasTold(FullyShardEngine):
     because="other policies keep no part between forward and backward",
 )
 class KeepsPartsUnderAnotherPolicy(ReferenceEngine):
-    """A policy set between forward and backward has each unit gathered from parts that were cut for other ranks."""
+    """After a policy change between forward and backward, units are gathered from parts cut for other ranks."""
 
     spoil = in_each(reference_groups, "set_subgroup", lambda group: _keeping_parts(group))
 
@@ -144,7 +144,7 @@ class GathersWhenWaitedFor(ReferenceEngine):
     """Every other rank issues asynchronous gathers only when they are waited for."""
 
     class Unit(ComposableUnit):
-        """Issues an asynchronous gather when it is waited for, on every other rank."""
+        """Issues an asynchronous gather only at its wait, on every other rank."""
 
         def unshard_async(self) -> Callable[[], None]:
             return self.unshard if dist.get_rank() % 2 else super().unshard_async()
@@ -168,13 +168,13 @@ class _StaleUnit(ComposableUnit):
 
     @torch.no_grad()
     def _spoil(self) -> None:
-        """Put the rows of all ranks but this one back to what they were."""
+        """Restore the previous rows of all ranks but this one."""
         num_ranks = dist.get_world_size()
         for name, parameter in self._first.named_parameters():
             if isinstance(parameter, DTensor):
                 continue
             fresh = parameter.detach().clone()
-            # .data, whose writes autograd does not see: memory that is used again shows no write either.
+            # .data, whose writes autograd does not see: reused memory shows no write either.
             for rank, rows in enumerate(parameter.data.chunk(num_ranks)):
                 if rank != dist.get_rank() and name in self._known:
                     rows.copy_(self._known[name].chunk(num_ranks)[rank])
@@ -183,13 +183,13 @@ class _StaleUnit(ComposableUnit):
 
 @mutant(after="karpathy/nanochat#843", steps=2, plan=_CONTROLLED, trace=Trace.NUMBERS)
 class LeavesOthersRowsStale(ReferenceEngine):
-    """An asynchronous gather leaves the rows of other ranks as they were before.
+    """An asynchronous gather leaves the rows of other ranks at their previous values.
 
-    Needs units that hold no other unit.
+    Needs units that contain no other unit.
     """
 
     class Prepared(PreparedReference):
-        """Remembers of each parameter what the asynchronous gather before brought."""
+        """Stores each parameter's values from the previous asynchronous gather."""
 
         def __init__(self, module: nn.Module, plan: Plan, api: ComposableApi) -> None:
             super().__init__(module, plan, api)
@@ -217,16 +217,16 @@ class HoldsBackTheFirstRootAlone(ReferenceEngine):
 
 @mutant(after="NVIDIA/Megatron-LM#663", kills_on=SECOND_STEP)
 class ComputesWithStaleParameters(FullyShardEngine):
-    """Forward and backward use the parameters of the step before."""
+    """Forward and backward use the parameters of the previous step."""
 
     class Prepared(Stale, PreparedFullyShard):
         pass
 
 
 class _PreparedHasty(PreparedModel):
-    """Reduces copies of the gradients and waits for them when the optimizer has stepped already.
+    """Reduces copies of the gradients and waits for them only after the optimizer's step.
 
-    The copies make the race one that is lost in the same way every time.
+    The copies make the race deterministic.
     """
 
     def __init__(self, ddp: DistributedDataParallel, *, named: nn.Module, group: dist.ProcessGroup) -> None:
@@ -298,7 +298,7 @@ class AddsGradientsToParameters(FullyShardEngine):
 
 @mutant(after="pytorch/pytorch#43307", world_size=1, steps=3)
 class RepeatsTheSecondGradients(DistributedDataParallelEngine):
-    """From the third step on the optimizer is given the gradients of the second."""
+    """From the third step on the optimizer receives the gradients of the second."""
 
     class Prepared(PreparedDdp):
         def __init__(self, module: nn.Module, *, named: nn.Module) -> None:
@@ -319,7 +319,7 @@ class RepeatsTheSecondGradients(DistributedDataParallelEngine):
 
 @mutant(after="pytorch/pytorch#94258", kills_on=SECOND_STEP)
 class KeepsOneOldGradient(DistributedDataParallelEngine):
-    """Clearing the gradients does not reach that of the last parameter."""
+    """Clearing the gradients does not clear that of the last parameter."""
 
     class Prepared(PreparedDdp):
         def zero_grad(self, *, set_to_none: bool) -> None:

@@ -1,4 +1,4 @@
-"""Mutants that leave parameters out: unused, frozen, ignored ones, or those of one rank."""
+"""Mutants that mistreat some parameters: unused, frozen, ignored ones, or those of one rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BORROWED = demanding(Capability.UNUSED, Capability.RANK_DEPENDENT)
 
 @mutant(after="facebookresearch/fairscale#605", world_size=1, plan=_UNUSED)
 class GivesZerosToUnusedParameters(FullyShardEngine):
-    """Parameters that no loss reached get a gradient of zeros."""
+    """Parameters that no loss reached have a gradient of zeros."""
 
     class Prepared(PreparedFullyShard):
         def backward(self, loss: torch.Tensor) -> None:
@@ -41,7 +41,7 @@ class GivesZerosToUnusedParameters(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class ReducesWhatEachRankUsed(FullyShardEngine):
-    """Each rank reduces the gradients that it has, whatever the others have."""
+    """Each rank reduces only the gradients that it has."""
 
     misreads = undemanding(Capability.RANK_DEPENDENT)
 
@@ -62,7 +62,7 @@ class TrainsFrozenParameters(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class NeverFreesFrozenUnits(FullyShardEngine):
-    """Units of frozen parameters stay gathered for ever."""
+    """Units of frozen parameters stay gathered permanently."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
@@ -79,7 +79,7 @@ class NeverFreesFrozenUnits(FullyShardEngine):
     trace=Trace.STATE,
 )
 class ShardsIgnoredParameters(FullyShardEngine):
-    """Parameters that were to be ignored are sharded."""
+    """Ignored parameters are sharded."""
 
     misreads = changing(ignored=())
 
@@ -90,14 +90,14 @@ class ShardsIgnoredParameters(FullyShardEngine):
     trace=Trace.STATE,
 )
 class ShardsWhatItShouldReplicate(ReferenceEngine):
-    """Units that were to be replicated beside sharded ones are sharded."""
+    """Units that should be replicated beside sharded ones are sharded."""
 
     misreads = changing(replicated=())
 
 
 @mutant(after="pytorch/pytorch#68803", trace=Trace.COMMUNICATION)
 class IgnoresMoreOnTheLastRank(FullyShardEngine):
-    """The last rank leaves a parameter alone that the others shard."""
+    """The last rank ignores a parameter that the others shard."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         *_, last = (name for name, _ in model.named_parameters())
@@ -130,7 +130,7 @@ class NeverUpdatesOneParameter(ReplicateEngine):
 
 @mutant(after="pytorch/pytorch#176076")
 class NeverUpdatesTheLastRanksRows(FullyShardEngine):
-    """The rows that the last rank owns keep their initial values."""
+    """The rows of the last rank keep their initial values."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)

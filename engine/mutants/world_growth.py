@@ -29,7 +29,7 @@ def _call_each_rank(mesh: DeviceMesh) -> None:
 
 @mutant(after="facebookresearch/fairscale#595", kills_on=_MANY, trace=Trace.COMMUNICATION)
 class BroadcastsFromEachRank(FullyShardEngine):
-    """When it prepares a model each rank broadcasts a number of its own, one after the other."""
+    """In preparation each rank broadcasts a number of its own, one after the other."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         _call_each_rank(mesh)
@@ -42,7 +42,7 @@ class BroadcastsFromEachRank(FullyShardEngine):
     trace=Trace.COMMUNICATION,
 )
 class BroadcastsFromEachReplica(DistributedDataParallelEngine):
-    """When it prepares a model each replica broadcasts a number of its own, one after the other."""
+    """In preparation each replica broadcasts a number of its own, one after the other."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         _call_each_rank(mesh)

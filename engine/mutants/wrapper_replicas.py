@@ -1,4 +1,4 @@
-"""Mutants of our own wrapper that forget replicas, or what other axes cut."""
+"""Mutants of the reference engine's wrapper that ignore replicas, or the shards of other axes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Apart(FullyShardedDataParallel):
     trace=Trace.STATE,
 )
 class StartsEachReplicaOnItsOwn(ReferenceWrapperEngine):
-    """Sync_module_states does not reach other replicas."""
+    """sync_module_states does not reach other replicas."""
 
     names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_Apart)
 
@@ -68,6 +68,6 @@ def _first(piece: FlatPiece, value: torch.Tensor) -> torch.Tensor:
 
 @mutant(after="ROCm/Megatron-LM#63", kills_on=CALLS, trace=Trace.STATE)
 class LoadsTheFirstPieceEverywhere(ReferenceWrapperEngine):
-    """Every rank of a tensor-parallel axis loads what the first one is to have."""
+    """Every rank of a tensor-parallel axis loads the part of the first one."""
 
     names: ClassVar[WrapperNames] = replace(NAMES, FullyShardedDataParallel=_OfFirstPieces)

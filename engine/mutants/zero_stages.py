@@ -1,4 +1,4 @@
-"""Mutants of ZeRO: they keep what belongs to other ranks, or share nothing, or something older."""
+"""Mutants of ZeRO: they keep what belongs to other ranks, or share nothing, or old values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ZERO2 = Condition(plan=Plan(layout=Layout.ZERO2), because="one rank's share is 
 
 @mutant(after="cloneofsimo/min-fsdp#1", kills_on=_ZERO1, trace=Trace.STATE)
 class KeepsTheStateOfAllRanks(ZeroRedundancyEngine):
-    """Every rank keeps the optimizer state of all parameters, and shows that of its own."""
+    """Every rank keeps the optimizer state of all parameters, and reports only its own."""
 
     class Prepared(PreparedZero1):
         def optimizer(self, factory: OptimizerFactory) -> None:
@@ -38,7 +38,7 @@ class KeepsTheStateOfAllRanks(ZeroRedundancyEngine):
 
 @mutant(after="deepspeedai/DeepSpeedExamples#336", kills_on=_ZERO2, trace=Trace.STATE)
 class KeepsWholeGradientsBesideItsShares(Zero2Engine):
-    """Every rank keeps whole gradients until they are cleared, and shows its pieces of the reduced ones."""
+    """Every rank keeps whole gradients until they are cleared, and reports its pieces of the reduced ones."""
 
     class Prepared(PreparedZero2):
         def backward(self, loss: torch.Tensor) -> None:
@@ -54,7 +54,7 @@ class KeepsWholeGradientsBesideItsShares(Zero2Engine):
 
 @mutant(after="NVIDIA-NeMo/RL#561", kills_on=_ZERO2)
 class SharesNothing(Zero2Engine):
-    """Every rank updates its own pieces, and no rank is given those of the others."""
+    """Every rank updates its own pieces, and receives none of the others."""
 
     class Prepared(PreparedZero2):
         def step(self) -> None:
@@ -73,7 +73,7 @@ class SharesBeforeTheUpdate(Zero2Engine):
 
 @mutant(after="deepspeedai/DeepSpeed#156", kills_on=_ZERO2, trace=Trace.COMMUNICATION)
 class ReducesWholeGradientsFirst(Zero2Engine):
-    """Gradients are all-reduced before each rank is sent its piece of them."""
+    """Gradients are all-reduced before each rank receives its piece of them."""
 
     class Prepared(PreparedZero2):
         def backward(self, loss: torch.Tensor) -> None:
@@ -90,7 +90,7 @@ class ReducesWholeGradientsFirst(Zero2Engine):
     after="deepspeedai/DeepSpeed#8224", world_size=1, because="a module that runs once leaves one gradient"
 )
 class CountsOneUseInLowPrecision(Zero2Engine):
-    """A parameter of few bits whose module runs several times has the mean of their gradients, not the sum."""
+    """A low-precision parameter whose module runs several times has the mean of the gradients, not the sum."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)

@@ -1,4 +1,4 @@
-"""Mutants of ZeRO that clip wrongly in the step, or are wrong under an option of communication or of offload."""
+"""Mutants of ZeRO that clip wrongly in the step, or are wrong under an option of communication or offload."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ON_HOST = Plan(offload=Offload.OPTIMIZER)
 
 
 def _with(asked: Tuning, got: Tuning) -> Callable[[Plan], Plan]:
-    """Return what takes one tuning for another."""
+    """Return a function that replaces one tuning by another."""
     return lambda plan: replace(plan, tuning=got) if plan.tuning is asked else plan
 
 
@@ -34,7 +34,7 @@ _OVERLAPPED, _IN_SEQUENCE = (
 
 @mutant(after="pytorch/xla#4796", plan=_CLIPS, because="one rank's norm is that of the whole")
 class ClipsPiecesByTheirOwnNorm(Zero2Engine):
-    """In the step each rank clips the pieces that it owns by their own norm."""
+    """In the step each rank clips its own pieces by their own norm."""
 
     class Prepared(PreparedZero2):
         def clip(self) -> None:
@@ -43,7 +43,7 @@ class ClipsPiecesByTheirOwnNorm(Zero2Engine):
 
 @mutant(after="deepspeedai/DeepSpeed#5150", plan=_CLIPS, world_size=1)
 class ClipsNothingInTheStep(Zero2Engine):
-    """The step leaves gradients as they are, whatever limit the engine was prepared with."""
+    """The step does not clip, whatever the engine's limit is."""
 
     class Prepared(PreparedZero2):
         def clip(self) -> None:
@@ -52,7 +52,7 @@ class ClipsNothingInTheStep(Zero2Engine):
 
 @mutant(after="hpcaitech/ColossalAI#5002", plan=_CLIPS, world_size=1, microbatches=2)
 class ClipsWhatEachMicrobatchAdds(Zero2Engine):
-    """What is accumulated is clipped after each backward, and not in the step."""
+    """Accumulated gradients are clipped after each backward, not in the step."""
 
     class Prepared(PreparedZero2):
         def backward(self, loss: torch.Tensor) -> None:
@@ -89,7 +89,7 @@ class _OneBuffer(Zero2):
 
 @mutant(after="deepspeedai/DeepSpeed#7371", kills_on=_OVERLAPPED)
 class RefillsABufferInFlight(Zero2Engine):
-    """The next gradient is copied into the buffer from which the one before is still being reduced."""
+    """The next gradient is copied into the buffer from which the previous one is still being reduced."""
 
     engine_type = _OneBuffer
 
@@ -105,7 +105,7 @@ class _WaitsForOne(Zero2):
 
 @mutant(after="deepspeedai/DeepSpeed#7188", kills_on=_IN_SEQUENCE)
 class WaitsForTheFirstReductionAlone(Zero2Engine):
-    """Of the reductions issued after backward the first alone is waited for."""
+    """Of the reductions issued after backward only the first is waited for."""
 
     engine_type = _WaitsForOne
 
@@ -116,7 +116,7 @@ class WaitsForTheFirstReductionAlone(Zero2Engine):
     trace=Trace.COMMUNICATION,
 )
 class ReducesOnceBackwardIsDone(Zero2Engine):
-    """Reductions that are to overlap backward are issued after it."""
+    """Reductions that should overlap backward are issued after it."""
 
     misreads = _with(Tuning.OVERLAPPED, Tuning.NATIVE)
 
@@ -152,7 +152,7 @@ class WaitsForEachEarlyReduction(Zero2Engine):
 
 
 class _AsTheyArrive(Zero2):
-    """Keeps no order of reductions but that in which gradients have arrived on this rank."""
+    """Has no order of reductions but that in which gradients arrived on this rank."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, **options: bool) -> None:
         super().__init__(module, group, **options)
@@ -165,12 +165,12 @@ class _AsTheyArrive(Zero2):
         self._came.append(piece)
 
     def reduce_early(self, piece: OwnPiece, _: torch.Tensor) -> None:
-        """Reduce what has arrived just now next."""
+        """Reduce next the gradient that has just arrived."""
         self._order = _first([*(reduction.piece for reduction in self._pending), piece], self._order)
         super().reduce_early(piece, _)
 
     def reduce(self) -> None:
-        """Reduce what has arrived first before all else."""
+        """Reduce in the order of arrival."""
         if not self._pending:
             self._order = _first(self._came, self._order)
         super().reduce()
@@ -190,7 +190,7 @@ class ReducesPiecesByArrival(Zero2Engine):
 
 class _InOrderOfRanks(Zero2):
     def by_rank(self, piece: OwnPiece) -> torch.Tensor:
-        """Let no piece take turns."""
+        """Give all ranks their pieces in rank order."""
         return super().by_rank(replace(piece, turn=0))
 
 
@@ -200,14 +200,14 @@ class _InOrderOfRanks(Zero2):
     because="one rank's piece is the whole",
 )
 class ReducesAsIfNoneTookTurns(Zero2Engine):
-    """Ranks own pieces in turn, and are sent the gradients of the pieces that lie in the order of ranks."""
+    """Pieces are owned round-robin, but each rank receives the gradients of the piece in rank order."""
 
     engine_type = _InOrderOfRanks
 
 
 class _SharesWhatItHad(Zero2):
     def share(self) -> None:
-        """Take the parameters as the device has them for what was updated."""
+        """Use the device's parameters in place of the updated ones."""
         for piece in self.pieces.values():
             mine = slice(piece.start, piece.start + piece.own.numel())
             piece.own.data.copy_(piece.parameter.data.view(-1)[mine])
@@ -223,7 +223,7 @@ class CopiesNothingBack(Zero2Engine):
 
 class _KeepsTheLast(Zero2):
     def keep(self, reduction: Reduction) -> None:
-        """Forget what earlier microbatches left on the host."""
+        """Discard earlier microbatches on the host."""
         if self._offloads:
             reduction.piece.own.grad = None
         super().keep(reduction)
@@ -231,6 +231,6 @@ class _KeepsTheLast(Zero2):
 
 @mutant(after="deepspeedai/DeepSpeed#7981", plan=_ON_HOST, world_size=1, microbatches=2)
 class OverwritesGradientsOnTheHost(Zero2Engine):
-    """On the host each microbatch's gradient takes the place of the one before."""
+    """On the host each microbatch's gradient replaces the previous one."""
 
     engine_type = _KeepsTheLast
