@@ -1,1 +1,1 @@
-"""What must hold: one folder per promise, one law set per test. Suites name capabilities, never engines."""
+"""The suites: one folder per promise, one set of laws per test. Suites name capabilities, never engines."""

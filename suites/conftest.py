@@ -1,4 +1,4 @@
-"""pytest glue of the suites: checks the marks that name tests of torch's own, and names the values of parameters."""
+"""pytest glue of the suites: checks the marks that name torch's own tests, and names the values of parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardproof.harness.errors import UsageError
 from shardproof.harness.runner.collection import refuse
 
 
-@pytest.hookimpl(tryfirst=True)  # so that it sees what -k and others will leave out
+@pytest.hookimpl(tryfirst=True)  # so that it sees what -k and others will deselect
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """End the session for a mark that names no row of its table."""
     try:
@@ -26,7 +26,7 @@ def pytest_make_parametrize_id(val: object) -> str | None:
     """Return a value's name for the id of a case: members of enums, problems, optimizers and dtypes have one."""
     if isinstance(val, Enum):
         return val.name.lower()
-    if type(val).__name__ == "dtype":  # by name: a process that only collects has no need of torch
+    if type(val).__name__ == "dtype":  # by name: a process that only collects does not need torch
         return str(val).removeprefix("torch.")
     name = getattr(val, "name", None)
     return name if isinstance(name, str) else None

@@ -1,4 +1,4 @@
-"""Where two values differ first, and how, for a person to read: plain values, tensors, and containers of them."""
+"""The first difference of two values, for people to read: plain values, tensors, and containers of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 # Any: values of an interface under test.
 def difference(got: Any, expected: Any, tolerance: float = 0.0) -> str | None:
-    """Return where values differ first; None where they are equal: tensors in shape and dtype, mappings in their order.
+    """Return the first difference; None if values are equal: tensors in shape and dtype, mappings in their order.
 
     Floats may differ by ``tolerance`` times the largest of their tensor.
     """
@@ -45,7 +45,7 @@ def _differences(got: Any, expected: Any, tolerance: float, where: str) -> Itera
 
 
 def _key_difference(got: Any, expected: list[Any]) -> str:
-    """Name the first key that is missing, that is one too many, or that is in another place."""
+    """Return the first key that is missing, surplus, or in another place."""
     if not isinstance(got, Mapping):
         return f"is {got!r}, expected a mapping with keys {expected}"
     keys = list(got)

@@ -1,4 +1,4 @@
-"""What cases expect of an engine's own interface: a test's body runs on every rank, and claims what is right there."""
+"""Cases of an engine's own interface: a test's body runs on every rank, and claims what is right there."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.suites.differences import difference
 from shardproof.suites.wrapper.model import batch
 
-if TYPE_CHECKING:  # ranks import this file too, and judge nothing
+if TYPE_CHECKING:  # ranks import this file too, and do not judge
     from shardproof.harness.runner.trial import Trial
 
 RIGHT = "as it should be"
-# Exceptions by which an interface refuses. Any other exception is an accident.
+# Exceptions by which an interface refuses. Any other exception is a defect.
 _REFUSALS = (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError)
-_LONGEST = 400  # a note is read by a person
+_LONGEST = 400  # a person reads the claim's text
 
 
 class Claims:
-    """One rank that notes of each subject that it is right, or what was got instead.
+    """One rank that records for each subject that its value is right, or the wrong value.
 
-    ``ledger`` returns what this rank has communicated so far.
+    ``ledger`` returns this rank's communication so far.
     """
 
     def __init__(self, given: InterfaceBench) -> None:
@@ -48,7 +48,7 @@ class Claims:
         self._claim(subject, difference(got, expected))
 
     def near(self, subject: str, got: Any, expected: Any, *, tolerance: float) -> None:
-        """Claim as `same`, but that floats may differ by that share of the largest of their tensor."""
+        """Claim as `same`, but floats may differ by that fraction of the largest of their tensor."""
         self._claim(subject, difference(got, expected, tolerance))
 
     def refuses(
@@ -57,7 +57,7 @@ class Claims:
         """Claim that a call raises one of these errors, in words that the pattern finds; by default any refusal."""
         try:
             result = call()
-        except Exception as error:  # noted, not raised: the other ranks must go on and note theirs
+        except Exception as error:  # recorded, not raised: the other ranks must continue and record theirs
             is_named = re.search(naming, str(error), re.DOTALL | re.IGNORECASE)
             is_refusal = isinstance(error, errors or _REFUSALS) and is_named
             self._claim(subject, None if is_refusal else f"{type(error).__name__}: {error}")
@@ -72,13 +72,13 @@ class Claims:
         return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def num_reductions(self) -> int:
-        """Count the reductions that this rank has communicated so far."""
+        """Count this rank's reductions so far."""
         return sum(entry.op in {Op.REDUCE_SCATTER, Op.ALL_REDUCE} for entry in self.ledger())
 
     def train(self, root: Any, step: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Take this rank's rows of a step forward and backward; returns the output.
 
-        The loss is weighed so that its mean over ranks is a sum of integers: exact in every world.
+        The loss is weighted so that its mean over ranks is a sum of integers: exact in every world.
         """
         rows = batch(self.rank, step, dtype).to(next(root.parameters()).device)
         output: torch.Tensor = root(rows)
@@ -89,7 +89,7 @@ class Claims:
         self._note(subject, RIGHT if wrong is None else wrong[:_LONGEST])
 
 
-Body = Callable[..., None]  # takes a bench, and the test's parameters
+Body = Callable[..., None]  # receives a bench, and the test's parameters
 
 
 def expects_of(
@@ -100,8 +100,8 @@ def expects_of(
 ) -> Callable[[Body], Body]:
     """Make a test of a function: every rank calls it with a bench for that interface, then trains one step.
 
-    The engine passes if each rank makes a claim of each subject, all of these claims are right, and it still trains the
-    oracle's model. Claims of other subjects do not count.
+    The engine passes if each rank makes a claim about each subject, all of these claims are right, and it still trains
+    the oracle's model. Claims about other subjects do not count.
     """
 
     def as_test(body: Body) -> Body:
@@ -110,7 +110,7 @@ def expects_of(
         @functools.wraps(body)
         def test(trial: Trial, **arguments: object) -> None:
             __tracebackhide__ = True
-            # Here, because ranks import this file too, and judge nothing.
+            # Here, because ranks import this file too, and do not judge.
             from shardproof.harness.laws.parity import MatchesOracle
             from shardproof.harness.laws.runtime import Notes
 
@@ -123,7 +123,7 @@ def expects_of(
 
         trial = inspect.Parameter("trial", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = inspect.Signature([trial, *parameters])  # type: ignore[attr-defined]  # for pytest
-        body.__qualname__ += ".__wrapped__"  # by which pickle finds it again in a rank's process
+        body.__qualname__ += ".__wrapped__"  # by which pickle finds it in a rank's process
         return test
 
     return as_test
@@ -131,7 +131,7 @@ def expects_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class _OnABench(Exercise):
-    """An exercise whose body takes a bench of its interface."""
+    """An exercise whose body receives a bench of its interface."""
 
     bench: Callable[[InterfaceBench], Claims]
 

@@ -1,4 +1,4 @@
-"""Parameters of tests, as pytest has them, in fewer words: values are arguments, and their marks have names."""
+"""Shorthands for pytest's parameters: values are arguments, and their marks have names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Names = tuple[str, ...] | str
 def parametrize(
     names: str, *values: object, ids: Callable[[Any], str] | Iterable[str] | None = None
 ) -> pytest.MarkDecorator:
-    """Run a test for each value: `pytest.mark.parametrize`; of several names each value is a tuple or a `param`."""
+    """Run a test for each value: `pytest.mark.parametrize`; for several names each value is a tuple or a `param`."""
     return pytest.mark.parametrize(names, values, ids=ids)
 
 
@@ -26,7 +26,7 @@ def param(
     rows: Names = (),
     worlds: Sizes | None = None,
     marks: Iterable[pytest.MarkDecorator] | pytest.MarkDecorator = (),
-) -> Any:  # pytest has no public name for what it makes of them
+) -> Any:  # pytest has no public name for its result
     """Make a value for `parametrize`, or several at once: `pytest.param`, whose most frequent marks have names."""
     chosen = [marks] if isinstance(marks, pytest.MarkDecorator) else [*marks]
     chosen += [pytest.mark.worlds(worlds)] if worlds else []

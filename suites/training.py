@@ -28,9 +28,9 @@ def train(
     demands: frozenset[Capability] = frozenset(),
     **plan: Any,  # by the names of its fields
 ) -> Training:
-    """Make a training under a plan of these options, in the problem's units where none are named.
+    """Make a training under a plan of these options, in the problem's units by default.
 
-    The plan demands what the rest of the training asks of an engine; ``demands`` are what it asks beside that.
+    The plan demands what the rest of the training needs of an engine; ``demands`` are additional ones.
     """
     script = script or EachMicrobatch()
     asked = {
@@ -57,5 +57,5 @@ def train(
 
 # Any: as for `train`.
 def train_sharded(problem: Problem, *optimizer: NamedOptimizer, **asked: Any) -> Training:
-    """Make a training whose parameters are sharded, each of its units gathered by itself; others may be asked for."""
+    """Make a training whose parameters are sharded, each of its units gathered separately by default."""
     return train(problem, *optimizer, **{"layout": Layout.SHARD, "grouping": Grouping.REQUIRED, **asked})

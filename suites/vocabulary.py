@@ -1,11 +1,11 @@
-"""What many cases hold a training to, under one name each: laws that belong together, and selections of collectives."""
+"""Names for the laws and selections of many cases: laws that belong together, and selections of collectives."""
 
 from __future__ import annotations
 
 from shardproof import MatchesOracle, Op, Phase, RanksAgree, Select
 
 PARITY = (MatchesOracle(), RanksAgree())
-"""The engine trains what one process trains, and its collectives mean the same on all ranks."""
+"""The engine trains like one process, and its collectives match on all ranks."""
 
 IN_FORWARD = Select(phases=(Phase.FORWARD,))
 IN_BACKWARD = Select(phases=(Phase.BACKWARD,))

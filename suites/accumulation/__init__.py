@@ -1,1 +1,1 @@
-"""Accumulation by units: which of them skip reductions, microbatches in other orders, and what this communicates."""
+"""Accumulation by units: some skip reductions, microbatches run in other orders, and the effect on communication."""

@@ -1,1 +1,1 @@
-"""Buffers: each rank keeps its own, with every change that forward makes."""
+"""Buffers: each rank keeps its own, with every change of its forwards."""

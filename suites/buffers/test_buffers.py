@@ -1,4 +1,4 @@
-"""Buffers are those that this rank's own forwards made, in training and in evaluation."""
+"""Buffers have the changes of this rank's own forwards, in training and in evaluation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_keeps_the_statistics_of_each_rank(trial: Trial, microbatches: int) -> N
 
 @pytest.mark.kills("EvaluatesWithStaleParameters")
 def test_evaluates_between_steps(trial: Trial) -> None:
-    """What evaluation shows is made of this rank's statistics and the newest parameters, and training goes on."""
+    """Evaluation uses this rank's statistics and the newest parameters, and training continues."""
     trial.holds(train(NORMALISED, demands=OWN, script=EvaluatesFirst()), *PARITY)
 
 

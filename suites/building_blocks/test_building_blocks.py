@@ -1,4 +1,4 @@
-"""Attention, experts, recurrences, adapters, few bits: blocks of common models are trained as one process does it."""
+"""Attention, experts, recurrences, adapters, low precision: blocks of common models train as in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WITH_OPTIMIZER = {"LowRankAdapters", "OrthogonalUpdates", "SomeParameters", "Spa
 DRAWING = {"MaskedEncoder"}  # other devices draw other numbers than the oracle
 SPARSE = [b for b in BLOCKS if Capability.SPARSE_GRADIENTS in b.demands]  # threads exchange dense tensors
 
-# Where the model itself rounds in bfloat16, a reduction in bfloat16 does not show: such a run is no pass.
+# If the model itself rounds in bfloat16, a reduction in bfloat16 does not show: such a run does not pass.
 KILLS = {
     "ReducesInBfloat16": {"Float64Table", "OrthogonalUpdates", "SomeParameters"},
     "CountsOneUseInLowPrecision": {"ReusedBfloat16"},

@@ -14,9 +14,9 @@ from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train, train_sharded
 from shardproof.suites.vocabulary import GATHERS_IN_BACKWARD, PARITY
 
-# A checkpoint holds the unit, or the unit holds the checkpoint.
+# A checkpoint contains the unit, or the unit contains the checkpoint.
 HELD, HOLDING = ("blocks.0.inner", "blocks.1.inner"), ("blocks.0", "blocks.1")
-# The root owns nothing; what the embeddings' backward needs is not their parameters.
+# The root has no parameters; the embeddings' backward does not need theirs.
 EMBEDDINGS = "token,position"
 GROUPS = (EMBEDDINGS, "blocks.0.inner,blocks.1.inner", "norm,head")
 TIED_GROUPS = ("token,position,head", *HELD)
@@ -25,7 +25,7 @@ NESTED = ("blocks.0.inner.attention", "blocks.1.inner.attention", *HELD)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GathersOfFreedUnits:
-    """Each unit, and the root if it owns parameters, is gathered once, but for those gathered once for all."""
+    """The groups that backward gathers: units, and the root if it has parameters, without those gathered once."""
 
     root_owns: int
     name: str = "groups that backward needs"

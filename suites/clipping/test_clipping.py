@@ -15,7 +15,7 @@ from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
 kills = pytest.mark.kills
-# A third to an eighth of the norms that occur, so that the parameters still move; and far above all of them.
+# A third to an eighth of the actual norms, so that the parameters still move; and far above all of them.
 LIMITS = {1.0: 20.0, 2.0: 0.3, math.inf: 0.1}
 PLENTY = 1000.0
 

@@ -1,4 +1,4 @@
-"""An engine whose step clips does so by the norm of the whole gradient, once, and leaves small gradients alone."""
+"""An engine whose step clips uses the norm of the whole gradient, once, and does not scale small gradients up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
-# A third to an eighth of the norms that occur, so that parameters still move; and far above all of them.
+# A third to an eighth of the actual norms, so that parameters still move; and far above all of them.
 LIMIT, PLENTY = 0.3, 1000.0
 
 

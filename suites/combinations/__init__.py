@@ -1,1 +1,1 @@
-"""Programs that combine traits of a model, options of a plan and moves of a loop, so that every pair is met."""
+"""Programs that combine traits of a model, options of a plan and moves of a loop, so that every pair occurs."""

@@ -46,7 +46,7 @@ _WRAPPED = frozenset(
         Capability.WRAPPER,
     }
 )
-# What all engines that shard the optimizer's state may have: a row that asks for more is one that most refuse.
+# The options that all engines that shard optimizer state may have: most would refuse a row with more.
 _SHARES = frozenset({Capability.ZERO1, Capability.ZERO2, Capability.ACCUMULATE})
 FAMILIES: Mapping[str, frozenset[Capability]] = {
     "replicas": _REPLICAS,
@@ -57,11 +57,11 @@ FAMILIES: Mapping[str, frozenset[Capability]] = {
 }
 
 
-# What distinguishes a family's engines from others: these alone judge its rows. Rows of shares do by their layouts.
+# The capabilities that distinguish a family's engines, which alone judge its rows. Rows of shares do by their layouts.
 JUDGED_WITH: Mapping[str, Capability] = {
     "replicas": Capability.REPLICATE,
     "wrapped": Capability.WRAPPER,
-    "units": Capability.JOINT_UNITS,  # not UNIT_SYNC, beside which memory is not counted
+    "units": Capability.JOINT_UNITS,  # not UNIT_SYNC, with which memory is not counted
 }
 
 _RULES_OF: Mapping[str, tuple[ProgramRule, ...]] = {
@@ -74,18 +74,18 @@ _RULES_OF: Mapping[str, tuple[ProgramRule, ...]] = {
 
 
 def programs_in(name: str) -> list[Program]:
-    """Read the programs of a file, one a line; what follows # is a comment."""
+    """Read the programs of a file, one per line; text after # is a comment."""
     return [program for program, _ in rows_in(name)]
 
 
 def rows_in(name: str) -> list[tuple[Program, str]]:
-    """Read the programs of a file with what follows #: the mutants that a row kills."""
+    """Read the programs of a file with the text after #: the mutants that a row kills."""
     lines = (line.partition("#") for line in (_HERE / f"{name}.txt").read_text().splitlines())
     return [(SPACE.parse(text.strip()), note.strip()) for text, _, note in lines if text.strip()]
 
 
 def space_of(family: str) -> Space:
-    """Return what a family's array covers: none that contains one which an engine that judges it is known to fail."""
+    """Return the space of a family's array: without combinations that one of its engines is known to fail."""
     others = [other for other in FAMILIES if other == family or JUDGED_WITH.get(family) in FAMILIES[other]]
     rules = tuple(
         ProgramRule(why=f"contains one of found_{other}.txt", holds=partial(_is_known, other))
@@ -106,7 +106,7 @@ def _found(family: str) -> tuple[Program, ...]:
 
 
 def _write(families: Iterable[str]) -> None:
-    """Keep the rows that still make sense, with their notes, and add rows for what they do not cover."""
+    """Keep the rows that are still valid, with their notes, and add rows for combinations that they do not cover."""
     for family in families:
         space = space_of(family)
         kept = [

@@ -1,4 +1,4 @@
-"""Each row of a covering array trains as one process does, and communicates as often as its program says."""
+"""Each row of a covering array trains like one process, and communicates as often as its program requires."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardproof.suites.combinations.rows import JUDGED_WITH, rows_in
 
 
 def _rows(file: str) -> pytest.MarkDecorator:
-    """Parametrize over the rows of a file, named for their places; each kills the mutants that are noted beside it."""
+    """Parametrize over the rows of a file, named by their positions; each kills the mutants noted beside it."""
     rows = [
         pytest.param(
             program,
@@ -26,7 +26,7 @@ def _rows(file: str) -> pytest.MarkDecorator:
 
 
 def _of_family(family: str, program: Program) -> Training:
-    """Return the training, for engines of the family alone: of others the row proves nothing that theirs do not."""
+    """Return the training, only for engines of the family: for others the row proves nothing that their own do not."""
     training = training_of(program)
     demands = training.plan.demands | {JUDGED_WITH[family]}
     return replace(training, plan=replace(training.plan, demands=demands))

@@ -1,4 +1,4 @@
-"""What a training must communicate, in closed form over its model, its units and the world size."""
+"""The communication of a training, in closed form over its model, its units and the world size."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ClosedForm:
 
 
 def _num_groups(training: Training, world_size: int) -> int:
-    """Count the groups that own parameters: units, several modules joined by commas being one, and the root."""
+    """Count the groups with parameters: units, several modules joined by commas being one, and the root."""
     return len(groups_of(training))
 
 
@@ -59,13 +59,13 @@ def _padded_bytes(training: Training, world_size: int) -> int:
 
 
 def _aligned_bytes(training: Training, world_size: int) -> int:
-    """Sum parameters that begin at multiples of a few bytes, each cut into equal pieces for the ranks."""
+    """Sum parameters aligned to a few bytes, each cut into equal pieces for the ranks."""
     multiples = (-(-prod(shape) // world_size) * world_size for shape in _shapes(training))
     return sum(numel * _BYTES_PER_ELEMENT + _ALIGNMENT_BYTES for numel in multiples)
 
 
 def _shapes(training: Training) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of all parameters: one group has all of them."""
+    """Return the shapes of all parameters, as one group."""
     return groups_of(replace(training, plan=Plan()))[0].shapes
 
 

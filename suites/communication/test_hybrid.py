@@ -1,6 +1,6 @@
 """On a 2-D mesh each group is reduce-scattered within its replica and all-reduced across replicas.
 
-Where an axis of the mesh has one rank an engine may leave its collectives out or make them: they cross nothing.
+If an axis of the mesh has one rank, its collectives are optional: they cross nothing.
 """
 
 from __future__ import annotations

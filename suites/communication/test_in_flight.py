@@ -1,4 +1,4 @@
-"""No more reductions hold their input at once than the plan allows, and the bound changes nothing that is learnt."""
+"""No more reductions hold their input at once than the plan allows, and the limit does not change the trained model."""
 
 from __future__ import annotations
 

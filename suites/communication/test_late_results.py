@@ -1,7 +1,7 @@
-"""Collectives in flight are waited for and their buffers left alone until then, in any order of ranks and results.
+"""Collectives in flight are waited for and their buffers unchanged until then, in any order of ranks and results.
 
-Every other case has these laws as well. In a world of threads results are late, so that an engine that reads one
-without a wait never has it by luck, and the order of ranks is drawn from a seed.
+Every other case has these laws as well. In a world of threads results are late, so an engine that reads one without a
+wait never gets it by chance, and the order of ranks is drawn from a seed.
 """
 
 from __future__ import annotations

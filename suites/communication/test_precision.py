@@ -1,4 +1,4 @@
-"""Gradients cross between ranks in the dtype asked for; the parameters' own unless the plan says so."""
+"""Gradients cross between ranks in the planned dtype, by default that of the parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a plan asks for sums, ranks send nothing but sums; where the engine divides is its own choice."""
+"""If a plan requires sums, ranks send only sums; where the engine divides is its own choice."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.worlds(SEVERAL)
 REDUCTIONS = Select(ops=(Op.ALL_REDUCE,), phases=(Phase.BACKWARD,), dtypes=("float32",))
 GATHERS = Select(ops=(Op.ALL_GATHER, Op.REDUCE_SCATTER))
 PROBLEMS = [MLP_EVEN, MLP_UNEVEN, TRANSFORMER]
-# The last of three steps: an engine may still agree on its buckets in the second forward.
+# The last of three steps: an engine may still rebuild its buckets in the second forward.
 SETTLED = (2,)
 
 
@@ -53,7 +53,7 @@ def test_reduces_each_gradient_alone_in_the_smallest_buckets(trial: Trial, layou
 @pytest.mark.parametrize("microbatches", [1, 3], ids="m{}".format)
 @pytest.mark.parametrize("layout", [Layout.REPLICATE, Layout.ZERO1], ids=lambda layout: layout.name.lower())
 def test_trains_the_same_model_in_buckets_of_several(trial: Trial, layout: Layout, microbatches: int) -> None:
-    """Neither does each gradient fill a bucket, nor do all of them fit into one."""
+    """No gradient fills a bucket, and they do not all fit into one."""
     training = train(MLP_EVEN, layout=layout, bucket_bytes=2048, microbatches=microbatches)
     trial.holds(training, MatchesOracle(), RanksAgree())
 

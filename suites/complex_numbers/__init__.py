@@ -1,1 +1,1 @@
-"""Complex numbers: parameters and buffers of them train as others do, imaginary parts included."""
+"""Complex numbers: complex parameters and buffers train like others, imaginary parts included."""

@@ -1,4 +1,4 @@
-"""What cases of the interface of fully_shard work with on one rank."""
+"""The names of fully_shard's interface on one rank, for the bodies of cases."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Bench(Claims):
         super().__init__(given)
         self.api = given.prepared.composable()
 
-    # Any: modules gain methods, and options are what is put to the test.
+    # Any: modules gain methods, and cases test the options.
     def shard(self, model: nn.Module, units: tuple[str, ...] = UNITS, **options: Any) -> Any:
         """Shard the units of a model, inner ones first, and the model."""
         for module in (*(model.get_submodule(name) for name in reversed(units)), model):
@@ -33,12 +33,12 @@ class Bench(Claims):
         return model
 
     def steps(self, root: Any, ranks: range | None = None, alone: nn.Module | None = None) -> None:
-        """Take one step, and claim that it is that of one process with the rows of these ranks."""
+        """Take one step, and claim that it equals that of one process with the rows of these ranks."""
         chosen = self.ranks if ranks is None else ranks
         optimizer = torch.optim.SGD(root.parameters(), lr=LR, foreach=False)  # some may be DTensors, some not
         self.train(root)
         optimizer.step()
-        # Losses are weighed for a mean over all ranks; the mean over some of them is that much larger.
+        # Losses are weighted for a mean over all ranks; the mean over some of them is larger by that factor.
         model, lr = alone or tower(), LR * self.size / len(chosen)
         learnt = gradients(model, chosen)
         self.same(
@@ -66,7 +66,7 @@ def layers() -> nn.Sequential:
 
 
 def cut(bench: Claims) -> tuple[nn.Sequential, DeviceMesh]:
-    """Make two layers, the first of which a tensor-parallel axis cuts by rows and the second by columns."""
+    """Make two layers; a tensor-parallel axis cuts the first by rows and the second by columns."""
     mesh = init_device_mesh(bench.device.type, (bench.size // 2, 2), mesh_dim_names=("data", "tensor"))
     model = layers()
     parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
@@ -74,7 +74,7 @@ def cut(bench: Claims) -> tuple[nn.Sequential, DeviceMesh]:
 
 
 def shared_rows(bench: Claims, num_sharing: int) -> list[torch.Tensor]:
-    """Make the rows of each rank of data, where so many neighbours share them; those of this rank come last."""
+    """Make the rows of each data rank if this many neighbours share them; those of this rank come last."""
     rows = [torch.arange(16.0).view(2, 8) % 5 + index for index in range(bench.size // num_sharing)]
     return [*rows, rows[bench.rank // num_sharing].to(bench.device)]
 
@@ -96,7 +96,7 @@ def train_on_shared_rows(
 
 
 def steps_on_shared_rows(bench: Bench, model: nn.Module, alone: nn.Module, *others: Any) -> None:
-    """Claim that a step is that of one process with all rows; the rest is as for `train_on_shared_rows`."""
+    """Claim that a step equals that of one process with all rows; arguments are as for `train_on_shared_rows`."""
     train_on_shared_rows(bench, model, alone, *others)
     bench.near(STEP, whole(model), whole(alone), tolerance=1e-5)
 

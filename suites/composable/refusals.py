@@ -1,4 +1,4 @@
-"""What ``fully_shard`` and ``replicate`` must refuse, by what is wrong with it: done to the names of an engine."""
+"""The calls that ``fully_shard`` and ``replicate`` must refuse, through the names of an engine."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _reduced_in_whole_numbers(api: Any) -> None:
     model(_inputs()).sum().backward()
 
 
-# What is done through an interface `d`, and words by which the refusal names what is wrong.
+# Calls through an interface `d`, and words by which the refusal names the mistake.
 SCENARIOS: Mapping[str, tuple[Scenario, str]] = {
     "a list without forward": (lambda d: d.fully_shard(nn.ModuleList([_linear()])), r"forward"),
     "a dict without forward": (lambda d: d.fully_shard(nn.ModuleDict({"a": _linear()})), r"forward"),
@@ -182,7 +182,7 @@ SCENARIOS: Mapping[str, tuple[Scenario, str]] = {
     ),
     "a reduce dtype of no floats": (_reduced_in_whole_numbers, "float|Long"),
 }
-# Of methods that not every release of torch has.
+# Of methods that only some releases of torch have.
 NUMBERS_OF_BUFFERS: Mapping[str, tuple[Scenario, str]] = {
     "no buffer": (
         lambda d: d.fully_shard(_linear()).set_reduce_scatter_max_input_buffers(0),

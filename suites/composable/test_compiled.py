@@ -1,4 +1,4 @@
-"""Compiled models train as eager ones: hooks of the engine stay outside of what is compiled."""
+"""Compiled models train like eager ones: hooks of the engine stay outside of the compiled code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Nested(nn.Module):
         self.frozen.requires_grad_(False)
 
     def forward(self, rows: Any) -> Any:
-        """Run the tower, and again on what the frozen layer makes of it."""
+        """Run the tower, and again on the frozen layer's output."""
         rows = self.frozen(checkpoint(self.tower, rows, use_reentrant=False))
         return self.tower(rows) / 64
 

@@ -29,13 +29,13 @@ class _Wire:
 
     def __init__(self, num_shards: int) -> None:
         self.num_shards = num_shards
-        self.told: list[Any] = []  # Any: what an engine hands over
+        self.told: list[Any] = []  # Any: the engine's arguments
         self.calls: list[str] = []
         self.num_bytes = 0
         self.gathered: list[torch.UntypedStorage] = []
 
     def num_bytes_held(self) -> int:
-        """Count what the last gather still holds."""
+        """Count the bytes that the last gather still holds."""
         return self.gathered[-1].nbytes()
 
     # Any: the policy's type is the engine's own.
@@ -66,23 +66,23 @@ class _Wire:
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """Widen and leave out the padding, into what there is already where there is something."""
+        """Widen and drop the padding, into an existing output if there is one."""
         self.calls.append("unpack")
         self.gathered = [gathered[0].untyped_storage()]
         values = gathered[0][:num_rows].to(dtype)
         if out is None:
             return values, (values,)
-        out.data.copy_(values)  # past the version, which counts changes since forward
+        out.data.copy_(values)  # without a new version, which counts changes since forward
         return None
 
 
 class _Boxed(torch.Tensor):
-    """A tensor around another, whose class packs and unpacks, as do the tensors that are made of it."""
+    """A tensor around another, whose class packs and unpacks, as do tensors derived from it."""
 
     plain: torch.Tensor
     wire: _Wire
 
-    # Any: arguments of any operator, and what an engine hands over.
+    # Any: arguments of any operator, and the engine's arguments.
     def __new__(cls, plain: torch.Tensor, wire: _Wire) -> Any:
         tensor: Any = torch.Tensor  # whose constructor of such classes has no type
         form = {"dtype": plain.dtype, "device": plain.device, "strides": plain.stride()}
@@ -199,12 +199,12 @@ def _wires(num_shards: int) -> dict[str, _Wire]:
 
 
 def _shards(model: nn.Module) -> dict[str, Any]:  # Any: tensors that gain attributes
-    """Return the tensors that the engine has; to_local() would return views of them."""
+    """Return the engine's own tensors; to_local() would return views of them."""
     return {name: p._local_tensor for name, p in model.named_parameters() if isinstance(p, DTensor)}
 
 
 def _train_packed(bench: Bench, model: nn.Module, wires: dict[str, _Wire]) -> None:
-    """Claim that a model whose shards have fractions trains as one process does that computes without them."""
+    """Claim that a model whose shards have fractions trains like one process that computes without them."""
     num_shards = wires["head.bias"].num_shards
     index = bench.rank % num_shards
     values = {name: value + 0.25 for name, value in copies(tower().named_parameters()).items()}

@@ -1,4 +1,4 @@
-"""Backwards that the caller ends: nothing that waits is reduced before, and everything once when it is asked for."""
+"""Backwards that the caller finalizes: nothing held back is reduced before, and everything once afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_MICROBATCHES = 3
 
 
 def _prepared(bench: Bench, layout: str = "fully_shard") -> Any:
-    """Make a tower of three units whose backwards the caller ends."""
+    """Make a tower of three units whose backwards the caller finalizes."""
     model: Any = tower()
     mesh = bench.mesh(2) if layout == "hybrid" else bench.mesh()
     apply = bench.api.replicate if layout == "replicate" else bench.api.fully_shard
@@ -68,7 +68,7 @@ def test_reduces_once_when_asked_to(bench: Bench, layout: str) -> None:
 @pytest.mark.kills("FinalizesTwice")
 @expects("reductions in backward", "reductions afterwards", GRADIENTS)
 def test_reduces_at_the_end_what_no_input_shows_to_be_done(bench: Bench) -> None:
-    """The root's own inputs need no gradient: backward itself never shows that the root is done."""
+    """The root's own inputs need no gradient: backward alone never shows that the root is done."""
     model = _prepared(bench)
     bench.train(model)
     early = bench.num_reductions()
@@ -143,7 +143,7 @@ def test_a_reset_makes_a_handle_void(bench: Bench) -> None:
 @pytest.mark.kills("FinalizesTwice")
 @expects(REFUSAL, GRADIENTS)
 def test_a_reset_repairs_what_an_error_has_interrupted(bench: Bench) -> None:
-    """One unit's reduction fails amid a finalization, when others are under way or over."""
+    """One unit's reduction fails during a finalization, while others are in flight or over."""
     model = _prepared(bench)
     failures = [RuntimeError("as planned")]
 
@@ -164,7 +164,7 @@ def test_a_reset_repairs_what_an_error_has_interrupted(bench: Bench) -> None:
 
 
 class _Chunked(nn.Module):
-    """A trunk, whose caller runs the head by itself on parts of what it gave."""
+    """A trunk, whose caller runs the head separately on parts of the trunk's output."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Memory of gathered parameters that is to stay where it is: what captured graphs of kernels read."""
+"""Memory of gathered parameters that must keep its address, because captured graphs of kernels read it."""
 
 from __future__ import annotations
 

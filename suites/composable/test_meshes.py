@@ -1,4 +1,4 @@
-"""Models whose parameters other axes cut before fully_shard gets them: scaled, unused, without memory, on one mesh."""
+"""Models whose parameters other axes cut before fully_shard: scaled, unused, without memory, on one mesh."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_all_ranks_skip_the_step_of_one_infinity(bench: Bench) -> None:
 
 
 class _Sparing(nn.Sequential):
-    """Layers, and one that nothing uses."""
+    """Layers, one of them unused."""
 
     def __init__(self) -> None:
         super().__init__(*[*layers(), *layers()][:3])
@@ -84,7 +84,7 @@ def test_what_no_rank_used_gets_zeros_where_asked_for(bench: Bench, is_expert: b
 @pytest.mark.kills("SumsWhatACallerPrepares", world="processes:4")
 @expects(STEP)
 def test_losses_are_computed_where_scores_lie(bench: Bench) -> None:
-    """A model without memory, of which each rank of the tensor axis scores some classes."""
+    """A model without memory; each rank of the tensor axis computes the scores of some classes."""
     mesh = init_device_mesh(bench.device.type, (bench.size // 2, 2), mesh_dim_names=("data", "tensor"))
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
@@ -105,7 +105,7 @@ def test_losses_are_computed_where_scores_lie(bench: Bench) -> None:
     bench.near(STEP, whole(model), whole(alone), tolerance=1e-4)
 
 
-# Any: torch has the type of it since 2.13 alone.
+# Any: only torch 2.13 and later have its type.
 def _dims(**names: Any) -> Any:
     from torch.distributed.fsdp import DataParallelMeshDims
 
@@ -113,14 +113,14 @@ def _dims(**names: Any) -> Any:
 
 
 def _mesh(bench: Bench, axes: dict[str, int]) -> DeviceMesh:
-    """Make a mesh of these axes, one of which has the ranks that the others leave."""
+    """Make a mesh of these axes; the remaining axis has the remaining ranks."""
     rest = bench.size // abs(prod(axes.values()))
     sizes = tuple(rest if size < 0 else size for size in axes.values())
     return init_device_mesh(bench.device.type, sizes, mesh_dim_names=tuple(axes))
 
 
 def _spread(mesh: DeviceMesh, axis: str = "tensor") -> nn.Module:
-    """Lay layers on all axes of a mesh, cut along one; each rank's rows are those of all ranks."""
+    """Distribute layers over all axes of a mesh, cut along one; each rank's rows are those of all ranks."""
     everywhere = [Replicate()] * mesh.ndim
 
     def lay(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -169,7 +169,7 @@ def _of_no_axes(bench: Bench, mesh: DeviceMesh) -> object:
     return bench.api.fully_shard(_spread(mesh), mesh=mesh, dp_mesh_dims=dims)
 
 
-# What is done with a mesh of all ranks, whose axes are a and one named tensor, and words of the refusal.
+# Calls with a mesh of all ranks, with an axis named a and one named tensor, and words of the refusal.
 _REFUSALS: dict[str, tuple[Callable[[Bench, DeviceMesh], object], str]] = {
     "a_tensor_that_is_cut": (
         lambda b, mesh: b.api.fully_shard(
@@ -209,7 +209,7 @@ def test_refuses(bench: Bench, name: str) -> None:
 
 
 class _Gain(nn.Module):
-    """A factor for each column, which the ranks of another axis hold alike and each apply to rows of their own."""
+    """A factor for each column, equal on the ranks of another axis, each of which applies it to its own rows."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class _Gain(nn.Module):
 @pytest.mark.kills("AddsCopiesInTheComputeDtype")
 @expects("gradients")
 def test_copies_of_another_axis_are_added_in_the_dtype_of_reductions(bench: Bench) -> None:
-    """Their sum, 257, has no form in the dtype of computation; each of its parts has one."""
+    """Their sum, 257, is not representable in the compute dtype; each of its parts is."""
     mesh = init_device_mesh(bench.device.type, (bench.size // 2, 2), mesh_dim_names=("data", "tensor"))
     model = _Gain(mesh["tensor"])
     policy = bench.api.mixed_precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

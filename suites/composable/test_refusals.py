@@ -1,4 +1,4 @@
-"""What cannot be sharded, or not so, is refused by every rank, in words that name what is wrong."""
+"""Every rank refuses what cannot be sharded, in words that name the mistake."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _with = partial(expects_of, Capability.COMPOSABLE, Bench)
 pytestmark = [pytest.mark.worlds(EVEN), pytest.mark.kills("LeavesModulesAsTheyAre")]
 
 
-# Any: what refuses is called with an engine's interface.
+# Any: each call receives an engine's interface.
 def _each_of(scenarios: Mapping[str, Any]) -> pytest.MarkDecorator:
     return parametrize("name", *[param(name, id=name.replace(" ", "_")) for name in scenarios])
 

@@ -1,4 +1,4 @@
-"""Models under fully_shard and replicate beside what their callers do by themselves: fill, ignore, convert, save."""
+"""Models under fully_shard and replicate beside their callers' own actions: fill, ignore, convert, save."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ NUM_MICROBATCHES = 3
 
 
 class _Layer(nn.Linear):
-    """Resets itself to numbers that are its own."""
+    """Resets itself to characteristic numbers."""
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Fill what there is."""
+        """Fill the parameters."""
         for parameter in self.parameters():
             parameter.fill_(self.in_features + self.out_features)
 
@@ -95,7 +95,7 @@ def test_the_first_rank_saves_and_loads_for_all(bench: Bench, is_cut: bool) -> N
         parameter.grad = parameter.detach().clone()
     optimizer = torch.optim.Adam(model.parameters())
     optimizer.step()
-    optimizer.zero_grad()  # else torch takes a fresh optimizer's state for made
+    optimizer.zero_grad()  # otherwise torch assumes that a fresh optimizer already has its state
     moments = _moments(optimizer)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state, expected = get_model_state_dict(model, options=options), whole(model)
@@ -160,7 +160,7 @@ def _average(parameter: torch.Tensor) -> None:
 
 
 class _Gained(nn.Module):
-    """A layer of whole numbers beside a factor that is ignored."""
+    """A layer of whole numbers, and a factor that is ignored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class _Gained(nn.Module):
         self.seen: list[Any] = []  # Any: dtypes, which have no public type
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Scale what the layer makes of the rows."""
+        """Scale the layer's output."""
         self.seen.append((self.layer.weight.dtype, self.gain.dtype))
         result: torch.Tensor = self.layer(rows) * self.gain
         return result
@@ -190,7 +190,7 @@ def test_what_is_ignored_keeps_its_bits(bench: Bench, api: str) -> None:
     bench.near("gradients", whole_gradients(model), {"gain": own, "layer.weight": mean}, tolerance=2**-6)
 
 
-# What is left of a gradient, by what a caller does to it.
+# The gradient that remains, by the caller's action.
 _EDITS: dict[str, tuple[float, Callable[[torch.Tensor], torch.Tensor | None]]] = {
     "cleared": (0, lambda gradient: None),
     "zeroed": (0, torch.Tensor.zero_),
@@ -203,7 +203,7 @@ _EDITS: dict[str, tuple[float, Callable[[torch.Tensor], torch.Tensor | None]]] =
 @parametrize("edit", *_EDITS)
 @expects("gradients")
 def test_what_waits_is_reduced_as_the_caller_left_it(bench: Bench, edit: str) -> None:
-    """Between forward and backward gathered parameters show what waits; the caller edits one module's."""
+    """Between forward and backward gathered parameters have the held gradients; the caller edits one module's."""
     model = bench.shard(tower(), units=("stem",), reshard_after_forward=False)
     model.set_requires_gradient_sync(False)
     bench.train(model)
@@ -223,7 +223,7 @@ def test_what_waits_is_reduced_as_the_caller_left_it(bench: Bench, edit: str) ->
 @pytest.mark.kills("TakesTheBackwardOfInputsForAll")
 @expects("gradients of inputs", "reductions", "gradients")
 def test_backwards_for_inputs_and_for_weights_add_up(bench: Bench) -> None:
-    """As stages of a pipeline without bubbles run them: parameters stay whole, the last backward is for both."""
+    """As pipeline schedules without bubbles run them: parameters stay whole, and the last backward is for both."""
     model = bench.shard(tower(), reshard_after_forward=False)
     for step in range(NUM_MICROBATCHES):
         is_last = step == NUM_MICROBATCHES - 1
@@ -246,7 +246,7 @@ def test_backwards_for_inputs_and_for_weights_add_up(bench: Bench) -> None:
 
 
 class _FailedError(Exception):
-    """What a conversion of these cases fails with."""
+    """The exception with which these cases' conversions fail."""
 
 
 @pytest.mark.kills("DropsGradientsOfAFailedConversion")

@@ -1,4 +1,4 @@
-"""What fully_shard makes of modules and their parameters, and what a caller may do to these before they train."""
+"""The effect of fully_shard on modules and parameters, and what a caller may do to these before training."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_frozen_parameters_keep_a_dtype_of_their_own(bench: Bench) -> None:
 @pytest.mark.kills("NeverCallsTheReductionHook")
 @expects("calls", STEP)
 def test_a_hook_may_reduce_across_replicas(bench: Bench) -> None:
-    """The engine knows the shards alone; the hook averages over what it does not know to be replicas."""
+    """The engine handles only the shards; the hook averages over ranks that the engine does not treat as replicas."""
     mesh = bench.mesh(2)
     calls: list[int] = []
     across = mesh.get_group("replicate")
@@ -152,7 +152,7 @@ def test_a_hook_may_reduce_across_replicas(bench: Bench) -> None:
 def test_a_state_is_the_shards_and_loads_in_place(bench: Bench, gathered: bool) -> None:
     model = bench.shard(tower())
     if gathered:
-        bench.train(model)  # lazily initialised: else a unit would take itself for the root
+        bench.train(model)  # lazily initialised: otherwise a unit would treat itself as the root
         model.unshard()
     state = model.state_dict()
     bench.same("the names", list(state), list(tower().state_dict()))

@@ -1,4 +1,4 @@
-"""What cases of the interface of DistributedDataParallel work with on one rank."""
+"""The engine's DistributedDataParallel on one rank, for the bodies of cases."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Bench(Claims):
         super().__init__(given)
         self.api = given.prepared.data_parallel()
 
-    # Any: engines share no base class, and options are what is put to the test.
+    # Any: engines have no common base class, and cases test the options.
     def wrap(self, module: nn.Module, **options: Any) -> Any:
-        """Wrap a module where the rank computes."""
+        """Wrap a module on the rank's device."""
         return self.api(module.to(self.device), **options)
 
 

@@ -1,4 +1,4 @@
-"""Backwards of DistributedDataParallel that the caller ends: its gradients are final then, and not before."""
+"""Backwards of DistributedDataParallel that the caller finalizes: gradients are final then, and not before."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_each_step_is_reduced_once(bench: Bench, num_microbatches: int) -> None:
     root, alone = _prepared(bench), tower()
     optimizers = [torch.optim.SGD(model.parameters(), lr=LR / 64) for model in (root, alone)]
     counts = []
-    for step in range(3):  # buckets are made anew after the first
+    for step in range(3):  # buckets are rebuilt after the first
         before = bench.num_reductions()
         *held, last = range(8 * step, 8 * step + num_microbatches)
         with root.no_sync():

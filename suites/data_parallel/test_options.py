@@ -1,4 +1,4 @@
-"""Options and hooks of DistributedDataParallel, what it refuses, and models that it must reduce as they are."""
+"""Options and hooks of DistributedDataParallel, its refusals, and models that it must reduce unchanged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REFUSAL = "the refusal"
 
 
 def _mean(bench: Bench, steps: tuple[int, ...] = (0,)) -> dict[str, torch.Tensor]:
-    """Compute the gradients of all ranks, weighed as `train` weighs losses."""
+    """Compute the gradients of all ranks, with the loss weights of `train`."""
     return gradients(tower(), bench.ranks, steps)
 
 
@@ -66,7 +66,7 @@ def test_buckets_are_as_large_as_asked_for(bench: Bench, cap: float, compiles: b
     root = bench.wrap(tower(), bucket_cap_mb=cap)
     if compiles:
         root.compile(backend="aot_eager")
-    for _ in range(2):  # buckets are made anew after the first backward
+    for _ in range(2):  # buckets are rebuilt after the first backward
         root.zero_grad()
         already = len(bench.ledger())
         bench.train(root)
@@ -89,7 +89,7 @@ def test_a_hook_reduces_within_its_rounding(bench: Bench, name: str) -> None:
         assert work is not None
         return work.get_future().then(lambda future: future.value()[0].float())
 
-    by_hand.__annotations__.clear()  # DDP takes none, or types; these are text
+    by_hand.__annotations__.clear()  # DDP accepts no annotations, or types; these are strings
     hook = getattr(default_hooks, name, by_hand)
     root.register_comm_hook(seen if hook is by_hand else None, hook)
     already = len(bench.ledger())
@@ -107,7 +107,7 @@ def _numel(root: nn.Module) -> int:
 
 
 class _Sometimes(nn.Module):
-    """A layer for every forward, and one for positive numbers alone."""
+    """A layer for every forward, and one only for positive numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class _Packed(nn.Module):
             nn.init.constant_(parameter, 0.125)
 
     def forward(self, sequences: Any) -> torch.Tensor:
-        """Return what the layer makes of all of them."""
+        """Return the layer's output for all of them."""
         result: torch.Tensor = self.layer(sequences)[0].data
         return result
 
@@ -261,7 +261,7 @@ def test_models_that_part_are_averaged_now_and_then(bench: Bench, levels: int) -
     optimizer.step()
     moved = [_stepped(rank) for rank in bench.ranks]
     bench.same("parameters of each rank", copies(root.module.named_parameters()), moved[bench.rank])
-    averager.step = 2  # of the caller's steps, of which every second one averages
+    averager.step = 2  # the caller's steps, of which every second one averages
     averager.average_parameters(root.parameters())
     together = bench.size // levels
     mine = moved[bench.rank // together * together :][:together]
@@ -290,8 +290,8 @@ def test_goes_on_in_another_group(bench: Bench, fails: bool) -> None:
         bench.same(moment, _own(root), _mean(bench))
         if fails:
             with contextlib.suppress(RuntimeError):
-                root(torch.ones(1, 1, device=bench.device))  # of a shape that the model does not take
-            # A rank that is ahead would take the group away under another one's last call.
+                root(torch.ones(1, 1, device=bench.device))  # of a shape that the model does not accept
+            # A rank that is ahead would destroy the group during another one's last call.
             distributed.barrier()
             distributed.destroy_process_group(group)
 

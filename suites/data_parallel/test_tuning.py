@@ -1,4 +1,4 @@
-"""Options that tune DistributedDataParallel: they move memory and messages, and change no number."""
+"""Options that tune DistributedDataParallel: they change memory and messages, but no number."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _LOOPS = {"each": (1, 1, 1), "held_at_first": (2, 1, 2), "held_later": (1, 2, 2)
 
 
 def _kills(tuning: str, loop: str) -> pytest.MarkDecorator:
-    """Return the mark of a case: in some loops nothing is held that a mutant could lose."""
+    """Return the mark of a case: in some loops nothing is held back that a mutant could lose."""
     special = _KILLS.get(tuning) if tuning == _STATIC or loop != "each" else None
     return pytest.mark.kills("SumsWhatItWraps", *filter(None, (special,)))
 
@@ -64,7 +64,7 @@ def _kills(tuning: str, loop: str) -> pytest.MarkDecorator:
 def test_an_option_changes_no_number(bench: Bench, tuning: str, loop: str) -> None:
     root, alone = bench.wrap(tower(), **_TUNING[tuning]), tower()
     optimizers = [torch.optim.SGD(model.parameters(), lr=LR / 64) for model in (root, alone)]
-    for step, num_microbatches in enumerate(_LOOPS[loop]):  # buckets are made anew after the first
+    for step, num_microbatches in enumerate(_LOOPS[loop]):  # buckets are rebuilt after the first
         *held, last = range(8 * step, 8 * step + num_microbatches)
         with root.no_sync():
             for microbatch in held:
@@ -90,7 +90,7 @@ if _LAZY in _KNOWN:
         root = bench.wrap(tower(), **{_LAZY: True}, gradient_as_bucket_view=is_view)
         buckets: list[StorageWeakRef] = []
         root.register_comm_hook(buckets, _averages_a_copy)
-        for step in range(3):  # buckets are made anew after the first
+        for step in range(3):  # buckets are rebuilt after the first
             bench.train(root, step=step)
             bench.same(GRADIENTS, shown_gradients(root.module), gradients(tower(), bench.ranks, [step]))
             root.zero_grad()
@@ -98,9 +98,9 @@ if _LAZY in _KNOWN:
         bench.same("buckets that are left", (left, len(buckets)), (0, 3))
 
 
-# Any: DDP takes no annotations, or types; these are text.
+# Any: DDP accepts no annotations, or types; these are strings.
 def _averages_a_copy(buckets: list[StorageWeakRef], bucket: Any) -> Any:
-    """Keep a weak reference to a bucket, which no collective holds on to."""
+    """Keep a weak reference to a bucket, which no collective keeps alive."""
     buckets.append(StorageWeakRef(bucket.buffer().untyped_storage()))  # type: ignore[no-untyped-call]
     mean = bucket.buffer().clone()
     distributed.all_reduce(mean)

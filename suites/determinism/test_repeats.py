@@ -1,4 +1,4 @@
-"""The same training on the same ranks comes out the same in every bit, ten times over, and however often it is read."""
+"""The same training on the same ranks is equal in every bit, ten times over, and however often it is read."""
 
 from __future__ import annotations
 

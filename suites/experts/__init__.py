@@ -1,1 +1,1 @@
-"""Experts: expert parallelism on a mesh of its own, in one unit with weights that lie on all ranks."""
+"""Experts: expert parallelism on a mesh of its own, in one unit with weights that all ranks share."""

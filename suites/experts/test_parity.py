@@ -1,4 +1,4 @@
-"""Experts that ranks share out are reduced over the ranks that hold the same ones, beside weights of all ranks."""
+"""Sharded experts are reduced over the ranks that hold the same ones, beside weights of all ranks."""
 
 from __future__ import annotations
 

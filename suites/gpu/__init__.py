@@ -1,1 +1,1 @@
-"""GPU: cases that need an accelerator, most of them CUDA; worlds on a CPU have none of them."""
+"""GPU: cases that need an accelerator, most of them CUDA; none run in worlds on a CPU."""

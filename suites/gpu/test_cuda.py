@@ -1,4 +1,4 @@
-"""Graphs, fused kernels, memory of collectives: what CUDA alone can show; pinned memory: what accelerators can."""
+"""Graphs, fused kernels, memory of collectives, which need CUDA; and pinned memory, which needs an accelerator."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.suites.training import train
 
 
-# A rank that computes for ever is seen at the deadline alone, which this timeout brings nearer; it is generous still.
+# An infinite computation is only detected at the deadline, which this timeout shortens; it is still generous.
 @pytest.mark.timeout(33)
 @pytest.mark.kills("SkipsACountOnTheLastRank", "TakesTwoGroupsInTurn", "ReducesInTheWrongGroup")
 @pytest.mark.kills("SendsToNobody", "CountsFewerParametersOnTheLastRank", "SkipsABackwardOnTheLastRank")

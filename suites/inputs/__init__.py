@@ -1,1 +1,1 @@
-"""Inputs: forward takes them nested, or not at all, wherever they come from."""
+"""Inputs: forward accepts nested inputs, or none, on any device."""

@@ -1,4 +1,4 @@
-"""Whatever forward is called with reaches the modules, and gradients find the way back."""
+"""The inputs of forward reach the modules, and gradients propagate back."""
 
 from __future__ import annotations
 

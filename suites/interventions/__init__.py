@@ -1,1 +1,1 @@
-"""Interventions: freezing, converting and editing gradients amid training mean what they mean in plain PyTorch."""
+"""Interventions: freezing, converting and editing gradients during training work as in plain PyTorch."""

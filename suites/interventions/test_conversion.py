@@ -1,4 +1,4 @@
-"""A prepared model that is converted amid training and back is what a plain one is: nothing of it has changed."""
+"""A prepared model that is converted during training and back equals a plain one: nothing has changed."""
 
 from __future__ import annotations
 

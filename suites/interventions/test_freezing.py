@@ -44,7 +44,7 @@ FROZEN_PART = "blocks.0.attention"
 
 
 def _trained_bytes(training: Training, world_size: int) -> int:
-    """Count the bytes of all parameters but the frozen part's, their rows padded to the world."""
+    """Count the bytes of all parameters except those of the frozen part, their rows padded to the world."""
     named = training.problem.build().named_parameters()
     shapes = [p.shape for name, p in named if not name.startswith(f"{FROZEN_PART}.")]
     return sum(4 * -(-shape[0] // world_size) * world_size * prod(shape[1:]) for shape in shapes)

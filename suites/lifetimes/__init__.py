@@ -1,1 +1,1 @@
-"""Lifetimes: parameters, gradients, buffers and the user's tensors are held as long as needed, and no longer."""
+"""Lifetimes: parameters, gradients, buffers and the user's tensors stay in memory as long as needed, and no longer."""

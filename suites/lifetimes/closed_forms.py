@@ -1,21 +1,20 @@
-"""How many bytes a rank must and may hold at once, in closed form over groups, ranks and policy.
+"""The bytes that a rank must and may hold at once, in closed form over groups, ranks and policy.
 
-[Note: least and most] The *least* of a unit are the bytes of its parameters. The *most* adds what engines lay between
-them, each by name: rows up to a multiple of the ranks, each parameter up to a multiple of ``ALIGNMENT_BYTES``, and
-where all lie in one tensor, elements up to a multiple of the ranks. Nothing else is added anywhere.
+[Note: least and most] The *least* of a unit is the bytes of its parameters. The *most* adds the padding of engines, by
+name: rows up to a multiple of the ranks, each parameter up to a multiple of ``ALIGNMENT_BYTES``, and for a flat tensor,
+elements up to a multiple of the ranks. Nothing else is added anywhere.
 
 [Note: gathered units] The root computes before the first unit and after the last, so it is gathered throughout a
-forward and throughout a backward. Where units are freed after forward, beside it there is the one that computes and in
-backward, where its gather shall overlap with compute, the one ahead: an engine may gather that one into
-parameters or into a buffer. Where units are kept, all are there when forward ends. Where a rank keeps a part, there are
-the parts of all units that ran, and while one is cut the whole of it; so when the last one runs there are the parts
-of all others.
+forward and throughout a backward. If units are freed after forward, the unit that computes is gathered too. In
+backward, where a gather should overlap with compute, so is the next one: an engine may gather it into parameters or
+into a buffer. If units are kept, all are there when forward ends. If a rank keeps a part, the parts of all units that
+ran are there, and while one is cut, the whole of it; so when the last one runs, the parts of all others are.
 
-[Note: buffers] A gather's buffer is one unit's. In forward there are those of two units that follow each other: the
-one that is copied out, and the one before, whose copy may still be running, or in its stead the one ahead. With
-explicit prefetching over a distance there are as many more. In backward there are at most the buffers of three units
-that follow each other: the gradients of the unit that computes, packed to be reduced, the gather of the unit ahead,
-and one idle buffer of the unit before, which may be used again; and what the root was gathered through.
+[Note: buffers] A gather's buffer is one unit's. In forward there are those of two consecutive units: the one that is
+copied out, and either the previous one, whose copy may still be running, or the next one. With explicit prefetching
+over a distance there are as many more. In backward there are at most the buffers of three consecutive units: the
+gradients of the unit that computes, packed to be reduced, the gather of the next unit, and one idle buffer of the
+previous unit, which may be reused; and the root's gather buffer.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from math import prod
 
 from shardproof import ROOT, Layout, Training, UnitParameters, groups_of
 
-ALIGNMENT_BYTES = 64  # a cache line, the coarsest that any of the engines aligns a parameter to
+ALIGNMENT_BYTES = 64  # a cache line, the coarsest alignment of parameters in any of the engines
 _PAIR = 2
 
 
@@ -57,7 +56,7 @@ class _Sizes:
         self.root_most = sum(map(self._most, roots))
 
     def _most(self, group: UnitParameters) -> int:
-        """Add up what engines lay between parameters; see [Note: least and most]."""
+        """Add the padding between parameters; see [Note: least and most]."""
         ranks, width = self._num_shards, group.bytes_per_element
         rows = [(-(-shape[0] // ranks) * ranks, *shape[1:]) for shape in group.shapes]
         aligned = (-(-prod(shape) * width // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for shape in rows)
@@ -65,7 +64,7 @@ class _Sizes:
 
 
 def _largest(sizes: Sequence[int], in_a_row: int) -> int:
-    """Return the most that units have together which follow each other."""
+    """Return the largest total of consecutive units."""
     return max(sum(sizes[start : start + in_a_row]) for start in range(len(sizes)))
 
 

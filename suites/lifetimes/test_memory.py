@@ -1,4 +1,4 @@
-"""Which units are gathered when, the peak memory that this takes, and the memory that is left afterwards."""
+"""Which units are gathered when, the peak memory of that, and the memory that is left afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardproof.suites.params import param, parametrize
 from shardproof.suites.vocabulary import PARITY
 
 GATHERED, STAGING, GRADIENT = (MemoryKind.GATHERED,), (MemoryKind.STAGING,), (MemoryKind.GRADIENT,)
-UNREDUCED = (MemoryKind.GRADIENT, MemoryKind.STAGING)  # a flat gradient is packed as it is made
+UNREDUCED = (MemoryKind.GRADIENT, MemoryKind.STAGING)  # a flat gradient is packed as it is computed
 FREED = Plan(
     layout=Layout.SHARD, units=CHAIN.units, grouping=Grouping.REQUIRED, reshard=Reshard.AFTER_FORWARD
 )

@@ -1,1 +1,1 @@
-"""Offload: parameters, gradients and optimizer state live on the host, and the trained model is the same."""
+"""Offload: parameters, gradients and optimizer state are on the host, and the trained model is the same."""

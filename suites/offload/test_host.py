@@ -1,6 +1,6 @@
 """With parameters on the host an engine trains the same model, and keeps gradients there too.
 
-Memory that is pinned is a matter of GPUs: see suites/gpu.
+Cases of pinned memory need GPUs: see suites/gpu.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def test_trains_the_same_transformer_from_the_host(trial: Trial) -> None:
 @pytest.mark.kills("KeepsOffloadedGradients", world="processes:2:cuda")
 @parametrize("offload", Offload.CPU, param(Offload.PINNED, marks=pytest.mark.device("!cpu")))
 def test_shards_leave_the_device(trial: Trial, offload: Offload) -> None:
-    """Between steps an accelerator holds buffers alone."""
+    """Between steps an accelerator holds only buffers."""
     training = train(TRANSFORMER, ADAMW, layout=Layout.SHARD, offload=offload, script=NotesForms())
     trial.holds(training, *LAWS, MemoryIsExplained())
 

@@ -1,1 +1,1 @@
-"""Own model: the general promises, on a model of the user: the one that `--model` names, else a small decoder."""
+"""Own model: the general promises, on a user's model: the one of `--model`, else a small decoder."""

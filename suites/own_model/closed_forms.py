@@ -1,4 +1,4 @@
-"""What a user's model must communicate, in closed form over what is known of it."""
+"""The communication of a user's model, in closed form over its study."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from shardproof import Training, UnitParameters, UserModel, groups_of
 from shardproof.suites.communication.closed_forms import ClosedForm
 
-_ALIGNMENT_BYTES = 16  # at which flat parameters begin
+_ALIGNMENT_BYTES = 16  # the alignment of flat parameters
 Groups = tuple[UnitParameters, ...]
 
 
@@ -37,7 +37,7 @@ def _bytes(groups: Groups, size: int) -> int:
 
 
 def _padded(groups: Groups, size: int) -> int:
-    """Pad rows to the world, and let each parameter begin at an aligned address: engines do one of the two."""
+    """Pad rows to the world, and align each parameter: engines do one of the two."""
     return sum(group.padded_bytes(size) + len(group.names) * _ALIGNMENT_BYTES for group in groups)
 
 

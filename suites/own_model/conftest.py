@@ -1,4 +1,4 @@
-"""Which model the cases train: the one that ``--model`` names, else a small decoder of ours."""
+"""The model of the cases: the one of ``--model``, else a small decoder of ours."""
 
 from __future__ import annotations
 

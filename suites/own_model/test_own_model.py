@@ -1,4 +1,4 @@
-"""What every engine promises, on a model of the user's: it is trained as one process trains it."""
+"""The promises of every engine, on a user's model: it trains like one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOVING = (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE)
 FLOATS = ("float32", "float64", "bfloat16", "float16")  # integers are an engine's own bookkeeping
 GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,))
 REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,))
-MOST = 1_000_000  # gathers: how an engine groups parameters is its own affair
+MOST = 1_000_000  # gathers: how an engine groups parameters is its own choice
 Own = tuple[UserModel, NamedOptimizer]
 
 
@@ -148,8 +148,8 @@ def test_starts_from_what_other_ranks_saved(trial: Trial, own: Own) -> None:
 def test_computes_in_bfloat16_and_reduces_in_float32(trial: Trial, own: Own) -> None:
     trial.applies(unless=own[0].facts.not_in_bfloat16)
     plan = Plan(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    # SGD: an optimizer that divides by the gradient's size turns its roundings into whole steps.
-    # What it hardly moves is proven to move by the cases above.
+    # SGD: an optimizer that divides by the gradient's size turns its roundings into whole steps. Cases above prove the
+    # values that it hardly moves.
     model = replace(own[0], still=own[0].facts.slow)
     training = _training((model, SGD), plan)
     reduces_as_asked = Dtype(select=REDUCTIONS, dtype="float32")

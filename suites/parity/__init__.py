@@ -1,1 +1,1 @@
-"""Parity: the engine trains what one process with the whole batch trains, tensor by tensor on every rank."""
+"""Parity: the engine trains like one process with the whole batch, tensor by tensor on every rank."""

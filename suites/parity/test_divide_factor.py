@@ -1,4 +1,4 @@
-"""Gradients are the sum over ranks divided by the factor that the plan names, in every layout that the engine has."""
+"""Gradients are the sum over ranks divided by the plan's factor, in every layout of the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
 LAWS = (MatchesOracle(), HoldsItsShare(), RanksAgree())
-WORLD = None  # the number of ranks: what an engine divides by by default
+WORLD = None  # the number of ranks: an engine's default divisor
 # float64 beside float32: it is one of the dtypes in which engines divide partly before and partly after the sum.
 FACTORS = [
     param(1, None, id="one-float32", kills="AveragesWhateverTheFactor"),
@@ -51,7 +51,7 @@ def test_divides_as_asked(
 def test_divides_sums_of_shards_by_more_than_the_ranks(
     trial: Trial, reduce_dtype: torch.dtype | None, wire: Wire
 ) -> None:
-    """By 8: it has a factor for either side of the sum, and is the size of none of the usual worlds."""
+    """By 8: it has a factor for either side of the sum, and is not the size of a usual world."""
     trial.holds(_training(8, layout=Layout.SHARD, reduce_dtype=reduce_dtype, wire=wire), *LAWS)
 
 
@@ -98,5 +98,5 @@ def test_one_rank_divides_by_the_factor_alone(trial: Trial, factor: int | None) 
 
 # Any: as for `train`.
 def _training(factor: int | None, **asked: Any) -> Training:
-    # Of several units: a factor that reaches the root alone does not reach them.
+    # With several units: a factor that reaches only the root does not reach them.
     return train(MLP_UNEVEN, divide_factor=factor, **asked)

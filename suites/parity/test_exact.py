@@ -1,4 +1,4 @@
-"""Integer arithmetic that float32 holds exactly: the engine must be right to the last bit."""
+"""Integer arithmetic that float32 represents exactly: the engine must be right to the last bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts that the plan insists on: replicated, sharded, both on a 2-D mesh; had or refused, never ignored."""
+"""Required layouts: replicated, sharded, both on a 2-D mesh; supported or refused, never ignored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardproof.suites.training import train
 from shardproof.suites.vocabulary import GATHERS_IN_BACKWARD
 
 LAWS = (MatchesOracle(), HoldsItsShare(), RanksAgree())
-# How an engine groups parameters is its own affair here: one gather for all, or one for each.
+# How an engine groups parameters is its own choice here: one gather for all, or one for each.
 AT_MOST = len(list(MLP_UNEVEN.build().parameters()))
 # One axis of the mesh has a single rank, or neither has; on one rank both have.
 OTHER_REPLICAS = [

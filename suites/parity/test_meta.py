@@ -1,4 +1,4 @@
-"""Models that are prepared without memory and filled with what the first rank has train as if they always had it."""
+"""Models prepared without memory and filled with the first rank's values train like any other."""
 
 from __future__ import annotations
 

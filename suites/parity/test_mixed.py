@@ -1,4 +1,4 @@
-"""Units that are sharded and units that are replicated, nested in one model: each lies as it was asked to."""
+"""Sharded and replicated units, nested in one model: each has its planned layout."""
 
 from __future__ import annotations
 

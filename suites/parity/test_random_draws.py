@@ -1,4 +1,4 @@
-"""Models that draw random numbers in forward: each rank trains on what it drew itself, recomputation included."""
+"""Models that draw random numbers in forward: each rank trains on its own draws, recomputation included."""
 
 from __future__ import annotations
 

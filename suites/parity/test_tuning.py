@@ -1,4 +1,4 @@
-"""Options that move messages in time, and shares from rank to rank, do so and change no number."""
+"""Options that change the time of messages, and the owners of shares, do so and change no number."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Parts: parts of a model run alone, several times, or not at all; the numbers are the oracle's."""
+"""Parts: parts of a model run directly, several times, or not at all; the numbers are the oracle's."""

@@ -1,4 +1,4 @@
-"""Parts of a model that are called by themselves, and methods other than forward."""
+"""Parts of a model that are called directly, and methods other than forward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_step_through_one_unit_updates_it_alone(trial: Trial, layout: Layout) 
     trial.holds(training, *PARITY)
 
 
-@pytest.mark.worlds(SEVERAL)  # a lone rank has everything at hand, and nothing to reduce
+@pytest.mark.worlds(SEVERAL)  # a lone rank has everything, and nothing to reduce
 @pytest.mark.rows("T36", "R16")
 @pytest.mark.kills("IgnoresForwardMethods", "NeverReducesForwardMethods")
 @both_layouts

@@ -1,4 +1,4 @@
-"""A head that runs on chunks of what the trunk gave, each with its own backward, in one group with the norm."""
+"""A head that runs on chunks of the trunk's output, each with its own backward, in one group with the norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks may use the parts of one unit in different orders: gradients of one parameter meet all the same."""
+"""Ranks may use the parts of one unit in different orders: gradients of one parameter are reduced together anyway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages of a pipeline, each data-parallel: under every order of microbatches right, and reduced once a step."""
+"""Data-parallel stages of a pipeline are right under every order of microbatches, and reduced once a step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EARLY = Select(ops=(Op.REDUCE_SCATTER, Op.ALL_REDUCE), microbatches=Microbatches
 
 
 def _messages_per_rank(training: Training, world_size: int) -> int:
-    """Count an activation and a gradient per microbatch and pair of neighbours, shared by the ranks of the ring."""
+    """Count an activation and a gradient per microbatch and pair of neighbours, over the ranks of the ring."""
     neighbours = num_stages(training) - 1
     return 2 * neighbours * training.schedule.microbatches // training.plan.pipeline_stages
 
@@ -119,7 +119,7 @@ def _training(layout: Layout, order: PipelineOrder, **others: Any) -> Training:
         layout=layout,
         pipeline_stages=2,
         units=STAGED.units,
-        # DDP makes buckets of its own, in sharded layouts each block is a group.
+        # DDP makes its own buckets; in sharded layouts each block is a group.
         grouping=Grouping.REQUIRED if layout is Layout.SHARD else Grouping.HINT,
         accumulation=Accumulation.LAST_MICROBATCH,
         **{"demands": Pipelined.demands, **others},

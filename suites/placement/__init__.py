@@ -1,1 +1,1 @@
-"""Placement: which dim of a parameter is sharded, shapes that no world divides, and what modules show of them."""
+"""Placement: which dim of a parameter is sharded, shapes that no world divides, and the parameters in modules."""

@@ -1,4 +1,4 @@
-"""Options that exclude each other are refused loudly, by every rank: whichever won, the other would be lost."""
+"""Options that exclude each other are refused by every rank: otherwise one of them would be ignored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ kills = pytest.mark.kills
 ALONE = kills("RefusesUnitsOnTheFirstRankAlone")
 
 CONTRADICTIONS = [
-    # What every rank holds whole is sharded along no dim, and not freed.
+    # A replicated parameter is sharded along no dim, and not freed.
     param(Plan(layout=Layout.REPLICATE, placement=Placement.LARGEST), id="dim_of_replicas"),
     param(Plan(layout=Layout.REPLICATE, reshard=Reshard.AFTER_FORWARD), id="freed_replicas"),
     param(Plan(layout=Layout.SHARD, reshard=Reshard.TO_PAIRS), id="pairs_of_odd_ranks", worlds=ODD),

@@ -1,4 +1,4 @@
-"""Each parameter is sharded on its largest dim: the same model, and shards that lie as asked and are contiguous."""
+"""Each parameter is sharded on its largest dim: the same model, and contiguous shards along that dim."""
 
 from __future__ import annotations
 

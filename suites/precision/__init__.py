@@ -1,1 +1,1 @@
-"""Precision: values are computed, accumulated, reduced and kept in the dtype asked for, and lose no more than that."""
+"""Precision: values are computed, accumulated, reduced and stored in the planned dtype, and lose no more than that."""

@@ -1,4 +1,4 @@
-"""What ranks do with the gradient scaler of the wrapper's interface, for cases to judge."""
+"""A gradient scaler of the wrapper's interface in action on several ranks, for cases to judge."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ AFTER_A_FINITE = "after finite gradients"
 
 
 def scales_together(bench: InterfaceBench, is_fused: bool) -> None:
-    """Step thrice: one rank's gradient is infinite, the other end's rank has none, all are finite.
+    """Step thrice: one rank's gradient is infinite, the last rank has none, all are finite.
 
-    Gradients are what a shard's would be, of ranks that hold one element each.
+    Gradients are like those of shards, on ranks that have one element each.
     """
     parameter = nn.Parameter(torch.zeros(1, device=bench.device))
     optimizer = torch.optim.SGD([parameter], lr=0.5, fused=is_fused)

@@ -1,4 +1,4 @@
-"""Models that round by themselves: what they round is no fault of the engine, and hides none of its own."""
+"""Models that round by themselves: their rounding is no fault of the engine, and hides none of its faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward and backward compute in the dtype asked for; masters, accumulation and reduction have dtypes of their own."""
+"""Forward and backward compute in the planned dtype; masters, accumulation and reduction have dtypes of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model converted once it is prepared trains in the new dtype, from the parameters to what crosses between ranks."""
+"""A model converted after preparation trains in the new dtype, from parameters to communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Integers that each dtype holds one by one: what is added must lose nothing that the dtype of the sum can hold."""
+"""Integers that each dtype represents singly: a sum must lose nothing that its own dtype can represent."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from shardproof.suites.vocabulary import PARITY
 
 pytestmark = pytest.mark.worlds(POWERS_OF_TWO)
 
-# One step: the next one's parameters would need more bits than forward has.
+# One step: the parameters of a second would need more bits than forward has.
 REDUCTIONS = Select(ops=(Op.ALL_REDUCE, Op.REDUCE_SCATTER), phases=(Phase.BACKWARD,), window=Window.TRAINING)
-# Computed in bfloat16, and summed over microbatches in the dtype of the reduction.
+# Computed in bfloat16, and summed over microbatches in the reduce dtype.
 IN_FLOAT32: dict[str, Any] = {
     "compute_dtype": torch.bfloat16,
     "reduce_dtype": torch.float32,

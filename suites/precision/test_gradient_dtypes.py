@@ -1,4 +1,4 @@
-"""Parameters that set a dtype for their gradients: what comes, waits, crosses between ranks and is kept is in it."""
+"""Parameters that set a dtype for their gradients: new, waiting, communicated and stored gradients have it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ GRADIENTS, ON_THE_WIRE, DTYPES = "gradients", "dtypes on the wire", "dtypes of g
 LOW, HIGH = torch.bfloat16, torch.float32
 SIZE = 8
 ANY = {"first": None, "second": None}
-FINE = 257.0  # has no form in bfloat16, nor has what odd ranks get, nor the mean
+FINE = 257.0  # not representable in bfloat16, nor is the value of odd ranks, nor the mean
 MEAN = FINE + 2
 
 
 class _Exact(torch.autograd.Function):
-    """Scales rows by a weight whose gradient is of the dtype of `Scale.made`, whatever the weight's is."""
+    """Scales rows by a weight whose gradient has the dtype `Scale.made`, whatever the weight's is."""
 
     # Any, for both: contexts and gradients have no types in torch.
     @staticmethod
@@ -40,7 +40,7 @@ class _Exact(torch.autograd.Function):
 
 
 class Scale(nn.Module):
-    """Two weights; the gradient of each is the row that came, in the dtype asked for."""
+    """Two weights; the gradient of each is its input row, in the requested dtype."""
 
     def __init__(self, dtype: torch.dtype = LOW) -> None:
         super().__init__()
@@ -50,13 +50,13 @@ class Scale(nn.Module):
         self.used = ("first", "second")
 
     def forward(self, row: torch.Tensor) -> torch.Tensor:
-        """Scale the row by each weight that is used."""
+        """Scale the row by each used weight."""
         scale: Any = _Exact.apply  # torch leaves it untyped
         return torch.stack([scale(row, getattr(self, name), self.made) for name in self.used])
 
 
 def _prepared(bench: Bench, layout: str = "fully_shard", dtype: torch.dtype = LOW, **given: Any) -> Any:
-    """Make a module whose first weight sets float32 for its gradients, or what is given by name."""
+    """Make a module whose first weight sets float32 for its gradients, or with the options passed by name."""
     model: Any = Scale(dtype)
     dtypes = {"first": HIGH, **given.pop("dtypes", {})}
     for name, wanted in dtypes.items():
@@ -68,7 +68,7 @@ def _prepared(bench: Bench, layout: str = "fully_shard", dtype: torch.dtype = LO
 
 
 def _train(bench: Bench, model: Any, value: float = FINE) -> None:
-    """Add ``value`` to each gradient that is used, on odd ranks 4 more: in the mean 2."""
+    """Add ``value`` to each used gradient, on odd ranks 4 more: in the mean 2."""
     row = torch.full((SIZE,), value + 4 * (bench.rank % 2), device=bench.device)
     model(row).sum().backward()
 
@@ -88,7 +88,7 @@ def _wire(bench: Bench) -> list[str]:
 @parametrize("layout", "fully_shard", "replicate", param("hybrid", worlds=FOUR_OR_MORE_EVEN))
 @expects(GRADIENTS, DTYPES, ON_THE_WIRE)
 def test_come_wait_cross_and_stay_in_the_dtype_set_for_them(bench: Bench, layout: str) -> None:
-    """What is more than its neighbours in a unit are in is not rounded, and still crosses with them, at once."""
+    """A gradient of a wider dtype than others in its unit is not rounded, and is still reduced with them."""
     model = _prepared(bench, layout)
     for syncs in (False, False, True):
         model.set_requires_gradient_sync(syncs)
@@ -141,7 +141,7 @@ def test_are_added_to_zeros_of_their_dtypes_where_ranks_use_other_parameters(ben
     model.set_reduce_scatter_unused_params(True)
     model.used = ("first",) if bench.rank % 2 else ("second",)
     _train(bench, model)
-    # The odd ranks alone have the first, in full; the even ones the second, rounded to 256.
+    # Only odd ranks have the first, in full; the even ones have the second, rounded to 256.
     expected = _filled(first=((FINE + 4) / 2, HIGH), second=(128.0, LOW))
     bench.near(GRADIENTS, whole_gradients(model)["second"], expected.pop("second"), tolerance=0.02)
     bench.same(GRADIENTS, {"first": whole_gradients(model)["first"]}, expected)
@@ -152,7 +152,7 @@ def test_are_added_to_zeros_of_their_dtypes_where_ranks_use_other_parameters(ben
 @pytest.mark.worlds(EVEN)
 @expects("frozen", "thawed", "with a dtype to reduce in")
 def test_zeros_without_a_dtype_are_refused_on_every_rank(bench: Bench) -> None:
-    """Also on ranks that use the parameter: they would wait for the others."""
+    """Also on ranks that use the parameter: otherwise they would wait for the others."""
     model = _prepared(bench, dtypes={"first": None})
     model.set_reduce_scatter_unused_params(True)
     model.first.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Losses are scaled for backward and gradients unscaled for the step; one that overflows is skipped on all ranks."""
+"""Losses are scaled for backward and gradients unscaled for the step; all ranks skip a step that overflows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardproof.suites.params import parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
-# The gradient that overflows is a row of the last layer's: under a sharded layout one rank alone has it.
+# The gradient that overflows is a row of the last layer's: under a sharded layout only one rank has it.
 OVERFLOWING = LossScaling(overflows_at=1, growth_interval=1)
 GROWING = LossScaling(growth_interval=2)
 

@@ -1,4 +1,4 @@
-"""A function that chooses which parameters of a unit compute in their own dtype, beside the others."""
+"""A function that chooses which parameters of a unit compute in their own dtype."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FINE = 257.0  # has no form in bfloat16
 
 
 class _Mixed(nn.Module):
-    """Scales rows by a weight and, without rounding, by a scale that has no form in bfloat16."""
+    """Scales rows by a weight and, without rounding, by a scale that bfloat16 cannot represent."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A gradient scaler for shards: what one rank saw of its gradients, all ranks act on."""
+"""A gradient scaler for shards: one rank's overflow affects all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One unit computes in a dtype of its own, and its inputs and outputs are cast as the plan says, and no others."""
+"""One unit computes in a dtype of its own, and its inputs and outputs, and no others, are cast by the plan."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Prefetch: which unit is gathered and reduced when, by default and as asked; a wrong hint costs only time."""
+"""Prefetch: which unit is gathered and reduced when, by default and on request; a wrong hint costs only time."""

@@ -1,10 +1,10 @@
-"""A backward that takes one branch of the model: what is gathered ahead for the other one is gathered by mistake.
+"""A backward through one branch of the model: units gathered ahead for the other branch are mistaken prefetches.
 
 The third part of row C13: a trunk, two heads, and for each head's loss a backward of its own through the graph of one
-forward. An engine that looks back along the order of forward comes from the right head to the left one, which this
-backward never enters; a caller may point there, too. Of a mistake no more is to be seen than a gather that comes early
-or for nothing: the unit is not reduced before its turn, is not gathered again for it, and in the next step's forward is
-gathered anew. Without a request for prefetching, an engine that makes no mistake is as right.
+forward. An engine that follows forward's order in reverse goes from the right head to the left one, which this backward
+never enters; a caller may request that too. Only an early or unnecessary gather shows the mistake: the unit is not
+reduced before its turn, is not gathered again for it, and is gathered anew in the next step's forward. An engine that
+makes no mistake, without a request for prefetching, is right too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.worlds(SEVERAL), pytest.mark.rows("C13")]
 TRUNK, LEFT, RIGHT = FORK.units
 LEFT_FIRST, RIGHT_FIRST = BranchByBranch(branches=(0, 1)), BranchByBranch(branches=(1, 0))
 GATHERED_ANEW = Order(select=IN_FORWARD, events=tuple(map(Gathers, FORK.units)))
-# The trunk's inputs need no gradient: it may be reduced when its gradients are there, and freed when all is over.
+# The trunk's inputs need no gradient: it may be reduced when its gradients are there, and freed at the end.
 TRUNK_ENDS = Together(frozenset({Reshards(TRUNK), Reduces(TRUNK)}))
 
 

@@ -1,4 +1,4 @@
-"""When a gather starts and whether it blocks: after the step, asynchronously if asked, unused modules included."""
+"""When a gather starts and whether it blocks: after the step, asynchronously on request, unused modules included."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_gathers_block_nobody_when_asked(trial: Trial) -> None:
 @pytest.mark.kills("GathersTheLastUnitFirst", "NeverReducesGroupsRunInPart")
 @pytest.mark.worlds(SEVERAL)
 def test_a_group_with_an_unused_module_is_treated_like_any_other(trial: Trial) -> None:
-    """Reductions are counted: an engine may leave out what has no gradient, and then sizes identify no unit."""
+    """Reductions are counted: an engine may leave out absent gradients, and then sizes identify no unit."""
     first, last = SPARE_CHAIN.units
     training = train_sharded(
         SPARE_CHAIN,

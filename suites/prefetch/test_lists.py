@@ -1,12 +1,11 @@
-"""Lists of units to prefetch decide which gathers start early, and their order; what is learnt stays the same.
+"""Lists of units to prefetch decide which gathers start early, and their order; the trained model is the same.
 
-A gather that forward asked for early is issued during another unit's forward. In backward it comes before the
-reductions that it is to overlap. Orders are whole, in the words of torch's own tests: a unit is gathered (unshard),
-freed (reshard), and its gradients reduced (post-backward). What does nothing is not to be seen from outside; of torch's
-tests it is counted by those that note a post-backward with nothing to reduce. Frees are seen as modules show their
-parameters. In forward without a list an engine is free to look ahead, so that frees have an order of their own there.
-The root's inputs need no gradient, so that nothing shows when its backward ends: an engine may reduce as soon as
-all its gradients are there, and free it later.
+A gather that forward requested early is issued during another unit's forward. In backward it comes before the
+reductions that it should overlap. Orders are complete, in the terms of torch's own tests: a unit is gathered (unshard),
+freed (reshard), and its gradients reduced (post-backward). A call without effect is invisible from outside; torch's own
+tests count a post-backward without a reduction. Frees show in the parameters of modules. In forward without a list an
+engine may prefetch, so frees have an order of their own there. The root's inputs need no gradient, so nothing shows
+when its backward ends: an engine may reduce as soon as all its gradients are there, and free it later.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ def test_groups_of_several_modules_prefetch_like_one(trial: Trial) -> None:
 @pytest.mark.kills("KeepsMistakenPrefetches", "PrefetchesStaleParameters", "TakesUnusedPrefetchesAsCurrent")
 @pytest.mark.worlds(SEVERAL)
 def test_a_wrong_hint_costs_no_correctness(trial: Trial) -> None:
-    # When the first block's backward asks for the last one, that one's backward is over.
+    # When the first block's backward requests the last one, that one's backward is over.
     trial.holds(_training(CHAIN, Prefetch(backward=((B0, (B3,)), (B3, (B0,))))), *PARITY)
 
 

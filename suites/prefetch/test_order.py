@@ -1,7 +1,7 @@
-"""Units are gathered in the order of their use and reduced in the reverse of it, whatever is prefetched.
+"""Units are gathered in the order of their use and reduced in the reverse order, with any prefetching.
 
-How far ahead an engine gathers by default is its own choice, so gathers and reductions are held to
-their orders apart from each other.
+How far ahead an engine gathers by default is its own choice, so the orders of gathers and of reductions are checked
+separately.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ pytestmark = pytest.mark.worlds(SEVERAL)
 INWARDS = ("", "blocks.0", "blocks.1", "blocks.2", "blocks.3")
 OUTWARDS = ("blocks.3", "blocks.2", "blocks.1", "blocks.0", "")
 GATHERED = Order(select=IN_FORWARD, events=tuple(map(Gathers, INWARDS)))
-# Backward comes to the root first of all: its output is the root's.
+# Backward reaches the root first: its output is the root's.
 GATHERED_AGAIN = Order(select=IN_BACKWARD, events=tuple(map(Gathers, ("", *OUTWARDS[:-1]))))
 REDUCED = Order(select=IN_BACKWARD, events=tuple(map(Reduces, OUTWARDS)))
 FREED = Order(select=IN_FORWARD, events=tuple(map(Reshards, (*INWARDS[1:], ""))))
 FREED_BUT_ROOT = Order(select=IN_FORWARD, events=tuple(map(Reshards, INWARDS[1:])))
-# The root's inputs need no gradient: it may be reduced when its gradients are there, and freed when all is over.
+# The root's inputs need no gradient: it may be reduced when its gradients are there, and freed at the end.
 ENDS = (
     *(event for unit in OUTWARDS[:-1] for event in (Reshards(unit), Reduces(unit))),
     Together(frozenset({Reshards(""), Reduces("")})),
 )
-# The next unit is gathered before the present one's gradients are computed, unasked.
+# By default the next unit is gathered before the current one's gradients are computed.
 OVERLAPPED: tuple[Event | Together, ...] = (
     *(Gathers("blocks.3"), Gathers("blocks.2"), *ENDS[:2], Gathers("blocks.1"), *ENDS[2:4]),
     *(Gathers("blocks.0"), *ENDS[4:]),
@@ -78,11 +78,11 @@ def test_gathers_kept_units_in_forward_alone(trial: Trial) -> None:
 def test_a_step_goes_in_the_order_of_torch(
     trial: Trial, problem: Problem, reshard: Reshard, orders: tuple[Order, ...]
 ) -> None:
-    """All of the first part of row C13, for engines that gather ahead when asked to.
+    """All of the first part of row C13, for engines that gather ahead on request.
 
-    Seen from outside: a gather and a reduction by their issue, a free by what modules show. An unshard or
-    post-backward that does nothing is none of them. In forward an engine may look ahead, so that gathers and frees
-    have their orders apart from each other there.
+    As seen from outside: a gather and a reduction by their issue, a free by the parameters in modules. An unshard or
+    post-backward without effect is not counted. In forward an engine may prefetch, so gathers and frees have separate
+    orders there.
     """
     prefetches, watch = frozenset({Capability.PREFETCH}), frozenset({Watch.UNITS})
     training = _training(problem, reshard=reshard, demands=prefetches, watch=watch)

@@ -1,8 +1,8 @@
-"""Collectives are in flight while units compute, and no further ahead than asked: what prefetching is for.
+"""Collectives are in flight while units compute, and no further ahead than requested: the purpose of prefetching.
 
-Calls, their order and the numbers are the same without it. The watch over streams records when the stream on which
-units compute waits for a collective, on a CPU as on a device. Of a chain all overlap but for its two ends: nothing
-computes before the first gathers are needed, and nothing after the last gradients are there.
+Calls, their order and the numbers are the same without it. The stream watch records when the stream on which units
+compute waits for a collective, on a CPU as on a device. In a chain all overlap except at its two ends: nothing computes
+before the first gathers are needed, and nothing after the last gradients are there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardproof.suites.training import train_sharded
 from shardproof.suites.vocabulary import ALL_REDUCES, GATHERS_IN_BACKWARD, GATHERS_IN_FORWARD, PARITY
 from shardproof.suites.vocabulary import REDUCE_SCATTERS
 
-# On CUDA the watch has yet to be seen at work; `--thorough` asks for it.
+# On CUDA the watch has not been tested in these cases; `--thorough` requests it.
 pytestmark = [pytest.mark.worlds(SEVERAL), pytest.mark.device("!cuda")]
 
 ROOT = ""
@@ -28,7 +28,7 @@ FIRST, LAST = UNITS[0], UNITS[-1]
 OVERLAPS_IN_FORWARD = Overlaps(select=GATHERS_IN_FORWARD, but_for=(ROOT, FIRST))
 OVERLAPS_IN_BACKWARD = Overlaps(select=GATHERS_IN_BACKWARD, but_for=(ROOT, LAST))
 SCATTERS = Overlaps(select=REDUCE_SCATTERS, but_for=(FIRST, ROOT))
-# Across replicas what was scattered is reduced once more: a turn later, where waiting for it is up to the host.
+# Across replicas the scattered result is reduced once more: a turn later, if the host waits for it.
 REDUCTIONS = Overlaps(select=ALL_REDUCES, but_for=(UNITS[1], FIRST, ROOT))
 of_waits = pytest.mark.kills("WaitsForEachGather", "WaitsWhereItGathers")
 of_lists = pytest.mark.kills("NeverPrefetches", "PrefetchesOneTooFew", "PrefetchesTheUnitAfterNext")
@@ -72,7 +72,7 @@ def test_backward_gathers_overlap_unasked(trial: Trial, problem: Problem, microb
 
 @pytest.mark.kills("GathersEverythingFirst")
 def test_no_more_than_the_next_unit_is_gathered_unasked(trial: Trial) -> None:
-    """An engine need not look ahead in forward by itself; where it does, it is not to fill the memory."""
+    """An engine need not look ahead in forward by default; if it does, it must not fill the memory."""
     ahead = PrefetchDistance(phase=Phase.FORWARD, units=Between(0, 1))
     trial.holds(_training(), ahead, *PARITY)
 

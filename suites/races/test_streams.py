@@ -1,4 +1,4 @@
-"""Streams wait for each other: numbers are right on a CPU without that too, so the streams are watched themselves."""
+"""Streams wait for each other. On a CPU numbers are right without that, so the streams themselves are watched."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train_sharded
 from shardproof.suites.vocabulary import PARITY
 
-# On CUDA the watch has yet to be seen at work; `--thorough` asks for it.
+# On CUDA the watch has not been tested in these cases; `--thorough` requests it.
 pytestmark = [pytest.mark.worlds(SEVERAL), pytest.mark.device("!cuda")]
 
 LAWS = (NoRaces(), *PARITY)
-NATIVE = Reshard.NATIVE  # for engines that have one way alone
+NATIVE = Reshard.NATIVE  # for engines that have only one way
 of_one_unit = pytest.mark.kills(
     "GathersBeforeTheCopyIn",
     "CopiesOutDuringTheGather",
@@ -162,13 +162,13 @@ def test_streams_wait_for_gathers_by_hand(trial: Trial) -> None:
 
 @pytest.mark.kills("ReducesBeforeGradientsAreThere", "ReducesBeforeTheCut")
 def test_streams_wait_around_a_dtype_for_reductions(trial: Trial) -> None:
-    """What was reduced is cast, and let go, on the stream that comes last."""
+    """The reduced result is cast and freed on the last stream."""
     _holds(trial, reduce_dtype=torch.bfloat16)
 
 
 @pytest.mark.kills("CopiesOutDuringTheGather", "FreesTheCopiedBuffer")
 def test_streams_wait_where_forwards_wait_for_their_backwards(trial: Trial) -> None:
-    """What a backward gathered ahead and did not use is memory again for the gathers of the next one."""
+    """Buffers that a backward gathered ahead and did not use are reused by gathers of the next one."""
     script = AllForwardsFirst(backwards=Backwards.ONE_BY_ONE)
     _holds(trial, MLP_UNEVEN, grouping=Grouping.HINT, reshard=NATIVE, microbatches=2, script=script)
 

@@ -1,4 +1,4 @@
-"""Evaluations before and amid training: they change nothing of it."""
+"""Evaluations before and during training do not change it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
-# The root owns the last layer: engines keep its parameters longest.
+# The root has the last layer: engines keep its parameters longest.
 UNITS = MLP_EVEN.units[:-1]
 both_layouts = parametrize("layout", Layout.REPLICATE, Layout.SHARD)
 
@@ -29,12 +29,12 @@ def test_an_evaluation_before_the_step_leaves_nothing_stale(trial: Trial, layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatesBetween:
-    """Each microbatch is evaluated between its forward and its backward."""
+    """Evaluates each microbatch between its forward and its backward."""
 
     demands: ClassVar[frozenset[Capability]] = frozenset()
 
     def play(self, actor: Actor) -> None:
-        """Hold a graph while the model runs without one."""
+        """Keep a graph alive while the model runs without one."""
         for microbatch in range(actor.num_microbatches):
             loss = actor.loss(microbatch, actor.forward(microbatch, *actor.batch(microbatch).inputs))
             actor.evaluate(microbatch)

@@ -1,4 +1,4 @@
-"""A forward that raises on every rank, after which it is skipped, or the step is done again."""
+"""A forward that raises on every rank, after which it is skipped, or the step is repeated."""
 
 from __future__ import annotations
 

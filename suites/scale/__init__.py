@@ -1,1 +1,1 @@
-"""Scale: bytes sent and held by a rank do not grow with the number of ranks, up to thousands; in simulated worlds."""
+"""Scale: a rank's bytes sent and held do not grow with the number of ranks, up to thousands; in simulated worlds."""

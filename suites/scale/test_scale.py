@@ -1,4 +1,4 @@
-"""In closed form, on a sample of the ranks of a large world: nothing there has data to compare."""
+"""Closed forms on a sample of the ranks of a large world, which has no data to compare."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOST_CALLS = FewCalls(
 )
 
 
-# A rank's rows of the smaller model weigh as much as a thousand numbers of each unit.
+# A rank's rows of the smaller model have as many bytes as a thousand numbers of each unit.
 KEEPS = pytest.mark.kills("KeepsANumberForEachRank", world="simulated:1024")
 
 

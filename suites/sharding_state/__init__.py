@@ -1,1 +1,1 @@
-"""Sharding state: when units are gathered and freed, by policy or by hand, and what modules show meanwhile."""
+"""Sharding state: when units are gathered and freed, by policy or by call, and the parameters of modules meanwhile."""

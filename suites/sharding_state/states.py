@@ -8,7 +8,7 @@ from shardproof import ExpectedUnitState
 def states(
     moment: str, *, unsharded: tuple[str, ...] = (), sharded: tuple[str, ...] = ()
 ) -> tuple[ExpectedUnitState, ...]:
-    """Return of each unit what it is at that moment."""
+    """Return the state of each unit at that moment."""
     return (
         *(ExpectedUnitState(moment=moment, unit=unit, is_unsharded=True) for unit in unsharded),
         *(ExpectedUnitState(moment=moment, unit=unit, is_unsharded=False) for unit in sharded),

@@ -1,4 +1,4 @@
-"""Units that the caller gathers by hand show the model, and are gathered no second time."""
+"""Units that the caller gathers by call have whole parameters, and are not gathered again."""
 
 from __future__ import annotations
 

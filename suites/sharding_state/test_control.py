@@ -1,4 +1,4 @@
-"""Policies that the caller sets on single units later have effect, and on those units alone."""
+"""Policies that the caller later sets on single units affect only those units."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOLD_TO_FREE, TOLD_TO_KEEP = (0,), (1,)  # the microbatches of ToggleReshard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """Units whose policy is set later, the plan's policy, and the units that the plan alone keeps after forward."""
+    """Units whose policy is set later, the plan's policy, and the units that only the plan keeps after forward."""
 
     units: tuple[str, ...]
     reshard: Reshard

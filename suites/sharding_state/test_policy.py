@@ -1,4 +1,4 @@
-"""After forward units are gathered or freed as the plan says; after backward all are freed, in every step."""
+"""After forward units are gathered or freed as planned; after backward all are freed, in every step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardproof.suites.vocabulary import PARITY
 
 pytestmark = pytest.mark.worlds(SEVERAL)
 
-# Every step, the first included: nothing that a step leaves behind may change what the next one gathers.
+# Every step, the first included: no state of a step may change what the next one gathers.
 GATHERS = Select(ops=(Op.ALL_GATHER,), window=Window.TRAINING)
 GATHERS_IN_FORWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,), window=Window.TRAINING)
 GATHERS_IN_BACKWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.BACKWARD,), window=Window.TRAINING)

@@ -1,4 +1,4 @@
-"""Several roots beside each other train one model, each freed as asked, with their collectives in one order."""
+"""Several roots beside each other train one model, each freed as planned, with their collectives in one order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An embedding that is the head as well: in one group, and over two."""
+"""An embedding that is also the head: in one group, and over two."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ONE_GROUP = ("token,head", "blocks.0", "blocks.1")
 TWO_GROUPS = ("token", "head")
 
 
-@pytest.mark.worlds(SEVERAL)  # of one rank, no row is the last rank's
+@pytest.mark.worlds(SEVERAL)  # with one rank, no row is the last rank's
 @pytest.mark.rows("T27")
 @pytest.mark.kills("UntiesSharedParameters", "LosesTheLastRowsOfSharedParameters", "SplitsTiedModules")
 @parametrize("reshard", param(Reshard.AFTER_FORWARD, id="freed"), param(Reshard.KEEP, id="kept"))

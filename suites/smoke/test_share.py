@@ -1,4 +1,4 @@
-"""The least that an engine must do which declares that it shards: hold its share, and no more."""
+"""The minimum for an engine that declares that it shards: it holds its share, and no more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The least that an engine must do."""
+"""The minimum for every engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State that a world of another size left: training goes on as on the ranks that saved it."""
+"""State that a world of another size saved: training continues as on the ranks that saved it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOOK_ALL = Notes(subject=TAKEN, value=AS_HANDED_OUT, step=0)
 @parametrize("optimizer", SGD, ADAMW)
 @parametrize("ranks", *WORLDS_BEFORE)
 def test_goes_on_from_whole_tensors(trial: Trial, ranks: RanksBefore, optimizer: NamedOptimizer) -> None:
-    """The first of other ranks wrote them, and each rank finds its part of them now."""
+    """The first of other ranks wrote them, and each rank loads its part of them."""
     origin = saved_by(ranks, StateForm.WHOLE)
     trial.holds(train(MLP_UNEVEN, optimizer, origin=origin), *PARITY, TOOK_ALL)
 
@@ -30,7 +30,7 @@ def test_goes_on_from_whole_tensors(trial: Trial, ranks: RanksBefore, optimizer:
 @parametrize("problem", MLP_UNEVEN, MLP_EVEN, TIED)
 @parametrize("ranks", *WORLDS_BEFORE)
 def test_goes_on_from_files(trial: Trial, ranks: RanksBefore, problem: Problem) -> None:
-    """Each of other ranks wrote its shares, and the shares of a rank now are in several files, or in a part of one."""
+    """Each of other ranks wrote its shares; a rank's shares now are in several files, or in a part of one."""
     origin = saved_by(ranks, StateForm.FILES)
     trial.holds(train(problem, ADAMW, origin=origin), *PARITY)
 
@@ -54,7 +54,7 @@ def test_goes_on_from_files_under_another_layout(
 @pytest.mark.kills("LosesStateInAnotherWorld")
 @parametrize("ranks", *WORLDS_BEFORE)
 def test_goes_on_beside_accumulation_and_clipping(trial: Trial, ranks: RanksBefore) -> None:
-    """What an engine holds of a step is by then reduced over other ranks."""
+    """The engine's state of a step is by then reduced over other ranks."""
     origin = saved_by(ranks, StateForm.WHOLE)
     training = train(MLP_UNEVEN, SGD, microbatches=2, clip=Clip(max_norm=0.5), origin=origin)
     trial.holds(training, *PARITY, TOOK_ALL)
@@ -63,7 +63,7 @@ def test_goes_on_beside_accumulation_and_clipping(trial: Trial, ranks: RanksBefo
 @pytest.mark.kills("LosesStateInAnotherWorld")
 @parametrize("ranks", *WORLDS_BEFORE)
 def test_goes_on_with_the_divisor_of_its_own_world(trial: Trial, ranks: RanksBefore) -> None:
-    """The mean is over the ranks of now, with every microbatch reduced by itself as well."""
+    """The mean is over the current ranks, also with every microbatch reduced separately."""
     origin = saved_by(ranks, StateForm.WHOLE)
     training = train(MLP_EVEN, SGD, microbatches=2, accumulation=Accumulation.EVERY_MICROBATCH, origin=origin)
     trial.holds(training, *PARITY, TOOK_ALL)

@@ -1,4 +1,4 @@
-"""Checkpoints that an engine writes and reads by itself: training goes on as if nothing had been."""
+"""Checkpoints in an engine's own format: training continues as if uninterrupted."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_resumes_with_buffers(trial: Trial) -> None:
 
 @pytest.mark.kills("RestoresNoMasters")
 def test_resumes_what_is_updated_on_the_host(trial: Trial) -> None:
-    """What the optimizer updates is a copy, which the parameters follow."""
+    """The optimizer updates a copy, from which the parameters are set."""
     trial.holds(_resumed(MLP_UNEVEN, ADAMW, offload=Offload.OPTIMIZER), *PARITY)
 
 
 @pytest.mark.kills("LosesStateInItsCheckpoint")
 def test_resumes_in_turns(trial: Trial) -> None:
-    """The ranks' shares do not follow each other."""
+    """The ranks' shares are not in rank order."""
     trial.holds(_resumed(MLP_UNEVEN, ADAMW, tuning=Tuning.ROUND_ROBIN), *PARITY)
 
 
@@ -54,20 +54,20 @@ def test_resumes_in_turns(trial: Trial) -> None:
     param(RanksBefore.HALF, worlds=AFTER_FEWER, kills="LosesStateInItsCheckpoint"),
 )
 def test_goes_on_from_other_ranks(trial: Trial, ranks: RanksBefore, problem: Problem) -> None:
-    """Other ranks wrote it, so that a share is now in several of its files, or in a part of one."""
+    """Other ranks wrote it, so a share is now in several of its files, or in a part of one."""
     trial.holds(train(problem, ADAMW, origin=saved_by(ranks, OWN)), *PARITY)
 
 
 @pytest.mark.kills("LosesStateInItsCheckpoint")
 @parametrize("ranks", *WORLDS_BEFORE)
 def test_goes_on_in_turns_from_other_ranks(trial: Trial, ranks: RanksBefore) -> None:
-    """Whose turn it is depends on the number of ranks."""
+    """The order of shares depends on the number of ranks."""
     trial.holds(train(MLP_UNEVEN, ADAMW, origin=saved_by(ranks, OWN), tuning=Tuning.ROUND_ROBIN), *PARITY)
 
 
 # Any: options of a plan, by the names of its fields.
 def _resumed(problem: Problem, optimizer: NamedOptimizer, **asked: Any) -> Training:
-    """Make a training that goes on in a fresh model, of the same plan, after some of its steps."""
+    """Make a training that continues in a fresh model, with the same plan, after some of its steps."""
     schedule = Schedule(steps=STEPS_BEFORE + 2)
     training = train(problem, optimizer, schedule=schedule, demands=OWN.demands, **asked)
     return replace(training, resume=Resume(after_steps=STEPS_BEFORE, plan=training.plan, form=OWN))

@@ -1,4 +1,4 @@
-"""State handed to a fresh model, under the same layout or another, and trained on as if nothing had been."""
+"""State loaded into a fresh model, under the same layout or another, which continues as if uninterrupted."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_resumes_as_it_was(trial: Trial, optimizer: NamedOptimizer) -> None:
 @pytest.mark.kills("LosesOptimizerState")
 @parametrize("optimizer", SGD, ADAMW)
 def test_resumes_on_two_replicas_what_all_ranks_shared(trial: Trial, optimizer: NamedOptimizer) -> None:
-    """Shards over n ranks become shards over n / 2: what a change of world size asks of a state."""
+    """Shards over n ranks become shards over n / 2, as in a change of world size."""
     trial.holds(_training(MLP_UNEVEN, optimizer, Layout.SHARD, Layout.HYBRID), *PARITY)
 
 
@@ -53,7 +53,7 @@ def test_resumes_in_shards_what_was_replicated(trial: Trial) -> None:
 @pytest.mark.kills("SavesUnderNamesOfItsOwn", "SavesInAnOrderOfItsOwn", "SavesMomentsInAnOrderOfItsOwn")
 @parametrize("optimizer", SGD, ADAMW)
 def test_hands_out_what_the_ranks_hold(trial: Trial, optimizer: NamedOptimizer) -> None:
-    """What is handed out is whole and has the model's own names, so any number of ranks may take it, or none."""
+    """The state is whole and has the model's own names, so any number of ranks may load it."""
     training = _training(MLP_EVEN, optimizer, Layout.NATIVE, Layout.NATIVE)
     trial.holds(training, *PARITY, *EXACTLY)
 
@@ -61,7 +61,7 @@ def test_hands_out_what_the_ranks_hold(trial: Trial, optimizer: NamedOptimizer) 
 @pytest.mark.kills("RoundsWhatItLoads")
 @parametrize("optimizer", SGD, ADAMW)
 def test_resumes_what_computes_in_few_bits(trial: Trial, optimizer: NamedOptimizer) -> None:
-    """What is stored in float32 stays so: it passes through the dtype of computation neither way."""
+    """Float32 values stay float32: they are not rounded to the compute dtype, neither way."""
     training = _training(MLP_EVEN, optimizer, Layout.NATIVE, Layout.NATIVE)
     plan = replace(training.plan, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     trial.holds(
@@ -77,9 +77,9 @@ def test_resumes_tied_parameters(trial: Trial) -> None:
 @pytest.mark.kills("LosesOptimizerState")
 @parametrize("after_steps", 2, 3)
 def test_resumes_beside_what_nothing_used(trial: Trial, after_steps: int) -> None:
-    """A parameter that has had no gradient yet has no optimizer state, before and after.
+    """A parameter without any gradient so far has no optimizer state, before and after.
 
-    In a fresh model its gradient is None, even where the step before left zeros, as the second one does.
+    In a fresh model its gradient is None, even if the previous step left zeros, as the second one does.
     """
     training = _training(SOMETIMES, ADAMW, Layout.NATIVE, Layout.NATIVE)
     plan = replace(training.plan, demands=training.plan.demands | {Capability.UNUSED})

@@ -10,5 +10,5 @@ WORLDS_BEFORE = [param(RanksBefore.ONE_MORE, worlds=AFTER_MORE), param(RanksBefo
 
 
 def saved_by(ranks: RanksBefore, form: StateForm, plan: Plan | None = None) -> Origin:
-    """Describe the state that so many ranks saved."""
+    """Describe the state that this many ranks saved."""
     return Origin(steps=STEPS_BEFORE, ranks=ranks, form=form, plan=plan)

@@ -1,1 +1,1 @@
-"""Tensor parallel: data parallelism over tensors that are cut already."""
+"""Tensor parallel: data parallelism over tensors that are already sharded."""

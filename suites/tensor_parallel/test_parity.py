@@ -1,4 +1,4 @@
-"""Tensors that a tensor-parallel axis has cut already: trained as one model, reduced over the data axes alone."""
+"""Tensors that a tensor-parallel axis has sharded: trained as one model, reduced only over the data axes."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_replicas_of_cut_tensors_train_as_one_model(trial: Trial, problem: Probl
 
 
 def _training(problem: Problem, layout: Layout, reshard: Reshard = Reshard.NATIVE) -> Training:
-    # Two steps show what one did to the next; DTensors take too long over more.
+    # Two steps show the effect of one on the next; DTensors take too long for more.
     return train(
         problem, layout=layout, tensor_parallel=2, grouping=Grouping.REQUIRED, reshard=reshard, steps=2
     )

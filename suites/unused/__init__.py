@@ -1,1 +1,1 @@
-"""Unused, frozen and ignored parameters: they stay as they are, and no rank waits for them."""
+"""Unused, frozen and ignored parameters: they do not change, and no rank waits for them."""

@@ -1,4 +1,4 @@
-"""Frozen parameters are gathered like others, get no gradient, stay as they are, and are freed again."""
+"""Frozen parameters are gathered like others, get no gradient, do not change, and are freed again."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shardproof.suites.communication.closed_forms import NUM_GROUPS
 from shardproof.suites.training import train, train_sharded
 from shardproof.suites.vocabulary import GATHERS_IN_FORWARD, PARITY, REDUCE_SCATTERS
 
-# Those of the units with a parameter that is not frozen: the adapter's and the head's.
+# Those of the units with a trained parameter: the adapter's and the head's.
 NUM_TRAINED = 2
 
 
 @pytest.mark.kills("TrainsFrozenParameters")
 def test_trains_around_frozen_parameters(trial: Trial) -> None:
-    """With AdamW: its weight decay would move a frozen parameter that had a gradient of zeros."""
+    """With AdamW: its weight decay would move a frozen parameter with a gradient of zeros."""
     trial.holds(train(FROZEN, ADAMW), *PARITY)
 
 

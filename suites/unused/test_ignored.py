@@ -1,7 +1,7 @@
-"""Ignored parameters stay whole on every rank and cross between none.
+"""Ignored parameters stay whole on every rank and are not communicated.
 
-Those here are frozen: what becomes of the gradients of a trained one is the caller's affair, so ranks may part
-over it, and no oracle knows the right value.
+Those here are frozen: the gradients of a trained one are the caller's responsibility, so ranks may diverge in it, and
+no oracle has the right value.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from shardproof.suites.vocabulary import PARITY, REDUCTIONS
 @pytest.mark.kills("GivesZerosToUnusedParameters", "TakesTheFirstGraphForAll")
 @parametrize("optimizer", SGD, ADAMW)
 def test_leaves_unused_parameters_without_a_gradient(trial: Trial, optimizer: NamedOptimizer) -> None:
-    """The side layer goes unused in steps 2 and 3: after clearing to zeros it coasts on, after None it rests."""
+    """The side layer is unused in steps 2 and 3: after clearing to zeros momentum moves it, after None it rests."""
     training = train(SOMETIMES, optimizer, demands=frozenset({Capability.UNUSED}), steps=4)
     trial.holds(training, *PARITY)
 

@@ -1,4 +1,4 @@
-"""What cases of the wrapper's interface work with on one rank."""
+"""The wrapper's interface on one rank, for the bodies of cases."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Bench(Claims):
         self.names = given.prepared.wrapper()
         self.api = self.names.FullyShardedDataParallel
 
-    # Any: engines share no base class, and options are what is put to the test.
+    # Any: engines have no common base class, and cases test the options.
     def wrap(self, module: nn.Module, **options: Any) -> Any:
-        """Wrap a module where the rank computes, by default with parameters under their own names."""
+        """Wrap a module on the rank's device, by default with parameters under their own names."""
         return self.api(module, **{"device_id": self.device, "use_orig_params": True, **options})
 
     def wrapped(self, model: nn.Module, units: tuple[str, ...] = UNITS, **options: Any) -> Any:
@@ -50,12 +50,12 @@ class Bench(Claims):
         return self.wrapped(model, wrapping.units, **options)
 
     def step_of(self, ranks: range, **options: Any) -> Any:
-        """Wrap a tower, take one step, and claim that it is that of one process with the rows of these ranks."""
+        """Wrap a tower, take one step, and claim that it equals that of one process with the rows of these ranks."""
         root = self.wrap(tower(), **options)
         optimizer = torch.optim.SGD(root.parameters(), lr=LR)
         self.train(root)
         optimizer.step()
-        # Losses are weighed for a mean over all ranks; the mean over some of them is that much larger.
+        # Losses are weighted for a mean over all ranks; the mean over some of them is larger by that factor.
         expected = trained_alone(ranks, lr=LR * self.size / len(ranks))
         self.same(STEP, self.summoned(root), expected)
         return root
@@ -66,7 +66,7 @@ class Bench(Claims):
             return copies(root.named_parameters())
 
     def units_of(self, root: nn.Module) -> list[str]:
-        """Name the modules that were wrapped, as the model called them; sorted."""
+        """List the wrapped modules by the model's own names; sorted."""
         units = {id(unit) for unit in self.api.fsdp_modules(root)}
         return sorted(original(name) for name, module in root.named_modules() if id(module) in units)
 
@@ -77,7 +77,7 @@ class Bench(Claims):
         return [int(total) for total in totals]
 
     def sizes_of(self, saved: dict[str, Any], names: list[str], *, is_sharded: bool) -> dict[str, int]:
-        """Count the elements of saved tensors: this rank's, or those of all ranks where they are shared out."""
+        """Count the elements of saved tensors: this rank's, or those of all ranks if they are sharded."""
         held = {name: v.to_local() if isinstance(v, DTensor) else v for name, v in saved.items()}
         counts = [held[name].numel() if name in held else 0 for name in names]
         return dict(zip(names, self.summed(counts) if is_sharded else counts, strict=True))

@@ -1,4 +1,4 @@
-"""What cases work on: a small model with units inside units, its data, ways to wrap it, and how it trains alone."""
+"""The model of the cases, with units inside units; its data, ways to wrap it, and training without a wrapper."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch.distributed.tensor import DTensor
 
 from shardproof.suites.params import parametrize
 
-# One unit inside another; what is left is the root's.
+# One unit inside another; the rest is the root's.
 UNITS = ("middle", "middle.1")
 LR = 0.25  # a power of two, so that steps by whole numbers are exact
 _NUM_ROWS = 4
-# What the wrapper adds to names; the names of the model itself have no such component.
+# The component that the wrapper adds to names; the model's own names have none such.
 _WRAPPED = "_fsdp_wrapped_module"
 
 
 class Form(Enum):
-    """In what form a wrapped model shows its parameters to an optimizer."""
+    """The form in which a wrapped model has its parameters for an optimizer."""
 
     ORIGINAL = "by name"
     FLAT = "one for each unit"
@@ -38,14 +38,14 @@ class Form(Enum):
 EACH_FORM = parametrize("form", *Form)
 
 
-def strategies(*chosen: Any) -> pytest.MarkDecorator:  # Any: strategies, or what pytest.param makes of them
+def strategies(*chosen: Any) -> pytest.MarkDecorator:  # Any: strategies, or pytest.param's results
     """Parametrize a test by strategies, with their names as ids."""
     return parametrize("strategy", *chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrapping:
-    """One of the ways to wrap a model; ``by_mesh`` hands the engine a mesh of all ranks and not their group."""
+    """One of the ways to wrap a model; ``by_mesh`` passes a mesh of all ranks instead of their group."""
 
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
     form: Form = Form.ORIGINAL
@@ -65,7 +65,7 @@ class Wrapping:
 
 
 class Tower(nn.Module):
-    """Linear throughout, of sizes that no world divides: of integers it makes integers."""
+    """Linear throughout, of sizes that no world divides: integers stay integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Tower(nn.Module):
         return result
 
     def describe(self, name: str) -> str:
-        """Stand for the methods that users write for their models."""
+        """A method of the kind that users write for their models."""
         return f"{self.kind} {name}"
 
 
@@ -114,13 +114,13 @@ def blank() -> Tower:
 
 
 def batch(rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Make the rows of a rank in a step; they cancel on no number of ranks, or only roundings would be learnt."""
+    """Make the rows of a rank in a step; they cancel for no number of ranks, or only roundings would be trained."""
     values = (torch.arange(_NUM_ROWS * 3) * 5 + rank * 3 + step * 4) % 7 - 2
     return values.view(_NUM_ROWS, 3).to(dtype)
 
 
 def train_alone(model: nn.Module, ranks: Iterable[int], step: int = 0) -> None:
-    """Add up in one process what the rows of these ranks in a step teach a model that is not wrapped."""
+    """Accumulate in one process the gradients of these ranks' rows in a step, in a model that is not wrapped."""
     dtype = next(model.parameters()).dtype
     for rank in ranks:
         model(batch(rank, step, dtype)).sum().backward()
@@ -160,15 +160,15 @@ def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def shown_gradients(root: Any) -> dict[str, torch.Tensor]:
-    """Copy the gradients that a model shows."""
+    """Copy the gradients in a model's parameters."""
     return {name: p.grad.detach().clone() for name, p in root.named_parameters() if p.grad is not None}
 
 
 def shapes(root: Any) -> list[tuple[str, list[int]]]:
-    """List the shapes of parameters as they are shown now, by name."""
+    """List the shapes of a module's current parameters, by name."""
     return [(name, list(p.shape)) for name, p in root.named_parameters()]
 
 
 def original(name: str) -> str:
-    """Return the name that a parameter or module had before it was wrapped."""
+    """Return the name of a parameter or module before it was wrapped."""
     return ".".join(part for part in name.split(".") if part != _WRAPPED)

@@ -1,4 +1,4 @@
-"""Optimizers of wrapped models: trained for a while, their state taken out and put into others, and trained on."""
+"""Optimizers of wrapped models: trained for a while, their state saved and loaded into others, which continue."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardproof.suites.wrapper.model import Wrapping, blank, parameters, tower, 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 BEFORE = 2  # steps until state is saved
 RESUMED = "parameters afterwards"
-# In double precision orders of summation differ by 1e-16 a step; anything wrong differs by a share of a step, 1e-3.
+# In double precision orders of summation differ by 1e-16 a step; any defect by a fraction of a step, 1e-3.
 TOLERANCE = 1e-9
 _DTYPE = torch.float64
 
@@ -26,7 +26,7 @@ Groups = Callable[[Any], Iterable[Any]]  # Any: a model, wrapped or plain; its p
 
 
 class Kind(Enum):
-    """Which optimizer."""
+    """The kinds of optimizers."""
 
     SGD = "with momentum"
     ADAMW = "two moments and a count of steps"
@@ -40,7 +40,7 @@ class Kind(Enum):
 
 
 class Route(Enum):
-    """How state is taken out of one optimizer and put into another."""
+    """How state is saved from one optimizer and loaded into another."""
 
     FULL = "optim_state_dict of full state dicts, on every rank"
     FULL_ON_RANK_0 = "optim_state_dict of full state dicts, on rank 0 alone"
@@ -75,7 +75,7 @@ class Trained:
         return parameters(self.root) if self.is_plain else self.bench.summoned(self.root)
 
     def saved(self, kind: StateDictType = FULL, config: OptimStateDictConfig | None = None) -> dict[str, Any]:
-        """Take the state of the optimizer, in the type named."""
+        """Return the state of the optimizer, in the type of that name."""
         with self.bench.api.state_dict_type(self.root, kind, None, config):
             saved: dict[str, Any] = self.bench.api.optim_state_dict(self.root, self.optimizer)
         return saved
@@ -87,7 +87,7 @@ def _all(model: Any) -> Iterable[Any]:
 
 
 def fresh(bench: Bench, wrapping: Wrapping, kind: Kind, groups: Groups = _all) -> Trained:
-    """Wrap a model whose values are all wrong, with an optimizer that has seen nothing."""
+    """Wrap a model whose values are all wrong, with an optimizer that has not stepped."""
     root = bench.wrapped_by(wrapping, blank().to(_DTYPE))
     return Trained(bench=bench, root=root, optimizer=kind.build(groups(root)))
 
@@ -111,21 +111,21 @@ def plain(bench: Bench, kind: Kind, steps: int, groups: Groups = _all) -> Traine
 
 
 def resume(bench: Bench, route: Route, kind: Kind, before: Wrapping, after: Wrapping) -> None:
-    """Train, hand model and optimizer over to others, and claim that these train on."""
+    """Train, transfer model and optimizer state to others, and claim that these continue."""
     first, second = trained(bench, before, kind), fresh(bench, after, kind)
     hand_over(route, first, second)
     claim_resumed(second, kind)
 
 
 def claim_resumed(second: Trained, kind: Kind, groups: Groups = _all) -> None:
-    """Take the next step, and claim that it is that of one process which trained without a break."""
+    """Take the next step, and claim that it equals that of one process which trained without a break."""
     second.step(BEFORE)
     expected = plain(second.bench, kind, BEFORE + 1, groups).parameters()
     second.bench.near(RESUMED, second.parameters(), expected, tolerance=TOLERANCE)
 
 
 def hand_over(route: Route, first: Trained, second: Trained) -> None:
-    """Take model and state of one optimizer, and put them into another."""
+    """Save model and state of one optimizer, and load them into another."""
     api = first.bench.api
     with api.state_dict_type(first.root, FULL):
         model = first.root.state_dict()
@@ -167,7 +167,7 @@ def _loadable_by_settings(route: Route, first: Trained, second: Trained) -> Any:
 
 
 def _taken_away(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Copy the state, and clear it where it was, so that it cannot be found there."""
+    """Copy the state, and clear the original, so that it cannot be found there."""
     taken = copy.deepcopy(optimizer.state_dict())
     for state in optimizer.state.values():
         for value in state.values():

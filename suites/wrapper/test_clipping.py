@@ -1,4 +1,4 @@
-"""Clipping by the wrapper's own method: the norm of the whole gradient on every rank, and the gradients it leaves."""
+"""Clipping by the wrapper's own method: the norm of the whole gradient on every rank, and the gradients afterwards."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def test_clips_a_mixture_of_shards_and_replicas(bench: Bench, norm_type: float) 
 @each_norm
 @expects(*CLIPPED)
 def test_counts_what_it_ignores_once(bench: Bench, norm_type: float) -> None:
-    """The wrapper ignores the head, whose gradients the ranks make equal themselves."""
+    """The wrapper ignores the head, whose gradients the ranks average themselves."""
     model = tower().to(bench.device)
     head = model.head
     _clip_to_a_quarter(bench, bench.wrapped(model, ignored_states=[head]), norm_type, by_hand=head)
 
 
-# Any: engines share no base class.
+# Any: engines have no common base class.
 def _clip_to_a_quarter(bench: Bench, root: Any, norm_type: float, by_hand: nn.Module | None = None) -> None:
     """Clip to a quarter of the norm, and claim that a step of one moves parameters by a quarter of the gradients."""
     expected = gradients(tower(), bench.ranks)
@@ -119,7 +119,7 @@ def test_returns_a_norm_of_nothing(bench: Bench) -> None:
 @pytest.mark.kills("ClipsShardsByTheirOwnNorm")
 @expects("the norm", "the number afterwards")
 def test_returns_the_norm_to_ranks_that_have_nothing(bench: Bench) -> None:
-    """Of a model of a single number, all ranks but one have nothing."""
+    """In a model of a single number, all ranks but one have nothing."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 3.0)
     root = bench.wrapped(model, units=())
@@ -142,7 +142,7 @@ def test_returns_the_norm_in_the_dtype_of_gradients(bench: Bench, dtype: torch.d
     bench.train(root, dtype=dtype)
     expected = gradients(tower(dtype), bench.ranks)
     total = _norm([g.double() for g in expected.values()], 2.0).to(dtype)
-    # Gradients of few bits were rounded where they were made, in another order on each side.
+    # Low-precision gradients were rounded where they were computed, in another order on each side.
     tolerance = max(_TOLERANCE, 4 * torch.finfo(dtype).eps)
     bench.near("the norm", root.clip_grad_norm_(1.0), total, tolerance=tolerance)
 

@@ -1,4 +1,4 @@
-"""``summon_full_params``: what is shown inside, what is kept afterwards, and where it is refused."""
+"""``summon_full_params``: the parameters inside, what persists afterwards, and where it is refused."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_writes_back_what_was_changed(bench: Bench, form: Form) -> None:
 
 
 @EACH_FORM
-@pytest.mark.worlds(SEVERAL)  # of one rank there are no shards, and what is changed stays
+@pytest.mark.worlds(SEVERAL)  # with one rank there are no shards, and changes persist
 @pytest.mark.kills("AlwaysWritesBack")
 @expects(AFTERWARDS)
 def test_forgets_what_was_changed_without_writing_back(bench: Bench, form: Form) -> None:
@@ -73,7 +73,7 @@ def test_forgets_what_was_changed_without_writing_back(bench: Bench, form: Form)
 @pytest.mark.kills("WritesBackFromRank0")
 @expects("all numbers, in the order of ranks", "what others see")
 def test_writes_back_the_share_of_each_rank(bench: Bench) -> None:
-    """Each rank writes its number everywhere, and each number stays in its rank's share alone."""
+    """Each rank writes its number everywhere, and each number persists only in its rank's share."""
     root = bench.wrapped(tower(), use_orig_params=False)
     with bench.api.summon_full_params(root), torch.no_grad():
         for parameter in root.parameters():
@@ -83,7 +83,7 @@ def test_writes_back_the_share_of_each_rank(bench: Bench) -> None:
     bench.same(
         "all numbers, in the order of ranks",
         torch.unique_consecutive(own).tolist(),
-        [float(rank) for rank, _ in enumerate(own.chunk(bench.size))],  # the last ones may own nothing
+        [float(rank) for rank, _ in enumerate(own.chunk(bench.size))],  # the last ones may have none
     )
     ours = torch.cat([value.flatten() for value in after.values()])
     everyone = [torch.empty_like(ours) for _ in bench.ranks]
@@ -136,7 +136,7 @@ def test_summons_to_the_host_of_rank_0_alone(bench: Bench) -> None:
 
 # Any: options of the context.
 def _summon_on_rank_0(bench: Bench, root: Any, **options: Any) -> None:
-    """Claim that rank 0 sees whole parameters, others their shares, and all of them theirs afterwards."""
+    """Claim that rank 0 has whole parameters, others their shares, and all of them theirs afterwards."""
     outside = shapes(root)
     with bench.api.summon_full_params(root, rank0_only=True, writeback=False, **options):
         inside = shapes(root)

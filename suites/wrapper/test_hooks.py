@@ -23,19 +23,19 @@ HOOKED = (
     "its form",
     "parameters afterwards",
 )
-# The parameters that each unit owns itself, by the beginnings of their names.
+# Each unit's own parameters, by the beginnings of their names.
 _OWNED = (("stem", "head"), ("middle.0",), ("middle.1",))
 
 
 class _Diary:
-    """The state of a hook: what it was called with."""
+    """The state of a hook: the arguments of its calls."""
 
     def __init__(self) -> None:
         self.sums: list[float] = []
-        self.forms: list[tuple[int, ...]] = []  # dims of the gradient, and where there is one of the output
+        self.forms: list[tuple[int, ...]] = []  # dims of the gradient, and of the output if there is one
 
     def write(self, gradient: torch.Tensor, *output: torch.Tensor) -> None:
-        """Remember one call."""
+        """Record one call."""
         self.sums.append(float(gradient.sum()))
         self.forms.append((gradient.dim(), *(o.dim() for o in output)))
 
@@ -90,7 +90,7 @@ def test_calls_a_hook_of_replicas_with_each_gradient_once(bench: Bench) -> None:
     _train_with(bench, root, diary, form=(1,))
 
 
-# Any: engines share no base class.
+# Any: engines have no common base class.
 def _train_with(bench: Bench, root: Any, diary: _Diary, *, form: tuple[int, ...]) -> None:
     optimizer = torch.optim.SGD(root.parameters(), lr=LR)
     with root.no_sync():
@@ -105,7 +105,7 @@ def _train_with(bench: Bench, root: Any, diary: _Diary, *, form: tuple[int, ...]
 
 
 def _own_sums(bench: Bench) -> list[float]:
-    """Sum what this rank's rows alone teach each unit."""
+    """Sum each unit's gradients of only this rank's rows."""
     alone = tower()
     bench.train(alone)
     sums = {name: float(gradient.sum()) for name, gradient in shown_gradients(alone).items()}
@@ -138,7 +138,7 @@ def test_compresses_gradients_within_rounding(
     hook = names.bf16_compress_hook if dtype is torch.bfloat16 else names.fp16_compress_hook
     root = bench.wrapped(tower(), sharding_strategy=strategy)
     root.register_comm_hook(names.LowPrecisionState(distributed.group.WORLD), hook)
-    # Steps of one: what the parameters lost is the gradient. And powers of two: their own rounding is far below.
+    # Steps of one: the change of the parameters is the gradient. And powers of two: their own rounding is far below.
     optimizer = torch.optim.SGD(root.parameters(), lr=1.0)
     already = len(bench.ledger())
     bench.train(root)

@@ -1,4 +1,4 @@
-"""param_init_fn, device_id and sync_module_states: where parameters begin."""
+"""param_init_fn, device_id and sync_module_states: the initial values of parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMES = "how often each module was initialised"
 
 
 class _Layer(nn.Linear):
-    """Resets itself to numbers that are its own."""
+    """Resets itself to characteristic numbers."""
 
     offset: torch.Tensor
 
@@ -68,7 +68,7 @@ def test_modules_without_memory_reset_themselves(bench: Bench) -> None:
 @pytest.mark.api("param_init_fn")
 @expects(VALUES, TIMES)
 def test_a_function_initialises_each_module_once(bench: Bench) -> None:
-    """The function has the last word, whatever modules would reset themselves to."""
+    """The function's values win over those of the modules' own reset."""
     calls: Counter[int] = Counter()
     model = _model("meta")
     layers = _layers(model)
@@ -117,9 +117,9 @@ def test_no_replica_starts_with_values_of_its_own(bench: Bench) -> None:
 
 
 def _synchronise(bench: Bench, **options: Any) -> None:
-    """Start with other values on each rank, and claim that all go on with those of rank 0.
+    """Start with other values on each rank, and claim that all continue with those of rank 0.
 
-    Where tensors are on the host an engine may refuse, since the wrapper promises to send between devices alone.
+    If tensors are on the host an engine may refuse, since the wrapper promises only to send between devices.
     """
     model, first = _filled(), _filled()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The wrapper as a module: what is reached through it, applied to it, called with it, and what it is converted to."""
+"""The wrapper as a module: attribute access, apply, calls with arguments, and conversions."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class _Talkative(nn.Module):
         super().__init__()
         self.tower = tower()
 
-    # Any: containers of tensors, inside each other.
+    # Any: nested containers of tensors.
     def forward(
         self, rows: torch.Tensor, *, scales: dict[str, torch.Tensor], times: int = 1
     ) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def test_passes_keywords_and_containers_through_forward(bench: Bench) -> None:
 
 
 class Conversion(Enum):
-    """How one asks for doubles."""
+    """The ways to convert to doubles."""
 
     TO = "module.to(torch.float64)"
     DOUBLE = "module.double()"

@@ -1,4 +1,4 @@
-"""Accumulation by ``no_sync``: silent inside, one reduction afterwards, and gradients that are the sum of all."""
+"""Accumulation by ``no_sync``: no reduction inside, one afterwards, and gradients that are the sum of all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardproof.suites.wrapper.model import LR, UNITS, Form, batch, strategies, 
 
 pytestmark = pytest.mark.api("no_sync")
 FULL, KEEP, WHOLE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
-SILENT = "n"  # of a pattern of steps, the letter of one inside no_sync; s is one outside
+SILENT = "n"  # in a pattern of steps, the letter of one inside no_sync; s is one outside
 REPLACES, LOSES = pytest.mark.kills("ReplacesGradients"), pytest.mark.kills("LosesSharesInNoSync")
 _NUM_UNITS = 1 + len(UNITS)  # the root is one
 
@@ -82,7 +82,7 @@ def test_gathers_as_often_whatever_came_before(bench: Bench) -> None:
 @pytest.mark.kills("FreesInNoSync")
 @expects("gathers of each step")
 def test_keeps_inside_what_is_not_freed_after_forward(bench: Bench) -> None:
-    """What is not freed after forward is kept from one backward inside no_sync to the next forward."""
+    """Parameters that are not freed after forward stay from one backward inside no_sync to the next forward."""
     root = bench.wrapped(tower(), sharding_strategy=KEEP)
     counts = []
     for letter in "snnss":
@@ -130,7 +130,7 @@ def test_is_refused_to_a_unit(bench: Bench) -> None:
     bench.refuses("no_sync of a unit", enter, RuntimeError)
 
 
-# Any: engines share no base class.
+# Any: engines have no common base class.
 def _reductions(bench: Bench, root: Any) -> int:
     return _count(bench, root, Op.ALL_REDUCE, Op.REDUCE_SCATTER)
 
@@ -140,7 +140,7 @@ def _gathers(bench: Bench, root: Any) -> int:
 
 
 def _count(bench: Bench, root: Any, *ops: Op) -> int:
-    """Count the collectives of floats that a step issues; integers are an engine's own bookkeeping."""
+    """Count the collectives of floats in a step; integers are an engine's own bookkeeping."""
     already = len(bench.ledger())
     bench.train(root)
     return sum(entry.op in ops and "float" in entry.dtype for entry in bench.ledger()[already:])

@@ -86,7 +86,7 @@ def _form(id: str, kind: StateDictType, config: OptimStateDictConfig, mutant: st
     return param(kind, config, id=id, kills=mutant)
 
 
-# Torch counts in one place for the whole process what it measures while it gathers optimizer state.
+# While torch gathers optimizer state, its timers are per process.
 @pytest.mark.api("StateDictType", "FullOptimStateDictConfig", "ShardedOptimStateDictConfig")
 @pytest.mark.worlds(APART)
 @parametrize(

@@ -70,7 +70,7 @@ def test_shards_and_frees_as_the_strategy_says(
 )
 @expects(STEP)
 def test_shards_over_the_ranks_given(bench: Bench, kind: str) -> None:
-    """Over half of the ranks: what is sharded and averaged stays among them."""
+    """Over half of the ranks: sharding and averaging stay among them."""
     half = bench.size // 2
     inner = bench.mesh(2)["shard"]
     options: dict[str, Any] = (

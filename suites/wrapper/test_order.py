@@ -1,6 +1,6 @@
 """backward_prefetch, forward_prefetch and limit_all_gathers: when units are gathered, and how many at a time.
 
-A gather that forward issues early is issued during another unit's forward. In backward blocks record when their
+A gather that forward issues early is issued during another unit's forward. In backward, blocks record when their
 gradients are about to be computed: the next gather comes before that, or after it, or after the reduction.
 """
 

@@ -1,4 +1,4 @@
-"""use_orig_params, named_parameters and named_buffers: what the wrapper shows of its model, and under which names."""
+"""use_orig_params, named_parameters and named_buffers: the parameters of the wrapper, and their names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardproof import SEVERAL
 from shardproof.suites.wrapper.expect import Bench, expects
 from shardproof.suites.wrapper.model import UNITS, copies, original, parameters, tower
 
-# A flat parameter is padded, so that each rank has as much of it: by less than this for each rank.
+# A flat parameter is padded, so that each rank has as much of it: by fewer than this many elements per rank.
 _PADDING = 16
 
 
@@ -32,7 +32,7 @@ def test_shows_pieces_under_the_old_names(bench: Bench) -> None:
 @pytest.mark.worlds(SEVERAL)  # for a lone rank the pieces are the parameters
 @expects("number of flat parameters", "what is not flat", "elements of all ranks beyond the padding")
 def test_shows_one_flat_parameter_for_each_unit(bench: Bench) -> None:
-    numels = [15, 20, 26]  # of the middle's first layer, of its second, and of what is left to the root
+    numels = [15, 20, 26]  # of the middle's first layer, of its second, and of the root
     shown = list(bench.wrapped(tower(), use_orig_params=False).parameters())
     bench.same("number of flat parameters", len(shown), len(numels))
     is_flat = [isinstance(p, bench.names.FlatParameter) and p.dim() == 1 for p in shown]
@@ -96,6 +96,6 @@ def test_names_buffers_as_the_model_does_inside_summon(bench: Bench) -> None:
         bench.same("names inside with a prefix", prefixed, [f"model.{name}" for name in buffers])
 
 
-# Any: tensors of whatever kind.
+# Any: tensors of any class.
 def _names(named: Any) -> list[str]:
     return [name for name, _ in named]

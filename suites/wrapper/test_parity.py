@@ -1,6 +1,6 @@
-"""Whatever the strategy, the form of parameters, the ranks and the microbatches, the same model is trained.
+"""With every strategy, form of parameters, number of ranks and of microbatches, the same model is trained.
 
-Each value of each option meets each value of every other, and all of them do not meet all.
+Each value of each option meets each value of every other, but not all combinations occur.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HYBRID_FULL, HYBRID_ZERO2 = "ShardingStrategy.HYBRID_SHARD", "ShardingStrategy._
 in_replicas = pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 
 
-# Any: pytest has no public name for what pytest.param returns.
+# Any: pytest has no public name for pytest.param's result.
 def _case(strategy: str, layout: Layout, reshard: Reshard, wrapper: Wrapper) -> Any:
     marks = [pytest.mark.api(strategy), *([in_replicas] if layout is HYBRID else [])]
     form = "names" if wrapper.use_orig_params else "flat"

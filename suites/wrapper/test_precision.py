@@ -16,11 +16,11 @@ from shardproof.suites.wrapper.model import batch, tower
 
 LOW, HIGH = torch.bfloat16, torch.float32
 _WIDTH = 64  # wide enough that each rank has a piece
-_PRECISE = 0.01  # the means are of numbers of 256 and more, whose neighbours in bfloat16 are 2 away
+_PRECISE = 0.01  # the means are numbers of 256 and more, whose neighbours in bfloat16 are 2 away
 
 
 class _Witness(nn.Module):
-    """Notes the dtypes of its input, weight and buffer, and computes whatever they are."""
+    """Records the dtypes of its input, weight and buffer, and computes whatever they are."""
 
     offset: torch.Tensor
 
@@ -34,12 +34,12 @@ class _Witness(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         self.seen = [rows.dtype, self.weight.dtype, self.offset.dtype]
         output = rows.to(self.weight.dtype) * self.weight + self.offset.to(self.weight.dtype)
-        # The unit inside is called with full precision, unless the wrapper casts its input.
+        # The unit inside receives full precision, unless the wrapper casts its input.
         return output if self.inner is None else self.inner(output.float())
 
 
 class _Inner(_Witness):
-    """What is made a unit."""
+    """The part that becomes a unit."""
 
 
 def _case(name: str, precision: MixedPrecision, *expected: object, kills: tuple[str, ...]) -> Any:
@@ -60,7 +60,7 @@ FLAGS = ("IgnoresCastFlags", "IgnoresMixedPrecision")
         "parameters",
         MixedPrecision(param_dtype=LOW),
         [LOW, LOW, HIGH],
-        [HIGH, LOW, HIGH],  # inputs of units are left as they are by default
+        [HIGH, LOW, HIGH],  # by default inputs of units are unchanged
         LOW,
         kills=IGNORES,
     ),
@@ -131,10 +131,10 @@ def test_keeps_shards_in_full_precision(bench: Bench, precision: MixedPrecision,
     bench.same("the dtype of gradients", None if weight.grad is None else weight.grad.dtype, dtype)
     bench.same("the dtype of shards", weight.dtype, HIGH)
     if weight.grad is not None:
-        # Low-precision gradients are for optimizers that take them; this one does not.
+        # Low-precision gradients need an optimizer that accepts them; this one does not.
         weight.grad = weight.grad.to(weight.dtype)
     optimizer.step()
-    # 1 - 2 / 1024 is no number of bfloat16: a master weight that was ever rounded to it shows.
+    # bfloat16 cannot represent 1 - 2 / 1024: a master weight that was ever rounded to it shows.
     bench.same("an update in full precision", bool((weight == 1 - 2.0**-9).all()), True)
 
 
@@ -151,7 +151,7 @@ def test_keeps_shards_in_full_precision(bench: Bench, precision: MixedPrecision,
 )
 @expects("whether the mean is precise", "the number of gradients")
 def test_reduces_in_the_dtype_named(bench: Bench, precision: MixedPrecision, is_precise: bool) -> None:
-    """Average gradients that bfloat16 holds to a mean that it does not hold."""
+    """Average gradients that bfloat16 represents to a mean that it does not."""
     root = bench.wrap(_Witness(), mixed_precision=precision)
     of_ranks = [256.0 + 2 * (rank % 2) for rank in bench.ranks]
     root(_ones(bench, 1) * of_ranks[bench.rank]).float().sum().backward()

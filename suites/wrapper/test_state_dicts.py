@@ -1,4 +1,4 @@
-"""State dicts of a wrapped model: full, sharded and local, and what other models make of them."""
+"""State dicts of a wrapped model: full, sharded and local, and other models that load them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_saves_the_model_as_if_it_were_not_wrapped(bench: Bench, wrapping: Wrapp
 @expects("the state of a unit", "the state under a prefix")
 def test_saves_parts_and_prefixes(bench: Bench) -> None:
     root, whole = bench.wrapped_by(Wrapping(), tower()), _sorted(tower().state_dict())
-    root.check_is_root()  # a unit that is asked first would take itself for the root
+    root.check_is_root()  # a unit that is called first would treat itself as the root
     with bench.api.state_dict_type(root, FULL):
         unit, prefixed = root.middle.state_dict(), root.state_dict(prefix="model.")
     own = {name.removeprefix("middle."): value for name, value in whole.items() if name.startswith("middle.")}
@@ -199,12 +199,12 @@ def test_loads_what_each_rank_saved_of_its_own(bench: Bench, form: Form) -> None
 
 
 def _hand_over(bench: Bench, kind: StateDictType, before: Wrapping, after: Wrapping) -> None:
-    """Train, save, load into a model of other values that is wrapped in another way; claim that all arrived."""
+    """Train, save, load into a model of other values with another wrapping; claim that all arrived."""
     first, second = bench.wrapped_by(before, tower()), bench.wrapped_by(after, blank())
     _train(bench, first)
     saved = _saved(bench, first, kind)
     with bench.api.state_dict_type(second, kind):
-        # Of local states, keys that do not fit shall be returned and not raised: the claim then names them.
+        # For local states, keys that do not fit are returned and not raised: the claim then names them.
         result = second.load_state_dict(saved, strict=kind is not LOCAL)
     keys = [list(result.missing_keys), list(result.unexpected_keys)]
     bench.same("what loading says", keys, [[], []])
@@ -230,7 +230,7 @@ def test_exchanges_states_with_a_model_that_is_not_wrapped(bench: Bench, wrappin
     bench.same("buffers of the plain", _buffers(plain), _buffers(tower()))
 
 
-# Any: engines share no base class, and what they save is what is put to the test.
+# Any: engines have no common base class, and cases test what they save.
 def _train(bench: Bench, root: Any) -> None:
     optimizer = torch.optim.SGD(root.parameters(), lr=LR)
     bench.train(root)
@@ -257,19 +257,19 @@ def _sorted(state: Any) -> dict[str, Any]:
 
 
 def _buffers(model: Any) -> list[torch.Tensor]:
-    """Copy the buffers that are saved."""
+    """Copy the saved buffers."""
     return [model.offset.detach().clone().cpu(), model.middle.calls.detach().clone().cpu()]
 
 
 def _places(saved: Any) -> set[str]:
-    """Name the devices that hold what this rank has of a tensor."""
+    """Return the devices of this rank's part of a tensor."""
     held = [shard.tensor for shard in saved.local_shards()] if hasattr(saved, "local_shards") else [saved]
     return {tensor.device.type for tensor in held}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Held:
-    """What can be read on a rank of a saved tensor, what is right there, and how many elements are the rank's own."""
+    """The part of a saved tensor that a rank can read, its right value, and how many elements are the rank's own."""
 
     got: list[torch.Tensor]
     right: list[torch.Tensor]
@@ -282,7 +282,7 @@ def _held(saved: Any, whole: torch.Tensor) -> _Held:
     if not hasattr(saved, "local_shards"):
         return _Held(got=[saved], right=[whole], numel=saved.numel())
     got, right = [], []
-    for shard in saved.local_shards():  # none, on a rank that rows did not suffice for
+    for shard in saved.local_shards():  # none, on a rank without rows
         piece = whole
         for dim, start in enumerate(shard.metadata.shard_offsets):
             piece = piece.narrow(dim, start, shard.metadata.shard_sizes[dim])

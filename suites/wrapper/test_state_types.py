@@ -34,7 +34,7 @@ CLASSES = (
 
 
 def _defaults(kind: StateDictType) -> list[Any]:
-    """Format a type with the configs that it has where it was set without any."""
+    """Format a type with its default configs."""
     return [kind, *(config() for config in _CONFIGS[kind])]
 
 
@@ -75,7 +75,7 @@ each_type = parametrize(
 @each_type
 @expects("before", "by default", "offloaded by default", "returned", "as chosen")
 def test_keeps_the_settings(bench: Bench, kind: StateDictType) -> None:
-    """Set type and configs, with nothing said of configs and with everything."""
+    """Set type and configs, with no configs and with all."""
     root = bench.wrapped(tower())
     of_parameters, of_optimizer = _CONFIGS[kind]
     before = bench.api.set_state_dict_type(root, kind)
@@ -182,7 +182,7 @@ def test_refuses_units_of_several_types(bench: Bench) -> None:
     bench.refuses("asking units of other configs", lambda: ask(other), AssertionError)
 
 
-# Any: engines share no base class.
+# Any: engines have no common base class.
 def _settings(bench: Bench, module: Any) -> list[Any]:
     try:
         return _spelt(bench.api.get_state_dict_type(module))

@@ -1,4 +1,4 @@
-"""Wrapped models whose tensors are cut already: trained as one model, saved and loaded under its names."""
+"""Wrapped models whose tensors are already sharded: trained as one model, saved and loaded under its names."""
 
 from __future__ import annotations
 

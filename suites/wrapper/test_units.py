@@ -31,7 +31,7 @@ def _is_sequence(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> boo
     return recurse or isinstance(module, nn.Sequential)
 
 
-# Any: policies share no base class.
+# Any: policies have no common base class.
 _POLICIES: dict[str, Callable[[WrapperNames], Any]] = {
     "none": lambda names: None,
     "function": lambda names: _is_sequence,
@@ -44,7 +44,7 @@ _POLICIES: dict[str, Callable[[WrapperNames], Any]] = {
     ),
     # The middle has 35 parameters, and layers have 20 at most.
     "large": lambda names: partial(names.size_based_auto_wrap_policy, min_num_params=35),
-    # Of a middle that is left without its second layer, too little remains to be a unit.
+    # Without its second layer, the middle is too small to be a unit.
     "small": lambda names: partial(names.size_based_auto_wrap_policy, min_num_params=20),
 }
 
@@ -205,5 +205,5 @@ def test_lists_units_of_a_model_that_is_not_wrapped_itself(bench: Bench) -> None
 
 
 def _places(units: list[Any], found: list[Any]) -> list[int]:
-    """Return units by their places in a list: what is noted must be the same on every rank."""
+    """Return units by their positions in a list: records must be the same on every rank."""
     return [next((i for i, unit in enumerate(units) if unit is other), -1) for other in found]

@@ -1,4 +1,4 @@
-"""Each gradient is reduced once, and each parameter shared once, in the optimizer step."""
+"""Each gradient is reduced once, and each parameter exchanged once, in the optimizer step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""With optimizer state on the host an engine trains the same model, and holds a copy of its share beside it alone.
+"""With optimizer state on the host an engine trains the same model, and additionally holds only a copy of its share.
 
-On a CPU the host is the device: there these cases show that nothing is lost on the way. On an accelerator they show
-that the state has left it, too.
+On a CPU the host is the device: there these cases show that no value is lost. On an accelerator they also show that the
+state has left it.
 """
 
 from __future__ import annotations
