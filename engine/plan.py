@@ -34,7 +34,7 @@ __all__ = [
 class Layout(Enum):
     """How parameters are laid out over the ranks."""
 
-    NATIVE = "whatever the engine does on a 1-D mesh"
+    NATIVE = "the engine's default on a 1-D mesh"
     REPLICATE = "every rank holds every parameter"
     SHARD = "every rank holds its share of every parameter"
     ZERO1 = "every rank holds every parameter, and its share of the optimizer state"
@@ -96,15 +96,15 @@ class Buffers(Enum):
     """The memory for the inputs and outputs of collectives."""
 
     NATIVE = "wherever the engine allocates"
-    GROUP = "in memory that the process group hands out"
+    GROUP = "in memory that the process group allocates"
     SYMMETRIC = "in memory that all ranks of the group can address"
 
 
 class Wire(Enum):
     """The reduction that runs between ranks."""
 
-    NATIVE = "whatever the engine chooses"
-    SUM = "sums alone: division happens on the ranks"
+    NATIVE = "the engine's choice"
+    SUM = "only sums: division happens on the ranks"
 
 
 class Tuning(Enum):
@@ -120,7 +120,7 @@ class Roots(Enum):
     """Which module the training loop calls, and which finishes each backward."""
 
     MODEL = "the model"
-    EACH_UNIT = "each unit is a root of its own; the model itself is not given to the engine"
+    EACH_UNIT = "each unit is a root of its own; the engine does not receive the model itself"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,8 +100,8 @@ def _notes(covered: Coverage) -> list[str]:
     titles = {
         RowState.DEVICE: "Only a GPU can show:",
         RowState.NEWER: "Only newer engines can show:",
-        RowState.INTERNAL: "No other engine can be asked:",
-        RowState.IN_PART: "Covered but for:",
+        RowState.INTERNAL: "Not applicable to other engines:",
+        RowState.IN_PART: "Covered except for:",
     }
     for state, title in titles.items():
         rows = [found.row for found in covered.rows if found.state is state]
@@ -111,7 +111,7 @@ def _notes(covered: Coverage) -> list[str]:
     if covered.engines and others:
         parts.append("PASSED by no engine here: " + ", ".join(map(_why_not, others)))
     if covered.missing:
-        parts.append("No case stands for: " + ", ".join(row.id for row in covered.missing))
+        parts.append("No case covers: " + ", ".join(row.id for row in covered.missing))
     return parts
 
 

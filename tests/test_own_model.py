@@ -465,7 +465,7 @@ def test_an_edited_file_is_another_problem(file: Path) -> None:
         (
             "torch.randn(4, 6, generator=generator)",
             "torch.tensor([[__import__('random').random()] * 6] * 4)",
-            "batch() returned other data the second time",
+            "batch() returned other data in a second call",
         ),
         (
             "hidden = self.normed(x)",
@@ -577,7 +577,7 @@ def test_the_first_lines_describe_the_model(file: Path) -> None:
     assert "reference one process, in the model's own dtypes" in shown
     assert "optimizer optimizer() of the model" in shown
     assert "need not move normed.bias" in shown
-    assert "needs UNUSED: the engine lets parameters go without a gradient for a step" in shown
+    assert "needs UNUSED: the engine lets parameters have no gradient in a step" in shown
     assert "forward and backward take 0.5 s; a case that takes longer than 90 s counts as hung" in shown
 
 

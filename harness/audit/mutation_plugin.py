@@ -82,7 +82,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("shardproof").addoption(
         "--mutants",
         choices=[str(breadth.value) for breadth in Breadth],
-        help="engines are mutants: give each case those that its `kills` marks name, or one case each of these, or all",
+        help="run mutants: each case with those in its `kills` marks, each mutant with one such case, or all pairs",
     )
 
 

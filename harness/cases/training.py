@@ -240,11 +240,11 @@ _INTERFACES = frozenset({Capability.WRAPPER, Capability.COMPOSABLE, Capability.D
 class Watch(Enum):
     """An additional watch, too expensive for every case."""
 
-    RACES = "every operator's touches of memory, and the streams that order them"
-    LIFETIMES = "every storage from its birth to its end, and what it was for"
-    ALLOCATOR = "all that the C allocator has given out, where a rank has a process to itself"
+    RACES = "every operator's memory accesses, and the streams that order them"
+    LIFETIMES = "every storage from its allocation to its end, and its purpose"
+    ALLOCATOR = "the bytes allocated by the C allocator, if a rank has a process of its own"
     UNITS = "which units are whole, whenever a collective is issued or a unit's turn begins or ends"
-    ARCS = "which code of the engine the first rank runs, as arcs from line to line"
+    ARCS = "the code of the engine that the first rank runs, as arcs from line to line"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,7 +99,7 @@ def _engine(name: str) -> Finding:
 def _leaked_processes() -> Finding:
     """Check that processes that a rank started are found after they have left its process group."""
     if can_adopt():
-        detail = "every process that a rank starts is found and ended, in a session of its own too"
+        detail = "every process that a rank starts is found and ended, even in a session of its own"
         return Finding(what="left processes", is_ok=True, detail=detail)
     detail = "only those in the process group of a rank are found and ended; a Linux machine finds all"
     return Finding(what="left processes", is_ok=False, detail=detail)

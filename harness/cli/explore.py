@@ -132,7 +132,7 @@ def print_script(text: str, engine: str, world: str) -> int:
     if script is None:
         raise UsageError(
             "--script",
-            expected="an engine that has the layout and that scripts know",
+            expected="an engine that has the layout and that scripts support",
             got=engine,
             hint="--engine torch.fsdp2",
         )
@@ -166,7 +166,7 @@ def write_finding(finding: ShrunkFailure, engine: str, world: str, out: Path) ->
 def _report(finding: ShrunkFailure, world: str, script: str | None, number: int) -> str:
     record, details = finding.record, [d for law in finding.record.laws if not law.held for d in law.details]
     shown = (
-        f"`torchrun --nproc-per-node {WorldSpec.parse(world).size} finding-{number}.py` shows it with torch alone."
+        f"`torchrun --nproc-per-node {WorldSpec.parse(world).size} finding-{number}.py` shows it with only torch."
         if script
         else "No script without Shardproof shows it: not for these choices, or not what this law judges."
     )

@@ -32,7 +32,12 @@ def _add_judging(subparsers: Any) -> None:
     options.ENGINE.add_to(sub.add_argument)
     _add_suites(sub)
     _add_cases(sub)
-    sub.add_argument("--case", action="append", metavar="ID", help="this case alone, by its id in records")
+    sub.add_argument(
+        "--case",
+        action="append",
+        metavar="ID",
+        help="only this case, by its id in records; repeat for several",
+    )
     for option in options.SHARDS:
         option.add_to(sub.add_argument)
     resume, last_failed = options.REMAINDERS

@@ -99,7 +99,7 @@ class TensorWriter:
         if isinstance(value, _MappedTensors):
             return value.plain
         if not isinstance(value, torch.Tensor):
-            raise TypeError(f"write_tree: expected tensors and what JSON knows, got {type(value).__name__}")
+            raise TypeError(f"write_tree: expected tensors and JSON types, got {type(value).__name__}")
         plain = value.detach().cpu().contiguous().resolve_conj().resolve_neg()
         self._file.write(bytes(-self._file.tell() % _ALIGNMENT_BYTES))
         start = self._file.tell()

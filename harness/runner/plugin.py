@@ -39,10 +39,10 @@ EFFORT = pytest.StashKey[RunOptions]()
 EXPECTATIONS = pytest.StashKey[Expectations | None]()
 
 _MARKS = (
-    "worlds(sizes): the worlds that a case makes sense for",
-    "device(name): the device that alone can show what a case asks, or !name for all but one",
-    "rows(id, ...): the upstream tests that a case stands for",
-    "api(name, ...): the names of FullyShardedDataParallel's interface that a case stands for",
+    "worlds(sizes): the sizes of worlds that suit a case",
+    "device(name): the only device that a case can run on, or !name for all but one",
+    "rows(id, ...): the upstream tests that a case covers",
+    "api(name, ...): the names of FullyShardedDataParallel's interface that a case covers",
     "kills(mutant, ..., world=None, deadline_s=None): the mutants that a case must kill, in one world or in the first "
     "that suits it; if they hang, within so many seconds",
 )

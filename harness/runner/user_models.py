@@ -161,8 +161,8 @@ def _check_batches(problem: UserModel) -> None:
         raise ValueError("batch() returned no tensor")
     if not _are_equal(first, _batch(problem)):
         raise ValueError(
-            "batch() returned other data the second time for the same step, microbatch and rank: the reference must "
-            "be given what ranks are given; draw from the generator that it is given"
+            "batch() returned other data in a second call for the same step, microbatch and rank: the reference needs "
+            "the data of the ranks; draw from the generator that is passed"
         )
     others: Mapping[str, Mapping[str, int]] = {
         "ranks": {"rank": 1},
@@ -173,7 +173,7 @@ def _check_batches(problem: UserModel) -> None:
         if _are_equal(first, _batch(problem, **place)):
             raise ValueError(
                 f"batch() returned equal data for two {what}, so that a missing reduction could not show; draw from "
-                "the generator that it is given"
+                "the generator that is passed"
             )
 
 

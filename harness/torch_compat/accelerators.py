@@ -41,7 +41,7 @@ def require_device(kind: str) -> None:
         found = torch.accelerator.current_accelerator()
         raise UsageError(
             f"the device {kind}",
-            expected="a device that torch knows and finds here",
+            expected="a device that torch supports and finds here",
             got="an unknown one" if _module(kind) is None else "none of its kind on this machine",
             hint=f"processes:2:{found.type}"
             if found is not None

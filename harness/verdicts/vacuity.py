@@ -84,7 +84,7 @@ def _equal_inputs(evidence: Evidence) -> str | None:
     if count == 1:
         return None
     ranks = [o.rank for o in evidence.ranks if o.input_digest == digest]
-    return f"ranks {ranks} were given equal inputs, so a missing reduction between them cannot show"
+    return f"ranks {ranks} had equal inputs, so a missing reduction between them cannot show"
 
 
 def _idle_ranks(evidence: Evidence) -> str | None:

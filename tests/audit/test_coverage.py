@@ -257,7 +257,7 @@ def test_the_table_lists_rows_cases_and_totals(rendered: Callable[[Coverage], st
     assert "FAILED (2 of 3)" in text
     assert "PASSED (1 of 3)" in text
     assert {"- T04: graphs are CUDA's", "- T05: its speed", "- T07: a kernel"} <= {*text.splitlines()}
-    assert "No case stands for: T03" in text
+    assert "No case covers: T03" in text
     assert "PASSED by no engine here: T02 (FAILED), T03 (not run), T06 (not run)" in text
     assert text.endswith(
         "5 of 9 rows have cases; PASSED by mine: 2, yours: 3; "
@@ -306,5 +306,5 @@ def test_a_wrong_mark_ends_a_session_and_the_command_names_rows_without_a_case(
     assert (counts["upstream tests"], counts["rows"]) == (642, 409)
     assert int(num) >= counts["covered"]
     assert not {"open", "in part"} & {*counts}, "a state that no row has is no column"
-    assert printed.count("No case stands for:") == (names != "72")
+    assert printed.count("No case covers:") == (names != "72")
     assert codes == (0, names != "72")

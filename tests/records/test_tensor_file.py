@@ -68,7 +68,7 @@ def test_a_tree_without_tensors_is_a_tree(tmp_path: Path) -> None:
 
 
 def test_a_value_outside_json_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="expected tensors and what JSON knows, got set"):
+    with pytest.raises(TypeError, match="expected tensors and JSON types, got set"):
         write_tree({"x": {1}}, tmp_path / "f")
 
 

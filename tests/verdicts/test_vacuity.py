@@ -42,7 +42,7 @@ def test_clearing_before_the_step_is_vacuous(optimizer: Sgd) -> None:
 def test_equal_inputs_on_two_ranks_are_vacuous() -> None:
     evidence = evidence_of(TRAINING, 3)
     ranks = (*evidence.ranks[:2], replace(evidence.ranks[2], input_digest=evidence.ranks[0].input_digest))
-    assert "ranks [0, 2] were given equal inputs" in (vacuous_because(replace(evidence, ranks=ranks)) or "")
+    assert "ranks [0, 2] had equal inputs" in (vacuous_because(replace(evidence, ranks=ranks)) or "")
 
 
 def test_one_rank_has_no_other_rank_to_differ_from() -> None:
