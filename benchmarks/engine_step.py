@@ -152,8 +152,8 @@ def _on_threads(spec: WorldSpec, work: Work, folder: Path) -> list[tuple[Taken, 
     result = launch(spec, compare_as_thread, work, folder=folder)
     if not result.is_clean:
         cause = causal(result)
-        told = f"{cause.kind}: {cause.message}\n{cause.traceback}" if isinstance(cause, Raised) else cause
-        raise ConfigurationFailedError(f"{told or result.leaks}")
+        shown = f"{cause.kind}: {cause.message}\n{cause.traceback}" if isinstance(cause, Raised) else cause
+        raise ConfigurationFailedError(f"{shown or result.leaks}")
     return [pickle.loads(rank_file(folder, rank).read_bytes()) for rank in range(spec.size)]
 
 

@@ -509,15 +509,15 @@ def _strips(events: Sequence[Event], places: Sequence[float]) -> Iterator[str]:
 def _foot(events: Sequence[Event]) -> Iterator[str]:
     legend = "dot: issued; tick: first waited for. Shaded: under way while the unit above computes."
     most = max(len(event.whole) for event in events if event.whole is not None)
-    told = (
-        f"Step {NUM_STEPS} of {NUM_STEPS} on rank 0 of {NUM_RANKS}; both ranks tell the same. Left to right is"
+    lines = (
+        f"Step {NUM_STEPS} of {NUM_STEPS} on rank 0 of {NUM_RANKS}; both ranks agree. Left to right is"
         " the order of events, not time: widths mean nothing.",
         f"Whole parameters as seen at each event but waits: at most {most} of {len(UNITS)} units at once. Buffers"
         " of gathers under way are not shown.",
     )
     yield from _bar(BLOCKS[0], 22, 62, _FOOT)
     yield _text("small", 84, _FOOT + 14, legend)
-    for index, line in enumerate(told):
+    for index, line in enumerate(lines):
         yield _text("small", 16, _FOOT + 42 + 18 * index, line)
 
 

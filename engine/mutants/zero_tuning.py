@@ -190,7 +190,7 @@ class ReducesPiecesByArrival(Zero2Engine):
 
 class _InOrderOfRanks(Zero2):
     def by_rank(self, piece: OwnPiece) -> torch.Tensor:
-        """Give all ranks their pieces in rank order."""
+        """Assign pieces to ranks in rank order."""
         return super().by_rank(replace(piece, turn=0))
 
 

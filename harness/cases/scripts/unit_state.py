@@ -12,8 +12,8 @@ from shardproof.harness.cases.script import Actor
 
 BEFORE_FORWARD = "before forward"
 AFTER_FORWARD = "after forward"
-AFTER_FORWARD_FREED = "after forward, told to free"
-AFTER_FORWARD_KEPT = "after forward, told to keep"
+AFTER_FORWARD_FREED = "after forward, set to free"
+AFTER_FORWARD_KEPT = "after forward, set to keep"
 BEFORE_BACKWARD = "before backward, gathered or freed by hand"
 AFTER_BACKWARD = "after backward"
 
