@@ -32,7 +32,7 @@ test: $(STAMP)
 twins: $(STAMP)
 	$(BIN)/pytest tests/reference -n 2 --dist loadfile -m twin
 
-# The catalogue on each release of torch: an environment each, several gigabytes, about an hour.
+# The catalogue on each release of torch: an environment each, several gigabytes, an hour and a half.
 versions: $(STAMP)
 	$(BIN)/python -m benchmarks.torch_versions
 

@@ -3,7 +3,7 @@
 ``python -m benchmarks.torch_versions`` makes the environments below ``.venvs/``, runs the catalogue in them, and writes
 ``docs/torch-versions.md`` and the line below each heading of ``docs/what-it-found.md``. What a release has run
 already is not run again; delete its folder below ``conformance/versions/`` to have it run anew. An environment takes
-up to 6 GB of disk, a release about ten minutes on two cores.
+up to 6 GB of disk, a release about twenty minutes on two cores.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _PAGE = """# Releases of torch
 
 <!-- Written by `make versions`. -->
 
-Shardproof supports torch 2.11 and newer. The tables below come from runs of the built-in engines on the CPU, one
-environment a release. `make versions` makes them anew: it downloads several gigabytes and takes about an hour. A
-release newer than the last one here runs too, with one line that says that it is untested.
+Shardproof supports torch 2.11 and newer. The tables below come from runs of the built-in engines on the CPU, in one
+environment per release. `make versions` writes them again: it downloads several gigabytes and takes about an hour and a
+half. A release newer than the last one here runs too, with a line that it is untested.
 
-Each cell of the first two tables: passed, known failures, unsupported, not conforming. What differs between releases
-is an entry of [the known failures](known-failures.md) with its releases, or a capability that an adapter derives from
+Each cell of the first two tables has four counts: passed, known failures, unsupported, not conforming. A difference between
+releases is an entry of [the known failures](known-failures.md) with its releases, or a capability that an adapter derives from
 the release. [shardproof diff](compare-runs.md) compares the runs of two releases.
 
 ## The whole catalogue in threads:2
@@ -75,8 +75,8 @@ From the commands of [what it found](what-it-found.md).
 
 ## Private names of torch
 
-Names are looked up when they are used. In a release without one of them, what stands on it is refused by name, and
-all else runs.
+Names are looked up when they are used. In a release without one of them, the features that need it are refused by name, and
+all others run.
 
 {private_names}
 """
