@@ -55,9 +55,9 @@ Shardproof supports torch 2.11 and newer. The tables below come from runs of the
 environment per release. `make versions` writes them again: it downloads several gigabytes and takes about an hour and a
 half. A release newer than the last one here runs too, with a line that it is untested.
 
-Each cell of the first two tables has four counts: passed, known failures, unsupported, not conforming. A difference between
-releases is an entry of [the known failures](known-failures.md) with its releases, or a capability that an adapter derives from
-the release. [shardproof diff](compare-runs.md) compares the runs of two releases.
+Each cell of the first two tables has four counts: passed, known failures, unsupported, not conforming. A difference
+between releases is an entry of [the known failures](known-failures.md) with its releases, or a capability that an
+adapter derives from the release. [shardproof diff](compare-runs.md) compares the runs of two releases.
 
 ## The whole catalogue in threads:2
 
@@ -75,8 +75,8 @@ From the commands of [what it found](what-it-found.md).
 
 ## Private names of torch
 
-Names are looked up when they are used. In a release without one of them, the features that need it are refused by name, and
-all others run.
+Names are looked up when they are used. In a release without one of them, the features that need it
+are refused by name, and all others run.
 
 {private_names}
 """
