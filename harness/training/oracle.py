@@ -77,7 +77,7 @@ def run_oracle(
 
 
 def _rounds_coarsely(training: Training, exact: OracleObservation, noise: Mapping[TensorKey, float]) -> bool:
-    """Whether the first gradients round far more than their reduction does, as the model declares or as measured."""
+    """Whether the first gradients round far more than their reduction does, as the plan requests or as measured."""
     plan, schedule = training.plan, training.schedule
     if not exact.steps or schedule.clip or plan.clip_in_step is not None or training.origin is not None:
         return False
