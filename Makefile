@@ -25,8 +25,9 @@ $(STAMP): pyproject.toml constraints.txt
 conformance: $(STAMP)
 	$(BIN)/shardproof run --suite smoke --suite parity $(foreach world,$(WORLDS),--world $(world)) -n 2
 
+# Three workers keep two cores busy, because many tests wait for processes.
 test: $(STAMP)
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not twin"
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not twin"
 
 # What the reference engine's tests say of torch's own engine behind the same interface.
 twins: $(STAMP)
