@@ -9,7 +9,7 @@ import torch
 from shardproof.engine.adapters.reference_zero import PreparedZero2, Zero2Engine
 from shardproof.engine.contract import Capability, Masters, Offload, Plan
 from shardproof.engine.mutants.mutant import Condition, mutant
-from shardproof.engine.mutants.patches import restart_count
+from shardproof.engine.mutants.patches import keeping_group_options, restart_count
 from shardproof.engine.mutants.plans import demanding
 from shardproof.engine.reference.zero_checkpoint import file_of
 
@@ -34,6 +34,16 @@ class RestartsTheCountInItsCheckpoint(Zero2Engine):
         def load_checkpoint(self, folder: Path) -> None:
             super().load_checkpoint(folder)
             restart_count(self.built_optimizer())
+
+
+@mutant(after="hpcaitech/ColossalAI#5151", world_size=1, steps=2, plan=_RESUMED)
+class RestartsTheLearningRateInItsCheckpoint(Zero2Engine):
+    """The optimizer has the learning rate of a fresh one after a checkpoint is loaded."""
+
+    class Prepared(PreparedZero2):
+        def load_checkpoint(self, folder: Path) -> None:
+            with keeping_group_options(self.built_optimizer()):
+                super().load_checkpoint(folder)
 
 
 @mutant(

@@ -114,6 +114,15 @@ def never_updating(prepared: PreparedModel, parameters: Iterable[nn.Parameter]) 
     return prepared
 
 
+@contextmanager
+def keeping_group_options(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Undo all changes of the options of parameter groups made inside, such as the learning rate."""
+    before = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    yield
+    for group, options in zip(optimizer.param_groups, before, strict=True):
+        group.update(options)
+
+
 def restart_count(optimizer: torch.optim.Optimizer) -> None:
     """Set the count of steps of each parameter to zero, if the optimizer has one."""
     for state in optimizer.state.values():

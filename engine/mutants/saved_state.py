@@ -18,7 +18,7 @@ from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, 
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Capability, Layout, OptimizerFactory, Plan, Reshard, Shard
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
-from shardproof.engine.mutants.patches import Stale, local, restart_count, unchanged
+from shardproof.engine.mutants.patches import Stale, keeping_group_options, local, restart_count, unchanged
 from shardproof.engine.mutants.plans import SECOND_STEP, changing, demanding
 
 _STATE = demanding(Capability.STATE)
@@ -221,6 +221,20 @@ class StartsAdamAtStepOne(FullyShardEngine):
             with unchanged(map(local, parameters)):
                 self.step()
             self.zero_grad(set_to_none=True)
+
+
+@mutant(after="hpcaitech/ColossalAI#5151", kills_on=_RESUMED)
+class RestartsTheLearningRate(FullyShardEngine):
+    """A resumed optimizer has the learning rate of a fresh one, whatever a schedule made of it."""
+
+    class Prepared(PreparedFullyShard):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            with keeping_group_options(self.built_optimizer()):
+                super().load_full_state(state)
+
+        def load_shared_state(self, state: dict[str, Any]) -> None:
+            with keeping_group_options(self.built_optimizer()):
+                super().load_shared_state(state)
 
 
 @mutant(after="pytorch/pytorch#51601", kills_on=_RESUMED, trace=Trace.STATE)

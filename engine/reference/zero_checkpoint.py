@@ -22,26 +22,42 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 def save(zero: Zero2, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Write this rank's pieces, their optimizer state, and its buffers."""
+    """Write this rank's pieces, their optimizer state, the options of parameter groups, and its buffers."""
     pieces = {
         name: {"start": piece.start, "value": piece.own.detach(), "state": optimizer.state.get(piece.own, {})}
         for name, piece in zero.pieces.items()
     }
     rest = {name: p.detach() for name, p in zero.module.named_parameters() if name not in zero.pieces}
     whole = rest | dict(zero.module.named_buffers())
-    torch.save({"pieces": pieces, "whole": whole}, file_of(folder, zero.rank))
+    groups = [_options(group) for group in optimizer.param_groups]
+    torch.save({"pieces": pieces, "whole": whole, "groups": groups}, file_of(folder, zero.rank))
 
 
 def load(zero: Zero2, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Load the files of a world of any size; buffers and untrained values are those of the first rank."""
+    """Load the files of a world of any size; buffers, untrained values and group options are the first rank's.
+
+    Raises ValueError, before any change, if the optimizer has another number of parameter groups than the saved one.
+    """
     num_ranks = len(list(folder.glob("rank*.pt")))
     first, *others = (torch.load(file_of(folder, rank)) for rank in range(num_ranks))
+    if len(first["groups"]) != len(optimizer.param_groups):
+        raise ValueError(
+            f"the checkpoint in {folder}: expected {len(optimizer.param_groups)} parameter groups, got "
+            f"{len(first['groups'])}; build the optimizer as it was saved"
+        )
     whole = dict(zero.module.named_parameters()) | dict(zero.module.named_buffers())
     with torch.no_grad():
         for name, value in first["whole"].items():
             whole[name].copy_(value)
         for name, piece in zero.pieces.items():
             _load_piece(piece, optimizer, [saved["pieces"][name] for saved in (first, *others)])
+    for group, options in zip(optimizer.param_groups, first["groups"], strict=True):
+        group.update(options)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group, such as the learning rate."""
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _load_piece(piece: OwnPiece, optimizer: torch.optim.Optimizer, saved: list[_Saved]) -> None:

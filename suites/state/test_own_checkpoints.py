@@ -9,7 +9,7 @@ import pytest
 
 from shardproof import AFTER_FEWER, AFTER_MORE, NamedOptimizer, Offload, Problem, RanksBefore, Resume
 from shardproof import Schedule, StateForm, Training, Trial, Tuning
-from shardproof.fixtures.optimizers import ADAMW, SGD
+from shardproof.fixtures.optimizers import ADAMW, DECAYING, SGD
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
 from shardproof.fixtures.tied import TIED
 from shardproof.suites.params import param, parametrize
@@ -24,6 +24,7 @@ OWN = StateForm.CHECKPOINT
     "optimizer",
     param(SGD, kills="LosesStateInItsCheckpoint"),
     param(ADAMW, kills=("LosesStateInItsCheckpoint", "RestartsTheCountInItsCheckpoint")),
+    param(DECAYING, kills="RestartsTheLearningRateInItsCheckpoint"),
 )
 @parametrize("problem", MLP_EVEN, MLP_UNEVEN, TIED)
 def test_resumes(trial: Trial, problem: Problem, optimizer: NamedOptimizer) -> None:

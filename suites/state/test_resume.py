@@ -11,7 +11,7 @@ from shardproof import AS_HANDED_OUT, AS_HELD, EVEN, FOURS, FOUR_OR_MORE_EVEN, H
 from shardproof import TAKEN, UNCHANGED, Capability, Layout, NamedOptimizer, Notes, Plan, Problem, Resume
 from shardproof import Schedule, StateForm, Training, Trial
 from shardproof.fixtures.idle import SOMETIMES
-from shardproof.fixtures.optimizers import ADAMW, SGD
+from shardproof.fixtures.optimizers import ADAMW, DECAYING, SGD
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
 from shardproof.fixtures.tensor_parallel import STACK_16, STACK_5
 from shardproof.fixtures.tied import TIED
@@ -30,6 +30,7 @@ LAYOUTS_OF_FOUR = [Layout.SHARD, Layout.REPLICATE, param(Layout.HYBRID, worlds=F
     "optimizer",
     param(SGD, kills=("LosesOptimizerState", "PermutesOptimizerState", "LoadsNoParameters")),
     param(ADAMW, kills=("ResetsTheStepCount", "StartsAdamAtStepOne", "StepsOldParametersAfterAResume")),
+    param(DECAYING, kills="RestartsTheLearningRate"),
 )
 def test_resumes_as_it_was(trial: Trial, optimizer: NamedOptimizer) -> None:
     """Units of equal shapes: the state of one fits another."""
@@ -113,6 +114,14 @@ def test_resumes_tensors_that_are_cut(trial: Trial, problem: Problem, layout: La
 @parametrize("layout", Layout.SHARD, Layout.HYBRID)
 def test_resumes_from_shares(trial: Trial, layout: Layout, form: StateForm) -> None:
     trial.holds(_training(MLP_UNEVEN, ADAMW, layout, layout, form=form), *PARITY)
+
+
+@pytest.mark.worlds(EVEN)
+@pytest.mark.kills("RestartsTheLearningRate")
+@parametrize("form", StateForm.SHARES, StateForm.FILES)
+def test_resumes_a_schedule_from_shares(trial: Trial, form: StateForm) -> None:
+    """The optimizer has changed its learning rate, and continues from there."""
+    trial.holds(_training(MLP_UNEVEN, DECAYING, Layout.SHARD, Layout.SHARD, form=form), *PARITY)
 
 
 @pytest.mark.worlds(EVEN)
