@@ -237,6 +237,31 @@ class RestartsTheLearningRate(FullyShardEngine):
                 super().load_shared_state(state)
 
 
+@mutant(
+    after="deepspeedai/DeepSpeed#6878",
+    world_size=1,
+    steps=2,
+    plan=demanding(Capability.PARAMETER_SHAPES),
+    because="an optimizer with one group cannot show it",
+)
+class MergesParameterGroups(FullyShardEngine):
+    """All parameters are updated with the options of the optimizer's first group."""
+
+    class Prepared(PreparedFullyShard):
+        def optimizer(self, factory: OptimizerFactory) -> None:
+            super().optimizer(factory)
+            self._merge()
+
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            super().load_full_state(state)
+            self._merge()
+
+        def _merge(self) -> None:
+            first, *others = self.built_optimizer().param_groups
+            for group in others:
+                group.update({key: value for key, value in first.items() if key != "params"})
+
+
 @mutant(after="pytorch/pytorch#51601", kills_on=_RESUMED, trace=Trace.STATE)
 class EmptiesWhatItLoads(FullyShardEngine):
     """Loading removes the optimizer state from the caller's dict."""

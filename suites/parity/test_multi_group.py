@@ -6,8 +6,8 @@ from operator import attrgetter
 
 import pytest
 
-from shardproof import NamedOptimizer, Problem, Trial
-from shardproof.fixtures.optimizers import ADAMW, SGD
+from shardproof import Capability, NamedOptimizer, Problem, Trial
+from shardproof.fixtures.optimizers import ADAMW, GROUPED, SGD
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
@@ -57,3 +57,10 @@ def test_trains_the_same_model(
 def test_trains_the_same_transformer(trial: Trial, optimizer: NamedOptimizer) -> None:
     training = train(TRANSFORMER, optimizer)
     trial.holds(training, *PARITY)
+
+
+@pytest.mark.kills("MergesParameterGroups")
+@parametrize("problem", MLP_UNEVEN, TRANSFORMER)
+def test_trains_with_several_parameter_groups(trial: Trial, problem: Problem) -> None:
+    """Each parameter is updated with the options of its own group."""
+    trial.holds(train(problem, GROUPED, demands=frozenset({Capability.PARAMETER_SHAPES})), *PARITY)

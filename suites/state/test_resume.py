@@ -11,7 +11,7 @@ from shardproof import AS_HANDED_OUT, AS_HELD, EVEN, FOURS, FOUR_OR_MORE_EVEN, H
 from shardproof import TAKEN, UNCHANGED, Capability, Layout, NamedOptimizer, Notes, Plan, Problem, Resume
 from shardproof import Schedule, StateForm, Training, Trial
 from shardproof.fixtures.idle import SOMETIMES
-from shardproof.fixtures.optimizers import ADAMW, DECAYING, SGD
+from shardproof.fixtures.optimizers import ADAMW, DECAYING, GROUPED, SGD
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
 from shardproof.fixtures.tensor_parallel import STACK_16, STACK_5
 from shardproof.fixtures.tied import TIED
@@ -114,6 +114,14 @@ def test_resumes_tensors_that_are_cut(trial: Trial, problem: Problem, layout: La
 @parametrize("layout", Layout.SHARD, Layout.HYBRID)
 def test_resumes_from_shares(trial: Trial, layout: Layout, form: StateForm) -> None:
     trial.holds(_training(MLP_UNEVEN, ADAMW, layout, layout, form=form), *PARITY)
+
+
+@pytest.mark.kills("MergesParameterGroups")
+def test_resumes_several_parameter_groups(trial: Trial) -> None:
+    """Each group keeps its options and members."""
+    training = _training(MLP_UNEVEN, GROUPED, Layout.NATIVE, Layout.NATIVE)
+    plan = replace(training.plan, demands=training.plan.demands | {Capability.PARAMETER_SHAPES})
+    trial.holds(replace(training, plan=plan, resume=Resume(after_steps=AFTER_STEPS, plan=plan)), *PARITY)
 
 
 @pytest.mark.worlds(EVEN)
