@@ -117,10 +117,15 @@ def never_updating(prepared: PreparedModel, parameters: Iterable[nn.Parameter]) 
 @contextmanager
 def keeping_group_options(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Undo all changes of the options of parameter groups made inside, such as the learning rate."""
-    before = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    before = [dict(group) for group in optimizer.param_groups]
     yield
     for group, options in zip(optimizer.param_groups, before, strict=True):
-        group.update(options)
+        set_group_options(group, options)
+
+
+def set_group_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Set the options of a parameter group to those of another; it keeps its parameters."""
+    group.update({**options, "params": group["params"]})
 
 
 def restart_count(optimizer: torch.optim.Optimizer) -> None:

@@ -18,7 +18,14 @@ from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, 
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Capability, Layout, OptimizerFactory, Plan, Reshard, Shard
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
-from shardproof.engine.mutants.patches import Stale, keeping_group_options, local, restart_count, unchanged
+from shardproof.engine.mutants.patches import (
+    Stale,
+    keeping_group_options,
+    local,
+    restart_count,
+    set_group_options,
+    unchanged,
+)
 from shardproof.engine.mutants.plans import SECOND_STEP, changing, demanding
 
 _STATE = demanding(Capability.STATE)
@@ -250,16 +257,29 @@ class MergesParameterGroups(FullyShardEngine):
     class Prepared(PreparedFullyShard):
         def optimizer(self, factory: OptimizerFactory) -> None:
             super().optimizer(factory)
-            self._merge()
+            _merge_groups(self.built_optimizer())
 
+
+@mutant(
+    after="deepspeedai/DeepSpeed#6878",
+    world_size=1,
+    steps=2,
+    plan=demanding(Capability.STATE, Capability.PARAMETER_SHAPES),
+    because="an optimizer with one group cannot show it",
+)
+class MergesParameterGroupsItLoads(FullyShardEngine):
+    """All groups of a resumed optimizer have the options of the first."""
+
+    class Prepared(PreparedFullyShard):
         def load_full_state(self, state: dict[str, Any]) -> None:
             super().load_full_state(state)
-            self._merge()
+            _merge_groups(self.built_optimizer())
 
-        def _merge(self) -> None:
-            first, *others = self.built_optimizer().param_groups
-            for group in others:
-                group.update({key: value for key, value in first.items() if key != "params"})
+
+def _merge_groups(optimizer: torch.optim.Optimizer) -> None:
+    first, *others = optimizer.param_groups
+    for group in others:
+        set_group_options(group, first)
 
 
 @mutant(after="pytorch/pytorch#51601", kills_on=_RESUMED, trace=Trace.STATE)

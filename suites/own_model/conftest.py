@@ -16,9 +16,9 @@ def _named(spec: str, limit_s: float) -> tuple[UserModel, NamedOptimizer]:
 
 def default_optimizer(model: UserModel) -> NamedOptimizer:
     """Return the model's default optimizer; AdamW takes larger steps where a parameter has fewer bits than float32."""
-    adamw = COARSE_ADAMW if model.is_narrow else ADAMW
-    by_class: dict[str, NamedOptimizer] = {"SGD": SGD, "AdamW": adamw}
-    return by_class[model.default_optimizer]
+    if model.default_optimizer == "SGD":
+        return SGD
+    return COARSE_ADAMW if model.is_narrow else ADAMW
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -63,11 +64,8 @@ def test_hands_out_what_the_ranks_hold(trial: Trial, optimizer: NamedOptimizer) 
 @parametrize("optimizer", SGD, ADAMW)
 def test_resumes_what_computes_in_few_bits(trial: Trial, optimizer: NamedOptimizer) -> None:
     """Float32 values stay float32: they are not rounded to the compute dtype, neither way."""
-    training = _training(MLP_EVEN, optimizer, Layout.NATIVE, Layout.NATIVE)
-    plan = replace(training.plan, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    trial.holds(
-        replace(training, plan=plan, resume=Resume(after_steps=AFTER_STEPS, plan=plan)), *PARITY, *EXACTLY
-    )
+    dtypes: dict[str, Any] = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    trial.holds(_training(MLP_EVEN, optimizer, Layout.NATIVE, Layout.NATIVE, **dtypes), *PARITY, *EXACTLY)
 
 
 @pytest.mark.kills("LosesOptimizerState")
@@ -82,9 +80,11 @@ def test_resumes_beside_what_nothing_used(trial: Trial, after_steps: int) -> Non
 
     In a fresh model its gradient is None, even if the previous step left zeros, as the second one does.
     """
-    training = _training(SOMETIMES, ADAMW, Layout.NATIVE, Layout.NATIVE)
-    plan = replace(training.plan, demands=training.plan.demands | {Capability.UNUSED})
-    trial.holds(replace(training, plan=plan, resume=Resume(after_steps=after_steps, plan=plan)), *PARITY)
+    demands = frozenset({Capability.UNUSED})
+    training = _training(
+        SOMETIMES, ADAMW, Layout.NATIVE, Layout.NATIVE, after_steps=after_steps, demands=demands
+    )
+    trial.holds(training, *PARITY)
 
 
 @pytest.mark.kills("LoadsNoBuffers")
@@ -116,12 +116,11 @@ def test_resumes_from_shares(trial: Trial, layout: Layout, form: StateForm) -> N
     trial.holds(_training(MLP_UNEVEN, ADAMW, layout, layout, form=form), *PARITY)
 
 
-@pytest.mark.kills("MergesParameterGroups")
+@pytest.mark.kills("MergesParameterGroupsItLoads")
 def test_resumes_several_parameter_groups(trial: Trial) -> None:
     """Each group keeps its options and members."""
-    training = _training(MLP_UNEVEN, GROUPED, Layout.NATIVE, Layout.NATIVE)
-    plan = replace(training.plan, demands=training.plan.demands | {Capability.PARAMETER_SHAPES})
-    trial.holds(replace(training, plan=plan, resume=Resume(after_steps=AFTER_STEPS, plan=plan)), *PARITY)
+    demands = frozenset({Capability.PARAMETER_SHAPES})
+    trial.holds(_training(MLP_UNEVEN, GROUPED, Layout.NATIVE, Layout.NATIVE, demands=demands), *PARITY)
 
 
 @pytest.mark.worlds(EVEN)
@@ -163,14 +162,16 @@ def _training(
     after: Layout | None,
     *,
     form: StateForm = StateForm.WHOLE,
-    tensor_parallel: int = 1,
+    after_steps: int = AFTER_STEPS,
+    demands: frozenset[Capability] = frozenset(),
+    **options: Any,  # of the plan, by the names of its fields
 ) -> Training:
-    plan = Plan(units=problem.units, tensor_parallel=tensor_parallel, demands=form.demands)
+    plan = Plan(units=problem.units, demands=form.demands | demands, **options)
     later = None if after is None else replace(plan, layout=after)
     return Training(
         problem=problem,
         optimizer=optimizer,
         plan=replace(plan, layout=before),
         schedule=Schedule(steps=4),
-        resume=Resume(after_steps=AFTER_STEPS, plan=later, form=form),
+        resume=Resume(after_steps=after_steps, plan=later, form=form),
     )
