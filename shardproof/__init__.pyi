@@ -147,6 +147,7 @@ from shardproof.harness.laws.communication.bounds import Bound as Bound
 from shardproof.harness.laws.communication.bounds import Exactly as Exactly
 from shardproof.harness.laws.communication.buffers import LeavesBuffersAlone as LeavesBuffersAlone
 from shardproof.harness.laws.communication.buffers import ResultsAreWaitedFor as ResultsAreWaitedFor
+from shardproof.harness.laws.communication.contribution import SendsItsGradients as SendsItsGradients
 from shardproof.harness.laws.communication.counts import AllWaited as AllWaited
 from shardproof.harness.laws.communication.counts import Asynchronous as Asynchronous
 from shardproof.harness.laws.communication.counts import Bytes as Bytes

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from shardproof import MatchesOracle, Op, Phase, RanksAgree, Select
+from shardproof import MatchesOracle, Op, Phase, RanksAgree, Select, SendsItsGradients
 
 PARITY = (MatchesOracle(), RanksAgree())
 """The engine trains like one process, and its collectives match on all ranks."""
+
+TRAINS = (*PARITY, SendsItsGradients())
+"""The same, and what it shows has crossed between the ranks."""
 
 IN_FORWARD = Select(phases=(Phase.FORWARD,))
 IN_BACKWARD = Select(phases=(Phase.BACKWARD,))

@@ -219,6 +219,8 @@ LOADED = "a state that was loaded"  # the subject of the loop's note in the next
 UNCHANGED = "unchanged"
 TAKEN = "what the ranks hold once they have loaded a whole state"  # likewise
 AS_HANDED_OUT = "what was handed out"
+HELD = "what the module itself holds"  # the loop notes it whenever it reads parameters
+AS_SHOWN = "what is shown"  # begins the note
 
 # With these the loop itself, not a layout, determines which parameters are whole between steps.
 _KEEPS = frozenset(

@@ -6,8 +6,9 @@ Nothing is gathered: a rank's shard is compared with the same region of the orac
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -18,6 +19,7 @@ from shardproof.harness.laws.structure import (
     RankShard,
     are_consecutive,
     interval_of,
+    layout_fault,
     num_declared_zeros,
     observed,
     pieces_of,
@@ -33,12 +35,22 @@ _MAX_DETAILS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Finding:
-    """One fault of one tensor; ``severity`` orders findings of one moment."""
+class _Told:
+    """A fault in words, and its worst tensor if values are wrong."""
 
     text: str
-    severity: float
     worst: TensorRecord | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Finding:
+    """One fault of one tensor; ``severity`` orders findings of one moment.
+
+    ``tell`` describes it. That may take seconds for a large tensor, and only the first findings are described.
+    """
+
+    severity: float
+    tell: Callable[[], _Told]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -107,6 +119,11 @@ class MatchesOracle:
                 found = [_Closest(place=place, comparison=c) for c in comparisons]
                 nearest = max([nearest, *found] if nearest else found, key=_nearness, default=None)
             findings += sorted(here, key=lambda f: -f.severity)
+            fault = layout_fault(evidence, moment)
+            if fault is not None and not here:  # wrong values are more informative
+                findings.append(
+                    _Finding(severity=math.inf, tell=partial(_Told, text=f"{_when(moment[0])}: {fault}"))
+                )
         if findings:
             return _broken(self.name, findings)
         how = "bitwise" if evidence.oracle.is_exact else "within the noise of re-ordered sums"
@@ -157,10 +174,10 @@ class ComputesInTheDtypeAsked:
 
 
 def _broken(law: str, findings: list[_Finding]) -> Ruling:
-    headline, *others = findings
-    details = [finding.text for finding in others[:_MAX_DETAILS]]
-    if len(others) > _MAX_DETAILS:
-        details.append(f"and {len(others) - _MAX_DETAILS} more")
+    headline, *others = (finding.tell() for finding in findings[: _MAX_DETAILS + 1])
+    details = [told.text for told in others]
+    if len(findings) > _MAX_DETAILS + 1:
+        details.append(f"and {len(findings) - _MAX_DETAILS - 1} more")
     record = LawRecord(law=law, held=False, summary=headline.text, details=tuple(details))
     return Ruling(record=record, worst=headline.worst)
 
@@ -207,23 +224,28 @@ def _findings(evidence: Evidence, place: TensorKey, comparisons: list[_Compariso
     faults = structural_faults(evidence, place)
     if faults:
         more = f" (and {len(faults) - 1} more ranks)" if len(faults) > 1 else ""
-        yield _Finding(text=f"{where}: {faults[0]}{more}", severity=math.inf)
+        yield _Finding(severity=math.inf, tell=partial(_Told, text=f"{where}: {faults[0]}{more}"))
     wrong = [c for c in comparisons if not c.ratio <= 1]  # NaN is wrong too
     if wrong:
-        yield _wrong_value(evidence, place, max(wrong, key=lambda c: c.worst_error), len(wrong))
+        worst = max(wrong, key=lambda c: c.worst_error)
+        yield _Finding(severity=worst.ratio, tell=partial(_wrong_value, evidence, place, worst, len(wrong)))
     if place.quantity not in {Quantity.LOSS, Quantity.BUFFER}:  # these may differ between ranks by nature
         divergence = _divergence(comparisons)
         if divergence is not None:
             # Least severe, because wrong values are more informative.
-            yield _Finding(text=f"{where}: {divergence}", severity=0.0)
+            yield _Finding(severity=0.0, tell=partial(_Told, text=f"{where}: {divergence}"))
 
 
 def _where(place: TensorKey) -> str:
+    return f"{_when(place)} {place.name!r}"
+
+
+def _when(place: TensorKey) -> str:
     when = "before training" if place.step == INITIAL_STEP else f"step {place.step}"
-    return f"{when}, {place.quantity} {place.name!r}"
+    return f"{when}, {place.quantity}"
 
 
-def _wrong_value(evidence: Evidence, place: TensorKey, worst: _Comparison, num_ranks: int) -> _Finding:
+def _wrong_value(evidence: Evidence, place: TensorKey, worst: _Comparison, num_ranks: int) -> _Told:
     shard = worst.piece.shard
     record = _record(place, worst, looks_like(evidence, place, worst.piece))
     form = "flat shard" if shard.is_flat else "shard"
@@ -233,7 +255,7 @@ def _wrong_value(evidence: Evidence, place: TensorKey, worst: _Comparison, num_r
         f"expected {record.expected:.9g}, error {record.error:.3g}, allowed {record.allowed:.3g}, "
         f"{record.share:.1%} of the shard beyond"
     )
-    return _Finding(text=text, severity=record.ratio, worst=record)
+    return _Told(text=text, worst=record)
 
 
 def _record(place: TensorKey, comparison: _Comparison, characterised: str) -> TensorRecord:

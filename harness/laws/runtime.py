@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardproof.harness.cases.training import LOSS_SCALE, LossScaling
+from shardproof.harness.cases.training import AS_SHOWN, HELD, LOSS_SCALE, LossScaling
 from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.laws.tolerance import allowed_error
 from shardproof.harness.records.observation import StepObservation
@@ -89,6 +89,31 @@ class Notes:
             return f"{self.subject}: {value}"
         item = _first_unlike(self.value, value)
         return f"expected {self.subject} {self.value}, got {value}{f': {item}' if item else ''}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldsWhatItShows:
+    """Whenever parameters are read, the caller's own module holds them too, as far as it holds whole ones or DTensors.
+
+    What is shown may come from copies that are right, while the module that a user saves and evaluates is not.
+    """
+
+    name: str = "the module holds the parameters shown"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look at what the loop noted of every read."""
+        notes = [
+            (f"step {step}, rank {rank}: {fact.value}", fact.value.startswith(AS_SHOWN))
+            for rank, step, seen in _steps(evidence)
+            for fact in seen.facts
+            if fact.subject == HELD
+        ]
+        broken = [text for text, is_held in notes if not is_held]
+        return rule(
+            self.name,
+            broken,
+            held=f"{notes[-1][0]}, and in {len(notes) - 1} more reads" if notes else "never read",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
 
-from shardproof.engine.contract import NoGradient, Shard
+from shardproof.engine.contract import Layout, NoGradient, Shard
 from shardproof.harness.cases.stages import is_on_rank
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.records.observation import Observation
@@ -16,6 +16,15 @@ from shardproof.harness.training.absolute_error import largest
 from shardproof.harness.training.oracle_observation import LOSSES, NORM, Quantity, TensorKey
 
 Tensors = Mapping[str, Shard | None]
+
+_PARAMETERS = frozenset({Quantity.INITIAL, Quantity.PARAMETER})
+# By layout, the quantities of which every rank holds the whole.
+_WHOLE: Mapping[Layout, Set[Quantity]] = {
+    Layout.REPLICATE: _PARAMETERS | {Quantity.GRADIENT, Quantity.OPTIMIZER_STATE},
+    Layout.ZERO1: _PARAMETERS,
+    Layout.ZERO2: _PARAMETERS,
+}
+_DIVIDED = frozenset({Quantity.INITIAL, Quantity.PARAMETER, Quantity.GRADIENT, Quantity.OPTIMIZER_STATE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,6 +75,45 @@ def structural_faults(evidence: Evidence, place: TensorKey) -> tuple[str, ...]:
     if not faults:
         faults = [gap for gap in [_gap(evidence, place)] if gap is not None]
     return tuple(faults)
+
+
+def layout_fault(evidence: Evidence, places: Sequence[TensorKey]) -> str | None:
+    """Find a rank that lacks part of one quantity at one moment although it is not divided between ranks.
+
+    It is not where the plan's layout says so. In an engine's own layout it is not where some rank shows all of several
+    tensors, one for each rank at least: an empty or a partial shard is an answer only if all ranks have shares.
+    """
+    plan = evidence.training.plan
+    if (
+        not places
+        or places[0].quantity not in _DIVIDED
+        or plan.cut_axis is not None
+        or plan.pipeline_stages > 1
+    ):
+        return None
+    lacking = {o.rank: [p.name for p in places if not _is_whole(evidence, o, p)] for o in evidence.ranks}
+    is_asked = places[0].quantity in _WHOLE.get(plan.layout, ())
+    all_of_it = [rank for rank, names in lacking.items() if not names]
+    is_own = plan.layout is Layout.NATIVE and all_of_it and len(places) >= evidence.world_size
+    if not (is_asked or is_own):
+        return None
+    because = plan.layout.value if is_asked else f"rank {all_of_it[0]} has all of them whole"
+    return next(
+        (
+            f"rank {rank} lacks {names[0]!r} or a part of it ({len(names)} of {len(places)} tensors), and {because}"
+            for rank, names in lacking.items()
+            if names
+        ),
+        None,
+    )
+
+
+def _is_whole(evidence: Evidence, observation: Observation, place: TensorKey) -> bool:
+    """Whether a rank shows all of a tensor, or there is none to show."""
+    if _reference(evidence, observation, place) is None:
+        return True
+    shard = observed(evidence, observation, place.quantity, place.step).get(place.name)
+    return shard is not None and shard.is_whole
 
 
 def pieces_of(evidence: Evidence, place: TensorKey) -> tuple[RankShard, ...]:

@@ -24,6 +24,7 @@ from shardproof.harness.cases.training import (
     AS_HANDED_OUT,
     AS_HELD,
     HANDED_OUT,
+    HELD,
     LOADED,
     LOSS_SCALE,
     TAKEN,
@@ -40,6 +41,7 @@ from shardproof.harness.records.observation import (
 )
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.census_report import CensusTime
+from shardproof.harness.training.callers_module import Preparation
 from shardproof.harness.training.engine_actor import EngineActor
 from shardproof.harness.training.handover import (
     load_files,
@@ -86,10 +88,10 @@ def refusing() -> Iterator[None]:
 
 
 def train(
-    prepared: PreparedModel,
+    preparation: Preparation,
     training: Training,
     context: RankContext,
-    prepare: Callable[[Plan], PreparedModel],
+    prepare: Callable[[Plan], Preparation],
     watches: Watches,
     *,
     before: Path | None = None,
@@ -101,17 +103,17 @@ def train(
     before the last step is done. The loop passes to ``watches`` what they cannot see: the owner of a tensor, and the
     end of a step.
     """
-    loop = _started(prepared, training, context, watches)
+    loop = _started(preparation, training, context, watches)
     if training.origin is not None:
         assert before is not None
         loop.start_from(before, training.origin.form)
     with loop.reading():
-        initial = loop.kept(read_shards(prepared, "local_parameters")) if is_read else {}
+        initial = loop.kept(loop.read_parameters()) if is_read else {}
     steps = []
     for step in range(training.schedule.steps):
         if training.resume is not None and step == training.resume.after_steps:
             plan = training.resume.plan
-            loop.resume_in(loop.prepared if plan is None else prepare(plan), step, training.resume.form)
+            loop.resume_in(None if plan is None else prepare(plan), step, training.resume.form)
             loop.scale_losses()
         steps.append(loop.step(step, is_read=is_read))
     with loop.reading():
@@ -131,22 +133,23 @@ def train(
 
 
 def train_and_save(
-    prepared: PreparedModel, training: Training, context: RankContext, form: StateForm
+    preparation: Preparation, training: Training, context: RankContext, form: StateForm
 ) -> None:
     """Run the whole schedule and save the state in files; observes nothing."""
-    loop = _started(prepared, training, context, None)
+    loop = _started(preparation, training, context, None)
     for step in range(training.schedule.steps):
         loop.step(step, is_read=False)
-    write_files(prepared, form, context)
+    write_files(preparation.prepared, form, context)
 
 
 def _started(
-    prepared: PreparedModel, training: Training, context: RankContext, watches: Watches | None
+    preparation: Preparation, training: Training, context: RankContext, watches: Watches | None
 ) -> _Loop:
     """Convert the model, build its optimizer, and create its loop."""
+    prepared = preparation.prepared
     if training.convert is not None:
         prepared.convert(training.convert)
-    loop = _Loop(prepared, training, context, watches)
+    loop = _Loop(preparation, training, context, watches)
     with refusing():
         if training.schedule.steps_in_backward:
             prepared.optimizer_in_backward(loop.schedules.factory)
@@ -161,12 +164,12 @@ class _Loop:
 
     def __init__(
         self,
-        prepared: PreparedModel,
+        preparation: Preparation,
         training: Training,
         context: RankContext,
         watches: Watches | None,
     ) -> None:
-        self.prepared = prepared
+        self._preparation = preparation
         steps_before = 0 if training.origin is None else training.origin.steps
         self.schedules = StepSchedules(training.optimizer, steps_done=steps_before)
         self._training = training
@@ -175,8 +178,13 @@ class _Loop:
         self._lifetimes = None if watches is None else watches.lifetimes
         self._census = None if watches is None else watches.census
         self._inputs = hashlib.sha256()
-        self._facts: tuple[Fact, ...] = ()  # parameters before the step
+        self._facts: tuple[Fact, ...] = ()  # of the next step, or of this one once it is read
         self._scaled: ScaledSteps | None = None
+
+    @property
+    def prepared(self) -> PreparedModel:
+        """The model that trains now."""
+        return self._preparation.prepared
 
     @property
     def input_digest(self) -> str:
@@ -213,8 +221,16 @@ class _Loop:
         else:
             load_files(self.prepared, form, before)
 
-    def resume_in(self, successor: PreparedModel, step: int, form: StateForm) -> None:
-        """Continue with another prepared model, or the same one prepared again; it first loads this one's state."""
+    def read_parameters(self) -> dict[str, Shard]:
+        """Read the parameters, and note whether the caller's module holds them."""
+        shown = read_shards(self.prepared, "local_parameters")
+        with calling("module.named_parameters"):
+            held = self._preparation.difference(shown)
+        self._facts += (Fact(moment="", subject=HELD, value=held),)
+        return shown
+
+    def resume_in(self, fresh: Preparation | None, step: int, form: StateForm) -> None:
+        """Continue with a fresh model, or with the same one whose parameters are lost; it first loads the state."""
         in_files = form in {StateForm.FILES, StateForm.CHECKPOINT}
         state, noted = {} if in_files else state_of(self.prepared, form), {}
         if in_files:
@@ -222,21 +238,25 @@ class _Loop:
         if form is StateForm.WHOLE:
             noted[HANDED_OUT] = self._difference_from(state, step) or AS_HELD
         self.schedules = StepSchedules(self._training.optimizer, steps_done=step)
+        successor = self.prepared if fresh is None else fresh.prepared
         with refusing():
             successor.optimizer(self.schedules.factory)
-        if successor is self.prepared:
+        if fresh is None:
             # If gradients exist, torch assumes that a new optimizer already has its state.
             successor.zero_grad(set_to_none=True)
             with torch.no_grad():
                 for parameter in successor.owned_parameters().values():
                     parameter.zero_()
-        self.prepared = successor
+        else:
+            self._preparation = fresh
         if in_files:
             load_files(successor, form, self._context.folder)
         elif form is StateForm.WHOLE:
             self._load_whole(state, step, noted)
         else:
             load_shares(successor, state)
+        with self.reading(step):
+            self.read_parameters()
 
     # Any: states are nested dicts and lists of tensors and other values.
     def _load_whole(self, state: dict[str, Any], step: int, noted: Mapping[str, str] | None = None) -> None:
@@ -251,7 +271,9 @@ class _Loop:
             LOADED: f"{lost} changed" if lost else UNCHANGED,
             TAKEN: taken or AS_HANDED_OUT,
         }
-        self._facts = tuple(Fact(moment="", subject=subject, value=value) for subject, value in facts.items())
+        self._facts += tuple(
+            Fact(moment="", subject=subject, value=value) for subject, value in facts.items()
+        )
 
     def _difference_from(self, state: dict[str, Any], step: int) -> str:
         """Return the first difference between a whole state and this rank's shards, by the model's own names."""
@@ -302,7 +324,8 @@ class _Loop:
                 self._lifetimes.end_step()
         with self.reading(step):
             is_over = step == schedule.steps - 1
-            parameters = self.kept(read_shards(prepared, "local_parameters")) if is_read or is_over else {}
+            parameters = self.kept(self.read_parameters()) if is_read or is_over else {}
+            facts, self._facts = (*facts, *self._facts), ()
             if scaled is not None:
                 facts = (*facts, Fact(moment="", subject=LOSS_SCALE, value=str(scaled.scale)))
         return StepObservation(

@@ -15,7 +15,6 @@ from shardproof.engine.contract import (
     Capability,
     Engine,
     Plan,
-    PreparedModel,
 )
 from shardproof.engine.registry import resolve
 from shardproof.harness.cases.training import (
@@ -34,6 +33,7 @@ from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.census import Census
 from shardproof.harness.tracing.races.fake_cuda import cuda_stand_in
 from shardproof.harness.tracing.unit_hooks import watching_states, watching_units
+from shardproof.harness.training.callers_module import Preparation
 from shardproof.harness.training.engine_loop import RefusedError, refusing, train, train_and_save
 from shardproof.harness.training.layout_memory import Form
 from shardproof.harness.training.watches import Watches, watching
@@ -97,8 +97,8 @@ def _leave_state(context: RankContext, training: Training, adapter: Engine) -> N
     assert origin is not None
     with idle_labels, _device_of(context, adapter):
         torch.manual_seed(_RANK_SEED + context.rank)
-        prepared = _prepare(context, before, adapter, before.plan)
-        train_and_save(prepared, before, context, origin.form)
+        preparation = _prepare(context, before, adapter, before.plan)
+        train_and_save(preparation, before, context, origin.form)
 
 
 def _device_of(context: RankContext, adapter: Engine) -> AbstractContextManager[object]:
@@ -147,18 +147,19 @@ def _run(
     is_read: bool,
 ) -> Observation:
     torch.manual_seed(_RANK_SEED + context.rank)
-    prepared = _prepare(context, training, adapter, training.plan, watches)
+    preparation = _prepare(context, training, adapter, training.plan, watches)
+    prepared = preparation.prepared
     with ExitStack() as stack:
         stack.enter_context(watching_units(prepared.named, training.plan.units, context.recorder))
         if Watch.UNITS in training.watch:
             stack.enter_context(watching_states(prepared.units(), context.recorder))
         prepare = partial(_prepare, context, training, adapter)
-        return train(prepared, training, context, prepare, watches, before=before, is_read=is_read)
+        return train(preparation, training, context, prepare, watches, before=before, is_read=is_read)
 
 
 def _prepare(
     context: RankContext, training: Training, adapter: Engine, plan: Plan, watches: Watches | None = None
-) -> PreparedModel:
+) -> Preparation:
     # The engine does not have to explain the memory of the user's mesh.
     with context.recorder.during(Phase.OBSERVE):
         mesh = _mesh(context, plan)
@@ -169,7 +170,8 @@ def _prepare(
                 prepare_pipeline,  # here, because that part of torch imports slowly
             )
 
-            return prepare_pipeline(context, training, adapter, mesh, data)
+            pipeline = prepare_pipeline(context, training, adapter, mesh, data)
+            return Preparation(pipeline, None)
         if watches is not None and watches.census is not None:
             watches.census.measure_process()
         has_memory = Capability.META not in plan.demands
@@ -182,7 +184,7 @@ def _prepare(
         if not has_memory:
             state = training.problem.build().state_dict() if context.rank == 0 else {}
             prepared.materialize(context.device, state)
-        return prepared
+        return Preparation(prepared, model)
 
 
 def _mesh(context: RankContext, plan: Plan) -> DeviceMesh:

@@ -14,7 +14,7 @@ from shardproof.harness.laws.communication.matching import Counterparts, first_d
 from shardproof.harness.laws.law import Evidence, Law, Ruling
 from shardproof.harness.laws.memory.lifetimes import UserTensorsLive
 from shardproof.harness.laws.memory.share import MemoryIsExplained
-from shardproof.harness.laws.runtime import NoRaces, ScalesLosses
+from shardproof.harness.laws.runtime import HoldsWhatItShows, NoRaces, ScalesLosses
 from shardproof.harness.laws.structure import num_declared_zeros
 from shardproof.harness.records.hang import HangReport
 from shardproof.harness.records.record import LawRecord, OutcomeRecord, TensorRecord, Verdict, VisibleError
@@ -40,7 +40,12 @@ from shardproof.harness.worlds.processes.stacks import is_in_passage
 # The error of worlds of threads that explains what the engine did; gloo hangs or computes garbage instead.
 _MISMATCH = "CollectiveMismatchError"
 
-_IMPLIED: tuple[Law, ...] = (ReadsAreSilent(), LeavesBuffersAlone(), ResultsAreWaitedFor())
+_IMPLIED: tuple[Law, ...] = (
+    ReadsAreSilent(),
+    LeavesBuffersAlone(),
+    ResultsAreWaitedFor(),
+    HoldsWhatItShows(),
+)
 _IMPLIED_BY: Mapping[Watch, Law] = {
     Watch.RACES: NoRaces(),
     Watch.LIFETIMES: UserTensorsLive(at_least=()),  # not every script has the loop hold inputs and outputs

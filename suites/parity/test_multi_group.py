@@ -11,7 +11,7 @@ from shardproof.fixtures.optimizers import ADAMW, GROUPED, SGD
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
-from shardproof.suites.vocabulary import PARITY
+from shardproof.suites.vocabulary import TRAINS
 
 OF_ONE_MICROBATCH = (
     "ForgetsToSynchroniseOneParameter",
@@ -49,18 +49,18 @@ def test_trains_the_same_model(
     trial: Trial, problem: Problem, optimizer: NamedOptimizer, microbatches: int
 ) -> None:
     training = train(problem, optimizer, microbatches=microbatches)
-    trial.holds(training, *PARITY)
+    trial.holds(training, *TRAINS)
 
 
 @pytest.mark.kills("ForgetsToSynchroniseOneParameter", "DropsAUnitOnTheLastRank", "DriftsByOneBit")
 @parametrize("optimizer", SGD, ADAMW)
 def test_trains_the_same_transformer(trial: Trial, optimizer: NamedOptimizer) -> None:
     training = train(TRANSFORMER, optimizer)
-    trial.holds(training, *PARITY)
+    trial.holds(training, *TRAINS)
 
 
 @pytest.mark.kills("MergesParameterGroups")
 @parametrize("problem", MLP_UNEVEN, TRANSFORMER)
 def test_trains_with_several_parameter_groups(trial: Trial, problem: Problem) -> None:
     """Each parameter is updated with the options of its own group."""
-    trial.holds(train(problem, GROUPED, demands=frozenset({Capability.PARAMETER_SHAPES})), *PARITY)
+    trial.holds(train(problem, GROUPED, demands=frozenset({Capability.PARAMETER_SHAPES})), *TRAINS)
