@@ -28,6 +28,7 @@ ORDER = (
     "worlds",
     "cases",
     "records",
+    "oracle",
     "training",
     "laws",
     "verdicts",
@@ -297,7 +298,7 @@ def test_package_has_no_import_cycle(package: str) -> None:
     assert cycles(package, ROOT) == []
 
 
-def test_harness_has_twelve_entries_in_one_order() -> None:
+def test_harness_has_thirteen_entries_in_one_order() -> None:
     found = {
         path.name.removesuffix(".py") for path in (ROOT / "harness").iterdir() if path.name[0] not in "_."
     }

@@ -22,6 +22,9 @@ from shardproof.harness.cases.scripts.interface import Exercise
 from shardproof.harness.cases.training import StateForm, Training, Watch
 from shardproof.harness.cases.user_model import UserOptimizer
 from shardproof.harness.errors import UnreadableError
+from shardproof.harness.oracle.kept_oracle import KeptOracle, kept_oracle
+from shardproof.harness.oracle.oracle_answer import ask_oracle
+from shardproof.harness.oracle.oracle_observation import OracleObservation
 from shardproof.harness.records.world_result import check_kept, keep_result
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.engines import EngineDescription, describe, keep_description, load_description
@@ -35,9 +38,6 @@ from shardproof.harness.runner.schedules import (
 )
 from shardproof.harness.torch_compat.private_names import Feature, require
 from shardproof.harness.tracing.arcs import COUNTS_ARCS
-from shardproof.harness.training.kept_oracle import KeptOracle, kept_oracle
-from shardproof.harness.training.oracle_answer import ask_oracle
-from shardproof.harness.training.oracle_observation import OracleObservation
 from shardproof.harness.training.rank_body import BEFORE, drive_rank, leave_state
 from shardproof.harness.worlds.launch import WorldPool, launch
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec

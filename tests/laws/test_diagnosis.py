@@ -15,9 +15,8 @@ from shardproof.harness.laws import diagnosis
 from shardproof.harness.laws.diagnosis import UNSTRUCTURED
 from shardproof.harness.laws.structure import RankShard
 from shardproof.harness.laws.tolerance import allowed_error
-from shardproof.harness.records.record import TensorRecord
-from shardproof.harness.training.oracle import run_oracle
-from shardproof.harness.training.oracle_observation import (
+from shardproof.harness.oracle.oracle import run_oracle
+from shardproof.harness.oracle.oracle_observation import (
     INITIAL_STEP,
     LOSSES,
     NORM,
@@ -25,6 +24,7 @@ from shardproof.harness.training.oracle_observation import (
     Quantity,
     TensorKey,
 )
+from shardproof.harness.records.record import TensorRecord
 from tests.simulated_engine import Honest, Moment, accumulate, evidence_of, ring_mean, row_shard, whole
 
 WORLD_SIZE = 4

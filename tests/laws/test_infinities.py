@@ -15,9 +15,9 @@ from shardproof.fixtures.buffered import MASKED, NORMALISED, REPLACED, Masked
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import ModelProblem
 from shardproof.harness.laws.tolerance import allowed_error
-from shardproof.harness.training.absolute_error import deviation, largest
-from shardproof.harness.training.oracle import run_oracle
-from shardproof.harness.training.oracle_observation import Quantity, TensorKey
+from shardproof.harness.oracle.absolute_error import deviation, largest
+from shardproof.harness.oracle.oracle import run_oracle
+from shardproof.harness.oracle.oracle_observation import Quantity, TensorKey
 from shardproof.harness.verdicts.vacuity import incomparable_because, vacuous_because
 from tests.simulated_engine import evidence_of, oracle_of, simulate
 

@@ -14,8 +14,8 @@ from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof.harness.laws.diagnosis import UNSTRUCTURED, looks_like
 from shardproof.harness.laws.structure import RankShard
-from shardproof.harness.training.oracle import run_oracle
-from shardproof.harness.training.oracle_observation import (
+from shardproof.harness.oracle.oracle import run_oracle
+from shardproof.harness.oracle.oracle_observation import (
     LOSSES,
     NORM,
     OracleObservation,

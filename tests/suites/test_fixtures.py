@@ -15,8 +15,8 @@ from shardproof.fixtures.optimizers import ADAMW, EXACT_SGD, SGD, AdamW, Sgd
 from shardproof.fixtures.problems import EXACT_LINEAR, MLP_UNEVEN, PROBLEMS, TRANSFORMER, ModelProblem
 from shardproof.harness.laws.communication.order import mistakable
 from shardproof.harness.laws.tolerance import allowed_error
-from shardproof.harness.training.oracle import run_oracle
-from shardproof.harness.training.oracle_observation import OracleObservation, Quantity, TensorKey
+from shardproof.harness.oracle.oracle import run_oracle
+from shardproof.harness.oracle.oracle_observation import OracleObservation, Quantity, TensorKey
 from shardproof.suites.wrapper import model
 
 any_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)

@@ -13,8 +13,8 @@ from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import EXACT_LINEAR
 from shardproof.harness.cases.training import LOSS_SCALE, LossScaling, Schedule, Training
 from shardproof.harness.laws.runtime import ScalesLosses
+from shardproof.harness.oracle.oracle import run_oracle
 from shardproof.harness.records.observation import Fact
-from shardproof.harness.training.oracle import run_oracle
 from tests.simulated_engine import evidence_of, simulate
 
 SCALING = LossScaling(init_scale=8.0, growth_interval=2, overflows_at=3)

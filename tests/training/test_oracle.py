@@ -16,6 +16,7 @@ from shardproof.fixtures.problems import EXACT_LINEAR, MLP_BUFFERS, MLP_UNEVEN, 
 from shardproof.fixtures.random_draws import DROPPED, DROPPED_AND_RECOMPUTED, NOISY
 from shardproof.fixtures.thin import EMPTY_ROWS
 from shardproof.harness.cases.batch import Rows
+from shardproof.harness.cases.draws import Seeds, drawing_in
 from shardproof.harness.cases.training import (
     Clip,
     LoopOrder,
@@ -26,14 +27,13 @@ from shardproof.harness.cases.training import (
     loss_weight,
 )
 from shardproof.harness.laws.tolerance import MULTIPLE, allowed_error
-from shardproof.harness.training import oracle_noise
-from shardproof.harness.training.absolute_error import largest
-from shardproof.harness.training.draws import Seeds, drawing_in
-from shardproof.harness.training.oracle import run_oracle
-from shardproof.harness.training.oracle_actor import Batches
-from shardproof.harness.training.oracle_observation import LOSSES, OracleObservation, Quantity, TensorKey
-from shardproof.harness.training.piece_sizes import PieceSizes, sizes_of
-from shardproof.harness.training.reduction_orders import (
+from shardproof.harness.oracle import oracle_noise
+from shardproof.harness.oracle.absolute_error import largest
+from shardproof.harness.oracle.oracle import run_oracle
+from shardproof.harness.oracle.oracle_actor import Batches
+from shardproof.harness.oracle.oracle_observation import LOSSES, OracleObservation, Quantity, TensorKey
+from shardproof.harness.oracle.piece_sizes import PieceSizes, sizes_of
+from shardproof.harness.oracle.reduction_orders import (
     EXACT_ORDER,
     distinct,
     num_reorderings,

@@ -25,10 +25,10 @@ from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, ModelProblem
 from shardproof.fixtures.random_draws import DROPPED
 from shardproof.harness.errors import HarnessBug, ShardproofError, UsageError
-from shardproof.harness.training import oracle_answer
-from shardproof.harness.training.oracle import run_oracle
-from shardproof.harness.training.oracle_answer import ask_oracle
-from shardproof.harness.training.oracle_observation import OracleObservation
+from shardproof.harness.oracle import oracle_answer
+from shardproof.harness.oracle.oracle import run_oracle
+from shardproof.harness.oracle.oracle_answer import ask_oracle
+from shardproof.harness.oracle.oracle_observation import OracleObservation
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 from shardproof.harness.worlds.processes.lineage import has_ended
 from tests.shell import ROOT
