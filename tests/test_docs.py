@@ -370,7 +370,9 @@ def test_pages_are_ascii_and_pictures_well_formed() -> None:
 def test_every_divergence_is_a_known_failure_of_its_engine() -> None:
     known = _known().entries
     commands = re.findall(
-        r"^pytest suites/(\S+) --engine (\S+) --world \S+ --no-expectations", _text(FOUND), re.M
+        r"^(?:pytest suites/|shardproof run --case \")([^\s:]+)\S* --engine (\S+) --world \S+ --no-expectations",
+        _text(FOUND),
+        re.M,
     )
     assert len(commands) == len(re.findall(r"^## \d+\. ", _text(FOUND), re.M)) >= 10
     for file, name in commands:
