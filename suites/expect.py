@@ -144,5 +144,7 @@ class _OnABench(Exercise):
 
 def _training(script: Exercise) -> Training:
     layout = Layout.NATIVE if script.interface is Capability.DATA_PARALLEL else Layout.SHARD
-    plan = Plan(layout=layout, demands=script.demands)
-    return Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=1), script=script)
+    schedule = Schedule(steps=1)
+    return Training(
+        problem=MLP_EVEN, optimizer=SGD, plan=Plan(layout=layout), schedule=schedule, script=script
+    )

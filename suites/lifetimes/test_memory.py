@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, TOGETHER, Accumulation, AfterPhase, Between, Capability
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, TOGETHER, Accumulation, AfterPhase, Between
 from shardproof import EachMicrobatch, Exactly, Grouping, HoldsOn, Law, Layout, LiveBytes, MemoryKind
 from shardproof import NamedOptimizer, NoLeaks, Offload, PeakBytes, Phase, Plan, Prefetch, Problem, Reshard
 from shardproof import Schedule, Script, Training, Trial, UnshardedOnlyInTurn, UserTensorsLive, Watch
@@ -32,7 +32,6 @@ PAIRS = replace(FREED, reshard=Reshard.TO_PAIRS)
 HYBRID = replace(FREED, layout=Layout.HYBRID)
 ON_HOST = replace(FREED, offload=Offload.CPU)
 IN_BACKWARD = Schedule(steps_in_backward=True)
-HOOKED_PLAN = replace(FREED, demands=frozenset({Capability.GRADIENT_HOOKS}))
 EXPERTS = Plan(
     layout=Layout.SHARD,
     expert_parallel=2,
@@ -64,7 +63,7 @@ of_reductions = pytest.mark.kills("PilesUpReduceInputs")
     param(HELD_BACK, CHAIN, THREE, id="held-back"),
     param(AHEAD, CHAIN, ONE, id="prefetched"),
     param(ON_HOST, CHAIN, ONE, id="host", marks=of_buffers),
-    param(HOOKED_PLAN, CHAIN, IN_BACKWARD, id="optimizer-in-backward", marks=of_buffers),
+    param(FREED, CHAIN, IN_BACKWARD, id="optimizer-in-backward", marks=of_buffers),
 )
 def test_units_are_gathered_in_turn(trial: Trial, plan: Plan, problem: Problem, schedule: Schedule) -> None:
     ahead = 1 if plan.prefetch is None else 2
@@ -227,7 +226,7 @@ def test_gradients_of_replicas_exist_twice_at_most(trial: Trial) -> None:
     param(FREED, CHECKPOINTED_CHAIN, SGD, ONE, id="checkpointed"),
     param(HELD_BACK, CHAIN, SGD, THREE, id="held-back", marks=of_reductions),
     param(ON_HOST, CHAIN, ADAMW, ONE, id="host", marks=of_reductions),
-    param(HOOKED_PLAN, CHAIN, SGD, IN_BACKWARD, id="optimizer-in-backward", marks=of_reductions),
+    param(FREED, CHAIN, SGD, IN_BACKWARD, id="optimizer-in-backward", marks=of_reductions),
     param(EXPERTS, MIXTURE, SGD, ONE, id="experts", marks=of_four),
 )
 def test_no_step_leaves_more_than_the_one_before(

@@ -43,7 +43,7 @@ def test_a_group_with_an_unused_module_is_treated_like_any_other(trial: Trial) -
         SPARE_CHAIN,
         units=(first, last),
         reshard=Reshard.AFTER_FORWARD,
-        demands=frozenset({Capability.UNUSED, Capability.UNIT_STATE}),
+        demands=frozenset({Capability.UNUSED}),
         watch=frozenset({Watch.UNITS}),
     )
     trial.holds(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from shardproof import Capability, Clip, Evidence, Layout, MatchesOracle, Plan, Schedule, Shard, Training
+from shardproof import Clip, Evidence, Layout, MatchesOracle, Plan, Schedule, Shard, Training
 from shardproof.fixtures.optimizers import ADAMW, EXACT_SGD, SGD
 from shardproof.fixtures.problems import EXACT_LINEAR, MLP_EVEN, MLP_UNEVEN
 from shardproof.harness.laws import diagnosis
@@ -241,8 +241,7 @@ def test_names_the_rank_whose_data_a_loss_is_of(oracle: OracleObservation) -> No
 
 def test_names_the_step_whose_norm_was_kept() -> None:
     schedule = Schedule(steps=3, clip=Clip(max_norm=0.1))
-    clips = Plan(demands=frozenset({Capability.CLIP}))
-    training = Training(problem=MLP_UNEVEN, optimizer=SGD, plan=clips, schedule=schedule)
+    training = Training(problem=MLP_UNEVEN, optimizer=SGD, schedule=schedule)
     oracle = run_oracle(training, 2)
     norms = [step.norm for step in oracle.steps]
     for kept, expected in (

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardproof import Capability, Clip, Plan, Schedule, Training
+from shardproof import Clip, Schedule, Training
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, ModelProblem
 from shardproof.fixtures.random_draws import DROPPED
@@ -95,8 +95,7 @@ def _assert_equal(found: object, expected: object) -> None:
 @pytest.mark.parametrize("explains", [True, False])
 def test_an_oracle_comes_back_as_it_was(problem: ModelProblem, explains: bool) -> None:
     clipped = replace(TRAINING.schedule, clip=Clip(max_norm=0.1))
-    plan = Plan(demands=frozenset({Capability.CLIP}))
-    training = replace(TRAINING, problem=problem, schedule=clipped, plan=plan)
+    training = replace(TRAINING, problem=problem, schedule=clipped)
     found = ask_oracle(training, 3, limit_s=LIMIT_S, explains=explains)
     expected = run_oracle(training, 3, explains=explains)
     for name in (
