@@ -17,7 +17,7 @@ from shardproof import Training
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.suites.differences import difference
-from shardproof.suites.wrapper.model import batch
+from shardproof.suites.tower import batch
 
 if TYPE_CHECKING:  # ranks import this file too, and do not judge
     from shardproof.harness.runner.trial import Trial

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from shardproof import Clip, EachMicrobatch, Grouping, Layout, LossScaling, NamedOptimizer, Origin
-from shardproof import Plan, Problem, Resume, Schedule, Script, Training, Watch
+from shardproof import Clip, EachMicrobatch, Grouping, Layout, LossScaling, NamedOptimizer, Origin, Plan
+from shardproof import Problem, Resume, Schedule, Script, Training, Watch
 from shardproof.fixtures.optimizers import SGD
 
 

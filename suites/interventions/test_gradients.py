@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from shardproof import EVEN, FOUR_OR_MORE_EVEN, HOOKED, REDUCED, SEVERAL, Accumulation
-from shardproof import ClearsWhileHeldBack, EditsGradients, GradientEdit, Grouping, HoldsBackByTurns
-from shardproof import HooksGradients, Layout, NamedOptimizer, Notes, Offload, Placement, Reshard, Schedule
-from shardproof import Trial
+from shardproof import EVEN, FOUR_OR_MORE_EVEN, HOOKED, REDUCED, SEVERAL, Accumulation, ClearsWhileHeldBack
+from shardproof import EditsGradients, GradientEdit, Grouping, HoldsBackByTurns, HooksGradients, Layout
+from shardproof import NamedOptimizer, Notes, Offload, Placement, Reshard, Schedule, Trial
 from shardproof.fixtures.optimizers import ADAMW, DECAYING, SGD
 from shardproof.fixtures.placements import DIVISIBLE_MLP
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN

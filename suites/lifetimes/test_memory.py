@@ -6,19 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, TOGETHER, Accumulation, AfterPhase, Between
-from shardproof import EachMicrobatch, Exactly, Grouping, HoldsOn, Law, Layout, LiveBytes, MemoryKind
-from shardproof import NamedOptimizer, NoLeaks, Offload, PeakBytes, Phase, Plan, Prefetch, Problem, Reshard
-from shardproof import Schedule, Script, Training, Trial, UnshardedOnlyInTurn, UserTensorsLive, Watch
-from shardproof import ZeroGrad
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, TOGETHER, Accumulation, AfterPhase, Between, EachMicrobatch
+from shardproof import Exactly, Grouping, HoldsOn, Law, Layout, LiveBytes, MemoryKind, NamedOptimizer, NoLeaks
+from shardproof import Offload, PeakBytes, Phase, Plan, Prefetch, Problem, Reshard, Schedule, Script, Training
+from shardproof import Trial, UnshardedOnlyInTurn, UserTensorsLive, Watch, ZeroGrad
 from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
 from shardproof.fixtures.experts import MIXTURE
 from shardproof.fixtures.hoarding import HOARD
 from shardproof.fixtures.optimizers import ADAMW, SGD
-from shardproof.suites.lifetimes.closed_forms import ACCUMULATED_MOST, ALL_LEAST, ALL_MOST, ALL_TWICE
-from shardproof.suites.lifetimes.closed_forms import BUFFERS_OF_THREE, BUFFERS_OF_TWO, ONE_LEAST
-from shardproof.suites.lifetimes.closed_forms import PARTS_AND_LAST_LEAST, PARTS_AND_ONE_MOST
-from shardproof.suites.lifetimes.closed_forms import ROOT_AND_ONE_LEAST, ROOT_AND_ONE_MOST, ROOT_AND_TWO_MOST
+from shardproof.suites.closed_forms import ACCUMULATED_MOST, ALL_LEAST, ALL_MOST, ALL_TWICE, BUFFERS_OF_THREE
+from shardproof.suites.closed_forms import BUFFERS_OF_TWO, ONE_LEAST, PARTS_AND_LAST_LEAST, PARTS_AND_ONE_MOST
+from shardproof.suites.closed_forms import ROOT_AND_ONE_LEAST, ROOT_AND_ONE_MOST, ROOT_AND_TWO_MOST
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.vocabulary import PARITY
 

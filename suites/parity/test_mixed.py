@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shardproof import SEVERAL, Accumulation, Clip, Count, Exactly, Grouping, HoldsItsShare
-from shardproof import Layout, MatchesOracle, Problem, RanksAgree, Resume, Training, Trial
+from shardproof import SEVERAL, Accumulation, Clip, Count, Exactly, Grouping, HoldsItsShare, Layout
+from shardproof import MatchesOracle, Problem, RanksAgree, Resume, Training, Trial
 from shardproof.fixtures.chain import NESTED_CHAIN
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import TRANSFORMER

@@ -13,7 +13,7 @@ from shardproof import Layout, MatchesOracle, Microbatches, Nothing, Op, Per, Ph
 from shardproof import Plan, RanksAgree, Resume, Schedule, Select, StateForm, Training, Trial, num_stages
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.pipeline import STAGED
-from shardproof.suites.communication.closed_forms import ClosedForm
+from shardproof.suites.closed_forms import ClosedForm
 from shardproof.suites.params import parametrize
 from shardproof.suites.vocabulary import PARITY
 

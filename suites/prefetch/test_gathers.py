@@ -7,7 +7,7 @@ import pytest
 from shardproof import SEVERAL, AllWaited, Asynchronous, Capability, Count, Exactly, Gathers, Layout, Order
 from shardproof import Reshard, Reshards, Trial, Watch
 from shardproof.fixtures.chain import CHAIN, SPARE_CHAIN
-from shardproof.suites.communication.closed_forms import NUM_GROUPS
+from shardproof.suites.closed_forms import NUM_GROUPS
 from shardproof.suites.params import parametrize
 from shardproof.suites.training import train, train_sharded
 from shardproof.suites.vocabulary import GATHERS, IN_BACKWARD, IN_FORWARD, PARITY, REDUCE_SCATTERS
