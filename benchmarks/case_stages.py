@@ -34,8 +34,8 @@ STAGES_OF_SESSION = {
 }
 STAGES_OF_FORKS = {
     "worlds": ["worlds.processes.host_process:host_main", "worlds.processes.host_process:_join"],
-    "oracle": ["training.oracle:_exact", "training.oracle:_with_lagging", "training.oracle_answer:_answer"],
-    "noise runs": ["training.oracle_noise:noise_of"],
+    "oracle": ["oracle.oracle:_exact", "oracle.oracle:_with_lagging", "oracle.oracle_answer:_answer"],
+    "noise runs": ["oracle.oracle_noise:noise_of"],
     "training": ["training.rank_body:drive_rank"],
     "keeping": ["records.observation:save_observation", "records.observation:digest"],
 }

@@ -64,7 +64,7 @@ def main() -> None:
     space = SPACE.within(describe("reference").capabilities)
     seed = random.Random(arguments.seed).randrange(2**32)  # as explore draws it
     programs = list(islice(space.cover(seed, unseen=space.combinations), arguments.programs))
-    noted = {name for family in FAMILIES for _, note in rows_in(family) for name in note.split()}
+    noted = {name for family in FAMILIES for row in rows_in(family) for name in row.mutants}
     rows = []
     if arguments.catalogue and (killer := _killer("reference")):
         raise SystemExit(f"expected that the honest engine passes, it fails {killer}")

@@ -17,7 +17,7 @@ from shardproof import Training
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.suites.differences import difference
-from shardproof.suites.wrapper.model import batch
+from shardproof.suites.tower import batch
 
 if TYPE_CHECKING:  # ranks import this file too, and do not judge
     from shardproof.harness.runner.trial import Trial
@@ -144,5 +144,7 @@ class _OnABench(Exercise):
 
 def _training(script: Exercise) -> Training:
     layout = Layout.NATIVE if script.interface is Capability.DATA_PARALLEL else Layout.SHARD
-    plan = Plan(layout=layout, demands=script.demands)
-    return Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=1), script=script)
+    schedule = Schedule(steps=1)
+    return Training(
+        problem=MLP_EVEN, optimizer=SGD, plan=Plan(layout=layout), schedule=schedule, script=script
+    )

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from shardproof import Capability, Clip, EachMicrobatch, Grouping, Layout, LossScaling, NamedOptimizer, Origin
-from shardproof import Plan, Problem, Resume, Schedule, Script, Training, Watch
+from shardproof import Clip, EachMicrobatch, Grouping, Layout, LossScaling, NamedOptimizer, Origin, Plan
+from shardproof import Problem, Resume, Schedule, Script, Training, Watch
 from shardproof.fixtures.optimizers import SGD
 
 
@@ -25,29 +25,15 @@ def train(
     resume: Resume | None = None,
     origin: Origin | None = None,
     watch: frozenset[Watch] = frozenset(),
-    demands: frozenset[Capability] = frozenset(),
     **plan: Any,  # by the names of its fields
 ) -> Training:
-    """Make a training under a plan of these options, in the problem's units by default.
-
-    The plan demands what the rest of the training needs of an engine; ``demands`` are additional ones.
-    """
-    script = script or EachMicrobatch()
-    asked = {
-        Capability.CLIP: clip is not None,
-        Capability.LOSS_SCALE: scaling is not None,
-        Capability.CONVERT: convert is not None,
-        Capability.UNIT_STATE: Watch.UNITS in watch,
-    }
-    demands |= frozenset() if origin is None else origin.demands
-    demands |= frozenset() if resume is None else resume.form.demands
-    demands |= script.demands | {capability for capability, is_asked in asked.items() if is_asked}
+    """Make a training under a plan of these options, in the problem's units by default."""
     return Training(
         problem=problem,
         optimizer=optimizer,
-        plan=Plan(**{"units": problem.units, "demands": demands, **plan}),
+        plan=Plan(**{"units": problem.units, **plan}),
         schedule=schedule or Schedule(steps=steps, microbatches=microbatches, clip=clip, scaling=scaling),
-        script=script,
+        script=script or EachMicrobatch(),
         convert=convert,
         resume=resume,
         origin=origin,

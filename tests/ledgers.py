@@ -9,9 +9,9 @@ from typing import cast
 from shardproof import Evidence, Plan, Schedule, Training
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.harness.oracle.oracle_observation import OracleObservation
 from shardproof.harness.records.observation import Observation
 from shardproof.harness.tracing.ledger import Entry, Ledger, Op, Phase, Wait
-from shardproof.harness.training.oracle_observation import OracleObservation
 
 UNITS = ("first", "second")
 GATHERED_BYTES = 64

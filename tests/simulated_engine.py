@@ -11,9 +11,9 @@ from torch import nn
 
 from shardproof import Evidence, Layout, Shard
 from shardproof.harness.cases.training import LoopOrder, Training, ZeroGrad, loss_weight
+from shardproof.harness.oracle.oracle import run_oracle
+from shardproof.harness.oracle.oracle_observation import OracleObservation
 from shardproof.harness.records.observation import Observation, StepObservation
-from shardproof.harness.training.oracle import run_oracle
-from shardproof.harness.training.oracle_observation import OracleObservation
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -25,7 +25,7 @@ import shardproof.engine.plan
 import shardproof.fixtures.optimizers
 import shardproof.fixtures.problems
 import shardproof.harness.laws.communication.counts
-import shardproof.suites.communication.closed_forms
+import shardproof.suites.closed_forms
 import shardproof.suites.vocabulary
 from benchmarks import case_stages
 from shardproof import AfterPhase, Law, MemoryKind, Phase, Select, UsageError, WorldSpec
@@ -154,7 +154,7 @@ def test_laws_of_the_table_can_be_written() -> None:
         r"^\| `(\w+\(.*?\))` \|", _text(CASES).partition("## Laws")[2].partition("\n## ")[0], re.M
     )
     known = {name: getattr(shardproof, name) for name in dir(shardproof)}
-    known |= vars(shardproof.suites.communication.closed_forms)
+    known |= vars(shardproof.suites.closed_forms)
     known |= dict.fromkeys("SAB", Select()) | {"LOW": 1, "HIGH": 2, "Phase": Phase}
     known |= {"P": Phase.FORWARD, "K": (MemoryKind.GATHERED,), "W": AfterPhase.FORWARD}
     laws: list[Law] = [eval(row, {"__builtins__": {}}, known) for row in rows]
@@ -298,7 +298,7 @@ def test_names_in_capitals_exist() -> None:
         shardproof.fixtures.problems,
         shardproof.fixtures.optimizers,
         shardproof,
-        shardproof.suites.communication.closed_forms,
+        shardproof.suites.closed_forms,
         shardproof.suites.vocabulary,
     )
     known = {name for module in modules for name in getattr(module, "__all__", dir(module))}
@@ -370,7 +370,9 @@ def test_pages_are_ascii_and_pictures_well_formed() -> None:
 def test_every_divergence_is_a_known_failure_of_its_engine() -> None:
     known = _known().entries
     commands = re.findall(
-        r"^pytest suites/(\S+) --engine (\S+) --world \S+ --no-expectations", _text(FOUND), re.M
+        r"^(?:pytest suites/|shardproof run --case \")([^\s:]+)\S* --engine (\S+) --world \S+ --no-expectations",
+        _text(FOUND),
+        re.M,
     )
     assert len(commands) == len(re.findall(r"^## \d+\. ", _text(FOUND), re.M)) >= 10
     for file, name in commands:

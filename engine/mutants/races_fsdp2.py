@@ -1,8 +1,7 @@
 """Mutants of FSDP2 that each leave out one wait, or free one buffer too early.
 
 They are right on a CPU, where operators run one by one, and by chance elsewhere. Changes affect one prepared model:
-streams and groups of its own, never objects that other engines in the process share. docs/waits.md lists FSDP2's waits,
-and those that can be left out without effect.
+streams and groups of its own, never objects that other engines in the process share.
 """
 
 from __future__ import annotations

@@ -253,8 +253,9 @@ class Watch(Enum):
 class Training:
     """All inputs of a run's observation, except the engine and the world.
 
-    The model is converted to ``convert`` once prepared, and the data follow. ``schedules`` is the minimum number of
-    schedules that run where ranks are threads; see `harness.runner.options`.
+    The plan demands what the rest of the training needs of an engine, too. The model is converted to ``convert`` once
+    prepared, and the data follow. ``schedules`` is the minimum number of schedules that run where ranks are threads;
+    see `harness.runner.options`.
     """
 
     problem: Problem
@@ -300,23 +301,9 @@ class Training:
         return is_sharded and not (is_cut_by_others or makes_models or self.plan.needs & _KEEPS)
 
     def __post_init__(self) -> None:
-        """Raise ValueError where the plan lacks a capability that the training needs."""
-        asked = {
-            Capability.CLIP: self.schedule.clip is not None,
-            Capability.LOSS_SCALE: self.schedule.scaling is not None,
-            Capability.CONVERT: self.convert is not None,
-            **({} if self.resume is None else dict.fromkeys(self.resume.form.demands, True)),
-            **({} if self.origin is None else dict.fromkeys(self.origin.demands, True)),
-            Capability.UNIT_STATE: Watch.UNITS in self.watch,
-            Capability.GRADIENT_HOOKS: self.schedule.steps_in_backward,
-        }
-        asked |= dict.fromkeys(self.script.demands, True)
-        missing = {c for c, is_asked in asked.items() if is_asked} - self.plan.needs
-        if missing:
-            raise ValueError(
-                f"Training: expected {', '.join(sorted(c.name for c in missing))} among the demands of its plan, "
-                "got a plan without; try Plan(demands=...)"
-            )
+        """Complete the demands of the plan; raise ValueError where parts of the training contradict each other."""
+        completed = replace(self.plan, demands=self.plan.demands | self._demands)
+        object.__setattr__(self, "plan", completed)
         if self.schedule.scaling is not None and self.schedule.steps_in_backward:
             raise ValueError(
                 "Training: a loss scale needs a step after backward; leave steps_in_backward out"
@@ -327,6 +314,22 @@ class Training:
             self._check_pipeline()
         if self.origin is not None:
             self._check_origin(self.origin)
+
+    @property
+    def _demands(self) -> frozenset[Capability]:
+        """The capabilities that all but the plan needs of an engine."""
+        wanted = {
+            Capability.CLIP: self.schedule.clip is not None,
+            Capability.LOSS_SCALE: self.schedule.scaling is not None,
+            Capability.CONVERT: self.convert is not None,
+            Capability.UNIT_STATE: Watch.UNITS in self.watch,
+            Capability.GRADIENT_HOOKS: self.schedule.steps_in_backward,
+        }
+        state = frozenset() if self.resume is None else self.resume.form.demands
+        earlier_state = frozenset() if self.origin is None else self.origin.demands
+        return (
+            self.script.demands | state | earlier_state | {c for c, is_wanted in wanted.items() if is_wanted}
+        )
 
     def _check_origin(self, origin: Origin) -> None:
         """Raise ValueError for features that cannot move from one world to another, or have no reference yet."""

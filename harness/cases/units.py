@@ -17,6 +17,8 @@ from shardproof.harness.cases.training import Problem, Training
 from shardproof.harness.cases.user_model import UserModel
 
 ROOT = ""  # the unit of all parameters outside other units
+# Engines that lay out parameters one after the other may align the start of each to this many bytes.
+FLAT_ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

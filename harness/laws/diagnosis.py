@@ -14,9 +14,9 @@ from shardproof.harness.laws.hypotheses import Suspect, factor_between, hypothes
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.structure import RankShard
 from shardproof.harness.laws.tolerance import allowed_error
+from shardproof.harness.oracle.absolute_error import deviation
+from shardproof.harness.oracle.oracle_observation import Quantity, TensorKey
 from shardproof.harness.torch_compat.dtypes import widened
-from shardproof.harness.training.absolute_error import deviation
-from shardproof.harness.training.oracle_observation import Quantity, TensorKey
 
 NOT_FINITE = "NaN or infinity"
 UNSTRUCTURED = "unstructured difference"

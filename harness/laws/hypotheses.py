@@ -11,8 +11,8 @@ import torch
 from shardproof.engine.contract import Shard
 from shardproof.harness.cases.training import Clip
 from shardproof.harness.laws.law import Evidence
-from shardproof.harness.training.absolute_error import deviation, largest
-from shardproof.harness.training.oracle_observation import OracleObservation, OracleStep, Quantity, TensorKey
+from shardproof.harness.oracle.absolute_error import deviation, largest
+from shardproof.harness.oracle.oracle_observation import OracleObservation, OracleStep, Quantity, TensorKey
 
 # A hypothesis must fit this many times better than the error it explains; otherwise a small defect would fit similar
 # hypotheses.

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shardproof.harness.cases.training import Training
+from shardproof.harness.oracle.oracle_observation import OracleObservation
 from shardproof.harness.records.observation import Observation
 from shardproof.harness.records.record import LawRecord, TensorRecord
-from shardproof.harness.training.oracle_observation import OracleObservation
 
 # Enough to show a pattern over ranks and microbatches; a whole ledger would hide it.
 _MAX_DETAILS = 24

@@ -26,10 +26,10 @@ from shardproof.harness.laws.structure import (
     structural_faults,
 )
 from shardproof.harness.laws.tolerance import allowed_error
+from shardproof.harness.oracle.absolute_error import deviation, largest
+from shardproof.harness.oracle.oracle_observation import INITIAL_STEP, Quantity, TensorKey
 from shardproof.harness.records.record import LawRecord, TensorRecord
 from shardproof.harness.torch_compat.dtypes import widened
-from shardproof.harness.training.absolute_error import deviation, largest
-from shardproof.harness.training.oracle_observation import INITIAL_STEP, Quantity, TensorKey
 
 _MAX_DETAILS = 8
 
@@ -55,7 +55,7 @@ class _Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Comparison:
-    """One piece and its region of the reference; errors are those of `harness.training.absolute_error`."""
+    """One piece and its region of the reference; errors are those of `harness.oracle.absolute_error`."""
 
     piece: RankShard
     expected: torch.Tensor

@@ -11,9 +11,9 @@ import torch
 from shardproof.harness.cases.training import AS_SHOWN, HELD, LOSS_SCALE, LossScaling
 from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.laws.tolerance import allowed_error
+from shardproof.harness.oracle.absolute_error import deviation
+from shardproof.harness.oracle.oracle_observation import INITIAL_STEP, Quantity, TensorKey
 from shardproof.harness.records.observation import StepObservation
-from shardproof.harness.training.absolute_error import deviation
-from shardproof.harness.training.oracle_observation import INITIAL_STEP, Quantity, TensorKey
 
 _NOTHING = "nothing"  # stands for a note that was never made
 

@@ -11,12 +11,9 @@ from math import prod
 import torch
 
 from shardproof.engine.contract import Cut, Placement, Shard
-from shardproof.harness.cases.units import chunked_numel, groups_of, num_shares_of
+from shardproof.harness.cases.units import FLAT_ALIGNMENT_BYTES, chunked_numel, groups_of, num_shares_of
 from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.records.observation import Observation
-
-# Engines that lay out parameters one after the other may align the start of each to this many bytes.
-_ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +106,7 @@ def _excess(parameters: Mapping[str, Shard], num_shares: int, chunked: int | Non
 
 
 def _aligned_numel(shard: Shard) -> int:
-    return prod(shard.global_shape) + (_ALIGNMENT_BYTES - 1) // shard.tensor.itemsize
+    return prod(shard.global_shape) + (FLAT_ALIGNMENT_BYTES - 1) // shard.tensor.itemsize
 
 
 def _num_flat(parameters: Mapping[str, Shard]) -> int:

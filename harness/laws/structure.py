@@ -11,9 +11,9 @@ import torch
 from shardproof.engine.contract import Layout, NoGradient, Shard
 from shardproof.harness.cases.stages import is_on_rank
 from shardproof.harness.laws.law import Evidence
+from shardproof.harness.oracle.absolute_error import largest
+from shardproof.harness.oracle.oracle_observation import LOSSES, NORM, Quantity, TensorKey
 from shardproof.harness.records.observation import Observation
-from shardproof.harness.training.absolute_error import largest
-from shardproof.harness.training.oracle_observation import LOSSES, NORM, Quantity, TensorKey
 
 Tensors = Mapping[str, Shard | None]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from shardproof.harness.oracle.oracle_observation import OracleObservation, Quantity, TensorKey
+from shardproof.harness.oracle.rounding import is_narrow
 from shardproof.harness.torch_compat.dtypes import is_rounded
-from shardproof.harness.training.oracle_observation import OracleObservation, Quantity, TensorKey
-from shardproof.harness.training.rounding import is_narrow
 
 # [Note: the multiple]
 # Measured with single-process trainings whose sums were taken in orders that the noise runs do not use (other

@@ -15,13 +15,13 @@ from shardproof.harness.cases.space import Combination, Program, Space
 from shardproof.harness.cases.training import Training, Watch
 from shardproof.harness.laws.law import Law
 from shardproof.harness.laws.parity import MatchesOracle
+from shardproof.harness.oracle.oracle_observation import Quantity
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.world_result import arcs_path
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.options import RunOptions
 from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.tracing.arcs import Arc, can_count, read_arcs
-from shardproof.harness.training.oracle_observation import Quantity
 from shardproof.harness.verdicts.case import Case
 
 __all__ = ["Exploration", "Hunt", "ShrunkFailure", "Symptom", "symptom_of"]

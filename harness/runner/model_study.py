@@ -21,6 +21,7 @@ from torch import nn
 from shardproof.engine.capability import Capability
 from shardproof.engine.import_by_name import LoadError, one_line
 from shardproof.harness.cases.batch import Batch, arguments_of, converted
+from shardproof.harness.cases.draws import Seeds
 from shardproof.harness.cases.user_model import (
     ModelFacts,
     StepSchedules,
@@ -29,12 +30,11 @@ from shardproof.harness.cases.user_model import (
     UserOptimizer,
     definition,
 )
+from shardproof.harness.oracle.absolute_error import deviation, largest
+from shardproof.harness.oracle.rounding import noticing_narrow, rounding_anew
 from shardproof.harness.runner.unit_calls import NUM_RANKS, UnitCalls, calls_differ
 from shardproof.harness.torch_compat.dtypes import cast, cast_module, cast_parameters, dense
 from shardproof.harness.torch_compat.patching import Replacement
-from shardproof.harness.training.absolute_error import deviation, largest
-from shardproof.harness.training.draws import Seeds
-from shardproof.harness.training.rounding import noticing_narrow, rounding_anew
 from shardproof.harness.verdicts.vacuity import ZERO_BESIDE, ZERO_BESIDE_NOISE
 
 _PLACES = tuple(product(range(3), range(NUM_RANKS)))  # steps and ranks whose gradients are looked at

@@ -22,6 +22,9 @@ from shardproof.harness.cases.scripts.interface import Exercise
 from shardproof.harness.cases.training import StateForm, Training, Watch
 from shardproof.harness.cases.user_model import UserOptimizer
 from shardproof.harness.errors import UnreadableError
+from shardproof.harness.oracle.kept_oracle import KeptOracle, kept_oracle
+from shardproof.harness.oracle.oracle_answer import ask_oracle
+from shardproof.harness.oracle.oracle_observation import OracleObservation
 from shardproof.harness.records.world_result import check_kept, keep_result
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.engines import EngineDescription, describe, keep_description, load_description
@@ -35,9 +38,6 @@ from shardproof.harness.runner.schedules import (
 )
 from shardproof.harness.torch_compat.private_names import Feature, require
 from shardproof.harness.tracing.arcs import COUNTS_ARCS
-from shardproof.harness.training.kept_oracle import KeptOracle, kept_oracle
-from shardproof.harness.training.oracle_answer import ask_oracle
-from shardproof.harness.training.oracle_observation import OracleObservation
 from shardproof.harness.training.rank_body import BEFORE, drive_rank, leave_state
 from shardproof.harness.worlds.launch import WorldPool, launch
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
@@ -348,15 +348,11 @@ def _arithmetic(training: Training) -> Training:
         is_alike = has_none and not isinstance(asked.optimizer, UserOptimizer)
         resume = None if is_alike else replace(resume, plan=None, form=StateForm.WHOLE)
     if origin is not None:
-        before = (
-            None
-            if origin.plan is None
-            else _arithmetic_plan(replace(asked, plan=origin.plan), hands_over=True)
-        )
+        before = None if origin.plan is None else _arithmetic_plan(origin.plan)
         origin = replace(origin, plan=before, form=StateForm.WHOLE)
     return replace(
         asked,
-        plan=_arithmetic_plan(asked, hands_over=resume is not None or origin is not None),
+        plan=_arithmetic_plan(asked.plan),
         origin=origin,
         schedule=replace(asked.schedule, steps_in_backward=False),
         resume=resume,
@@ -365,19 +361,8 @@ def _arithmetic(training: Training) -> Training:
     )
 
 
-def _arithmetic_plan(training: Training, *, hands_over: bool) -> Plan:
+def _arithmetic_plan(plan: Plan) -> Plan:
     """Keep those parts of a plan that set how gradients are divided, clipped and summed, and in which dtype."""
-    plan = training.plan
-    # The loop refuses a script, clipping, loss scale or conversion without the demand in its plan.
-    asked = training.script.demands | {
-        Capability.CLIP,
-        Capability.CLIP_IN_STEP,
-        Capability.CONVERT,
-        Capability.REDUCE_AS_STORED,
-    }
-    if training.schedule.scaling is not None:
-        asked |= {Capability.LOSS_SCALE}
-    handed_over = StateForm.WHOLE.demands if hands_over else frozenset()
     return Plan(
         divide_factor=plan.divide_factor,
         clip_in_step=plan.clip_in_step,
@@ -385,5 +370,5 @@ def _arithmetic_plan(training: Training, *, hands_over: bool) -> Plan:
         compute_dtype=plan.compute_dtype,
         output_dtype=plan.output_dtype,
         accumulation=plan.accumulation,
-        demands=plan.demands & asked | handed_over,
+        demands=plan.demands & {Capability.REDUCE_AS_STORED},
     )

@@ -13,13 +13,13 @@ from shardproof.harness.cases.training import Training, Watch
 from shardproof.harness.errors import LostHostError, UnreadableError, UsageError
 from shardproof.harness.laws.diagnosis import NOT_FINITE
 from shardproof.harness.laws.runtime import NoRaces
+from shardproof.harness.oracle.oracle_observation import OracleObservation
 from shardproof.harness.records.ledger_summary import summarize
 from shardproof.harness.records.record import LedgerLine, Record, Verdict
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.engines import EngineDescription
 from shardproof.harness.runner.observation_cache import ObservationCache, Source, unexercised
 from shardproof.harness.runner.options import Keep, RunOptions
-from shardproof.harness.training.oracle_observation import OracleObservation
 from shardproof.harness.verdicts.case import Case
 from shardproof.harness.verdicts.judgement import Judgement, judge
 from shardproof.harness.worlds.output import printed

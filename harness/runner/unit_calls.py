@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from shardproof.harness.cases.batch import arguments_of
+from shardproof.harness.cases.draws import Seeds
 from shardproof.harness.cases.user_model import UserModel
-from shardproof.harness.training.draws import Seeds
 
 __all__ = ["NUM_RANKS", "UnitCalls", "calls_differ"]
 

@@ -1,1 +1,1 @@
-"""The training loop around an engine, and the oracle: the same training on one process."""
+"""The training loop around an engine: what a rank does, from preparation to its observation."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from shardproof.engine.contract import Accumulation, Capability, PreparedModel, Shard, UnitHandle
 from shardproof.harness.cases.batch import Batch, Rows, arguments_of, converted, tensors_in, tensors_of
+from shardproof.harness.cases.draws import Seeds
 from shardproof.harness.cases.script import (
     Actor,
     Evaluation,
@@ -24,7 +25,6 @@ from shardproof.harness.cases.script import (
 from shardproof.harness.cases.training import Training, loss_weight
 from shardproof.harness.records.observation import Fact
 from shardproof.harness.tracing.ledger import Phase
-from shardproof.harness.training.draws import Seeds
 from shardproof.harness.training.loss_scale import overflowing
 from shardproof.harness.training.reads import read_shards
 from shardproof.harness.training.watches import Watches

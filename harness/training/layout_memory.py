@@ -35,6 +35,7 @@ from torch import nn
 from shardproof.engine.contract import Capability, Cut, Masters, Placement, Plan
 from shardproof.harness.cases.training import Training
 from shardproof.harness.cases.units import (
+    FLAT_ALIGNMENT_BYTES,
     UnitParameters,
     chunked_buffer_numel,
     groups_in,
@@ -45,8 +46,6 @@ from shardproof.harness.cases.units import (
 
 __all__ = ["Explained", "Form", "StateTensor", "explained", "form_of", "state_bytes"]
 
-# Engines that concatenate parameters align the start of each to this many bytes.
-_ALIGNMENT_BYTES = 16
 _MASTER_BYTES = 4  # copies that the optimizer updates are at least float32
 
 
@@ -181,7 +180,7 @@ def share_numel(shape: tuple[int, ...], plan: Plan, shares: int, width: int = 4)
         return 1  # a single number cannot be cut
     dim = shape.index(max(shape)) if plan.placement is Placement.LARGEST else 0
     rows = -(-shape[dim] // shares) * prod(shape[:dim]) * prod(shape[dim + 1 :])
-    flat = -(-(prod(shape) + (_ALIGNMENT_BYTES - 1) // width) // shares)
+    flat = -(-(prod(shape) + (FLAT_ALIGNMENT_BYTES - 1) // width) // shares)
     return max(rows, flat)
 
 

@@ -16,10 +16,10 @@ from shardproof.harness.laws.memory.lifetimes import UserTensorsLive
 from shardproof.harness.laws.memory.share import MemoryIsExplained
 from shardproof.harness.laws.runtime import HoldsWhatItShows, NoRaces, ScalesLosses
 from shardproof.harness.laws.structure import num_declared_zeros
+from shardproof.harness.oracle.oracle_observation import OracleObservation
 from shardproof.harness.records.hang import HangReport
 from shardproof.harness.records.record import LawRecord, OutcomeRecord, TensorRecord, Verdict, VisibleError
 from shardproof.harness.records.world_result import SavedResult
-from shardproof.harness.training.oracle_observation import OracleObservation
 from shardproof.harness.verdicts.case import Case, Refusal
 from shardproof.harness.verdicts.hang_analysis import TRANSPORT_ERRORS, analyse_hang
 from shardproof.harness.verdicts.simple_defects import least_visible

@@ -28,11 +28,11 @@ from shardproof.harness.cases.user_model import UserModel, still_parameters
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.structure import pieces_of
 from shardproof.harness.laws.tolerance import allowed_error, error_of_noise
+from shardproof.harness.oracle.absolute_error import deviation, largest
+from shardproof.harness.oracle.oracle_observation import OracleObservation, Quantity, TensorKey
+from shardproof.harness.oracle.reduction_orders import is_of_full_precision, reduces_fully
+from shardproof.harness.oracle.rounding import is_narrow
 from shardproof.harness.records.record import VisibleError
-from shardproof.harness.training.absolute_error import deviation, largest
-from shardproof.harness.training.oracle_observation import OracleObservation, Quantity, TensorKey
-from shardproof.harness.training.reduction_orders import is_of_full_precision, reduces_fully
-from shardproof.harness.training.rounding import is_narrow
 
 # The largest element of a tensor moves by up to half a rounding; if there are few elements, it may move by less.
 _SHARE_OF_A_ROUNDING = 0.25

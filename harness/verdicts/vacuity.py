@@ -16,8 +16,8 @@ from shardproof.harness.cases.training import LoopOrder
 from shardproof.harness.cases.user_model import UserModel, still_parameters
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.tolerance import MULTIPLE
-from shardproof.harness.training.absolute_error import is_finite, largest
-from shardproof.harness.training.oracle_observation import Quantity, TensorKey
+from shardproof.harness.oracle.absolute_error import is_finite, largest
+from shardproof.harness.oracle.oracle_observation import Quantity, TensorKey
 from shardproof.harness.verdicts.simple_defects import hidden_because
 
 # In float64, a gradient so small beside the largest of its model is zero but for rounding: that of a bias before a

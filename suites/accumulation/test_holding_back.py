@@ -12,7 +12,7 @@ import pytest
 from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, Accumulation, Count, Exactly, Grouping, Holding
 from shardproof import HoldingBack, Layout, Microbatches, Nothing, OnlyThese, Reshard, Select, Training, Trial
 from shardproof.fixtures.chain import CHAIN
-from shardproof.suites.communication.closed_forms import NUM_GROUPS, NUM_UNHELD_GROUPS
+from shardproof.suites.closed_forms import NUM_GROUPS, NUM_UNHELD_GROUPS
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import ALL_REDUCES, GATHERS_IN_BACKWARD, GATHERS_IN_FORWARD, PARITY

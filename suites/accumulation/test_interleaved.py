@@ -9,7 +9,7 @@ import pytest
 from shardproof import SEVERAL, Accumulation, Count, Exactly, Grouping, Interleaved, Layout, Microbatches
 from shardproof import Nothing, Op, Per, Phase, Reshard, Select, Training, Trial
 from shardproof.fixtures.chain import CHAIN
-from shardproof.suites.communication.closed_forms import NUM_GROUPS
+from shardproof.suites.closed_forms import NUM_GROUPS
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import GATHERS, PARITY

@@ -1,5 +1,9 @@
 """The rows of the covering arrays: read from the files beside this one, or made anew.
 
+A line is `name: program  # notes`. Programs of an array have many choices, and the name stands for them in case ids; it
+stays when other rows come and go. Without a name, as for the few choices of what an engine once failed, the program is
+its own name. Notes are the mutants that a row kills, and entries of docs/what-it-found.md.
+
 `python -m shardproof.suites.combinations.rows` keeps the rows that still make sense and adds those that are missing.
 An array stays within the capabilities of a family of engines, because a row that asks for more proves nothing of them.
 """
@@ -7,14 +11,15 @@ An array stays within the capabilities of a family of engines, because a row tha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
 
 from shardproof import Capability, Program, ProgramRule, Space
 from shardproof.fixtures.program_space import LAYOUT, SPACE
 
-__all__ = ["FAMILIES", "JUDGED_WITH", "programs_in", "rows_in", "space_of"]
+__all__ = ["FAMILIES", "JUDGED_WITH", "Row", "array", "rows_in", "space_of"]
 
 _HERE = Path(__file__).parent
 _REPLICAS = frozenset(
@@ -73,15 +78,49 @@ _RULES_OF: Mapping[str, tuple[ProgramRule, ...]] = {
 }
 
 
-def programs_in(name: str) -> list[Program]:
-    """Read the programs of a file, one per line; text after # is a comment."""
-    return [program for program, _ in rows_in(name)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of a file: a program, its name if that is not its text, and the words after #."""
+
+    program: Program
+    name: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def id(self) -> str:
+        """The part of a case id that says which row it is."""
+        return self.name or str(self.program)
+
+    @property
+    def mutants(self) -> list[str]:
+        """The names of the mutants that the row kills."""
+        return [note for note in self.notes if not note.isdigit()]
+
+    def __str__(self) -> str:
+        named = f"{self.name}: {self.program}" if self.name else str(self.program)
+        return f"{named}  # {' '.join(self.notes)}" if self.notes else named
 
 
-def rows_in(name: str) -> list[tuple[Program, str]]:
-    """Read the programs of a file with the text after #: the mutants that a row kills."""
-    lines = (line.partition("#") for line in (_HERE / f"{name}.txt").read_text().splitlines())
-    return [(SPACE.parse(text.strip()), note.strip()) for text, _, note in lines if text.strip()]
+def rows_in(file: str) -> list[Row]:
+    """Read the rows of a file; a line that begins with # is a comment."""
+    lines = (line.partition("#") for line in (_HERE / f"{file}.txt").read_text().splitlines())
+    return [_row(text.strip(), notes) for text, _, notes in lines if text.strip()]
+
+
+def _row(text: str, notes: str) -> Row:
+    name, _, program = text.rpartition(": ")
+    return Row(program=SPACE.parse(program), name=name, notes=tuple(notes.split()))
+
+
+def array(space: Space, rows: Iterable[Row]) -> list[Row]:
+    """Return the rows that make sense in a space, as they are, and named rows for the combinations that they lack."""
+    kept = [row for row in rows if space.has(row.program) and space.contradiction(row.program) is None]
+    left = space.combinations.difference(*(space.combinations_in(row.program) for row in kept))
+    return [*kept, *(Row(program=p, name=_name(p)) for p in space.cover(unseen=left))]
+
+
+def _name(program: Program) -> str:
+    return sha256(str(program).encode()).hexdigest()[:8]
 
 
 def space_of(family: str) -> Space:
@@ -102,23 +141,10 @@ def _is_known(family: str, program: Program) -> bool:
 
 @cache
 def _found(family: str) -> tuple[Program, ...]:
-    return tuple(programs_in(f"found_{family}"))
-
-
-def _write(families: Iterable[str]) -> None:
-    """Keep the rows that are still valid, with their notes, and add rows for combinations that they do not cover."""
-    for family in families:
-        space = space_of(family)
-        kept = [
-            (row, note)
-            for row, note in rows_in(family)
-            if space.has(row) and space.contradiction(row) is None
-        ]
-        left = space.combinations.difference(*(space.combinations_in(row) for row, _ in kept))
-        rows = [*kept, *((row, "") for row in space.cover(unseen=left))]
-        text = "".join(f"{row}  # {note}\n" if note else f"{row}\n" for row, note in rows)
-        (_HERE / f"{family}.txt").write_text(text)
+    return tuple(row.program for row in rows_in(f"found_{family}"))
 
 
 if __name__ == "__main__":
-    _write(FAMILIES)
+    for family in FAMILIES:
+        rows = array(space_of(family), rows_in(family))
+        (_HERE / f"{family}.txt").write_text("".join(f"{row}\n" for row in rows))

@@ -13,14 +13,10 @@ from shardproof.suites.combinations.rows import JUDGED_WITH, rows_in
 
 
 def _rows(file: str) -> pytest.MarkDecorator:
-    """Parametrize over the rows of a file, named by their positions; each kills the mutants noted beside it."""
+    """Parametrize over the rows of a file; each kills the mutants noted beside it."""
     rows = [
-        pytest.param(
-            program,
-            id=f"{i:03}",
-            marks=[pytest.mark.kills(name) for name in notes.split() if not name.isdigit()],
-        )
-        for i, (program, notes) in enumerate(rows_in(file), start=1)
+        pytest.param(row.program, id=row.id, marks=[pytest.mark.kills(name) for name in row.mutants])
+        for row in rows_in(file)
     ]
     return pytest.mark.parametrize("program", rows)
 

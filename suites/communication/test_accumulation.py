@@ -9,7 +9,7 @@ import pytest
 from shardproof import EVEN, SEVERAL, Accumulation, Between, Bytes, Exactly, Layout, MatchesOracle
 from shardproof import Microbatches, Nothing, Op, Phase, RanksAgree, Select, Training, Trial
 from shardproof.fixtures.problems import MLP_UNEVEN
-from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, PADDED_BYTES
+from shardproof.suites.closed_forms import GRADIENT_BYTES, PADDED_BYTES
 from shardproof.suites.params import parametrize
 from shardproof.suites.training import train
 

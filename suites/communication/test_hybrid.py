@@ -13,7 +13,7 @@ from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, SIX_OR_MORE_EVEN, AllWaited, 
 from shardproof import Grouping, Layout, OnlyThese, Op, Phase, Problem, RanksAgree, Replicas, Reshard, Select
 from shardproof import Training, Trial
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
-from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS
+from shardproof.suites.closed_forms import GRADIENT_BYTES, NUM_GROUPS
 from shardproof.suites.params import parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import ACROSS_REPLICAS

@@ -7,7 +7,7 @@ import pytest
 from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, AllWaited, AtMostInFlight, Count, Exactly, Grouping, Layout
 from shardproof import MatchesOracle, Refusal, Reshard, Training, Trial
 from shardproof.fixtures.chain import CHAIN
-from shardproof.suites.communication.closed_forms import NUM_GROUPS
+from shardproof.suites.closed_forms import NUM_GROUPS
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY, REDUCE_SCATTERS

@@ -9,7 +9,7 @@ import pytest
 from shardproof import SEVERAL, AllWaited, Bytes, Count, Exactly, Grouping, Layout, MatchesOracle, Nothing
 from shardproof import OnlyThese, Op, Phase, Problem, RanksAgree, Select, Trial
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
-from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS, NUM_PARAMETERS
+from shardproof.suites.closed_forms import GRADIENT_BYTES, NUM_GROUPS, NUM_PARAMETERS
 from shardproof.suites.params import parametrize
 from shardproof.suites.training import train
 

@@ -9,7 +9,7 @@ import pytest
 from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, AllWaited, Between, Bytes, Count, Exactly, Nothing
 from shardproof import OnlyThese, Op, Problem, RanksAgree, Reshard, Select, Training, Trial
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
-from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS, PADDED_BYTES
+from shardproof.suites.closed_forms import GRADIENT_BYTES, NUM_GROUPS, PADDED_BYTES
 from shardproof.suites.params import parametrize
 from shardproof.suites.training import train_sharded
 from shardproof.suites.vocabulary import GATHERS_IN_BACKWARD, GATHERS_IN_FORWARD, REDUCE_SCATTERS

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardproof import Capability, InterfaceBench
 from shardproof.suites.expect import Claims, expects_of
-from shardproof.suites.wrapper.model import LR, UNITS, gathered, gradients, shown_gradients, tower
+from shardproof.suites.tower import LR, UNITS, gathered, gradients, shown_gradients, tower
 
 STEP = "parameters after one step"
 

@@ -14,7 +14,7 @@ from shardproof.fixtures.problems import TRANSFORMER
 from shardproof.suites.composable.bench import STEP, Bench, cut, expects, layers, steps_on_shared_rows
 from shardproof.suites.composable.bench import whole_gradients
 from shardproof.suites.params import parametrize
-from shardproof.suites.wrapper.model import Tower, fill, shown_gradients, tower
+from shardproof.suites.tower import Tower, fill, shown_gradients, tower
 
 pytestmark = pytest.mark.worlds(APART)
 

@@ -15,7 +15,7 @@ from shardproof import EVEN, FOUR_OR_MORE_EVEN, Capability, Op
 from shardproof.suites.composable import bench as benches
 from shardproof.suites.composable.bench import STEP, Bench
 from shardproof.suites.params import param, parametrize
-from shardproof.suites.wrapper.model import LR, batch, copies, gradients, tower
+from shardproof.suites.tower import LR, batch, copies, gradients, tower
 
 pytestmark = pytest.mark.worlds(EVEN)
 

@@ -15,7 +15,7 @@ from shardproof import EVEN, SEVERAL, Capability
 from shardproof.suites.composable import bench as benches
 from shardproof.suites.composable.bench import Bench, whole, whole_gradients
 from shardproof.suites.params import parametrize
-from shardproof.suites.wrapper.model import LR, UNITS, batch, fill, gradients, shown_gradients, tower
+from shardproof.suites.tower import LR, UNITS, batch, fill, gradients, shown_gradients, tower
 
 expects = partial(benches.expects, beside=frozenset({Capability.FINALIZE}))
 GRADIENTS, REDUCTIONS, REFUSAL = "gradients", "reductions", "the refusal"

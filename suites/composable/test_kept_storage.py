@@ -12,7 +12,7 @@ from shardproof import EVEN, Capability
 from shardproof.suites.composable import bench as benches
 from shardproof.suites.composable.bench import Bench
 from shardproof.suites.params import param, parametrize
-from shardproof.suites.wrapper.model import LR, UNITS, copies, gradients, tower
+from shardproof.suites.tower import LR, UNITS, copies, gradients, tower
 
 expects = partial(benches.expects, beside=frozenset({Capability.KEEP_STORAGE}))
 

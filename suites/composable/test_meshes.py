@@ -22,7 +22,7 @@ from shardproof.suites.composable.bench import STEP, Bench, cut, expects, layers
 from shardproof.suites.composable.bench import steps_on_shared_rows, whole, whole_gradients
 from shardproof.suites.expect import expects_of
 from shardproof.suites.params import parametrize
-from shardproof.suites.wrapper.model import shown_gradients
+from shardproof.suites.tower import shown_gradients
 
 pytestmark = pytest.mark.worlds(FOURS)
 REFUSAL = "the refusal"

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardproof import FOURS, SEVERAL
 from shardproof.suites.composable.bench import STEP, Bench, cut, expects, whole, whole_gradients
 from shardproof.suites.params import param, parametrize
-from shardproof.suites.wrapper.model import LR, UNITS, batch, copies, fill, gradients, shown_gradients, tower
+from shardproof.suites.tower import LR, UNITS, batch, copies, fill, gradients, shown_gradients, tower
 
 VALUES = "values"
 NUM_STEPS = 10

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardproof import EVEN, SEVERAL
 from shardproof.suites.composable.bench import STEP, Bench, expects, whole
 from shardproof.suites.params import parametrize
-from shardproof.suites.wrapper.model import UNITS, copies, shown_gradients, tower
+from shardproof.suites.tower import UNITS, copies, shown_gradients, tower
 
 VALUES = "values"
 

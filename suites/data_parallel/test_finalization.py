@@ -12,7 +12,7 @@ import torch
 from shardproof import SEVERAL, Capability
 from shardproof.suites.data_parallel import bench as benches
 from shardproof.suites.data_parallel.bench import Bench
-from shardproof.suites.wrapper.model import LR, batch, copies, gradients, shown_gradients, tower
+from shardproof.suites.tower import LR, batch, copies, gradients, shown_gradients, tower
 
 expects = partial(benches.expects, beside=frozenset({Capability.FINALIZE}))
 GRADIENTS, PARAMETERS, REDUCTIONS, REFUSAL = "gradients", "parameters", "reductions", "the refusal"

@@ -8,7 +8,7 @@ import torch
 from shardproof import SEVERAL
 from shardproof.suites.data_parallel.bench import Bench, expects
 from shardproof.suites.params import parametrize
-from shardproof.suites.wrapper.model import LR, batch, copies, gradients, tower
+from shardproof.suites.tower import LR, batch, copies, gradients, tower
 
 pytestmark = pytest.mark.worlds(SEVERAL)
 

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pack_sequence
 from shardproof import APART, FOURS, SEVERAL, Op
 from shardproof.suites.data_parallel.bench import Bench, expects
 from shardproof.suites.params import param, parametrize
-from shardproof.suites.wrapper.model import LR, batch, copies, fill, gradients, shown_gradients, tower
+from shardproof.suites.tower import LR, batch, copies, fill, gradients, shown_gradients, tower
 
 GRADIENTS = "gradients"
 REFUSAL = "the refusal"

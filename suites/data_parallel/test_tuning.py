@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardproof import SEVERAL
 from shardproof.suites.data_parallel.bench import Bench, expects
-from shardproof.suites.wrapper.model import LR, copies, gradients, shown_gradients, tower
+from shardproof.suites.tower import LR, copies, gradients, shown_gradients, tower
 
 GRADIENTS, PARAMETERS = "gradients", "parameters"
 _SKIPS = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}

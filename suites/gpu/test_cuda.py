@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof import COPIES, EQUAL, FEW, HOMES, OWN_POOL, PINNED, POOL, REPLAY, SEVERAL, Buffers, Capability
+from shardproof import COPIES, EQUAL, FEW, HOMES, OWN_POOL, PINNED, POOL, REPLAY, SEVERAL, Buffers
 from shardproof import CountsCopies, Layout, MatchesOracle, Notes, NotesForms, Offload, RanksAgree
 from shardproof import ReplaysAGraph, Trial, WatchesPools, Wire
 from shardproof.fixtures.optimizers import ADAMW
@@ -25,9 +25,7 @@ WIRES = [param(Wire.SUM, rows="C25"), param(Wire.NATIVE, rows="C26")]
 @pytest.mark.kills("CountsOnTheHost", world=WORLD)
 @pytest.mark.worlds(SEVERAL)
 def test_a_replayed_graph_equals_the_eager_step(trial: Trial) -> None:
-    training = train(
-        MLP_EVEN, layout=Layout.SHARD, demands=frozenset({Capability.GRAPHS}), steps=2, script=ReplaysAGraph()
-    )
+    training = train(MLP_EVEN, layout=Layout.SHARD, steps=2, script=ReplaysAGraph())
     trial.holds(training, MatchesOracle(), Notes(subject=REPLAY, value=EQUAL))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from shardproof import Phase, Problem, Reshard, Select, Training, Trial, Watch
 from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_UNEVEN, TRANSFORMER
-from shardproof.suites.communication.closed_forms import ClosedForm
+from shardproof.suites.closed_forms import ClosedForm, all_parameters
 from shardproof.suites.params import parametrize
 from shardproof.suites.training import train, train_sharded
 from shardproof.suites.vocabulary import PARITY, REDUCE_SCATTERS, REDUCTIONS
@@ -45,9 +44,8 @@ FROZEN_PART = "blocks.0.attention"
 
 def _trained_bytes(training: Training, world_size: int) -> int:
     """Count the bytes of all parameters except those of the frozen part, their rows padded to the world."""
-    named = training.problem.build().named_parameters()
-    shapes = [p.shape for name, p in named if not name.startswith(f"{FROZEN_PART}.")]
-    return sum(4 * -(-shape[0] // world_size) * world_size * prod(shape[1:]) for shape in shapes)
+    frozen = [name for name in all_parameters(training).names if name.startswith(f"{FROZEN_PART}.")]
+    return all_parameters(training, without=frozen).padded_bytes(world_size)
 
 
 TRAINED = ClosedForm(name="bytes of what trains, padded", formula=_trained_bytes)

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from shardproof import EVEN, FOUR_OR_MORE_EVEN, HOOKED, REDUCED, SEVERAL, Accumulation, Capability
-from shardproof import ClearsWhileHeldBack, EditsGradients, GradientEdit, Grouping, HoldsBackByTurns
-from shardproof import HooksGradients, Layout, NamedOptimizer, Notes, Offload, Placement, Reshard, Schedule
-from shardproof import Trial
+from shardproof import EVEN, FOUR_OR_MORE_EVEN, HOOKED, REDUCED, SEVERAL, Accumulation, ClearsWhileHeldBack
+from shardproof import EditsGradients, GradientEdit, Grouping, HoldsBackByTurns, HooksGradients, Layout
+from shardproof import NamedOptimizer, Notes, Offload, Placement, Reshard, Schedule, Trial
 from shardproof.fixtures.optimizers import ADAMW, DECAYING, SGD
 from shardproof.fixtures.placements import DIVISIBLE_MLP
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
@@ -18,7 +17,6 @@ from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
 SEES = Notes(subject=HOOKED, value=REDUCED, is_explained=True)
-HOOKS = frozenset({Capability.GRADIENT_HOOKS})
 IN_BACKWARD = Schedule(steps_in_backward=True)
 
 
@@ -38,7 +36,7 @@ def test_hooks_see_each_reduced_gradient_once(trial: Trial, accumulation: Accumu
 @pytest.mark.kills("NeverCallsGradientHooks", "CallsGradientHooksBeforeReducing")
 @parametrize("optimizer", SGD, ADAMW, DECAYING)
 def test_an_optimizer_in_backward_is_one_after_it(trial: Trial, optimizer: NamedOptimizer) -> None:
-    trial.holds(train(MLP_UNEVEN, optimizer, schedule=IN_BACKWARD, demands=HOOKS), *PARITY)
+    trial.holds(train(MLP_UNEVEN, optimizer, schedule=IN_BACKWARD), *PARITY)
 
 
 @pytest.mark.kills("NeverCallsGradientHooks")
@@ -50,7 +48,7 @@ def test_an_optimizer_in_backward_is_one_after_it(trial: Trial, optimizer: Named
 )
 # Any: as for `train`.
 def test_an_optimizer_in_backward_knows_every_layout(trial: Trial, plan: dict[str, Any]) -> None:
-    trial.holds(train(MLP_EVEN, schedule=IN_BACKWARD, demands=HOOKS, **plan), *PARITY)
+    trial.holds(train(MLP_EVEN, schedule=IN_BACKWARD, **plan), *PARITY)
 
 
 @pytest.mark.kills("AddsToItsOwnGradients")

@@ -6,19 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, TOGETHER, Accumulation, AfterPhase, Between, Capability
-from shardproof import EachMicrobatch, Exactly, Grouping, HoldsOn, Law, Layout, LiveBytes, MemoryKind
-from shardproof import NamedOptimizer, NoLeaks, Offload, PeakBytes, Phase, Plan, Prefetch, Problem, Reshard
-from shardproof import Schedule, Script, Training, Trial, UnshardedOnlyInTurn, UserTensorsLive, Watch
-from shardproof import ZeroGrad
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, TOGETHER, Accumulation, AfterPhase, Between, EachMicrobatch
+from shardproof import Exactly, Grouping, HoldsOn, Law, Layout, LiveBytes, MemoryKind, NamedOptimizer, NoLeaks
+from shardproof import Offload, PeakBytes, Phase, Plan, Prefetch, Problem, Reshard, Schedule, Script, Training
+from shardproof import Trial, UnshardedOnlyInTurn, UserTensorsLive, Watch, ZeroGrad
 from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
 from shardproof.fixtures.experts import MIXTURE
 from shardproof.fixtures.hoarding import HOARD
 from shardproof.fixtures.optimizers import ADAMW, SGD
-from shardproof.suites.lifetimes.closed_forms import ACCUMULATED_MOST, ALL_LEAST, ALL_MOST, ALL_TWICE
-from shardproof.suites.lifetimes.closed_forms import BUFFERS_OF_THREE, BUFFERS_OF_TWO, ONE_LEAST
-from shardproof.suites.lifetimes.closed_forms import PARTS_AND_LAST_LEAST, PARTS_AND_ONE_MOST
-from shardproof.suites.lifetimes.closed_forms import ROOT_AND_ONE_LEAST, ROOT_AND_ONE_MOST, ROOT_AND_TWO_MOST
+from shardproof.suites.closed_forms import ACCUMULATED_MOST, ALL_LEAST, ALL_MOST, ALL_TWICE, BUFFERS_OF_THREE
+from shardproof.suites.closed_forms import BUFFERS_OF_TWO, ONE_LEAST, PARTS_AND_LAST_LEAST, PARTS_AND_ONE_MOST
+from shardproof.suites.closed_forms import ROOT_AND_ONE_LEAST, ROOT_AND_ONE_MOST, ROOT_AND_TWO_MOST
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.vocabulary import PARITY
 
@@ -32,7 +30,6 @@ PAIRS = replace(FREED, reshard=Reshard.TO_PAIRS)
 HYBRID = replace(FREED, layout=Layout.HYBRID)
 ON_HOST = replace(FREED, offload=Offload.CPU)
 IN_BACKWARD = Schedule(steps_in_backward=True)
-HOOKED_PLAN = replace(FREED, demands=frozenset({Capability.GRADIENT_HOOKS}))
 EXPERTS = Plan(
     layout=Layout.SHARD,
     expert_parallel=2,
@@ -64,7 +61,7 @@ of_reductions = pytest.mark.kills("PilesUpReduceInputs")
     param(HELD_BACK, CHAIN, THREE, id="held-back"),
     param(AHEAD, CHAIN, ONE, id="prefetched"),
     param(ON_HOST, CHAIN, ONE, id="host", marks=of_buffers),
-    param(HOOKED_PLAN, CHAIN, IN_BACKWARD, id="optimizer-in-backward", marks=of_buffers),
+    param(FREED, CHAIN, IN_BACKWARD, id="optimizer-in-backward", marks=of_buffers),
 )
 def test_units_are_gathered_in_turn(trial: Trial, plan: Plan, problem: Problem, schedule: Schedule) -> None:
     ahead = 1 if plan.prefetch is None else 2
@@ -227,7 +224,7 @@ def test_gradients_of_replicas_exist_twice_at_most(trial: Trial) -> None:
     param(FREED, CHECKPOINTED_CHAIN, SGD, ONE, id="checkpointed"),
     param(HELD_BACK, CHAIN, SGD, THREE, id="held-back", marks=of_reductions),
     param(ON_HOST, CHAIN, ADAMW, ONE, id="host", marks=of_reductions),
-    param(HOOKED_PLAN, CHAIN, SGD, IN_BACKWARD, id="optimizer-in-backward", marks=of_reductions),
+    param(FREED, CHAIN, SGD, IN_BACKWARD, id="optimizer-in-backward", marks=of_reductions),
     param(EXPERTS, MIXTURE, SGD, ONE, id="experts", marks=of_four),
 )
 def test_no_step_leaves_more_than_the_one_before(

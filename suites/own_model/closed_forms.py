@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardproof import Training, UnitParameters, UserModel, groups_of
-from shardproof.suites.communication.closed_forms import ClosedForm
+from shardproof.suites.closed_forms import ClosedForm
 
 _ALIGNMENT_BYTES = 16  # the alignment of flat parameters
 Groups = tuple[UnitParameters, ...]

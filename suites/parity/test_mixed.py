@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shardproof import SEVERAL, Accumulation, Capability, Clip, Count, Exactly, Grouping, HoldsItsShare
-from shardproof import Layout, MatchesOracle, Problem, RanksAgree, Resume, Training, Trial
+from shardproof import SEVERAL, Accumulation, Clip, Count, Exactly, Grouping, HoldsItsShare, Layout
+from shardproof import MatchesOracle, Problem, RanksAgree, Resume, Training, Trial
 from shardproof.fixtures.chain import NESTED_CHAIN
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import TRANSFORMER
@@ -54,7 +54,7 @@ def test_a_transformer_of_both_accumulates(trial: Trial, replicated: tuple[str, 
 @pytest.mark.kills("LosesOptimizerState")
 @parametrize("replicated", ("blocks.0",), ("",), ids=["block", "root"])
 def test_a_state_has_units_of_both(trial: Trial, replicated: tuple[str, ...]) -> None:
-    after = _training(TRANSFORMER, replicated, demands=frozenset({Capability.STATE})).plan
+    after = _training(TRANSFORMER, replicated).plan
     training = _training(TRANSFORMER, replicated, resume=Resume(after_steps=1, plan=after))
     trial.holds(training, MatchesOracle(), HoldsItsShare(), RanksAgree())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
 
 import pytest
 
@@ -12,8 +11,6 @@ from shardproof.fixtures.problems import MLP_BUFFERS, SINGLE_GROUP
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import TRAINS
-
-name = attrgetter("name")
 
 
 @pytest.mark.rows("T07", "R05")

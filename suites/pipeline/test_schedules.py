@@ -13,7 +13,7 @@ from shardproof import Layout, MatchesOracle, Microbatches, Nothing, Op, Per, Ph
 from shardproof import Plan, RanksAgree, Resume, Schedule, Select, StateForm, Training, Trial, num_stages
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.pipeline import STAGED
-from shardproof.suites.communication.closed_forms import ClosedForm
+from shardproof.suites.closed_forms import ClosedForm
 from shardproof.suites.params import parametrize
 from shardproof.suites.vocabulary import PARITY
 
@@ -108,7 +108,7 @@ def test_stages_of_cut_tensors_train_as_one_model(trial: Trial, order: PipelineO
 @parametrize("layout", Layout.SHARD, Layout.REPLICATE)
 @every_order
 def test_stages_resume_from_files(trial: Trial, order: PipelineOrder, layout: Layout) -> None:
-    training = _training(layout, order, demands=Pipelined.demands | StateForm.FILES.demands)
+    training = _training(layout, order)
     resume = Resume(after_steps=1, plan=training.plan, form=StateForm.FILES)
     trial.holds(replace(training, resume=resume), *PARITY)
 
@@ -122,7 +122,7 @@ def _training(layout: Layout, order: PipelineOrder, **others: Any) -> Training:
         # DDP makes its own buckets; in sharded layouts each block is a group.
         grouping=Grouping.REQUIRED if layout is Layout.SHARD else Grouping.HINT,
         accumulation=Accumulation.LAST_MICROBATCH,
-        **{"demands": Pipelined.demands, **others},
+        **others,
     )
     schedule = Schedule(microbatches=NUM_MICROBATCHES)
     return Training(

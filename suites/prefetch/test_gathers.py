@@ -7,7 +7,7 @@ import pytest
 from shardproof import SEVERAL, AllWaited, Asynchronous, Capability, Count, Exactly, Gathers, Layout, Order
 from shardproof import Reshard, Reshards, Trial, Watch
 from shardproof.fixtures.chain import CHAIN, SPARE_CHAIN
-from shardproof.suites.communication.closed_forms import NUM_GROUPS
+from shardproof.suites.closed_forms import NUM_GROUPS
 from shardproof.suites.params import parametrize
 from shardproof.suites.training import train, train_sharded
 from shardproof.suites.vocabulary import GATHERS, IN_BACKWARD, IN_FORWARD, PARITY, REDUCE_SCATTERS
@@ -43,7 +43,7 @@ def test_a_group_with_an_unused_module_is_treated_like_any_other(trial: Trial) -
         SPARE_CHAIN,
         units=(first, last),
         reshard=Reshard.AFTER_FORWARD,
-        demands=frozenset({Capability.UNUSED, Capability.UNIT_STATE}),
+        demands=frozenset({Capability.UNUSED}),
         watch=frozenset({Watch.UNITS}),
     )
     trial.holds(

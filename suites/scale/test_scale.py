@@ -8,7 +8,7 @@ from shardproof import SIMULATED, Between, Bytes, Count, Exactly, FewCalls, Layo
 from shardproof import Phase, Problem, Reshard, Select, Training, Trial, groups_of
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_EVEN, TRANSFORMER
-from shardproof.suites.communication.closed_forms import GRADIENT_BYTES, NUM_GROUPS, PADDED_BYTES, ClosedForm
+from shardproof.suites.closed_forms import GRADIENT_BYTES, NUM_GROUPS, PADDED_BYTES, ClosedForm
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train, train_sharded
 from shardproof.suites.vocabulary import GATHERS_IN_BACKWARD, GATHERS_IN_FORWARD, REDUCE_SCATTERS

@@ -46,7 +46,7 @@ def test_goes_on_from_files(trial: Trial, ranks: RanksBefore, problem: Problem) 
 def test_goes_on_from_files_under_another_layout(
     trial: Trial, ranks: RanksBefore, before: Layout, after: Layout
 ) -> None:
-    plan = Plan(units=MLP_UNEVEN.units, layout=before, demands=StateForm.FILES.demands)
+    plan = Plan(units=MLP_UNEVEN.units, layout=before)
     origin = saved_by(ranks, StateForm.FILES, plan)
     trial.holds(train(MLP_UNEVEN, ADAMW, origin=origin, layout=after), *PARITY)
 

@@ -70,5 +70,5 @@ def test_goes_on_in_turns_from_other_ranks(trial: Trial, ranks: RanksBefore) -> 
 def _resumed(problem: Problem, optimizer: NamedOptimizer, **asked: Any) -> Training:
     """Make a training that continues in a fresh model, with the same plan, after some of its steps."""
     schedule = Schedule(steps=STEPS_BEFORE + 2)
-    training = train(problem, optimizer, schedule=schedule, demands=OWN.demands, **asked)
+    training = train(problem, optimizer, schedule=schedule, **asked)
     return replace(training, resume=Resume(after_steps=STEPS_BEFORE, plan=training.plan, form=OWN))

@@ -166,7 +166,7 @@ def _training(
     demands: frozenset[Capability] = frozenset(),
     **options: Any,  # of the plan, by the names of its fields
 ) -> Training:
-    plan = Plan(units=problem.units, demands=form.demands | demands, **options)
+    plan = Plan(units=problem.units, demands=demands, **options)
     later = None if after is None else replace(plan, layout=after)
     return Training(
         problem=problem,

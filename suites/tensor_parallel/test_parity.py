@@ -13,7 +13,7 @@ from shardproof import RanksAgree, Reshard, Select, Sizes, Training, Trial, Wind
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.tensor_parallel import CUT_TRANSFORMER, STACK_16, STACK_17, STACK_3, STACK_5
 from shardproof.fixtures.tensor_parallel import STACK_5_CHECKPOINTED
-from shardproof.suites.communication.closed_forms import NUM_GROUPS
+from shardproof.suites.closed_forms import NUM_GROUPS
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train, train_sharded
 from shardproof.suites.vocabulary import ACROSS_REPLICAS, PARITY

@@ -7,7 +7,7 @@ import pytest
 from shardproof import SEVERAL, Count, Exactly, HoldsItsShare, Reshard, Trial
 from shardproof.fixtures.idle import FROZEN
 from shardproof.fixtures.optimizers import ADAMW
-from shardproof.suites.communication.closed_forms import NUM_GROUPS
+from shardproof.suites.closed_forms import NUM_GROUPS
 from shardproof.suites.training import train, train_sharded
 from shardproof.suites.vocabulary import GATHERS_IN_FORWARD, PARITY, REDUCE_SCATTERS
 

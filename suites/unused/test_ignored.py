@@ -6,15 +6,13 @@ no oracle has the right value.
 
 from __future__ import annotations
 
-from math import prod
 
 import pytest
-import torch
 
 from shardproof import SEVERAL, Between, Bytes, HoldsItsShare, Layout, MatchesOracle, RanksAgree, Reshard
-from shardproof import Training, Trial
+from shardproof import Trial
 from shardproof.fixtures.idle import FROZEN
-from shardproof.suites.communication.closed_forms import ClosedForm
+from shardproof.suites.closed_forms import ClosedForm, all_parameters
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import GATHERS_IN_FORWARD
 
@@ -22,22 +20,14 @@ from shardproof.suites.vocabulary import GATHERS_IN_FORWARD
 IGNORED = ("base.weight", "base.bias", "head.bias")
 
 
-def _bytes_of_the_rest(training: Training, world_size: int) -> int:
-    return sum(4 * p.numel() for p in _rest(training))
-
-
-def _padded_bytes_of_the_rest(training: Training, world_size: int) -> int:
-    shapes = [p.shape for p in _rest(training)]
-    return sum(4 * -(-shape[0] // world_size) * world_size * prod(shape[1:]) for shape in shapes)
-
-
-def _rest(training: Training) -> list[torch.Tensor]:
-    named = training.problem.build().named_parameters()
-    return [p for name, p in named if name not in training.plan.ignored]
-
-
-OTHERS = ClosedForm(name="bytes of the parameters that are not ignored", formula=_bytes_of_the_rest)
-PADDED = ClosedForm(name="those bytes, rows padded to the world", formula=_padded_bytes_of_the_rest)
+OTHERS = ClosedForm(
+    name="bytes of the parameters that are not ignored",
+    formula=lambda training, _: all_parameters(training, without=IGNORED).num_bytes,
+)
+PADDED = ClosedForm(
+    name="those bytes, rows padded to the world",
+    formula=lambda training, size: all_parameters(training, without=IGNORED).padded_bytes(size),
+)
 
 
 @pytest.mark.worlds(SEVERAL)

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from shardproof import Capability, InterfaceBench
 from shardproof.suites.expect import Claims, expects_of
-from shardproof.suites.wrapper.model import LR, UNITS, Wrapping, copies, original, tower, trained_alone
+from shardproof.suites.tower import LR, UNITS, copies, tower, trained_alone
+from shardproof.suites.wrapper.wrapping import Wrapping, original
 
 STEP = "parameters after one step"
 

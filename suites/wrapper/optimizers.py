@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
 from torch.distributed.fsdp import StateDictType
 
 from shardproof.suites.wrapper.expect import Bench
-from shardproof.suites.wrapper.model import Wrapping, blank, parameters, tower, train_alone
+from shardproof.suites.tower import blank, parameters, tower, train_alone
+from shardproof.suites.wrapper.wrapping import Wrapping
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 BEFORE = 2  # steps until state is saved

@@ -14,8 +14,9 @@ from torch.distributed.fsdp import ShardingStrategy
 from shardproof import FOUR_OR_MORE_EVEN, SEVERAL
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.expect import Bench, expects
-from shardproof.suites.wrapper.model import EACH_FORM, Form, Wrapping, batch, gradients, shown_gradients
-from shardproof.suites.wrapper.model import tower
+from shardproof.suites.tower import batch, gradients, shown_gradients
+from shardproof.suites.wrapper.wrapping import EACH_FORM, Form, Wrapping
+from shardproof.suites.tower import tower
 
 pytestmark = pytest.mark.api("clip_grad_norm_")
 CLIPPED = ("the norm", "clipped gradients")

@@ -12,8 +12,10 @@ from torch.distributed.fsdp import ShardingStrategy
 from shardproof import SEVERAL
 from shardproof.suites.params import param
 from shardproof.suites.wrapper.expect import Bench, expects
-from shardproof.suites.wrapper.model import EACH_FORM, LR, Form, Tower, batch, copies, gradients, parameters
-from shardproof.suites.wrapper.model import shapes, shown_gradients, strategies, tower, trained_alone
+from shardproof.suites.tower import LR, Tower, batch, copies, gradients, parameters
+from shardproof.suites.wrapper.wrapping import EACH_FORM, Form
+from shardproof.suites.tower import shapes, shown_gradients, tower, trained_alone
+from shardproof.suites.wrapper.wrapping import strategies
 
 pytestmark = pytest.mark.api("summon_full_params")
 FULL, KEEP, WHOLE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD

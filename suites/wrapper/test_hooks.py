@@ -12,8 +12,9 @@ from torch.distributed.fsdp import ShardingStrategy
 from shardproof import SEVERAL, Op
 from shardproof.suites.params import parametrize
 from shardproof.suites.wrapper.expect import Bench, expects
-from shardproof.suites.wrapper.model import LR, UNITS, gradients, shown_gradients, strategies, tower
-from shardproof.suites.wrapper.model import trained_alone
+from shardproof.suites.tower import LR, UNITS, gradients, shown_gradients, tower
+from shardproof.suites.wrapper.wrapping import strategies
+from shardproof.suites.tower import trained_alone
 
 pytestmark = pytest.mark.api("register_comm_hook")
 FULL, KEEP, WHOLE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from shardproof import EVEN, SEVERAL
 from shardproof.suites.wrapper.expect import Bench, expects
-from shardproof.suites.wrapper.model import copies, fill
+from shardproof.suites.tower import copies, fill
 
 VALUES = "values"
 TIMES = "how often each module was initialised"

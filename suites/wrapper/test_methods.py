@@ -12,8 +12,9 @@ from torch import nn
 
 from shardproof.suites.params import parametrize
 from shardproof.suites.wrapper.expect import Bench, expects
-from shardproof.suites.wrapper.model import EACH_FORM, LR, Form, Tower, batch, parameters, shown_gradients
-from shardproof.suites.wrapper.model import tower, trained_alone
+from shardproof.suites.tower import LR, Tower, batch, parameters, shown_gradients
+from shardproof.suites.wrapper.wrapping import EACH_FORM, Form
+from shardproof.suites.tower import tower, trained_alone
 
 CONVERTED = ("what it returns", "the output's dtype", "dtypes of gradients", "parameters afterwards")
 

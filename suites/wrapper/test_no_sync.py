@@ -12,7 +12,8 @@ from torch.distributed.fsdp import ShardingStrategy
 from shardproof import SEVERAL, Op
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.expect import Bench, expects
-from shardproof.suites.wrapper.model import LR, UNITS, Form, batch, strategies, tower, trained_alone
+from shardproof.suites.tower import LR, UNITS, batch, tower, trained_alone
+from shardproof.suites.wrapper.wrapping import Form, strategies
 
 pytestmark = pytest.mark.api("no_sync")
 FULL, KEEP, WHOLE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardingStrategy
 from shardproof import APART, SEVERAL
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.expect import Bench, expects
-from shardproof.suites.wrapper.model import Form, Wrapping, parameters, tower
+from shardproof.suites.tower import parameters, tower
+from shardproof.suites.wrapper.wrapping import Form, Wrapping
 from shardproof.suites.wrapper.optimizers import BEFORE, FULL, RESUMED, SHARDED, TOLERANCE, Kind, Route
 from shardproof.suites.wrapper.optimizers import claim_resumed, fresh, hand_over, plain, resume, trained
 

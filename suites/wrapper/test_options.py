@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 from shardproof import FOUR_OR_MORE_EVEN, SEVERAL
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.expect import STEP, Bench, expects
-from shardproof.suites.wrapper.model import Tower, batch, shown_gradients, tower
+from shardproof.suites.tower import Tower, batch, shown_gradients, tower
 
 FULL, ZERO2, NO = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 HYBRID, HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy["_HYBRID_SHARD_ZERO2"]

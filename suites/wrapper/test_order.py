@@ -15,7 +15,7 @@ from shardproof import Grouping, Layout, Order, Plan, Problem, Reduces, Reshard,
 from shardproof.fixtures.chain import CHAIN, TELLING_CHAIN
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import TRANSFORMER
-from shardproof.suites.communication.closed_forms import NUM_GROUPS
+from shardproof.suites.closed_forms import NUM_GROUPS
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.vocabulary import GATHERS, GATHERS_IN_BACKWARD, IN_BACKWARD, IN_FORWARD, PARITY
 

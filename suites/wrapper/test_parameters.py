@@ -8,7 +8,8 @@ import pytest
 
 from shardproof import SEVERAL
 from shardproof.suites.wrapper.expect import Bench, expects
-from shardproof.suites.wrapper.model import UNITS, copies, original, parameters, tower
+from shardproof.suites.tower import UNITS, copies, parameters, tower
+from shardproof.suites.wrapper.wrapping import original
 
 # A flat parameter is padded, so that each rank has as much of it: by fewer than this many elements per rank.
 _PADDING = 16

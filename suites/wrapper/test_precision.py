@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecision
 from shardproof import SEVERAL
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.expect import Bench, expects
-from shardproof.suites.wrapper.model import batch, tower
+from shardproof.suites.tower import batch, tower
 
 LOW, HIGH = torch.bfloat16, torch.float32
 _WIDTH = 64  # wide enough that each rank has a piece

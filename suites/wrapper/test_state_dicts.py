@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from shardproof import SEVERAL
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.expect import Bench, expects
-from shardproof.suites.wrapper.model import EACH_FORM, LR, Form, Tower, Wrapping, batch, blank, parameters
-from shardproof.suites.wrapper.model import tower, trained_alone
+from shardproof.suites.tower import LR, Tower, batch, blank, parameters
+from shardproof.suites.wrapper.wrapping import EACH_FORM, Form, Wrapping
+from shardproof.suites.tower import tower, trained_alone
 
 SHARDS, FLAT = Wrapping(), Wrapping(form=Form.FLAT)
 KEPT = Wrapping(strategy=ShardingStrategy.SHARD_GRAD_OP)

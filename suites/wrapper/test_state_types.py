@@ -13,7 +13,7 @@ from torch.distributed.fsdp import ShardedStateDictConfig, StateDictConfig, Stat
 
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.expect import Bench, expects
-from shardproof.suites.wrapper.model import tower
+from shardproof.suites.tower import tower
 
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,

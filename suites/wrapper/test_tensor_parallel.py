@@ -16,7 +16,8 @@ from torch.distributed.fsdp import StateDictType
 from shardproof import FOURS
 from shardproof.suites.composable.bench import cut, layers, train_on_shared_rows
 from shardproof.suites.wrapper.expect import STEP, Bench, expects
-from shardproof.suites.wrapper.model import EACH_FORM, Form, copies, gathered, original
+from shardproof.suites.tower import copies, gathered
+from shardproof.suites.wrapper.wrapping import EACH_FORM, Form, original
 
 pytestmark = pytest.mark.worlds(FOURS)
 NAMES, VALUES = "names", "values"

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from shardproof import ALONE, SEVERAL, WrapperNames
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.expect import STEP, Bench, expects
-from shardproof.suites.wrapper.model import batch, tower
+from shardproof.suites.tower import batch, tower
 
 MIDDLE = ["", "middle"]
 ASKED = "modules that the policy is asked about, with their parameters that are in no unit yet"

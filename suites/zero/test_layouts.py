@@ -11,7 +11,7 @@ from shardproof import MemoryIsExplained, Microbatches, NamedOptimizer, Nothing,
 from shardproof import Select, Training, Trial
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_UNEVEN
-from shardproof.suites.communication.closed_forms import ALIGNED_BYTES, GRADIENT_BYTES
+from shardproof.suites.closed_forms import ALIGNED_BYTES, GRADIENT_BYTES
 from shardproof.suites.training import train
 
 FLOATS = ("float32",)

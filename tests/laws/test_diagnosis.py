@@ -8,16 +8,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from shardproof import Capability, Clip, Evidence, Layout, MatchesOracle, Plan, Schedule, Shard, Training
+from shardproof import Clip, Evidence, Layout, MatchesOracle, Plan, Schedule, Shard, Training
 from shardproof.fixtures.optimizers import ADAMW, EXACT_SGD, SGD
 from shardproof.fixtures.problems import EXACT_LINEAR, MLP_EVEN, MLP_UNEVEN
 from shardproof.harness.laws import diagnosis
 from shardproof.harness.laws.diagnosis import UNSTRUCTURED
 from shardproof.harness.laws.structure import RankShard
 from shardproof.harness.laws.tolerance import allowed_error
-from shardproof.harness.records.record import TensorRecord
-from shardproof.harness.training.oracle import run_oracle
-from shardproof.harness.training.oracle_observation import (
+from shardproof.harness.oracle.oracle import run_oracle
+from shardproof.harness.oracle.oracle_observation import (
     INITIAL_STEP,
     LOSSES,
     NORM,
@@ -25,6 +24,7 @@ from shardproof.harness.training.oracle_observation import (
     Quantity,
     TensorKey,
 )
+from shardproof.harness.records.record import TensorRecord
 from tests.simulated_engine import Honest, Moment, accumulate, evidence_of, ring_mean, row_shard, whole
 
 WORLD_SIZE = 4
@@ -241,8 +241,7 @@ def test_names_the_rank_whose_data_a_loss_is_of(oracle: OracleObservation) -> No
 
 def test_names_the_step_whose_norm_was_kept() -> None:
     schedule = Schedule(steps=3, clip=Clip(max_norm=0.1))
-    clips = Plan(demands=frozenset({Capability.CLIP}))
-    training = Training(problem=MLP_UNEVEN, optimizer=SGD, plan=clips, schedule=schedule)
+    training = Training(problem=MLP_UNEVEN, optimizer=SGD, schedule=schedule)
     oracle = run_oracle(training, 2)
     norms = [step.norm for step in oracle.steps]
     for kept, expected in (

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof import Capability, Clip, Evidence, MatchesOracle, Plan, Schedule, Shard, Training
+from shardproof import Clip, Evidence, MatchesOracle, Schedule, Shard, Training
 from shardproof.fixtures.buffered import MASKED, NORMALISED, REPLACED, Masked
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import ModelProblem
 from shardproof.harness.laws.tolerance import allowed_error
-from shardproof.harness.training.absolute_error import deviation, largest
-from shardproof.harness.training.oracle import run_oracle
-from shardproof.harness.training.oracle_observation import Quantity, TensorKey
+from shardproof.harness.oracle.absolute_error import deviation, largest
+from shardproof.harness.oracle.oracle import run_oracle
+from shardproof.harness.oracle.oracle_observation import Quantity, TensorKey
 from shardproof.harness.verdicts.vacuity import incomparable_because, vacuous_because
 from tests.simulated_engine import evidence_of, oracle_of, simulate
 
@@ -131,9 +131,8 @@ def test_constants_are_buffers_that_no_forward_changes() -> None:
 
 
 def test_a_value_beyond_the_dtype_is_no_constant() -> None:
-    plan = Plan(demands=frozenset({Capability.CONVERT}))
     for problem, constants in ((NORMALISED, set()), (MASKED, {"mask"})):
-        converted = replace(training_of(problem), plan=plan, convert=torch.bfloat16)
+        converted = replace(training_of(problem), convert=torch.bfloat16)
         assert run_oracle(converted, 2).constants == constants
 
 
@@ -156,8 +155,7 @@ class _Explodes(nn.Module):
 def test_a_norm_that_is_infinite_on_both_sides_shows_nothing() -> None:
     problem = replace(NORMALISED, name="explodes", model=_Explodes)
     schedule = Schedule(clip=Clip(max_norm=1.0, norm_type=2.0))
-    plan = Plan(demands=frozenset({Capability.CLIP}))
-    training = Training(problem=problem, optimizer=SGD, plan=plan, schedule=schedule)
+    training = Training(problem=problem, optimizer=SGD, schedule=schedule)
     assert "the oracle itself diverged" in (incomparable_because(evidence_of(training, 3, ranks=())) or "")
 
 

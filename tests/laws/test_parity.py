@@ -22,14 +22,14 @@ from shardproof.fixtures.problems import (
     ModelProblem,
 )
 from shardproof.harness.laws.tolerance import allowed_error
-from shardproof.harness.records.observation import Observation, StepObservation
-from shardproof.harness.training.oracle_observation import (
+from shardproof.harness.oracle.oracle_observation import (
     INITIAL_STEP,
     OracleObservation,
     OracleStep,
     Quantity,
     TensorKey,
 )
+from shardproof.harness.records.observation import Observation, StepObservation
 from tests.laws.flat_pieces import flat, flattened
 from tests.simulated_engine import Honest, Moment, accumulate, evidence_of, ring_mean, row_shard, whole
 

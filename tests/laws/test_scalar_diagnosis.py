@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardproof import Capability, Clip, Evidence, Plan, Schedule, Shard, Training
+from shardproof import Clip, Evidence, Schedule, Shard, Training
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof.harness.laws.diagnosis import UNSTRUCTURED, looks_like
 from shardproof.harness.laws.structure import RankShard
-from shardproof.harness.training.oracle import run_oracle
-from shardproof.harness.training.oracle_observation import (
+from shardproof.harness.oracle.oracle import run_oracle
+from shardproof.harness.oracle.oracle_observation import (
     LOSSES,
     NORM,
     OracleObservation,
@@ -28,7 +28,6 @@ WORLD_SIZE = 4
 CLIPPED = Training(
     problem=MLP_EVEN,
     optimizer=SGD,
-    plan=Plan(demands=frozenset({Capability.CLIP})),
     schedule=Schedule(steps=3, microbatches=2, clip=Clip(max_norm=0.1)),
 )
 PLAIN = Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=3, microbatches=2))

@@ -14,9 +14,9 @@ from shardproof.engine.contract import Capability, Layout, NoGradient, Plan, Sha
 from shardproof.fixtures.idle import SOMETIMES
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.harness.oracle.oracle import run_oracle
+from shardproof.harness.oracle.oracle_observation import OracleObservation
 from shardproof.harness.records.observation import Observation, StepObservation
-from shardproof.harness.training.oracle import run_oracle
-from shardproof.harness.training.oracle_observation import OracleObservation
 from tests.judging import judged
 from tests.simulated_engine import evidence_of, row_shard, simulate
 

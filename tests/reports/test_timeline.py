@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from examples.race_timeline import PICTURE, draw_picture, observe
+from examples.timelines import DRAWINGS, RACES, Drawing, draw_picture, observe
 from shardproof.harness.cli.main import main
 from shardproof.harness.records.rank_timeline import (
     COMPUTE,
@@ -52,7 +52,9 @@ NEEDED: dict[str, set[str]] = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the files of a world of two ranks, whose engine reads gathers before they are there."""
-    return observe(tmp_path_factory.mktemp("world"))
+    world = tmp_path_factory.mktemp("world")
+    observe(RACES, world)
+    return world
 
 
 @cache
@@ -213,9 +215,10 @@ def test_a_picture_is_whole_and_shows_the_race(folder: Path) -> None:
     assert draw(Timeline(ranks=())) == ""
 
 
-def test_the_picture_of_the_page_matches_that_of_a_run(folder: Path) -> None:
-    drawn = draw_picture(_timeline(folder))
-    assert PICTURE.read_text(encoding="utf-8") == drawn, "run python -m examples.race_timeline, and look"
+@pytest.mark.parametrize("drawing", DRAWINGS, ids=lambda drawing: drawing.file.stem)
+def test_the_pictures_of_pages_match_those_of_runs(drawing: Drawing, tmp_path: Path) -> None:
+    drawn = draw_picture(observe(drawing, tmp_path))
+    assert drawing.file.read_text(encoding="utf-8") == drawn, "run python -m examples.timelines, and look"
 
 
 def _kept_run(folder: Path, path: Path) -> Record:

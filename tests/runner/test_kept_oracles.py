@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof import Capability, LossScaling, MatchesOracle, Training, TrialSession, Verdict
+from shardproof import LossScaling, MatchesOracle, Training, TrialSession, Verdict
 from shardproof.fixtures.problems import MLP_EVEN, ModelProblem
+from shardproof.harness.oracle import kept_oracle, oracle_answer
 from shardproof.harness.runner.observation_cache import Source, _arithmetic
-from shardproof.harness.training import kept_oracle, oracle_answer
 from shardproof.harness.worlds.processes.fresh_process import ask
 from shardproof.suites.training import train
 from tests.judging import judged
@@ -124,10 +124,9 @@ def test_a_failure_is_explained_by_an_oracle_of_its_own(
 
 def test_a_loss_scale_needs_another_oracle_only_if_a_step_is_skipped() -> None:
     plain = train(MLP_EVEN, units=())
-    plan = replace(plain.plan, demands=plain.plan.demands | {Capability.LOSS_SCALE})
 
     def scaled(scaling: LossScaling) -> Training:
-        return replace(plain, plan=plan, schedule=replace(plain.schedule, scaling=scaling))
+        return replace(plain, schedule=replace(plain.schedule, scaling=scaling))
 
     assert _arithmetic(scaled(LossScaling())) == _arithmetic(plain)
     assert _arithmetic(scaled(LossScaling(overflows_at=1))) != _arithmetic(plain)

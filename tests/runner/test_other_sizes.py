@@ -32,7 +32,7 @@ from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, 
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.harness.cases.training import loss_weight
-from shardproof.harness.training.oracle import run_oracle
+from shardproof.harness.oracle.oracle import run_oracle
 from shardproof.harness.worlds.spec import OWN_KINDS
 from shardproof.suites.training import train
 from tests.judging import judged

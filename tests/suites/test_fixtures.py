@@ -15,9 +15,9 @@ from shardproof.fixtures.optimizers import ADAMW, EXACT_SGD, SGD, AdamW, Sgd
 from shardproof.fixtures.problems import EXACT_LINEAR, MLP_UNEVEN, PROBLEMS, TRANSFORMER, ModelProblem
 from shardproof.harness.laws.communication.order import mistakable
 from shardproof.harness.laws.tolerance import allowed_error
-from shardproof.harness.training.oracle import run_oracle
-from shardproof.harness.training.oracle_observation import OracleObservation, Quantity, TensorKey
-from shardproof.suites.wrapper import model
+from shardproof.harness.oracle.oracle import run_oracle
+from shardproof.harness.oracle.oracle_observation import OracleObservation, Quantity, TensorKey
+from shardproof.suites import tower
 
 any_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
 
@@ -142,6 +142,6 @@ def test_units_of_chains_differ_in_size_on_up_to_eight_ranks(name: str, world_si
 @pytest.mark.parametrize("step", range(4))
 def test_rows_for_the_wrapper_cancel_on_no_number_of_ranks(world_size: int, step: int) -> None:
     """If rows cancelled, gradients would be roundings, which an optimizer that divides by them turns into steps."""
-    summed = sum(model.batch(rank, step) for rank in range(world_size))
+    summed = sum(tower.batch(rank, step) for rank in range(world_size))
     assert isinstance(summed, torch.Tensor)
     assert bool(summed.sum(0).all())

@@ -301,10 +301,7 @@ def test_a_surplus_on_one_rank_is_reported_with_its_largest_pieces(extra: int) -
 
 
 def test_after_a_handover_the_loop_holds_two_models() -> None:
-    resumed = replace(
-        _training(plan=replace(SHARD, demands=frozenset({Capability.STATE})), steps=2),
-        resume=Resume(after_steps=1, plan=SHARD),
-    )
+    resumed = replace(_training(plan=SHARD, steps=2), resume=Resume(after_steps=1, plan=SHARD))
     assert not _ruling(2 * SHARES, 2 * SHARES, training=resumed).record.held
     assert _ruling(2 * SHARES, 2 * SHARES, training=resumed, step=1).record.held
 
@@ -334,7 +331,7 @@ def test_every_training_with_a_sharded_layout_is_held_to_it(plan: Plan, is_asked
 
 def test_an_exercise_that_makes_models_of_its_own_is_not_counted() -> None:
     exercise = Exercise(body=_nothing)
-    training = replace(_training(plan=replace(SHARD, demands=exercise.demands)), script=exercise)
+    training = replace(_training(plan=SHARD), script=exercise)
     assert not training.is_counted
     assert replace(training, script=EachMicrobatch()).is_counted
 

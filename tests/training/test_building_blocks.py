@@ -12,14 +12,14 @@ from shardproof import Plan, Training
 from shardproof.fixtures.building_blocks import BLOCKS
 from shardproof.fixtures.few_bits import FEW_BITS
 from shardproof.fixtures.optimizers import ADAMW
+from shardproof.harness.cases.draws import drawing_in
 from shardproof.harness.cases.units import groups_in
 from shardproof.harness.cases.user_model import UserModel, UserOptimizer, outline_of
+from shardproof.harness.oracle.oracle import run_oracle
+from shardproof.harness.oracle.oracle_observation import Quantity
+from shardproof.harness.oracle.rounding import noticing_narrow, rounding_anew
 from shardproof.harness.runner.user_models import facts_of
-from shardproof.harness.training.draws import drawing_in
 from shardproof.harness.training.layout_memory import Form
-from shardproof.harness.training.oracle import run_oracle
-from shardproof.harness.training.oracle_observation import Quantity
-from shardproof.harness.training.rounding import noticing_narrow, rounding_anew
 
 NAMED = {block.name: block for block in (*BLOCKS, *FEW_BITS)}
 

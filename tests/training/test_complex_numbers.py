@@ -15,10 +15,10 @@ from shardproof import Capability, Layout, MatchesOracle, Plan, Schedule, Traini
 from shardproof.fixtures.complex_numbers import ROTARY, SPECTRAL
 from shardproof.fixtures.optimizers import ADAMW, SGD, AdamW, Sgd
 from shardproof.harness.laws.tolerance import allowed_error
+from shardproof.harness.oracle.absolute_error import deviation, largest
+from shardproof.harness.oracle.oracle import run_oracle
+from shardproof.harness.oracle.oracle_observation import Quantity, TensorKey
 from shardproof.harness.torch_compat.dtypes import cast, cast_module, is_rounded, widened
-from shardproof.harness.training.absolute_error import deviation, largest
-from shardproof.harness.training.oracle import run_oracle
-from shardproof.harness.training.oracle_observation import Quantity, TensorKey
 from shardproof.harness.verdicts.vacuity import vacuous_because
 from tests.simulated_engine import Honest, Moment, evidence_of
 

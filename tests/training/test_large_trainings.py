@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from shardproof import Case, Cell, MatchesOracle, Schedule, TrialSession, WorldSpec
+from shardproof.harness.oracle import oracle_answer
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.runner import observation_cache
 from shardproof.harness.runner.observation_cache import Source
 from shardproof.harness.runner.options import Keep
-from shardproof.harness.training import oracle_answer
 from shardproof.harness.worlds.processes.fresh_process import ask
 from tests.judging import TWO_STEPS
 

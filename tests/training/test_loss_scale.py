@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from shardproof.engine.contract import Capability, Plan
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import EXACT_LINEAR
 from shardproof.harness.cases.training import LOSS_SCALE, LossScaling, Schedule, Training
 from shardproof.harness.laws.runtime import ScalesLosses
+from shardproof.harness.oracle.oracle import run_oracle
 from shardproof.harness.records.observation import Fact
-from shardproof.harness.training.oracle import run_oracle
 from tests.simulated_engine import evidence_of, simulate
 
 SCALING = LossScaling(init_scale=8.0, growth_interval=2, overflows_at=3)
@@ -22,7 +21,6 @@ SKIPPING = replace(SCALING, overflows_at=1)
 TRAINING = Training(
     problem=EXACT_LINEAR,
     optimizer=SGD,
-    plan=Plan(demands=frozenset({Capability.LOSS_SCALE})),
     schedule=Schedule(steps=3, scaling=SKIPPING),
 )
 
@@ -81,9 +79,7 @@ def test_ranks_that_part_are_named(rank: int, step: int, value: str | None, word
 
 
 def test_a_scale_needs_a_step_after_backward() -> None:
-    demands = frozenset({Capability.LOSS_SCALE, Capability.GRADIENT_HOOKS})
-    plan = Plan(demands=demands)
     schedule = Schedule(scaling=LossScaling())
-    assert replace(TRAINING, plan=plan, schedule=schedule).schedule is schedule
+    assert replace(TRAINING, schedule=schedule).schedule is schedule
     with pytest.raises(ValueError, match="leave steps_in_backward out"):
-        replace(TRAINING, plan=plan, schedule=replace(schedule, steps_in_backward=True))
+        replace(TRAINING, schedule=replace(schedule, steps_in_backward=True))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardproof.engine.contract import Accumulation, Capability, Plan
+from shardproof.engine.contract import Accumulation, Plan
 from shardproof.fixtures.few_bits import FEW_BITS
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.own_model import OWN_MODEL
@@ -16,6 +16,7 @@ from shardproof.fixtures.problems import EXACT_LINEAR, MLP_BUFFERS, MLP_UNEVEN, 
 from shardproof.fixtures.random_draws import DROPPED, DROPPED_AND_RECOMPUTED, NOISY
 from shardproof.fixtures.thin import EMPTY_ROWS
 from shardproof.harness.cases.batch import Rows
+from shardproof.harness.cases.draws import Seeds, drawing_in
 from shardproof.harness.cases.training import (
     Clip,
     LoopOrder,
@@ -26,14 +27,13 @@ from shardproof.harness.cases.training import (
     loss_weight,
 )
 from shardproof.harness.laws.tolerance import MULTIPLE, allowed_error
-from shardproof.harness.training import oracle_noise
-from shardproof.harness.training.absolute_error import largest
-from shardproof.harness.training.draws import Seeds, drawing_in
-from shardproof.harness.training.oracle import run_oracle
-from shardproof.harness.training.oracle_actor import Batches
-from shardproof.harness.training.oracle_observation import LOSSES, OracleObservation, Quantity, TensorKey
-from shardproof.harness.training.piece_sizes import PieceSizes, sizes_of
-from shardproof.harness.training.reduction_orders import (
+from shardproof.harness.oracle import oracle_noise
+from shardproof.harness.oracle.absolute_error import largest
+from shardproof.harness.oracle.oracle import run_oracle
+from shardproof.harness.oracle.oracle_actor import Batches
+from shardproof.harness.oracle.oracle_observation import LOSSES, OracleObservation, Quantity, TensorKey
+from shardproof.harness.oracle.piece_sizes import PieceSizes, sizes_of
+from shardproof.harness.oracle.reduction_orders import (
     EXACT_ORDER,
     distinct,
     num_reorderings,
@@ -300,8 +300,7 @@ def test_a_clipped_gradient_may_be_off_by_as_much_less() -> None:
     plain = run_oracle(one_step, 3)
     max_norm = 1e-3
     schedule = replace(one_step.schedule, clip=Clip(max_norm=max_norm))
-    clips = Plan(demands=frozenset({Capability.CLIP}))
-    clipped = run_oracle(replace(one_step, schedule=schedule, plan=clips), 3)
+    clipped = run_oracle(replace(one_step, schedule=schedule), 3)
     (norm,) = (s.norm for s in clipped.steps)
     assert norm is not None
     assert norm > 10 * max_norm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import Capability, Clip, Plan, Resume, Schedule, Training, TrialSession
+from shardproof import Clip, Plan, Resume, Schedule, Training, TrialSession
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.harness.records.record import Record, Verdict
@@ -14,7 +14,6 @@ from tests.training import misread
 TRAINING = Training(
     problem=MLP_EVEN,
     optimizer=SGD,
-    plan=Plan(demands=frozenset({Capability.CLIP})),
     schedule=Schedule(steps=2, clip=Clip(max_norm=0.1)),
 )
 LOST = "raised LookupError: my index is gone, in PreparedModel."
@@ -54,9 +53,8 @@ def test_a_read_that_goes_wrong_is_the_engines_fault(session: TrialSession, engi
 
 @pytest.mark.parametrize("name", ["full_state", "load_full_state"])
 def test_a_state_dict_that_raises_is_the_engines_fault(session: TrialSession, name: str) -> None:
-    plan = Plan(demands=frozenset({Capability.STATE}))
-    resume = Resume(after_steps=1, plan=plan)
-    training = Training(problem=MLP_EVEN, optimizer=SGD, plan=plan, schedule=Schedule(steps=2), resume=resume)
+    resume = Resume(after_steps=1, plan=Plan())
+    training = Training(problem=MLP_EVEN, optimizer=SGD, schedule=Schedule(steps=2), resume=resume)
     engine = {"full_state": "RaisingFullState", "load_full_state": "RaisingLoad"}[name]
     record = judged(session, f"{engine}Engine", "threads:2", training)
     assert record.verdict is Verdict.CRASHED

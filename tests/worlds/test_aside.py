@@ -20,15 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardproof import Capability, Clip, Plan, Schedule, Training
+from shardproof import Clip, Schedule, Training
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, ModelProblem
 from shardproof.fixtures.random_draws import DROPPED
 from shardproof.harness.errors import HarnessBug, ShardproofError, UsageError
-from shardproof.harness.training import oracle_answer
-from shardproof.harness.training.oracle import run_oracle
-from shardproof.harness.training.oracle_answer import ask_oracle
-from shardproof.harness.training.oracle_observation import OracleObservation
+from shardproof.harness.oracle import oracle_answer
+from shardproof.harness.oracle.oracle import run_oracle
+from shardproof.harness.oracle.oracle_answer import ask_oracle
+from shardproof.harness.oracle.oracle_observation import OracleObservation
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 from shardproof.harness.worlds.processes.lineage import has_ended
 from tests.shell import ROOT
@@ -95,8 +95,7 @@ def _assert_equal(found: object, expected: object) -> None:
 @pytest.mark.parametrize("explains", [True, False])
 def test_an_oracle_comes_back_as_it_was(problem: ModelProblem, explains: bool) -> None:
     clipped = replace(TRAINING.schedule, clip=Clip(max_norm=0.1))
-    plan = Plan(demands=frozenset({Capability.CLIP}))
-    training = replace(TRAINING, problem=problem, schedule=clipped, plan=plan)
+    training = replace(TRAINING, problem=problem, schedule=clipped)
     found = ask_oracle(training, 3, limit_s=LIMIT_S, explains=explains)
     expected = run_oracle(training, 3, explains=explains)
     for name in (

@@ -11,15 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, zip_longest
 
-from shardproof.harness.cases.units import ROOT, UnitParameters, groups_of
+from shardproof.harness.cases.units import FLAT_ALIGNMENT_BYTES, ROOT, UnitParameters, groups_of
 from shardproof.harness.laws.communication.bounds import blindness, pick
 from shardproof.harness.laws.communication.select import Per, Select
 from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.records.observation import Observation
 from shardproof.harness.tracing.events import EventKind, TraceEvent
 from shardproof.harness.tracing.ledger import Entry, Op
-
-_ALIGNED_BYTES = 16  # the largest known alignment of parameters in a buffer
 
 
 def group_of(entry: Entry, groups: Sequence[UnitParameters], num_ranks: int) -> UnitParameters | None:
@@ -47,7 +45,9 @@ def spell_unit(unit: str) -> str:
 
 
 def _most_bytes(group: UnitParameters, num_ranks: int) -> int:
-    return group.padded_bytes(num_ranks) + len(group.shapes) * (_ALIGNED_BYTES - group.bytes_per_element)
+    return group.padded_bytes(num_ranks) + len(group.shapes) * (
+        FLAT_ALIGNMENT_BYTES - group.bytes_per_element
+    )
 
 
 @dataclass(frozen=True, slots=True)  # positional: `Gathers("blocks.0")` reads aloud

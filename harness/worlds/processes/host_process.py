@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import queue
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -24,11 +23,12 @@ from shardproof.harness.tracing.current_rank import bind_rank, current_rank
 from shardproof.harness.tracing.operators import current_witnesses
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.worlds.exception_outcome import raised, text_of
-from shardproof.harness.worlds.messages import Dying, Finished, HostSpec, Job, Message, Ready, Started, send
+from shardproof.harness.worlds.messages import Dying, Finished, HostSpec, Job, Ready, Started
 from shardproof.harness.worlds.outcome import Raised, Returned
 from shardproof.harness.worlds.output import redirect_output
 from shardproof.harness.worlds.processes.leaving import await_threads, leave, start_afresh
 from shardproof.harness.worlds.processes.lineage import adopt_orphans
+from shardproof.harness.worlds.processes.supervisor_link import SupervisorLink
 from shardproof.harness.worlds.rank import RankContext, journal_path, run_rank
 from shardproof.harness.worlds.simulated import simulating
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
@@ -45,37 +45,6 @@ from shardproof.harness.worlds.threads.transport import InMemoryTransport
 _TURNS_TO_DEADLINE = 4
 # A group's own timeout must not fire before the world's deadline, which reports more about the cause.
 _BEYOND_DEADLINE_S = 60.0
-
-
-class SupervisorLink:
-    """The pipe to the supervisor: any thread may send; jobs arrive through a queue."""
-
-    def __init__(self, connection: Connection, ranks: tuple[int, ...]) -> None:
-        self._connection = connection
-        self._ranks = ranks
-        self._lock = threading.Lock()
-        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        threading.Thread(target=self._receive, name="link", daemon=True).start()
-
-    def _say_unloadable(self, error: Exception) -> None:
-        text = text_of(error)
-        message = f"the job cannot be loaded on the rank: {text}; send what importable modules define"
-        for rank in self._ranks:
-            self.send(Finished(outcome=raised(rank, error, message)))
-
-    def send(self, message: Message) -> None:
-        """Send one message; a value that is not plain is the sender's error."""
-        with self._lock:
-            send(self._connection, message)
-
-    def _receive(self) -> None:
-        while True:
-            try:
-                self.jobs.put(self._connection.recv())
-            except (EOFError, OSError):
-                os._exit(1)  # the supervisor is gone: leave no orphan
-            except Exception as error:  # unpickling imports modules, which may raise anything
-                self._say_unloadable(error)
 
 
 def host_main(connection: Connection, spec: HostSpec) -> None:

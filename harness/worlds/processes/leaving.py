@@ -19,14 +19,11 @@ import os
 import sys
 import threading
 from multiprocessing import util
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from shardproof.harness.tracing.current_rank import owner_of
 from shardproof.harness.worlds.messages import Done, LastThread, Leaving
-
-if TYPE_CHECKING:
-    from shardproof.harness.worlds.processes.host_process import SupervisorLink
-
+from shardproof.harness.worlds.processes.supervisor_link import SupervisorLink
 
 _exit = os._exit  # an engine may replace functions that are looked up later
 

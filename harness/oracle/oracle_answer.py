@@ -14,17 +14,17 @@ import torch
 
 from shardproof.harness.cases.training import Training
 from shardproof.harness.errors import EngineError, HarnessBug, ShardproofError, UsageError
-from shardproof.harness.records.tensor_file import TensorWriter, dtype_name, dtype_of, read_tree
-from shardproof.harness.training.kept_oracle import KeptOracle
-from shardproof.harness.training.oracle import run_oracle
-from shardproof.harness.training.oracle_observation import (
+from shardproof.harness.oracle.kept_oracle import KeptOracle
+from shardproof.harness.oracle.oracle import run_oracle
+from shardproof.harness.oracle.oracle_observation import (
     FirstStep,
     OracleObservation,
     OracleStep,
     Quantity,
     TensorKey,
 )
-from shardproof.harness.training.piece_sizes import PieceSizes
+from shardproof.harness.oracle.piece_sizes import PieceSizes
+from shardproof.harness.records.tensor_file import TensorWriter, dtype_name, dtype_of, read_tree
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 
 __all__ = ["ask_oracle"]

@@ -9,8 +9,8 @@ from enum import StrEnum
 import torch
 
 from shardproof.engine.contract import Plan
-from shardproof.harness.training.absolute_error import largest
-from shardproof.harness.training.piece_sizes import PieceSizes
+from shardproof.harness.oracle.absolute_error import largest
+from shardproof.harness.oracle.piece_sizes import PieceSizes
 
 __all__ = [
     "INITIAL_STEP",

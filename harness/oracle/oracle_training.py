@@ -11,8 +11,7 @@ from torch import nn
 
 from shardproof.harness.cases.training import LoopOrder, Training
 from shardproof.harness.cases.user_model import StepSchedules
-from shardproof.harness.torch_compat.dtypes import cast_module, dense
-from shardproof.harness.training.oracle_actor import (
+from shardproof.harness.oracle.oracle_actor import (
     Batches,
     OracleModels,
     Pieces,
@@ -20,7 +19,7 @@ from shardproof.harness.training.oracle_actor import (
     dense_pieces,
     pieces_of_step,
 )
-from shardproof.harness.training.oracle_observation import (
+from shardproof.harness.oracle.oracle_observation import (
     INITIAL_STEP,
     LOSSES,
     NORM,
@@ -29,9 +28,10 @@ from shardproof.harness.training.oracle_observation import (
     Quantity,
     Tensors,
 )
-from shardproof.harness.training.piece_sizes import sizes_of
-from shardproof.harness.training.reduction_orders import Summation
-from shardproof.harness.training.rounding import rounding_anew
+from shardproof.harness.oracle.piece_sizes import sizes_of
+from shardproof.harness.oracle.reduction_orders import Summation
+from shardproof.harness.oracle.rounding import rounding_anew
+from shardproof.harness.torch_compat.dtypes import cast_module, dense
 
 __all__ = ["KeepTensors", "ShowTensors", "copied", "dense_tensors", "train"]
 

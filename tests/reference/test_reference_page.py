@@ -1,73 +1,18 @@
-"""The page about the reference engine and its picture match a run."""
+"""The page about the reference engine lists its files and private names, and its scripts run."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 import shardproof.engine.reference.torch_private
-from examples.step_timeline import BLOCKS, PICTURE, Bar, Event, EventKind, bars, draw, record, wholes
-from shardproof.harness.tracing.ledger import Phase
 from tests.shell import ROOT, python
 
 PAGE = ROOT / "docs" / "reference-engine.md"
 FILES = ROOT / "engine" / "reference"
-
-
-@cache
-def _events() -> tuple[Event, ...]:
-    return record()
-
-
-def _computes(events: Sequence[Event], phase: Phase) -> dict[str, Bar]:
-    found = bars(events, EventKind.STARTS, EventKind.ENDS)
-    return {bar.unit: bar for bar in found if bar.unit in BLOCKS and events[bar.first].phase is phase}
-
-
-def _under_way(events: Sequence[Event], compute: Bar, issued: EventKind, waited: EventKind) -> list[str]:
-    found = bars(events, issued, waited)
-    return [bar.unit for bar in found if bar.first < compute.first and compute.last < bar.last]
-
-
-@pytest.mark.slow
-def test_the_picture_matches_that_of_a_run() -> None:
-    drawn = draw(_events())
-    assert PICTURE.read_text() == drawn, "run python -m examples.step_timeline, and review the changes"
-
-
-@pytest.mark.slow
-def test_the_next_gather_is_under_way_while_a_unit_computes() -> None:
-    events = _events()
-    gathers = (EventKind.GATHER_ISSUED, EventKind.GATHER_WAITED)
-    for phase, order in ((Phase.FORWARD, BLOCKS), (Phase.BACKWARD, BLOCKS[::-1])):
-        computes = _computes(events, phase)
-        ahead = {unit: _under_way(events, computes[unit], *gathers) for unit in order}
-        assert ahead == {unit: list(order[i + 1 : i + 2]) for i, unit in enumerate(order)}
-
-
-@pytest.mark.slow
-def test_the_reduction_before_is_under_way_while_a_unit_computes() -> None:
-    events, order = _events(), BLOCKS[::-1]
-    computes = _computes(events, Phase.BACKWARD)
-    reductions = (EventKind.REDUCTION_ISSUED, EventKind.REDUCTION_WAITED)
-    behind = {unit: _under_way(events, computes[unit], *reductions) for unit in order}
-    assert behind == {unit: list(order[max(0, i - 1) : i]) for i, unit in enumerate(order)}
-
-
-@pytest.mark.slow
-def test_a_unit_is_whole_while_it_computes_and_not_at_the_end() -> None:
-    events = _events()
-    for bar in bars(events, EventKind.STARTS, EventKind.ENDS):
-        whole = [
-            w for w in wholes(events) if w.unit == bar.unit and w.first <= bar.first and bar.last <= w.last
-        ]
-        assert whole or bar.unit == "optimizer"
-    assert events[-1].whole == frozenset()
 
 
 def _listed(pattern: str) -> list[str]:

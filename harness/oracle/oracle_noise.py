@@ -10,16 +10,16 @@ import torch
 
 from shardproof.harness.cases.batch import ModelBatch
 from shardproof.harness.cases.training import Training
-from shardproof.harness.training.absolute_error import largest, largest_deviation
-from shardproof.harness.training.oracle_actor import Batches
-from shardproof.harness.training.oracle_observation import (
+from shardproof.harness.oracle.absolute_error import largest, largest_deviation
+from shardproof.harness.oracle.oracle_actor import Batches
+from shardproof.harness.oracle.oracle_observation import (
     INITIAL_STEP,
     OracleObservation,
     Quantity,
     TensorKey,
 )
-from shardproof.harness.training.oracle_training import train
-from shardproof.harness.training.reduction_orders import Summation, distinct, num_reorderings, reordering
+from shardproof.harness.oracle.oracle_training import train
+from shardproof.harness.oracle.reduction_orders import Summation, distinct, num_reorderings, reordering
 
 __all__ = ["noise_of", "scales_of"]
 

@@ -11,14 +11,12 @@ from typing import TypeVar
 
 import torch
 
+from shardproof.harness.cases.draws import drawing_in
 from shardproof.harness.cases.training import Training
-from shardproof.harness.torch_compat.dispatch import drawing_apart
-from shardproof.harness.torch_compat.dtypes import cast_module, widened
-from shardproof.harness.training.absolute_error import largest_deviation
-from shardproof.harness.training.draws import drawing_in
-from shardproof.harness.training.oracle_actor import Batches, OracleModels, pieces_of_step
-from shardproof.harness.training.oracle_noise import noise_of, scales_of
-from shardproof.harness.training.oracle_observation import (
+from shardproof.harness.oracle.absolute_error import largest_deviation
+from shardproof.harness.oracle.oracle_actor import Batches, OracleModels, pieces_of_step
+from shardproof.harness.oracle.oracle_noise import noise_of, scales_of
+from shardproof.harness.oracle.oracle_observation import (
     FirstStep,
     OracleObservation,
     OracleStep,
@@ -26,8 +24,8 @@ from shardproof.harness.training.oracle_observation import (
     TensorKey,
     Tensors,
 )
-from shardproof.harness.training.oracle_training import KeepTensors, copied, dense_tensors, train
-from shardproof.harness.training.reduction_orders import (
+from shardproof.harness.oracle.oracle_training import KeepTensors, copied, dense_tensors, train
+from shardproof.harness.oracle.reduction_orders import (
     EXACT_ORDER,
     OWN_ORDER,
     Summation,
@@ -36,6 +34,8 @@ from shardproof.harness.training.reduction_orders import (
     reduces_fully,
     reordering,
 )
+from shardproof.harness.torch_compat.dispatch import drawing_apart
+from shardproof.harness.torch_compat.dtypes import cast_module, widened
 
 __all__ = ["run_oracle"]
 

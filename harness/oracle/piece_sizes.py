@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from shardproof.harness.oracle.absolute_error import largest
 from shardproof.harness.torch_compat.dtypes import widened
-from shardproof.harness.training.absolute_error import largest
 
 __all__ = ["PieceSizes", "sizes_of"]
 

@@ -1,67 +1,18 @@
-"""The model of the cases, with units inside units; its data, ways to wrap it, and training without a wrapper."""
+"""A model with units inside units for cases of engines' own interfaces: its data, and its training on one process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor
-
-from shardproof.suites.params import parametrize
 
 # One unit inside another; the rest is the root's.
 UNITS = ("middle", "middle.1")
 LR = 0.25  # a power of two, so that steps by whole numbers are exact
 _NUM_ROWS = 4
-# The component that the wrapper adds to names; the model's own names have none such.
-_WRAPPED = "_fsdp_wrapped_module"
-
-
-class Form(Enum):
-    """The form in which a wrapped model has its parameters for an optimizer."""
-
-    ORIGINAL = "by name"
-    FLAT = "one for each unit"
-
-    @property
-    def use_orig_params(self) -> bool:
-        """Return the option of the wrapper."""
-        return self is Form.ORIGINAL
-
-
-EACH_FORM = parametrize("form", *Form)
-
-
-def strategies(*chosen: Any) -> pytest.MarkDecorator:  # Any: strategies, or pytest.param's results
-    """Parametrize a test by strategies, with their names as ids."""
-    return parametrize("strategy", *chosen)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wrapping:
-    """One of the ways to wrap a model; ``by_mesh`` passes a mesh of all ranks instead of their group."""
-
-    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
-    form: Form = Form.ORIGINAL
-    units: tuple[str, ...] = UNITS
-    by_mesh: bool = False
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether several ranks have a share each."""
-        return self.strategy is not ShardingStrategy.NO_SHARD
-
-    @property
-    def name(self) -> str:
-        """Return its name in the id of a case."""
-        units = "-".join(self.units) or "root"
-        return f"{self.strategy.name.lower()}-{self.form.name.lower()}-{units}" + "-mesh" * self.by_mesh
 
 
 class Tower(nn.Module):
@@ -167,8 +118,3 @@ def shown_gradients(root: Any) -> dict[str, torch.Tensor]:
 def shapes(root: Any) -> list[tuple[str, list[int]]]:
     """List the shapes of a module's current parameters, by name."""
     return [(name, list(p.shape)) for name, p in root.named_parameters()]
-
-
-def original(name: str) -> str:
-    """Return the name of a parameter or module before it was wrapped."""
-    return ".".join(part for part in name.split(".") if part != _WRAPPED)

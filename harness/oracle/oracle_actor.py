@@ -13,6 +13,7 @@ from torch import nn
 
 from shardproof.engine.contract import UnitHandle
 from shardproof.harness.cases.batch import Batch, ModelBatch, Rows, arguments_of, converted
+from shardproof.harness.cases.draws import Seeds, has_drawn
 from shardproof.harness.cases.script import (
     Actor,
     Evaluation,
@@ -22,9 +23,8 @@ from shardproof.harness.cases.script import (
     with_gradients,
 )
 from shardproof.harness.cases.training import Problem, Training, loss_weight
+from shardproof.harness.oracle.reduction_orders import Summation
 from shardproof.harness.torch_compat.dtypes import cast, cast_parameters, dense
-from shardproof.harness.training.draws import Seeds, has_drawn
-from shardproof.harness.training.reduction_orders import Summation
 
 __all__ = [
     "Batches",
