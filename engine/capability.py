@@ -90,6 +90,7 @@ class Capability(Enum):
     PENDING_APART = (
         "keeps gradients that wait for their reduction separate from those that the caller sees and clears"
     )
+    LOADED_WEIGHTS = "trains on from weights that the caller loads into the module between steps"
     RECONVERT = "lets the model be converted to another dtype and back in the middle of training"
     RANK_DEPENDENT = "lets ranks use different parameters in one step"
     RANK_DEPENDENT_UNITS = "lets ranks call different units in one step"

@@ -74,6 +74,7 @@ from shardproof.harness.cases.scripts.interventions import EditsGradients as Edi
 from shardproof.harness.cases.scripts.interventions import Freezes as Freezes
 from shardproof.harness.cases.scripts.interventions import HoldsBackByTurns as HoldsBackByTurns
 from shardproof.harness.cases.scripts.interventions import HooksGradients as HooksGradients
+from shardproof.harness.cases.scripts.interventions import LoadsWeights as LoadsWeights
 from shardproof.harness.cases.scripts.loops import BranchByBranch as BranchByBranch
 from shardproof.harness.cases.scripts.loops import EvaluatesFirst as EvaluatesFirst
 from shardproof.harness.cases.scripts.loops import Holding as Holding
@@ -198,6 +199,8 @@ from shardproof.harness.laws.sharding import EveryRowMoves as EveryRowMoves
 from shardproof.harness.laws.sharding import HoldsItsShare as HoldsItsShare
 from shardproof.harness.laws.sharding import LiesOnTheDimAskedFor as LiesOnTheDimAskedFor
 from shardproof.harness.laws.sharding import StateLiesWithItsParameter as StateLiesWithItsParameter
+from shardproof.harness.laws.turns import GathersGoFirst as GathersGoFirst
+from shardproof.harness.laws.turns import WholeInTurn as WholeInTurn
 from shardproof.harness.records.record import Verdict as Verdict
 from shardproof.harness.runner.cell import Cell as Cell
 from shardproof.harness.runner.session import Source as Source

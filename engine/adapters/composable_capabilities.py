@@ -62,6 +62,7 @@ COMPOSABLE_CAPABILITIES = frozenset(
         Capability.FREEZE,
         Capability.GRADIENT_HOOKS,
         Capability.EDIT_GRADIENTS,
+        Capability.LOADED_WEIGHTS,
         Capability.PENDING_APART,
         Capability.RECONVERT,
         Capability.RANK_DEPENDENT,

@@ -54,6 +54,7 @@ class DistributedDataParallelEngine(Engine):
             Capability.STATE,
             Capability.OWN_BUFFERS,
             Capability.EDIT_GRADIENTS,
+            Capability.LOADED_WEIGHTS,
             Capability.LOSS_SCALE,
             Capability.COMPARES_RANKS,
             Capability.PARAMETER_SHAPES,

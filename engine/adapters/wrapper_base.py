@@ -59,6 +59,7 @@ CAPABILITIES = frozenset(
         Capability.STATE,
         Capability.WRAPPER,
         Capability.EDIT_GRADIENTS,
+        Capability.LOADED_WEIGHTS,
         Capability.LOSS_SCALE,
         Capability.RANK_DEPENDENT_ORDER,
     }

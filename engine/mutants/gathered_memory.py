@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,8 +27,10 @@ from shardproof.engine.contract import (
 )
 from shardproof.engine.mutants.fsdp2_insides import before_method, keeping
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.patches import KeepingFsdp2
+from shardproof.engine.mutants.patches import KeepingFsdp2, in_each
 from shardproof.engine.mutants.plans import ON_BLOCKS
+from shardproof.engine.mutants.reference_insides import reference_units
+from shardproof.engine.reference.fsdp_state import FSDPState
 
 _WATCHED = frozenset({Capability.UNIT_STATE})
 
@@ -187,6 +189,23 @@ class KeepsUnitsUntilBackwardEnds(FullyShardEngine):
             super().backward(loss)
             for unit in units:
                 unit.reshard()
+
+
+def _keep_until_the_last(_: FSDPState) -> Callable[[], None]:
+    return lambda: None
+
+
+@mutant(
+    after="pytorch/pytorch#136861",
+    microbatches=2,
+    plan=replace(ON_BLOCKS.plan, demands=frozenset({Capability.INTERLEAVE})),
+    because="a single forward has no other one before it",
+    trace=Trace.STATE,
+)
+class KeepsUnitsForEarlierForwards(ReferenceEngine):
+    """Where several forwards go backward at once, a unit stays gathered until backward is through with all of them."""
+
+    spoil = in_each(reference_units, "_end_one_forward", _keep_until_the_last)
 
 
 def _keep_output(kept: list[Any], group: Any) -> None:

@@ -13,6 +13,7 @@ from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFul
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.contract import Capability, Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.patches import local, unchanged
 from shardproof.engine.mutants.plans import changing, demanding
 from shardproof.engine.mutants.reference_insides import reference_groups
 from shardproof.engine.plan import Accumulation
@@ -62,6 +63,25 @@ class CallsGradientHooksBeforeReducing(FullyShardEngine):
                         parameter.grad = whole * 0.5
                         hook(parameter)
                         parameter.grad = whole
+
+
+def _undoing_loads(prepared: PreparedModel) -> PreparedModel:
+    module = prepared.module
+    honest = module.load_state_dict
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        with unchanged(map(local, prepared.owned_parameters().values())):
+            return honest(*args, **kwargs)
+
+    module.load_state_dict = load  # type: ignore[method-assign]  # of this one
+    return prepared
+
+
+@mutant(after="deepspeedai/DeepSpeed#762", world_size=1, plan=demanding(Capability.LOADED_WEIGHTS))
+class UndoesALoad(FullyShardEngine):
+    """Weights that the caller loads into the module are those from before again."""
+
+    spoil = _undoing_loads
 
 
 @mutant(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -35,6 +35,7 @@ _AHEAD = Plan(
     grouping=Grouping.REQUIRED,
     prefetch=Prefetch.by_distance(UNITS, forward=2, backward=2),
 )
+_JOINT = replace(_GROUPED, units=("blocks.0,blocks.1", "blocks.2,blocks.3"))
 _STEADY = "order is compared from the second step on"
 
 
@@ -253,6 +254,47 @@ class GathersWhatBackwardHasDone(ReferenceWrapperEngine):
     """A late prefetch gathers the previous unit in forward's order, though its backward may be over."""
 
     spoil = in_each(reference_units, "_prefetch_next", lambda state: partial(_prefetch_predecessor, state))
+
+
+def _unless_joint(state: FSDPState) -> Callable[[RootState[FSDPState]], None]:
+    honest = state._prefetch_in_backward
+    return honest if len(state.modules) == 1 else lambda _: None
+
+
+@mutant(
+    after="NVIDIA/Megatron-LM#5513",
+    plan=_JOINT,
+    because="only groups of several modules are left out",
+    trace=Trace.COMMUNICATION,
+)
+class JointUnitsPrefetchNothing(ReferenceEngine):
+    """In backward a unit of several modules starts no gather of the next one, which then waits for its reduction."""
+
+    spoil = in_each(reference_units, "_prefetch_in_backward", _unless_joint)
+
+
+def _counting_on(state: FSDPState) -> Callable[..., None]:
+    honest = state.finish_backward
+
+    def finish(*, frees: bool, is_last: bool) -> None:
+        num_done = state.num_backwards
+        honest(frees=frees, is_last=is_last)
+        if not is_last:
+            state.num_backwards = num_done
+
+    return finish
+
+
+@mutant(
+    after="pytorch/pytorch#118118",
+    plan=replace(_GROUPED, demands=frozenset({Capability.UNIT_SYNC})),
+    because="only a second backward through the graph of one forward finds units done",
+    trace=Trace.COMMUNICATION,
+)
+class PrefetchesInTheFirstBackwardAlone(ReferenceEngine):
+    """A unit whose backward ran once is not gathered ahead when another backward goes through the same graph."""
+
+    spoil = in_each(reference_units, "finish_backward", _counting_on)
 
 
 def _prefetch_predecessor(state: FSDPState, root_state: RootState[FSDPState]) -> None:

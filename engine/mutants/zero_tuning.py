@@ -208,9 +208,7 @@ class ReducesAsIfNoneTookTurns(Zero2Engine):
 class _SharesWhatItHad(Zero2):
     def share(self) -> None:
         """Use the device's parameters in place of the updated ones."""
-        for piece in self.pieces.values():
-            mine = slice(piece.start, piece.start + piece.own.numel())
-            piece.own.data.copy_(piece.parameter.data.view(-1)[mine])
+        self.take_weights()
         super().share()
 
 
@@ -219,6 +217,22 @@ class CopiesNothingBack(Zero2Engine):
     """Copies on the host are updated, and the parameters are not set from them."""
 
     engine_type = _SharesWhatItHad
+
+
+class _TakesNoWeights(Zero2):
+    def take_weights(self) -> None:
+        """Keep the copies that were made at first, and then updated."""
+
+
+@mutant(
+    after="deepspeedai/DeepSpeed#762",
+    plan=replace(_ON_HOST, demands=frozenset({Capability.LOADED_WEIGHTS})),
+    world_size=1,
+)
+class UpdatesTheWeightsOfBeforeALoad(Zero2Engine):
+    """Weights that the caller loads into the module do not reach the copies on the host, which overwrite them."""
+
+    engine_type = _TakesNoWeights
 
 
 class _KeepsTheLast(Zero2):

@@ -93,9 +93,15 @@ def _dataclass_like(value: Any, fields: dict[str, Any]) -> Any:
 
 @dataclasses.dataclass(eq=False)
 class WatchedForward:
-    """One forward through all modules of a ``fully_shard`` call: counts its watched calls whose backward is pending."""
+    """One forward through all modules of a ``fully_shard`` call: counts its calls whose backward is pending."""
 
-    num_calls: int = 0
+    num_calls: int = 0  # those whose inputs will show the end of their backward
+    num_others: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether backward is through with all of its calls."""
+        return self.num_calls <= 0 and not self.num_others
 
 
 class PendingBackwards:
@@ -173,6 +179,7 @@ class PendingBackwards:
             base.register_prehook(self._on_begin)
         if outputs and not self._is_counted:
             self._num_others += 1
+            self._forward.num_others += 1
         return bool(outputs)
 
 

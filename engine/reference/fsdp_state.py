@@ -74,7 +74,9 @@ class FSDPState:
         self._left: set[nn.Module] = set()
         self._is_prefetched = False
         self.backward_positions: list[int] = []
+        self.num_backwards = 0
         self._backward_position = 0
+        self._is_recorded = False  # whether the current forward is in the order of forwards
         self._calls = PendingBackwards(on_begin=self._pre_backward, on_end=self._inputs_done)
         for group in param_groups:
             group.gradient_arrived = self._gradient_arrived
@@ -178,8 +180,9 @@ class FSDPState:
         if is_last:
             if any(group.state is ShardedState.GATHERING for group in self.param_groups):
                 self.reshard()  # prefetched but unused
-            self.backward_positions.clear()
+            self.forget_forwards()
             self._calls.clear()
+        self._expect_another_backward()
         if frees:
             self._free_after_backward()
         self._reduce(self.param_groups)
@@ -188,6 +191,7 @@ class FSDPState:
 
     def leave_backward(self, *, frees: bool) -> None:
         """Free parameters, and hold the gradients of modules without a reported end; the caller finalizes."""
+        self._expect_another_backward()
         if frees:
             self._free_after_backward()
         self._training_state = TrainingState.IDLE
@@ -198,11 +202,21 @@ class FSDPState:
     def reset(self) -> None:
         """Discard a failed iteration."""
         self._training_state = TrainingState.IDLE
-        self.backward_positions.clear()
+        self.forget_forwards()
         self._calls.clear()
         self.reshard()
         for group in self.param_groups:
             group.drop_gradients()
+
+    def forget_forwards(self) -> None:
+        """Expect backwards of later forwards alone."""
+        self.backward_positions.clear()
+        self.num_backwards = 0
+
+    def _expect_another_backward(self) -> None:
+        """Let a backward through the same graph gather ahead too; only the root's next unit may be another one then."""
+        if self.root_state is not None and self.root_state.root is not self:
+            self.num_backwards = 0
 
     def is_running(self, module: nn.Module) -> bool:
         """Whether ``module`` is between the start and the end of a forward."""
@@ -226,6 +240,7 @@ class FSDPState:
             self._training_state = TrainingState.FORWARD
             self._entered.clear()
             self._left.clear()
+            self._is_recorded = False
             self._calls.begin_forward()
         self._entered.add(module)
         if not recomputes:
@@ -252,7 +267,10 @@ class FSDPState:
         assert self.root_state is not None
         self._left.add(module)
         if self._calls.watch_outputs((args, kwargs), output) and not inside_backward():
+            if self._is_recorded:  # backward begins with the module that leaves forward last
+                self.backward_positions.pop()
             self.root_state.record_backward(self)
+            self._is_recorded = True
         if self._left.issuperset(self.modules):
             self._training_state = TrainingState.IDLE
             if not inside_backward():  # else backward needs the parameters at once
@@ -322,7 +340,9 @@ class FSDPState:
                 group.wait()
         self._is_prefetched = False
         if begins:
-            self._backward_position = self.backward_positions.pop() if self.backward_positions else 0
+            self.num_backwards += 1
+            is_known = self.num_backwards <= len(self.backward_positions)
+            self._backward_position = self.backward_positions[-self.num_backwards] if is_known else 0
             self._prefetch_in_backward(self.root_state)
         self.root_state.comm_ctx.free_buffer()
 
@@ -351,8 +371,10 @@ class FSDPState:
             group.reduce_gradients()
 
     def _inputs_done(self, forward: WatchedForward) -> None:
-        """Free the parameters unless another forward of this backward is pending."""
+        """Free the parameters, and reduce unless another forward of this backward is pending."""
         if self._calls.end_one(forward) and not all(group.is_complete for group in self.param_groups):
+            if forward.is_over:
+                self._end_one_forward()
             return
         self._free_after_backward()
         if self.prefetches_in_backward is BackwardPrefetchTime.LAST and self.root_state is not None:
@@ -361,6 +383,13 @@ class FSDPState:
         # Each of several modules may run in its own backward, as with reentrant checkpoints.
         is_joint = len(self.modules) > 1
         self._reduce(group for group in self.param_groups if not (is_joint and group.awaits_gradients))
+
+    def _end_one_forward(self) -> None:
+        """Free what the backward of an earlier forward gathers again, unless that comes next."""
+        assert self.root_state is not None
+        self._training_state = TrainingState.IDLE
+        if self.root_state.next_in_backward(self._backward_position) is not self:
+            self._reshard_after_forward()
 
     def _free_after_backward(self) -> None:
         """Free before reducing, because the reduction needs memory; gradients have their own."""

@@ -16,7 +16,10 @@ class SharedState(Protocol):
     """The interface that `RootState` needs of each state that shares it."""
 
     backward_positions: list[int]
-    """The state's positions in the order of forwards, one for each pending backward."""
+    """The state's positions in the order of forwards, one for each forward since the last backward of a step."""
+
+    num_backwards: int
+    """How many of them, from the end, backward has reached."""
 
     @property
     def param_groups(self) -> tuple[FSDPParamGroup, ...]:
@@ -27,6 +30,9 @@ class SharedState(Protocol):
 
     def end_partial_forward(self) -> None:
         """Free parameters that stayed whole because a forward did not run all modules of the state."""
+
+    def forget_forwards(self) -> None:
+        """Expect backwards of later forwards alone."""
 
     def finish_backward(self, *, frees: bool, is_last: bool) -> None:
         """Finish at the end of backward."""
@@ -96,7 +102,7 @@ class RootState(Generic[State]):
         if len(self._left_forward) > _MOST_FORWARDS_AHEAD * (len(self.states) + 1):
             self._left_forward.clear()
             for state in self.states:
-                state.backward_positions.clear()
+                state.forget_forwards()
 
     def record_all_gather(self, state: State) -> None:
         """Record that ``state`` needs a gather; like all collectives, gathers have the same order on all ranks."""
@@ -137,7 +143,10 @@ class RootState(Generic[State]):
             return None
         for earlier in reversed(range(position)):
             state = self._left_forward[earlier]
-            if state is None or earlier in state.backward_positions:
+            if state is None:
+                return None
+            pending = len(state.backward_positions) - state.num_backwards
+            if earlier in state.backward_positions[: max(0, pending)]:
                 return state
         return None
 

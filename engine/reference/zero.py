@@ -50,7 +50,8 @@ class Zero2:
 
     ``overlaps``: each gradient is reduced as soon as backward has computed it, else all after backward.
     ``takes_turns``: the ranks' pieces shift by one from each parameter to the next, to distribute the short pieces.
-    ``offloads``: the optimizer updates copies on the host, which are then copied to the parameters.
+    ``offloads``: the optimizer updates copies on the host, which are then copied to the parameters. They are taken
+    anew in each reducing backward, so weights that were loaded into the module before it count.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Zero2:
 
     def reduce(self) -> None:
         """Average whole gradients into those of the pieces, and free them."""
+        self.take_weights()
         # Issued together and waited for together, so that they overlap each other.
         late = [self.reduction(piece) for piece in self._order[len(self._pending) :]]
         for reduction in (*self._pending, *late):
@@ -120,6 +122,12 @@ class Zero2:
             self.keep(reduction)
         self._pending.clear()
         self._arrived.clear()
+
+    def take_weights(self) -> None:
+        """Copy the weights with which backward computed to the host, because the caller may have loaded others."""
+        for piece in self.pieces.values() if self._offloads else ():
+            own = piece.parameter.detach().view(-1)[piece.start : piece.start + piece.own.numel()]
+            piece.own.detach().copy_(own)
 
     def keep(self, reduction: Reduction) -> None:
         """Add the mean to the gradient of a piece."""

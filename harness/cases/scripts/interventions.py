@@ -21,6 +21,7 @@ __all__ = [
     "Freezes",
     "HoldsBackByTurns",
     "HooksGradients",
+    "LoadsWeights",
 ]
 
 # The subject of a note, and the value noted in a correct run.
@@ -111,6 +112,25 @@ class Freezes:
             actor.part(part).requires_grad_(actor.step not in self.steps)
         if self.evaluates:
             actor.evaluate(0)
+        EachMicrobatch().play(actor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadsWeights:
+    """A plain loop that before one step loads the signs of all tensors of the module's state dict, times an eighth.
+
+    Loading them once more changes nothing, because the oracle plays the script for every rank on one model.
+    """
+
+    step: int
+    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.LOADED_WEIGHTS})
+
+    def play(self, actor: Actor) -> None:
+        if actor.step == self.step:
+            module = actor.part("")
+            module.load_state_dict(
+                {name: 0.125 * value.sign() for name, value in module.state_dict().items()}
+            )
         EachMicrobatch().play(actor)
 
 
