@@ -7,12 +7,20 @@ from collections.abc import Iterator, Sequence
 
 from shardproof.harness.records.record import LeftOut, Record, Verdict, VisibleError
 from shardproof.harness.records.run import Run
+from shardproof.harness.verdicts.proof import unproven
 from shardproof.reports.matrix import label
 from shardproof.reports.summary import conclude, tally
 from shardproof.reports.text import duration, one_line, rough
 
 _WIDTH = 100
 _INDENT = " " * 16
+_WEAK = (
+    0.05  # of a gradient or an update: a pass that would not have seen a larger error hardly shows anything
+)
+_SHARPER = {
+    "gradient": "build the model in float32, or give batch() more rows",
+    "update": "build the model in float32, or take larger steps",
+}
 
 
 def render(run: Run) -> str:
@@ -22,8 +30,10 @@ def render(run: Run) -> str:
         cells.setdefault((record.engine, record.world), []).append(record)
     blocks = [_block(run, engine, world, records) for (engine, world), records in cells.items()]
     counted = tally(run.records)
-    took = f" in {duration(run.footer.duration_s)}" if run.footer else ""
-    score = f"{conclude(run).value}: {counted.score}{took}, {counted.num_not_conforming} not conforming"
+    took = f", in {duration(run.footer.duration_s)}" if run.footer else ""
+    others = counted.total - counted.declared
+    opted_out = f", {others} not declared" if others else ""
+    score = f"{conclude(run).value}: {counted.passed} of {counted.declared} declared cases proven{opted_out}{took}"
     return "\n\n".join([*blocks, score]) + "\n"
 
 
@@ -36,7 +46,8 @@ def _block(run: Run, engine: str, world: str, records: Sequence[Record]) -> str:
         if (out.engine, out.world) == (engine, world)
     ]
     lines = [f"{one_line(engine)} in {one_line(world)}"]
-    lines += [_line("proven", _promise(record)) for record in passed]
+    lines += [_line("NOT PROVEN", found.why) for found in unproven(run.header.options, records)]
+    lines += _proven(passed)
     lines += _precision(passed)
     lines += [_line("not declared", text) for text in _undeclared(records)]
     lines += [_line("left out", f"{_promise(out)}: {one_line(out.why)}") for out in left_out]
@@ -45,6 +56,23 @@ def _block(run: Run, engine: str, world: str, records: Sequence[Record]) -> str:
     # Not wrapped, so that it can be copied.
     lines += [f"  {'repeat':<14}{record.command}" for record in broken[:1]]
     return "\n".join(lines)
+
+
+def _proven(passed: Sequence[Record]) -> Iterator[str]:
+    """Yield the promises that were proven; where too large an error would have passed, that error, and what to try."""
+    weak = dict[str, None]()
+    for record in passed:
+        least = max(record.visible, key=lambda error: error.share, default=None)
+        if least is None or least.share <= _WEAK:
+            yield _line("proven", _promise(record))
+            continue
+        where = f"in the {least.quantity} of {one_line(least.name)!r}"
+        yield _line(
+            "weak", f"{_promise(record)}: an error of {_percent(least.share)} {where} would have passed"
+        )
+        weak[_SHARPER[least.quantity]] = None
+    if weak:
+        yield _line("to see less", "; or ".join(weak))
 
 
 def _promise(case: Record | LeftOut) -> str:

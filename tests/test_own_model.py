@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -382,10 +384,64 @@ def test_experts_without_tokens_on_a_rank_are_judged(
 ) -> None:
     """An engine that gathers each unit in its forward needs all ranks to call it; one that only reduces does not."""
     file.write_text("import torch\nfrom torch import nn\n" + _ROUTED.replace("UNITS", units))
-    assert _check(file, engine, "-k", "trains") == 0
+    is_proven = verdict == "proven"
+    assert _check(file, engine, "-k", "trains") == (0 if is_proven else 1)
     shown = capsys.readouterr().out
     assert f"{verdict:<14}trains as one process does" in shown
     assert ("RANK_DEPENDENT_UNITS" in shown) == ("experts" in units)
+    assert (
+        "NOT PROVEN    cannot train it: the model needs an engine that lets ranks call" in shown
+    ) != is_proven
+
+
+def test_a_model_that_an_engine_cannot_train_fails_the_users_test(file: Path) -> None:
+    """Nothing was judged: the engine refused every plan, because ranks call different experts."""
+    units = "('0.experts.*', '1.experts.*')"
+    file.write_text("import torch\nfrom torch import nn\n" + _ROUTED.replace("UNITS", units))
+    with pytest.raises(AssertionError, match=r"(?s)it is not proven.* NOT PROVEN .* make the module around"):
+        check(f"{file}:Mine", engine="torch.fsdp2", keyword="trains")
+    session = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "shardproof.harness.runner.plugin",
+        "-p",
+        "no:cacheprovider",
+    ]
+    chosen = ["--pyargs", "shardproof.suites.own_model", "--engine", "torch.fsdp2", "--model", f"{file}:Mine"]
+    done = subprocess.run(
+        [*session, *chosen, "-k", "trains"], cwd=file.parent, capture_output=True, text=True
+    )
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+    assert "NOT PROVEN: torch.fsdp2 in threads:2: cannot train it" in done.stdout
+
+
+_NARROW = """
+import torch
+from torch import nn
+
+class Mine:
+    def build(self):
+        layers = (nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2))
+        return nn.Sequential(nn.Embedding(64, 32), *layers, nn.Linear(32, 64)).bfloat16()
+    def batch(self, generator):
+        return torch.randint(64, (4, 8), generator=generator)
+    def loss(self, output, batch):
+        return nn.functional.cross_entropy(output.float().flatten(0, 1), batch.flatten())
+"""
+
+
+def test_a_pass_that_would_have_missed_much_is_weak(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A parameter of bfloat16 moves by few of its roundings."""
+    file.write_text(_NARROW)
+    assert _check(file, "torch.fsdp2", "-k", "trains") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(
+        r"weak trains as one process does: an error of [\d.]+% in the (update|gradient) of '", shown
+    )
+    assert "to see less build the model in float32" in shown
+    assert "Conforming: 1 of 1 declared cases proven, in" in shown
 
 
 _BLOCK = """class Block(nn.ModuleDict):

@@ -36,6 +36,7 @@ from shardproof.harness.runner.interruption import uninterrupted
 from shardproof.harness.runner.options import RunOptions
 from shardproof.harness.torch_compat.releases import remark
 from shardproof.harness.verdicts.known_failures import Ran, unused
+from shardproof.harness.verdicts.proof import Unproven, unproven
 from shardproof.harness.worlds.launched.cluster import cluster
 from shardproof.harness.worlds.processes.forkserver import hash_seeds
 
@@ -147,6 +148,8 @@ class RecordWriter:
         self._unused = unused(self._expectations, self._ran())
         if any(found.is_stale for found in self._unused) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if self._unproven() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self._unavailable and self._config.getoption("--engine"):
             session.exitstatus = pytest.ExitCode.USAGE_ERROR  # the user named them
         if self._writer is not None and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
@@ -183,6 +186,8 @@ class RecordWriter:
         counts = ", ".join(f"{n} {v}" for v in Verdict if (n := sum(r.verdict is v for r in self._records)))
         kept = f"; kept in {self._out}" if self._out else ""
         terminalreporter.write_line(f"verdicts: {counts}{kept}")
+        for cell in self._unproven():
+            terminalreporter.write_line(str(cell), red=True)
         for found in self._unused:
             if found.is_stale:
                 terminalreporter.write_line(f"STALE: {found}", red=True)
@@ -192,6 +197,9 @@ class RecordWriter:
         else:
             for found in idle:
                 terminalreporter.write_line(f"not exercised: {found}")
+
+    def _unproven(self) -> tuple[Unproven, ...]:
+        return unproven(self._options, self._records)
 
     def _append(self, record: Record) -> None:
         with uninterrupted():

@@ -1,0 +1,63 @@
+"""What a check of a user's model has to prove: that an engine trains it; a refusal proves nothing. No torch here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardproof.engine.capability import Capability
+from shardproof.harness.records.record import Record, Verdict
+
+_TRAINS = "::test_trains_as_one_process_does["
+_NEEDS = re.compile(r"needs ([A-Z_0-9]+(?:, [A-Z_0-9]+)*);")
+_INSTEAD = {
+    Capability.RANK_DEPENDENT_UNITS: "make the module around them the unit, so that all ranks call it",
+    Capability.OWN_BUFFERS: "freeze the running statistics by eval()",
+    Capability.PARAMETER_SHAPES: "use an optimizer that updates each element by itself",
+    Capability.SPARSE_GRADIENTS: "build the embedding with sparse=False",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unproven:
+    """An engine that was never seen to train the user's model in one world, and why."""
+
+    engine: str
+    world: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"NOT PROVEN: {self.engine} in {self.world}: {self.why}"
+
+
+def unproven(options: Mapping[str, str], records: Sequence[Record]) -> tuple[Unproven, ...]:
+    """List the engines for which a check proved nothing; none if a run's ``options`` name no user's model.
+
+    The proof is the case of plain training. Where that was not selected, any case that passed is one.
+    """
+    return tuple(_unproven(records)) if "model" in options else ()
+
+
+def _unproven(records: Sequence[Record]) -> Iterator[Unproven]:
+    cells: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        cells.setdefault((record.engine, record.world), []).append(record)
+    for (engine, world), judged in cells.items():
+        proofs = [record for record in judged if _TRAINS in record.case] or judged
+        if not any(record.verdict is Verdict.PASSED for record in proofs):
+            yield Unproven(engine=engine, world=world, why=_why(proofs))
+
+
+def _why(proofs: Sequence[Record]) -> str:
+    """Return why no case passed, and what to try; by the case of plain training if it was selected."""
+    first = proofs[0]
+    needed = _NEEDS.match(first.headline)
+    if len(proofs) > 1:
+        return "no selected case passed"
+    if first.verdict is not Verdict.UNSUPPORTED or needed is None:
+        return f"plain training is {first.verdict}"
+    lacking = [Capability[name] for name in needed[1].split(", ")]
+    hints = "; or ".join(_INSTEAD[capability] for capability in lacking if capability in _INSTEAD)
+    why = ", and ".join(f"{capability.value} ({capability.name})" for capability in lacking)
+    return f"cannot train it: the model needs an engine that {why}" + (f"; try: {hints}" if hints else "")
