@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from shardproof.harness.records.record import LeftOut, Record, Verdict, VisibleError
 from shardproof.harness.records.run import Run
-from shardproof.harness.verdicts.proof import unproven
+from shardproof.harness.verdicts.proof import is_proof, unproven
 from shardproof.reports.matrix import label
 from shardproof.reports.summary import conclude, tally
 from shardproof.reports.text import duration, one_line, rough
@@ -47,15 +47,36 @@ def _block(run: Run, engine: str, world: str, records: Sequence[Record]) -> str:
     ]
     lines = [f"{one_line(engine)} in {one_line(world)}"]
     lines += [_line("NOT PROVEN", found.why) for found in unproven(run.header.options, records)]
+    lines += _wrapping(records)
     lines += _proven(passed)
     lines += _precision(passed)
     lines += [_line("not declared", text) for text in _undeclared(records)]
     lines += [_line("left out", f"{_promise(out)}: {one_line(out.why)}") for out in left_out]
     lines += [_line("not proven", "; ".join(_beyond(run, world)))]
-    lines += [_line(str(r.verdict), f"{_promise(r)}: {one_line(r.headline, limit=400)}") for r in broken]
+    lines += _failures(broken)
     # Not wrapped, so that it can be copied.
     lines += [f"  {'repeat':<14}{record.command}" for record in broken[:1]]
     return "\n".join(lines)
+
+
+def _failures(broken: Sequence[Record]) -> Iterator[str]:
+    """Yield each cause once, with the promises that it breaks."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for record in broken:
+        cause = (str(record.verdict), one_line(record.headline, limit=400))
+        alike.setdefault(cause, []).append(_promise(record))
+    for (verdict, headline), promises in alike.items():
+        yield _line(verdict, f"{'; '.join(promises)}: {headline}")
+
+
+def _wrapping(records: Sequence[Record]) -> Iterator[str]:
+    """Yield the call that was judged, by the case of plain training if it ran, and how the engine's default did."""
+    judged = next((r for r in sorted(records, key=lambda r: not is_proof(r)) if r.wrapper), None)
+    if judged is None:
+        return
+    yield _line("wrapped by", one_line(judged.wrapper, limit=400))
+    if judged.by_default:
+        yield _line("by default", one_line(judged.by_default, limit=400))
 
 
 def _proven(passed: Sequence[Record]) -> Iterator[str]:

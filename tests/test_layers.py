@@ -115,6 +115,7 @@ LAYERS = (
             "engine.plan",
             "engine.shard",
             "engine.import_by_name",
+            "engine.names",
             "engine.registry",
         ),
         entries={

@@ -22,9 +22,9 @@ from shardproof.harness.cases.user_model import UserModel
 from shardproof.harness.cli.check import check
 from shardproof.harness.cli.commands import deadline_for
 from shardproof.harness.cli.main import main
-from shardproof.harness.cli.model_summary import model_summary
 from shardproof.harness.errors import UsageError
 from shardproof.harness.runner import user_models
+from shardproof.harness.runner.model_summary import model_summary
 from shardproof.harness.runner.user_models import read_model
 from shardproof.suites.own_model.conftest import default_optimizer
 
@@ -417,6 +417,71 @@ def test_a_model_that_an_engine_cannot_train_fails_the_users_test(file: Path) ->
     assert "NOT PROVEN: torch.fsdp2 in threads:2: cannot train it" in done.stdout
 
 
+_UNUSED = GOOD.replace("        self.out =", "        self.spare = nn.Linear(3, 3)\n        self.out =")
+_WRAPS = """
+from torch.nn.parallel import DistributedDataParallel as DDP
+def plain(model):
+    return DDP(model)
+def finding(model, mesh):
+    return DDP(model, process_group=mesh.get_group(), find_unused_parameters=True)
+"""
+
+
+def test_the_call_that_was_judged_is_shown_beside_the_default(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model with an unused part is trained only with an option, which users do not set by default."""
+    file.write_text(_UNUSED)
+    assert _check(file, "torch.ddp", "-k", "trains") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "wrapped by DistributedDataParallel(model, find_unused_parameters=True) by default " in shown
+    assert "by default DistributedDataParallel(model): CRASHED: rank" in shown
+    assert "Expected to have finished reduction in the prior iteration" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "call"),
+    [
+        (("--with", "find_unused_parameters=False"), 1, "DistributedDataParallel(model)"),
+        (("--wrap", "plain"), 1, "DistributedDataParallel(model)"),
+        (("--wrap", "finding"), 0, "DistributedDataParallel(model, find_unused_parameters=True)"),
+    ],
+)
+def test_a_users_own_call_is_judged(
+    file: Path, options: tuple[str, str], code: int, call: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(_UNUSED)
+    wraps = file.with_name("wraps.py")
+    wraps.write_text(_WRAPS)
+    flag, value = options
+    assert (
+        _check(file, "torch.ddp", "-k", "trains", flag, f"{wraps}:{value}" if flag == "--wrap" else value)
+        == code
+    )
+    assert f"wrapped by    {call}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (
+            "--with=find_unused_parameter=True",
+            "no option 'find_unused_parameter'; did you mean 'find_unused_parameters'",
+        ),
+        (
+            "--with=static_graph=maybe",
+            "--with: expected NAME=VALUE, got static_graph=maybe; try a function of your own",
+        ),
+        ("--wrap=nowhere.py:wrap", "expected a Python file at"),
+    ],
+)
+def test_a_mistake_in_a_users_own_call_is_told(
+    file: Path, option: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _check(file, "torch.ddp", "-k", "trains", option) == 2
+    assert words in capsys.readouterr().err
+
+
 _NARROW = """
 import torch
 from torch import nn
@@ -633,7 +698,7 @@ def test_the_first_lines_describe_the_model(file: Path) -> None:
     assert "reference one process, in the model's own dtypes" in shown
     assert "optimizer optimizer() of the model" in shown
     assert "need not move normed.bias" in shown
-    assert "needs UNUSED: the engine lets parameters have no gradient in a step" in shown
+    assert "needs an engine that lets parameters have no gradient in a step (UNUSED)" in shown
     assert "forward and backward take 0.5 s; a case that takes longer than 90 s counts as hung" in shown
 
 

@@ -161,6 +161,11 @@ def still_parameters(problem: object) -> frozenset[str]:
     return frozenset(problem.still) if isinstance(problem, UserModel) else frozenset()
 
 
+def needs_of(problem: object) -> frozenset[Capability]:
+    """Return the capabilities that a model needs of every engine; only users' models have any."""
+    return problem.demands if isinstance(problem, UserModel) else frozenset()
+
+
 def outline_of(model: nn.Module) -> Iterator[TensorOutline]:
     """List the tensors of a model, in its order, under all of their names."""
     first: dict[int, str] = {}

@@ -250,7 +250,17 @@ class RecordWriter:
             hash_seeds=hash_seeds(self._effort.seed),
             expectations=self._expectations,
             options=self._options,
+            model=self._model(),
         )
+
+    def _model(self) -> dict[str, str]:
+        """Describe the user's model, if there is one."""
+        if "model" not in self._options:
+            return {}
+        # Here, because it needs torch, and only a check has a model.
+        from shardproof.harness.runner.user_models import described
+
+        return described(self._options["model"])
 
     def _worlds(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(str(cell.world) for cell in self._cells))

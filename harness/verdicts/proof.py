@@ -32,11 +32,17 @@ class Unproven:
 
 
 def unproven(options: Mapping[str, str], records: Sequence[Record]) -> tuple[Unproven, ...]:
-    """List the engines for which a check proved nothing; none if a run's ``options`` name no user's model.
+    """List the engines for which a check proved nothing and found nothing wrong.
 
-    The proof is the case of plain training. Where that was not selected, any case that passed is one.
+    There are none if a run's ``options`` name no user's model. The proof is the case of plain training. Where that was
+    not selected, any case that passed is one.
     """
     return tuple(_unproven(records)) if "model" in options else ()
+
+
+def is_proof(record: Record) -> bool:
+    """Whether a record is of the case of plain training."""
+    return _TRAINS in record.case
 
 
 def _unproven(records: Sequence[Record]) -> Iterator[Unproven]:
@@ -44,8 +50,9 @@ def _unproven(records: Sequence[Record]) -> Iterator[Unproven]:
     for record in records:
         cells.setdefault((record.engine, record.world), []).append(record)
     for (engine, world), judged in cells.items():
-        proofs = [record for record in judged if _TRAINS in record.case] or judged
-        if not any(record.verdict is Verdict.PASSED for record in proofs):
+        proofs = [record for record in judged if is_proof(record)] or judged
+        # What does not conform is told as such.
+        if all(r.verdict.is_conforming and r.verdict is not Verdict.PASSED for r in proofs):
             yield Unproven(engine=engine, world=world, why=_why(proofs))
 
 

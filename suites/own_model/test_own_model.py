@@ -30,7 +30,7 @@ Own = tuple[UserModel, NamedOptimizer]
 
 @pytest.mark.kills("SumsInsteadOfAveraging", "ForgetsToSynchroniseOneParameter")
 def test_trains_as_one_process_does(trial: Trial, own: Own) -> None:
-    trial.holds(_training(own, Plan()), *LAWS)
+    trial.proves(_training(own, Plan()), *LAWS)
 
 
 @pytest.mark.kills("KeepsOnlyTheLastMicrobatch", "DoublesGradientsEveryMicrobatch")
