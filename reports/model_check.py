@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from shardproof.harness.records.proof import is_proof, unproven
 from shardproof.harness.records.record import LeftOut, Record, Verdict, VisibleError
 from shardproof.harness.records.run import Run
-from shardproof.harness.verdicts.proof import is_proof, unproven
 from shardproof.reports.matrix import label
 from shardproof.reports.summary import conclude, tally
 from shardproof.reports.text import duration, one_line, rough

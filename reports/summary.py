@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from shardproof.harness.records.proof import unproven
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import Run
-from shardproof.harness.verdicts.proof import unproven
 from shardproof.reports.expected import stale
 from shardproof.reports.verdict_style import MARKS
 

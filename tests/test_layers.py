@@ -135,6 +135,7 @@ LAYERS = (
         allowed=(
             "harness.records.record",
             "harness.records.hang",
+            "harness.records.proof",
             "harness.errors",
             "harness.records.run",
             "harness.audit.upstream_coverage",

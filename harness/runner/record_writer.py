@@ -19,6 +19,7 @@ from shardproof.harness.cases.case_id import Catalogue, Node
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.diff.comparability import ComparedRun
 from shardproof.harness.records.joining import carried, refuse_other_cases, refuse_unlike
+from shardproof.harness.records.proof import Unproven, unproven
 from shardproof.harness.records.provenance import footer, header
 from shardproof.harness.records.record import (
     MOST_LISTED,
@@ -36,7 +37,6 @@ from shardproof.harness.runner.interruption import uninterrupted
 from shardproof.harness.runner.options import RunOptions
 from shardproof.harness.torch_compat.releases import remark
 from shardproof.harness.verdicts.known_failures import Ran, unused
-from shardproof.harness.verdicts.proof import Unproven, unproven
 from shardproof.harness.worlds.launched.cluster import cluster
 from shardproof.harness.worlds.processes.forkserver import hash_seeds
 

@@ -6,16 +6,24 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardproof.engine.capability import Capability
 from shardproof.harness.records.record import Record, Verdict
 
 _TRAINS = "::test_trains_as_one_process_does["
 _NEEDS = re.compile(r"needs ([A-Z_0-9]+(?:, [A-Z_0-9]+)*);")
-_INSTEAD = {
-    Capability.RANK_DEPENDENT_UNITS: "make the module around them the unit, so that all ranks call it",
-    Capability.OWN_BUFFERS: "freeze the running statistics by eval()",
-    Capability.PARAMETER_SHAPES: "use an optimizer that updates each element by itself",
-    Capability.SPARSE_GRADIENTS: "build the embedding with sparse=False",
+# By a capability that a model needs: the trait of the model, and what a user can do without the capability.
+_TRAITS = {
+    "UNUSED": ("some parameters have no gradient in a step", ""),
+    "RANK_DEPENDENT": ("ranks use different parameters in one step", ""),
+    "RANK_DEPENDENT_UNITS": (
+        "ranks skip different units",
+        "make the module around them the unit, which all ranks call",
+    ),
+    "OWN_BUFFERS": ("forward changes buffers", "freeze the running statistics by eval()"),
+    "PARAMETER_SHAPES": (
+        "the optimizer looks at whole parameters",
+        "use one that updates each element by itself",
+    ),
+    "SPARSE_GRADIENTS": ("some gradients are sparse", "build the embedding with sparse=False"),
 }
 
 
@@ -64,7 +72,8 @@ def _why(proofs: Sequence[Record]) -> str:
         return "no selected case passed"
     if first.verdict is not Verdict.UNSUPPORTED or needed is None:
         return f"plain training is {first.verdict}"
-    lacking = [Capability[name] for name in needed[1].split(", ")]
-    hints = "; or ".join(_INSTEAD[capability] for capability in lacking if capability in _INSTEAD)
-    why = ", and ".join(f"{capability.value} ({capability.name})" for capability in lacking)
-    return f"cannot train it: the model needs an engine that {why}" + (f"; try: {hints}" if hints else "")
+    lacking = needed[1].split(", ")
+    traits = [(name, *_TRAITS.get(name, (f"it needs {name}", ""))) for name in lacking]
+    why = " and ".join(f"{trait} ({name})" for name, trait, _ in traits)
+    hints = "; or ".join(hint for *_, hint in traits if hint)
+    return f"cannot train it, because {why}" + (f"; try: {hints}" if hints else "")
