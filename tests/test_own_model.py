@@ -482,6 +482,56 @@ def test_a_mistake_in_a_users_own_call_is_told(
     assert words in capsys.readouterr().err
 
 
+_STALE_AFTER_EVALUATION = """
+from torch.nn.parallel import DistributedDataParallel
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
+
+class Syncs(DistributedDataParallel):
+    def eval(self):
+        self.require_backward_grad_sync = False
+        return super().eval()
+
+class Mine(DistributedDataParallelEngine):
+    name = "mine"
+    def prepare(self, model, plan, mesh):
+        prepared = super().prepare(model, plan, mesh)
+        prepared.module.__class__ = Syncs
+        return prepared
+"""
+
+
+@pytest.mark.parametrize("mode", ["", ".out.eval()"])
+def test_an_evaluation_between_steps_is_judged(
+    file: Path, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An engine that stops synchronising after one is wrong, and parts in evaluation mode stay in it."""
+    if mode:
+        file.write_text(GOOD.replace("return Net()", f"net = Net()\n        net{mode}\n        return net"))
+    engine = file.with_name("engine.py")
+    engine.write_text(_STALE_AFTER_EVALUATION)
+    assert _check(file, f"{engine}:Mine", "-k", "trains") == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "proven trains as one process does" in shown
+    assert "FAILED trains around evaluations and dropped forwards: matches the oracle" in shown
+
+
+@pytest.mark.parametrize("engine", ["torch.ddp", "torch.fsdp1", "torch.fsdp2", "reference"])
+def test_right_engines_train_around_evaluations(file: Path, engine: str) -> None:
+    assert _check(file, engine, "-k", "around") == 0
+
+
+def test_a_model_without_a_loss_in_evaluation_is_not_evaluated(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(
+        GOOD.replace("        return {", "        return self.out(hidden) if not self.training else {", 1)
+    )
+    assert _check(file, "torch.ddp", "-k", "around or clips") == 0
+    assert "left out      trains around evaluations and dropped forwards: in evaluation mode it raises" in (
+        capsys.readouterr().out
+    )
+
+
 _NARROW = """
 import torch
 from torch import nn
