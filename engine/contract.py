@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -392,6 +393,12 @@ class Engine(ABC):
     """Modules to import once for all ranks and cases, such as ``(__name__,)``; else each rank imports them."""
     known_as: ClassVar[str] = ""
     """The known engine that this one is derived from; it shares that engine's known failures."""
+    call: ClassVar[Callable[..., Any] | None] = None
+    """The function that wraps a model and takes what is `given`; None if the adapter passes none on."""
+    given: Mapping[str, Any] = MappingProxyType({})
+    """The user's options of that call, which take the place of the plan's."""
+    decided_by: ClassVar[Mapping[str, frozenset[Capability]]] = MappingProxyType({})
+    """The capabilities that an option takes from a plan, by the option's name."""
 
     @abstractmethod
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
@@ -400,6 +407,10 @@ class Engine(ABC):
         Must raise for every request that it cannot meet: ``plan.refuse_beyond(self.capabilities)`` does so
         for every capability that the adapter does not declare.
         """
+
+    def adopt(self, module: nn.Module, model: nn.Module, plan: Plan) -> PreparedModel:
+        """Take over a model that the user's own function wrapped; ``module`` is the result, for forward."""
+        raise NotImplementedError(f"{self.name} adopts no model that another function wrapped")
 
     def version(self) -> str:
         """Return the engine's release, for the record."""

@@ -15,6 +15,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from shardproof.engine.import_by_name import LoadError, load, one_line
+from shardproof.engine.names import parse
 
 if TYPE_CHECKING:  # listing the names of engines needs no torch
     from shardproof.engine.contract import Engine
@@ -109,8 +110,9 @@ class EngineNotFoundError(Exception):
 
 def check_spelling(spec: str) -> None:
     """Raise EngineNotFoundError for a name that cannot belong to an adapter; imports nothing."""
-    if spec not in known_engines() and ":" not in spec:
-        raise EngineNotFoundError(spec, _not_built_in(spec))
+    name = spec.partition("(")[0]  # without options, see `engine.own_wrapping`
+    if name not in known_engines() and ":" not in name:
+        raise EngineNotFoundError(spec, _not_built_in(name))
 
 
 def shipped_mutants() -> tuple[Mutant, ...]:
@@ -123,12 +125,17 @@ def shipped_mutants() -> tuple[Mutant, ...]:
 def resolve(spec: str) -> Engine:
     """Return the adapter that ``spec`` names; raises EngineNotFoundError with the cause if there is none."""
     from shardproof.engine.contract import Engine
+    from shardproof.engine.own_wrapping import with_options
 
     check_spelling(spec)
-    if missing := what_is_missing(spec):
+    try:
+        name, options = parse(spec)
+    except ValueError as error:
+        raise EngineNotFoundError(spec, str(error)) from error
+    if missing := what_is_missing(name):
         raise EngineNotFoundError(spec, missing)
     try:
-        found = load(known_engines().get(spec, spec))
+        found = load(known_engines().get(name, name))
     except LoadError as error:
         raise EngineNotFoundError(spec, str(error)) from error
     engine = _made(spec, found) if isinstance(found, type) else found
@@ -136,7 +143,10 @@ def resolve(spec: str) -> Engine:
         raise EngineNotFoundError(
             spec, f"expected an engine.contract.Engine, got {type(engine).__name__}; subclass Engine"
         )
-    return engine
+    try:
+        return with_options(engine, options) if options else engine
+    except ValueError as error:
+        raise EngineNotFoundError(spec, str(error)) from error
 
 
 def _made(spec: str, adapter: type) -> object:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from shardproof.harness.records.proof import is_proof, unproven
 from shardproof.harness.records.record import LeftOut, Record, Verdict, VisibleError
 from shardproof.harness.records.run import Run
 from shardproof.reports.matrix import label
@@ -13,6 +14,13 @@ from shardproof.reports.text import duration, one_line, rough
 
 _WIDTH = 100
 _INDENT = " " * 16
+_WEAK = (
+    0.05  # of a gradient or an update: a pass that would not have seen a larger error hardly shows anything
+)
+_SHARPER = {
+    "gradient": "build the model in float32, or give batch() more rows",
+    "update": "build the model in float32, or take larger steps",
+}
 
 
 def render(run: Run) -> str:
@@ -22,8 +30,10 @@ def render(run: Run) -> str:
         cells.setdefault((record.engine, record.world), []).append(record)
     blocks = [_block(run, engine, world, records) for (engine, world), records in cells.items()]
     counted = tally(run.records)
-    took = f" in {duration(run.footer.duration_s)}" if run.footer else ""
-    score = f"{conclude(run).value}: {counted.score}{took}, {counted.num_not_conforming} not conforming"
+    took = f", in {duration(run.footer.duration_s)}" if run.footer else ""
+    others = counted.total - counted.declared
+    opted_out = f", {others} not declared" if others else ""
+    score = f"{conclude(run).value}: {counted.passed} of {counted.declared} declared cases proven{opted_out}{took}"
     return "\n\n".join([*blocks, score]) + "\n"
 
 
@@ -36,15 +46,54 @@ def _block(run: Run, engine: str, world: str, records: Sequence[Record]) -> str:
         if (out.engine, out.world) == (engine, world)
     ]
     lines = [f"{one_line(engine)} in {one_line(world)}"]
-    lines += [_line("proven", _promise(record)) for record in passed]
+    lines += [_line("NOT PROVEN", found.why) for found in unproven(run.header.options, records)]
+    lines += _wrapping(records)
+    lines += _proven(passed)
     lines += _precision(passed)
     lines += [_line("not declared", text) for text in _undeclared(records)]
     lines += [_line("left out", f"{_promise(out)}: {one_line(out.why)}") for out in left_out]
     lines += [_line("not proven", "; ".join(_beyond(run, world)))]
-    lines += [_line(str(r.verdict), f"{_promise(r)}: {one_line(r.headline, limit=400)}") for r in broken]
+    lines += _failures(broken)
     # Not wrapped, so that it can be copied.
     lines += [f"  {'repeat':<14}{record.command}" for record in broken[:1]]
     return "\n".join(lines)
+
+
+def _failures(broken: Sequence[Record]) -> Iterator[str]:
+    """Yield each cause once, with the promises that it breaks."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for record in broken:
+        cause = (str(record.verdict), one_line(record.headline, limit=400))
+        alike.setdefault(cause, []).append(_promise(record))
+    for (verdict, headline), promises in alike.items():
+        yield _line(verdict, f"{'; '.join(promises)}: {headline}")
+
+
+def _wrapping(records: Sequence[Record]) -> Iterator[str]:
+    """Yield the call that was judged, by the case of plain training if it ran, and how the engine's default did."""
+    judged = next((r for r in sorted(records, key=lambda r: not is_proof(r)) if r.wrapper), None)
+    if judged is None:
+        return
+    yield _line("wrapped by", one_line(judged.wrapper, limit=400))
+    if judged.by_default:
+        yield _line("by default", one_line(judged.by_default, limit=400))
+
+
+def _proven(passed: Sequence[Record]) -> Iterator[str]:
+    """Yield the promises that were proven; where too large an error would have passed, that error, and what to try."""
+    weak = dict[str, None]()
+    for record in passed:
+        least = max(record.visible, key=lambda error: error.share, default=None)
+        if least is None or least.share <= _WEAK:
+            yield _line("proven", _promise(record))
+            continue
+        where = f"in the {least.quantity} of {one_line(least.name)!r}"
+        yield _line(
+            "weak", f"{_promise(record)}: an error of {_percent(least.share)} {where} would have passed"
+        )
+        weak[_SHARPER[least.quantity]] = None
+    if weak:
+        yield _line("to see less", "; or ".join(weak))
 
 
 def _promise(case: Record | LeftOut) -> str:

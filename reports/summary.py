@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from shardproof.harness.records.proof import unproven
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import Run
 from shardproof.reports.expected import stale
@@ -18,6 +19,7 @@ class Conclusion(Enum):
 
     CONFORMING = "Conforming"  # nothing but PASSED, UNSUPPORTED and KNOWN_FAILURE, and the run is whole
     NOT_CONFORMING = "Not conforming"  # some other verdict, or a stale expectation
+    NOT_PROVEN = "Not proven"  # a check of a model that some engine was never seen to train
     INCOMPLETE = "Incomplete"  # no failure, but the run is not whole
     EMPTY = "Nothing judged"  # no record at all
 
@@ -83,6 +85,8 @@ def conclude(run: Run) -> Conclusion:
         return Conclusion.NOT_CONFORMING
     if not counted.total:
         return Conclusion.EMPTY
+    if unproven(run.header.options, run.records):
+        return Conclusion.NOT_PROVEN
     return Conclusion.INCOMPLETE if warnings(run) else Conclusion.CONFORMING
 
 

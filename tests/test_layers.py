@@ -114,6 +114,7 @@ LAYERS = (
             "engine.plan",
             "engine.shard",
             "engine.import_by_name",
+            "engine.names",
             "engine.registry",
         ),
         entries={
@@ -133,6 +134,7 @@ LAYERS = (
         allowed=(
             "harness.records.record",
             "harness.records.hang",
+            "harness.records.proof",
             "harness.errors",
             "harness.records.run",
             "harness.audit.upstream_coverage",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +22,9 @@ from shardproof.harness.cases.user_model import UserModel
 from shardproof.harness.cli.check import check
 from shardproof.harness.cli.commands import deadline_for
 from shardproof.harness.cli.main import main
-from shardproof.harness.cli.model_summary import model_summary
 from shardproof.harness.errors import UsageError
 from shardproof.harness.runner import user_models
+from shardproof.harness.runner.model_summary import model_summary
 from shardproof.harness.runner.user_models import read_model
 from shardproof.suites.own_model.conftest import default_optimizer
 
@@ -382,10 +384,179 @@ def test_experts_without_tokens_on_a_rank_are_judged(
 ) -> None:
     """An engine that gathers each unit in its forward needs all ranks to call it; one that only reduces does not."""
     file.write_text("import torch\nfrom torch import nn\n" + _ROUTED.replace("UNITS", units))
-    assert _check(file, engine, "-k", "trains") == 0
+    is_proven = verdict == "proven"
+    assert _check(file, engine, "-k", "trains") == (0 if is_proven else 1)
     shown = capsys.readouterr().out
     assert f"{verdict:<14}trains as one process does" in shown
     assert ("RANK_DEPENDENT_UNITS" in shown) == ("experts" in units)
+    assert (
+        "NOT PROVEN    cannot train it: the model needs an engine that lets ranks call" in shown
+    ) != is_proven
+
+
+def test_a_model_that_an_engine_cannot_train_fails_the_users_test(file: Path) -> None:
+    """Nothing was judged: the engine refused every plan, because ranks call different experts."""
+    units = "('0.experts.*', '1.experts.*')"
+    file.write_text("import torch\nfrom torch import nn\n" + _ROUTED.replace("UNITS", units))
+    with pytest.raises(AssertionError, match=r"(?s)it is not proven.* NOT PROVEN .* make the module around"):
+        check(f"{file}:Mine", engine="torch.fsdp2", keyword="trains")
+    session = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "shardproof.harness.runner.plugin",
+        "-p",
+        "no:cacheprovider",
+    ]
+    chosen = ["--pyargs", "shardproof.suites.own_model", "--engine", "torch.fsdp2", "--model", f"{file}:Mine"]
+    done = subprocess.run(
+        [*session, *chosen, "-k", "trains"], cwd=file.parent, capture_output=True, text=True
+    )
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+    assert "NOT PROVEN: torch.fsdp2 in threads:2: cannot train it, because ranks" in done.stdout
+
+
+_UNUSED = GOOD.replace("        self.out =", "        self.spare = nn.Linear(3, 3)\n        self.out =")
+_WRAPS = """
+from torch.nn.parallel import DistributedDataParallel as DDP
+def plain(model):
+    return DDP(model)
+def finding(model, mesh):
+    return DDP(model, process_group=mesh.get_group(), find_unused_parameters=True)
+"""
+
+
+def test_the_call_that_was_judged_is_shown_beside_the_default(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model with an unused part is trained only with an option, which users do not set by default."""
+    file.write_text(_UNUSED)
+    assert _check(file, "torch.ddp", "-k", "trains") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "wrapped by DistributedDataParallel(model, find_unused_parameters=True) by default " in shown
+    assert "by default DistributedDataParallel(model): CRASHED: rank" in shown
+    assert "Expected to have finished reduction in the prior iteration" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "call"),
+    [
+        (("--with", "find_unused_parameters=False"), 1, "DistributedDataParallel(model)"),
+        (("--wrap", "plain"), 1, "DistributedDataParallel(model)"),
+        (("--wrap", "finding"), 0, "DistributedDataParallel(model, find_unused_parameters=True)"),
+    ],
+)
+def test_a_users_own_call_is_judged(
+    file: Path, options: tuple[str, str], code: int, call: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(_UNUSED)
+    wraps = file.with_name("wraps.py")
+    wraps.write_text(_WRAPS)
+    flag, value = options
+    assert (
+        _check(file, "torch.ddp", "-k", "trains", flag, f"{wraps}:{value}" if flag == "--wrap" else value)
+        == code
+    )
+    assert f"wrapped by    {call}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (
+            "--with=find_unused_parameter=True",
+            "no option 'find_unused_parameter'; did you mean 'find_unused_parameters'",
+        ),
+        (
+            "--with=static_graph=maybe",
+            "--with: expected NAME=VALUE, got static_graph=maybe; try a function of your own",
+        ),
+        ("--wrap=nowhere.py:wrap", "expected a Python file at"),
+    ],
+)
+def test_a_mistake_in_a_users_own_call_is_told(
+    file: Path, option: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _check(file, "torch.ddp", "-k", "trains", option) == 2
+    assert words in capsys.readouterr().err
+
+
+_STALE_AFTER_EVALUATION = """
+from torch.nn.parallel import DistributedDataParallel
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
+
+class Syncs(DistributedDataParallel):
+    def eval(self):
+        self.require_backward_grad_sync = False
+        return super().eval()
+
+class Mine(DistributedDataParallelEngine):
+    name = "mine"
+    def prepare(self, model, plan, mesh):
+        prepared = super().prepare(model, plan, mesh)
+        prepared.module.__class__ = Syncs
+        return prepared
+"""
+
+
+@pytest.mark.parametrize("mode", ["", ".out.eval()"])
+def test_an_evaluation_between_steps_is_judged(
+    file: Path, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An engine that stops synchronising after one is wrong, and parts in evaluation mode stay in it."""
+    if mode:
+        file.write_text(GOOD.replace("return Net()", f"net = Net()\n        net{mode}\n        return net"))
+    engine = file.with_name("engine.py")
+    engine.write_text(_STALE_AFTER_EVALUATION)
+    assert _check(file, f"{engine}:Mine", "-k", "trains") == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "proven trains as one process does" in shown
+    assert "FAILED trains around evaluations and dropped forwards: matches the oracle" in shown
+
+
+@pytest.mark.parametrize("engine", ["torch.ddp", "torch.fsdp1", "torch.fsdp2", "reference"])
+def test_right_engines_train_around_evaluations(file: Path, engine: str) -> None:
+    assert _check(file, engine, "-k", "around") == 0
+
+
+def test_a_model_without_a_loss_in_evaluation_is_not_evaluated(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(
+        GOOD.replace("        return {", "        return self.out(hidden) if not self.training else {", 1)
+    )
+    assert _check(file, "torch.ddp", "-k", "around or clips") == 0
+    assert "left out      trains around evaluations and dropped forwards: in evaluation mode it raises" in (
+        capsys.readouterr().out
+    )
+
+
+_NARROW = """
+import torch
+from torch import nn
+
+class Mine:
+    def build(self):
+        layers = (nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2))
+        return nn.Sequential(nn.Embedding(64, 32), *layers, nn.Linear(32, 64)).bfloat16()
+    def batch(self, generator):
+        return torch.randint(64, (4, 8), generator=generator)
+    def loss(self, output, batch):
+        return nn.functional.cross_entropy(output.float().flatten(0, 1), batch.flatten())
+"""
+
+
+def test_a_pass_that_would_have_missed_much_is_weak(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A parameter of bfloat16 moves by few of its roundings."""
+    file.write_text(_NARROW)
+    assert _check(file, "torch.fsdp2", "-k", "trains") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(
+        r"weak trains as one process does: an error of [\d.]+% in the (update|gradient) of '", shown
+    )
+    assert "to see less build the model in float32" in shown
+    assert "Conforming: 1 of 1 declared cases proven, in" in shown
 
 
 _BLOCK = """class Block(nn.ModuleDict):
@@ -577,7 +748,7 @@ def test_the_first_lines_describe_the_model(file: Path) -> None:
     assert "reference one process, in the model's own dtypes" in shown
     assert "optimizer optimizer() of the model" in shown
     assert "need not move normed.bias" in shown
-    assert "needs UNUSED: the engine lets parameters have no gradient in a step" in shown
+    assert "needs an engine that lets parameters have no gradient in a step (UNUSED)" in shown
     assert "forward and backward take 0.5 s; a case that takes longer than 90 s counts as hung" in shown
 
 

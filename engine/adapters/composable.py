@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -152,8 +153,28 @@ def members(model: nn.Module, unit: str) -> tuple[nn.Module, ...]:
     return tuple(model.get_submodule(name) for name in unit.split(","))
 
 
-def apply_plan(api: ComposableApi, model: nn.Module, plan: Plan, mesh: DeviceMesh, shape: Layout) -> None:
-    """Prepare the model with the engine; ``shape`` decides which of the interface's two functions to call."""
+DECIDED_BY: Mapping[str, frozenset[Capability]] = {
+    "reshard_after_forward": frozenset({Capability.RESHARD_POLICY, Capability.RESHARD_PART}),
+    "mp_policy": frozenset({Capability.COMPUTE_DTYPE, Capability.REDUCE_DTYPE, Capability.UNIT_DTYPES}),
+    "offload_policy": frozenset({Capability.CPU_OFFLOAD}),
+    "shard_placement_fn": frozenset({Capability.SHARD_DIM}),
+}
+"""The capabilities that options of ``fully_shard`` and ``replicate`` take from a plan."""
+
+
+# Any: options of the user's are any values.
+def apply_plan(
+    api: ComposableApi,
+    model: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    shape: Layout,
+    given: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Prepare the model with the engine; ``shape`` decides which of the interface's two functions to call.
+
+    Options that were ``given`` take the place of the plan's.
+    """
     if shape is Layout.REPLICATE:
         plan.refuse_options_of_shards()
     ignored = {model.get_parameter(name) for name in plan.ignored}
@@ -176,7 +197,8 @@ def apply_plan(api: ComposableApi, model: nn.Module, plan: Plan, mesh: DeviceMes
         policy = _precision(api, plan, unit)
         is_replicated = shape is Layout.REPLICATE or unit in plan.replicated
         apply, own = (api.replicate, {}) if is_replicated else (api.fully_shard, of_shards)
-        apply(modules[0] if len(modules) == 1 else list(modules), mp_policy=policy, **options, **own)
+        asked = {"mp_policy": policy, **options, **own, **given}
+        apply(modules[0] if len(modules) == 1 else list(modules), **asked)
     if plan.roots is Roots.EACH_UNIT:
         api.share_comm_ctx([_first(model, unit) for unit in plan.units])
     num_shards = 1 if shape is Layout.REPLICATE else mesh.size(mesh.ndim - 1)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardproof.engine import reference
-from shardproof.engine.adapters.composable import PreparedComposable, apply_plan
+from shardproof.engine.adapters.composable import DECIDED_BY, PreparedComposable, apply_plan
 from shardproof.engine.adapters.composable_capabilities import COMPOSABLE_CAPABILITIES
 from shardproof.engine.adapters.torch_internals import has_mesh_dims
 from shardproof.engine.contract import Capability, ComposableApi, Engine, Plan, PreparedModel, shard_of
@@ -84,11 +84,16 @@ class ReferenceEngine(Engine):
     # CUDA graphs have not been tested yet, and the engine always allocates its own buffers.
     capabilities = COMPOSABLE_CAPABILITIES - ({Capability.MESH_DIMS} if not has_mesh_dims() else set())
     prepared_type: ClassVar[type[PreparedReference]] = PreparedReference
+    call = reference.fully_shard
+    decided_by = DECIDED_BY
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard or replicate every unit of the plan, then the root."""
         plan.refuse_beyond(self.capabilities)
-        apply_plan(_API, model, plan, mesh, plan.layout)
+        apply_plan(_API, model, plan, mesh, plan.layout, self.given)
+        return self.adopt(model, model, plan)
+
+    def adopt(self, module: nn.Module, model: nn.Module, plan: Plan) -> PreparedModel:
         return self.prepared_type(model, plan, _API)
 
 

@@ -56,4 +56,5 @@ class ReferenceWrapperEngine(WrapperEngine):
     name = "reference.wrapper"
     capabilities = CAPABILITIES | {Capability.COMPLEX}
     names = NAMES
+    call = reference.FullyShardedDataParallel
     prepared_type = PreparedReferenceWrapper

@@ -62,23 +62,30 @@ class DistributedDataParallelEngine(Engine):
             *_OF_NEWER_RELEASES,
         }
     )
+    decided_by: ClassVar[Mapping[str, frozenset[Capability]]] = {
+        "bucket_cap_mb": frozenset({Capability.BUCKETS})
+    }
     prepared_type: ClassVar[type[PreparedDdp]] = PreparedDdp
     options: ClassVar[Mapping[str, Any]] = {}
+    call = DistributedDataParallel
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap the whole model; DDP chooses its buckets itself, so ``plan.units`` does not apply."""
         plan.refuse_beyond(self.capabilities)
         finds_unused = bool(plan.demands & {Capability.UNUSED, Capability.RANK_DEPENDENT})
-        ddp = DistributedDataParallel(
-            model,
-            process_group=mesh.get_group(),
-            device_ids=_device_ids(model),
-            find_unused_parameters=finds_unused,
-            bucket_cap_mb=None if plan.bucket_bytes is None else plan.bucket_bytes / 2**20,
+        asked = {
+            "process_group": mesh.get_group(),
+            "device_ids": _device_ids(model),
+            "find_unused_parameters": finds_unused,
+            "bucket_cap_mb": None if plan.bucket_bytes is None else plan.bucket_bytes / 2**20,
             **_buffer_options(plan),
             **self.options,
-        )
-        return self.prepared_type(ddp, named=model)
+            **self.given,
+        }
+        return self.adopt(DistributedDataParallel(model, **asked), model, plan)
+
+    def adopt(self, module: nn.Module, model: nn.Module, plan: Plan) -> PreparedModel:
+        return self.prepared_type(module, named=model)
 
 
 def _device_ids(model: nn.Module) -> list[torch.device] | None:

@@ -57,6 +57,7 @@ class FullyShardedDataParallelEngine(WrapperEngine):
     # Without an accelerator it refuses offloading, only once training runs.
     capabilities = CAPABILITIES - {Capability.CPU_OFFLOAD}
     names = NAMES
+    call = FullyShardedDataParallel
     prepared_type = PreparedFsdp1
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardproof.engine.adapters.composable import PreparedComposable, apply_plan
+from shardproof.engine.adapters.composable import DECIDED_BY, PreparedComposable, apply_plan
 from shardproof.engine.adapters.composable_capabilities import COMPOSABLE_CAPABILITIES
 from shardproof.engine.adapters.torch_internals import RELEASE, can_place, has_mesh_dims, placed_on, replicate
 from shardproof.engine.contract import Capability, ComposableApi, Engine, Layout, Plan, PreparedModel
@@ -102,8 +102,13 @@ class FullyShardEngine(Engine):
     name = "torch.fsdp2"
     capabilities = CAPABILITIES - {Capability.REPLICATE}
     prepared_type: ClassVar[type[PreparedFullyShard]] = PreparedFullyShard
+    call = torch_fsdp.fully_shard
+    decided_by = DECIDED_BY
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         plan.refuse_beyond(self.capabilities)
-        apply_plan(FSDP2_API, model, plan, mesh, Layout.SHARD)
+        apply_plan(FSDP2_API, model, plan, mesh, Layout.SHARD, self.given)
+        return self.adopt(model, model, plan)
+
+    def adopt(self, module: nn.Module, model: nn.Module, plan: Plan) -> PreparedModel:
         return self.prepared_type(model, plan)

@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.engine.adapters.composable import apply_plan
+from shardproof.engine.adapters.composable import DECIDED_BY, apply_plan
 from shardproof.engine.adapters.torch_fsdp2 import CAPABILITIES, FSDP2_API, PreparedFullyShard
 from shardproof.engine.adapters.torch_internals import torch_replicate
 from shardproof.engine.contract import Capability, Engine, Layout, Plan, PreparedModel
@@ -35,8 +35,13 @@ class ReplicateEngine(Engine):
     name = "torch.replicate"
     capabilities = CAPABILITIES - _NOT_OF_REPLICAS
     prepared_type: ClassVar[type[PreparedFullyShard]] = PreparedFullyShard
+    call = torch_replicate()
+    decided_by = DECIDED_BY
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         plan.refuse_beyond(self.capabilities)
-        apply_plan(FSDP2_API, model, plan, mesh, Layout.REPLICATE)
+        apply_plan(FSDP2_API, model, plan, mesh, Layout.REPLICATE, self.given)
+        return self.adopt(model, model, plan)
+
+    def adopt(self, module: nn.Module, model: nn.Module, plan: Plan) -> PreparedModel:
         return self.prepared_type(model, plan)

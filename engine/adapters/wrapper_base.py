@@ -195,35 +195,48 @@ def _gradient(owner: nn.Parameter, read: Callable[[torch.Tensor], Shard]) -> Sha
 class WrapperEngine(Engine):
     """Makes each unit one flat parameter: gathers it before use, and reduce-scatters its gradient after backward."""
 
+    decided_by: ClassVar[Mapping[str, frozenset[Capability]]] = {
+        "sharding_strategy": frozenset(
+            {Capability.RESHARD_POLICY, Capability.REPLICATE, Capability.HYBRID, Capability.SHARD}
+        ),
+        "mixed_precision": frozenset({Capability.REDUCE_DTYPE}),
+    }
     names: ClassVar[WrapperNames]
     prepared_type: ClassVar[type[PreparedWrapper]]
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap every unit of the plan, then the root."""
         plan.refuse_beyond(self.capabilities)
-        return self.prepared_type(_open(self.names, model, plan, mesh), model, self.names)
+        return self.adopt(_open(self.names, model, plan, mesh, self.given), model, plan)
+
+    def adopt(self, module: nn.Module, model: nn.Module, plan: Plan) -> PreparedModel:
+        return self.prepared_type(module, model, self.names)
 
 
-def _open(names: WrapperNames, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Any:
+# Any: options are any values, and the result is the engine's wrapper.
+def _open(
+    names: WrapperNames, model: nn.Module, plan: Plan, mesh: DeviceMesh, given: Mapping[str, Any]
+) -> Any:
     """Wrap every unit of the plan, then the root; return the root's wrapper."""
     if plan.layout is Layout.REPLICATE:
         plan.refuse_options_of_shards()
     _expect_warnings()
     units = {module for unit in plan.units for module in members(model, unit)}
     options = plan.wrapper or Wrapper()
-    wrap = partial(
-        names.FullyShardedDataParallel,
-        device_id=next(model.parameters()).device,
-        sharding_strategy=_strategy(plan),
-        mixed_precision=_precision(plan),
-        cpu_offload=CPUOffload(offload_params=plan.offload is not Offload.NONE),
-        ignored_states=[model.get_parameter(name) for name in plan.ignored] or None,
-        use_orig_params=options.use_orig_params,
-        backward_prefetch=_PREFETCH[options.backward_prefetch],
-        forward_prefetch=options.forward_prefetch,
-        limit_all_gathers=options.limit_all_gathers,
+    asked = {
+        "device_id": next(model.parameters()).device,
+        "sharding_strategy": _strategy(plan),
+        "mixed_precision": _precision(plan),
+        "cpu_offload": CPUOffload(offload_params=plan.offload is not Offload.NONE),
+        "ignored_states": [model.get_parameter(name) for name in plan.ignored] or None,
+        "use_orig_params": options.use_orig_params,
+        "backward_prefetch": _PREFETCH[options.backward_prefetch],
+        "forward_prefetch": options.forward_prefetch,
+        "limit_all_gathers": options.limit_all_gathers,
         **_ranks(plan, mesh, by_groups=options.by_groups),
-    )
+        **given,
+    }
+    wrap = partial(names.FullyShardedDataParallel, **asked)
     root = wrap(model, auto_wrap_policy=names.CustomPolicy(lambda module: module in units))
     if plan.reshard is Reshard.AFTER_FORWARD:
         # The root always keeps its gathered parameters until backward: make the root a wrapper that owns none.

@@ -8,8 +8,8 @@ order, when losses go backward, and what else happens to units. It depends on ne
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Protocol
@@ -176,9 +176,23 @@ def train_microbatch(actor: Actor, microbatch: int) -> None:
         actor.backward(microbatch, actor.loss(microbatch, output))
 
 
-def with_gradients(inputs: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return the inputs as leaves that get gradients, if they are floats."""
-    return tuple(given.detach().requires_grad_() for given in inputs)
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch a model to evaluation and back, as loops do; what was in evaluation before stays in it."""
+    fixed = [module for module in model.modules() if not module.training]
+    model.eval()
+    yield
+    model.train()
+    for module in fixed:
+        module.training = False
+
+
+# Any: a user's data are of any type, and stay as they are.
+def with_gradients(inputs: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the tensors among the inputs as leaves that get gradients."""
+    return tuple(
+        given.detach().requires_grad_() if isinstance(given, torch.Tensor) else given for given in inputs
+    )
 
 
 def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

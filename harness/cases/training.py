@@ -255,7 +255,8 @@ class Training:
 
     The plan demands what the rest of the training needs of an engine, too. The model is converted to ``convert`` once
     prepared, and the data follow. ``schedules`` is the minimum number of schedules that run where ranks are threads;
-    see `harness.runner.options`.
+    see `harness.runner.options`. If ``is_by_default``, an engine that declares what a user's model needs is not told
+    so, and wraps the model as it does without any option.
     """
 
     problem: Problem
@@ -268,6 +269,7 @@ class Training:
     origin: Origin | None = None
     watch: frozenset[Watch] = frozenset()
     schedules: int = 1
+    is_by_default: bool = False
 
     @property
     def needs(self) -> frozenset[Capability]:

@@ -55,9 +55,9 @@ class ModelFacts:
     ``frozen`` parameters require no gradient, and ``seldom`` ones had none in some pass. ``slow`` ones have gradients
     so small beside their values that plain descent hardly moves them. ``evaluating`` names the modules in evaluation
     mode, "" for the whole model. ``outside`` names the parts of units that are called without their unit.
-    ``uncounted``, ``not_in_bfloat16`` and ``unscaled`` are the reasons why closed forms, bfloat16 or a gradient scaler
-    do not apply to the model; empty if they do. ``sparse`` parameters have sparse gradients. ``is_compiled``: inductor
-    compiles the model, which rank threads of one process cannot do concurrently.
+    ``uncounted``, ``not_in_bfloat16``, ``unscaled`` and ``unevaluated`` are the reasons why closed forms, bfloat16, a
+    gradient scaler or an evaluation do not apply to the model; empty if they do. ``sparse`` parameters have sparse
+    gradients. ``is_compiled``: inductor compiles the model, which rank threads of one process cannot do concurrently.
     """
 
     frozen: tuple[str, ...] = ()
@@ -68,6 +68,7 @@ class ModelFacts:
     uncounted: str = ""
     not_in_bfloat16: str = ""
     unscaled: str = ""
+    unevaluated: str = ""
     sparse: tuple[str, ...] = ()
     is_compiled: bool = False
 
@@ -159,6 +160,11 @@ class UserModel:
 def still_parameters(problem: object) -> frozenset[str]:
     """Return the parameters that training need not move; only users' models have any."""
     return frozenset(problem.still) if isinstance(problem, UserModel) else frozenset()
+
+
+def needs_of(problem: object) -> frozenset[Capability]:
+    """Return the capabilities that a model needs of every engine; only users' models have any."""
+    return problem.demands if isinstance(problem, UserModel) else frozenset()
 
 
 def outline_of(model: nn.Module) -> Iterator[TensorOutline]:

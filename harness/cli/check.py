@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+from shardproof.engine.names import spelled
 from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM, USAGE
 from shardproof.harness.errors import HarnessBug, UsageError
 from shardproof.harness.records.run import read_run
@@ -25,20 +28,25 @@ def check(
     world: str = "threads:2",
     thorough: bool = False,
     keyword: str = "",
+    options: Mapping[str, Any] | None = None,
+    wrap: Callable[..., Any] | str | None = None,
     out: str | os.PathLike[str] | None = None,
 ) -> None:
     """Judge an engine on a model of your own, like ``shardproof check``; raises AssertionError with the output.
 
     ``model`` and ``engine`` are classes of a module, or their names as on the command line. ``keyword`` selects cases,
-    as ``-k`` does. ``out`` is the folder that keeps the run. Raises UsageError for a model that cannot be judged.
+    as ``-k`` does. ``options`` are those of the call that wraps the model, as ``--with`` gives them, and ``wrap`` is a
+    function of yours that makes this call, as ``--wrap``. ``out`` is the folder that keeps the run. Raises UsageError
+    for a model that cannot be judged.
     """
     __tracebackhide__ = True
-    options = ["--engine", _name(engine), "--world", world]
-    options += [*(["--thorough"] if thorough else []), *(["-k", keyword] if keyword else [])]
+    flags = ["--engine", spelled(_name(engine), options or {}), "--world", world]
+    flags += ["--wrap", _name(wrap)] if wrap else []
+    flags += [*(["--thorough"] if thorough else []), *(["-k", keyword] if keyword else [])]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(out or Path(scratch) / "run")
         done = subprocess.run(
-            [sys.executable, "-m", "shardproof", "check", _name(model), *options, "--out", str(folder)],
+            [sys.executable, "-m", "shardproof", "check", _name(model), *flags, "--out", str(folder)],
             env=_environment(),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -63,11 +71,16 @@ def check(
 def _screen(folder: Path) -> str:
     # Here: a rank that loads a test's file, because it contains the model, does not need reports.
     from shardproof.reports.model_check import render
+    from shardproof.reports.summary import Conclusion, conclude
 
-    return f"the engine does not train the model as one process does\n\n{render(read_run(folder))}"
+    run = read_run(folder)
+    is_open = conclude(run) is Conclusion.NOT_PROVEN
+    found = "it is not proven that the engine trains" if is_open else "the engine does not train"
+    return f"{found} the model as one process does\n\n{render(run)}"
 
 
-def _name(named: type | str) -> str:
+# Any, above and here: options and the results of users' functions are any values.
+def _name(named: type | Callable[..., Any] | str) -> str:
     """Name a class so that another process finds it: by its package if it has one, else by its file."""
     if isinstance(named, str):
         return named
@@ -76,7 +89,7 @@ def _name(named: type | str) -> str:
     if "." in named.__qualname__ or not file:
         raise UsageError(
             f"check({named.__qualname__})",
-            expected="a class at the top of a module, which other processes can import",
+            expected="a class or function at the top of a module, which other processes can import",
             got=f"one that is defined inside {named.__qualname__.rpartition('.')[0] or 'no file'}",
             hint="moving it to the top of the file",
         )

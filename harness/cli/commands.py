@@ -15,6 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardproof.engine.names import absolute
 from shardproof.engine.registry import BUILT_IN, check_spelling
 from shardproof.harness.audit.marks import WORLDS, Breadth
 from shardproof.harness.cases.case_id import node_of
@@ -64,13 +65,15 @@ def check(arguments: argparse.Namespace) -> int:
 
     MODEL is a class with build(), batch() and loss(), as path/to/file.py:Name or package.module:Name.
     """
-    from shardproof.harness.cli.model_summary import model_summary
-    from shardproof.harness.runner.user_models import absolute, known_model, pass_seconds
+    from shardproof.harness.runner.model_summary import model_summary
+    from shardproof.harness.runner.user_models import known_model, pass_seconds
+    from shardproof.harness.runner.wrapped_engines import wrapped_engines
     from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, forkserver_context
     from shardproof.harness.worlds.spec import WorldSpec
     from shardproof.reports.model_check import render
 
     check_temporary_folder()
+    arguments.engine = wrapped_engines(arguments.engine, vars(arguments)["with"], arguments.wrap)
     spec = absolute(arguments.model)
     most_ranks = max(WorldSpec.parse(world).size for world in arguments.world or [DEFAULT_WORLD])
     draw_hash_seeds(

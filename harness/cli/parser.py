@@ -55,6 +55,8 @@ def _add_judging(subparsers: Any) -> None:
     sub = _added(subparsers, "check", commands.check, "judge engines on your own model")
     sub.add_argument("model", metavar="MODEL", help="path/to/file.py:Name or package.module:Name")
     options.ENGINE.add_to(sub.add_argument)
+    for option in options.WRAPPING:
+        option.add_to(sub.add_argument)
     _add_cases(sub, deadline_s=None, deadline="grows with the model")
     options.ORACLES.add_to(sub.add_argument)
     _add_effort(sub)

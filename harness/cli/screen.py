@@ -51,7 +51,7 @@ def _styles() -> Iterator[tuple[str, str]]:
     for verdict, mark in MARKS.items():
         yield rf"\b{verdict}\b", _TONES[mark.tone.value]
     yield r"(?m)^Conforming\b", "bold green"
-    yield r"(?m)^(Not conforming|Incomplete|Nothing judged)\b", "bold red"
+    yield r"(?m)^(Not conforming|Not proven|NOT PROVEN|Incomplete|Nothing judged)\b", "bold red"
     yield r"(?m)^(WARNING|STALE)\b", "yellow"
     yield r"(?m)^ +repeat .*$", "dim"
 

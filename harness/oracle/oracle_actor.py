@@ -19,6 +19,7 @@ from shardproof.harness.cases.script import (
     Evaluation,
     GradientEdit,
     Probe,
+    evaluating,
     sum_of_squares,
     with_gradients,
 )
@@ -193,11 +194,9 @@ class OracleActor(Actor):
 
     def evaluate(self, microbatch: int, how: Evaluation = Evaluation.NO_GRAD) -> None:
         """Switch the model to eval and back around one forward."""
-        self._workshop.model.eval()
-        with how.context:
+        with evaluating(self._workshop.model), how.context:
             output = self.forward(microbatch, *self.batch(microbatch).inputs)
             self.losses.append(float(self.loss(microbatch, output)))
-        self._workshop.model.train()
 
     def probe(self, microbatch: int, probe: Probe) -> None:
         """Record the loss, or the sum of squares of the gradients by the inputs."""

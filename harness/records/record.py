@@ -39,7 +39,7 @@ class Verdict(StrEnum):
         return self in {Verdict.PASSED, Verdict.UNSUPPORTED, Verdict.KNOWN_FAILURE}
 
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +172,8 @@ class Record:
     end of what the ranks' processes printed, unless the verdict is PASSED or UNSUPPORTED. ``known_as`` and
     ``known_version`` are of the known engine from which this one is derived, if any. ``declared_zeros`` counts the
     gradients, over all ranks and steps, that the engine shows as zeros where there are none, as its adapter declares.
+    ``wrapper`` are the calls by which the engine wrapped a user's model, and ``by_default`` the verdict on its calls
+    without the options that the model needs; empty if it needs none.
     """
 
     engine: str
@@ -195,6 +197,8 @@ class Record:
     known_as: str = ""
     known_version: str = ""
     declared_zeros: int = 0
+    wrapper: str = ""
+    by_default: str = ""
     schema: int = SCHEMA_VERSION
 
     @property
@@ -216,7 +220,8 @@ class Header:
     ``shortfalls`` is empty but in the result of judging a run again: what that run lacked, and its records that could
     not be judged again. ``hash_seeds`` are values of ``PYTHONHASHSEED``: the first of all ranks in worlds of threads,
     in worlds of processes one of each rank in turn, for the first 16. ``git_changes`` is a hash of the changes to
-    files that git knows, empty if there are none. ``options`` say which cases were selected, and how they were run.
+    files that git knows, empty if there are none. ``model`` describes the user's model that a check is about.
+    ``options`` say which cases were selected, and how they were run.
     """
 
     started_at: str  # ISO 8601, UTC
@@ -235,6 +240,7 @@ class Header:
     shortfalls: tuple[str, ...] = ()
     hash_seeds: tuple[int, ...] = ()
     git_changes: str = ""
+    model: dict[str, str] = field(default_factory=dict)
     options: dict[str, str] = field(default_factory=dict)
     schema: int = SCHEMA_VERSION
 

@@ -23,6 +23,7 @@ _SCHEDULE = "schedule"
 _READ = {_OUTCOMES, "engine.json", _SCHEDULE}  # in addition to the ranks' files
 # A rank can make a sparse file of any size; hashing this many bytes takes seconds.
 _MOST_BYTES = 2**34
+_LONGEST_CALLS = 4000
 _KINDS: Mapping[str, type[Outcome]] = {kind.__name__: kind for kind in get_args(Outcome)}
 
 
@@ -31,7 +32,8 @@ class SavedResult:
     """The results of one world: how its ranks ended, each rank's ledger, and the observations if all trained.
 
     ``refusals`` are the messages of the ranks that refused the plan, by rank. ``damage`` names the ranks whose files
-    differ from what they had written: their ledgers are incomplete, and there are no observations.
+    differ from what they had written: their ledgers are incomplete, and there are no observations. ``wrapper`` is the
+    first rank's text of the calls that wrapped the model; empty if none was seen.
     """
 
     result: WorldResult
@@ -39,6 +41,7 @@ class SavedResult:
     ledgers: tuple[Ledger, ...]
     ranks: tuple[Observation, ...]
     damage: tuple[str, ...] = ()
+    wrapper: str = ""
 
     @property
     def ledgers_by_rank(self) -> dict[int, Ledger]:
@@ -54,6 +57,20 @@ def observation_path(folder: Path, rank: int) -> Path:
 def arcs_path(folder: Path) -> Path:
     """Return the path of the file with the engine code that the first rank ran, if that was traced."""
     return folder / "rank0.arcs"
+
+
+def wrapper_path(folder: Path) -> Path:
+    """Return the path of the file with the calls by which the first rank's engine wrapped the model."""
+    return folder / "rank0.wrapper"
+
+
+def _wrapper(folder: Path) -> str:
+    """Read that file up to a length that no call has."""
+    try:
+        with wrapper_path(folder).open("rb") as file:
+            return file.read(_LONGEST_CALLS).decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def keep_result(result: WorldResult, folder: Path, *, seed: int | None = None) -> None:
@@ -131,7 +148,14 @@ def load_kept(folder: Path) -> SavedResult:
         else ()
     )
     ledgers = tuple(journal.ledger for journal in journals)
-    return SavedResult(result=result, refusals=refusals, ledgers=ledgers, ranks=ranks, damage=damage)
+    return SavedResult(
+        result=result,
+        refusals=refusals,
+        ledgers=ledgers,
+        ranks=ranks,
+        damage=damage,
+        wrapper=_wrapper(folder),
+    )
 
 
 def _damage(

@@ -22,6 +22,7 @@ from shardproof.engine.capability import Capability
 from shardproof.engine.import_by_name import LoadError, one_line
 from shardproof.harness.cases.batch import Batch, arguments_of, converted
 from shardproof.harness.cases.draws import Seeds
+from shardproof.harness.cases.script import evaluating
 from shardproof.harness.cases.user_model import (
     ModelFacts,
     StepSchedules,
@@ -365,6 +366,7 @@ def _facts(
         evaluating=tuple(_evaluating(model)),
         outside=tuple(watch.outside),
         uncounted="some gradients are sparse" if sparse else _uncounted(model, units, watch.calls),
+        unevaluated=_unevaluated(problem, model, batch),  # before parameters become bfloat16
         not_in_bfloat16=_not_in_bfloat16(problem, model, batch),
         unscaled=_unscaled(model),
         sparse=sparse,
@@ -392,6 +394,16 @@ def _unscaled(model: nn.Module) -> str:
     dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
     refused = sorted(str(d) for d in dtypes if d.is_complex or d is torch.float16)
     return f"a gradient scaler refuses gradients of {', '.join(refused)}" if refused else ""
+
+
+def _unevaluated(problem: UserModel, model: nn.Module, batch: Batch) -> str:
+    """Return why no loss can be computed in evaluation mode, in which some models return something else."""
+    try:
+        with evaluating(model), torch.no_grad():
+            _loss(problem, model, batch)
+    except Exception as error:  # code of the user's may raise anything
+        return f"in evaluation mode it raises {type(error).__name__}: {one_line(error)[:120]}"
+    return ""
 
 
 def _not_in_bfloat16(problem: UserModel, model: nn.Module, batch: Batch) -> str:

@@ -358,6 +358,7 @@ def _arithmetic(training: Training) -> Training:
         resume=resume,
         watch=frozenset(),
         schedules=1,
+        is_by_default=False,
     )
 
 

@@ -69,6 +69,18 @@ WORLD = Option(
     default_text=DEFAULT_WORLD,
     settings={**_MANY, "metavar": "KIND:SIZE"},
 )
+WRAPPING = (
+    Option(
+        flag="--with",
+        help="option of the call that wraps the model, such as find_unused_parameters=True; repeat for several",
+        settings={**_MANY, "metavar": "NAME=VALUE"},
+    ),
+    Option(
+        flag="--wrap",
+        help="function of your own that wraps the model with the engine, called with the model or with model and mesh",
+        settings={"metavar": "FILE.py:FUNCTION"},
+    ),
+)
 OUT = Option(
     flag="--out",
     help="folder for records, observations and reports",

@@ -19,6 +19,7 @@ from shardproof.harness.cases.case_id import Catalogue, Node
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.diff.comparability import ComparedRun
 from shardproof.harness.records.joining import carried, refuse_other_cases, refuse_unlike
+from shardproof.harness.records.proof import Unproven, unproven
 from shardproof.harness.records.provenance import footer, header
 from shardproof.harness.records.record import (
     MOST_LISTED,
@@ -147,6 +148,8 @@ class RecordWriter:
         self._unused = unused(self._expectations, self._ran())
         if any(found.is_stale for found in self._unused) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if self._unproven() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self._unavailable and self._config.getoption("--engine"):
             session.exitstatus = pytest.ExitCode.USAGE_ERROR  # the user named them
         if self._writer is not None and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
@@ -183,6 +186,8 @@ class RecordWriter:
         counts = ", ".join(f"{n} {v}" for v in Verdict if (n := sum(r.verdict is v for r in self._records)))
         kept = f"; kept in {self._out}" if self._out else ""
         terminalreporter.write_line(f"verdicts: {counts}{kept}")
+        for cell in self._unproven():
+            terminalreporter.write_line(str(cell), red=True)
         for found in self._unused:
             if found.is_stale:
                 terminalreporter.write_line(f"STALE: {found}", red=True)
@@ -192,6 +197,9 @@ class RecordWriter:
         else:
             for found in idle:
                 terminalreporter.write_line(f"not exercised: {found}")
+
+    def _unproven(self) -> tuple[Unproven, ...]:
+        return unproven(self._options, self._records)
 
     def _append(self, record: Record) -> None:
         with uninterrupted():
@@ -242,7 +250,17 @@ class RecordWriter:
             hash_seeds=hash_seeds(self._effort.seed),
             expectations=self._expectations,
             options=self._options,
+            model=self._model(),
         )
+
+    def _model(self) -> dict[str, str]:
+        """Describe the user's model, if there is one."""
+        if "model" not in self._options:
+            return {}
+        # Here, because it needs torch, and only a check has a model.
+        from shardproof.harness.runner.user_models import described
+
+        return described(self._options["model"])
 
     def _worlds(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(str(cell.world) for cell in self._cells))

@@ -40,6 +40,7 @@ class _Judged:
     judgement: Judgement
     seed: int
     ledger: tuple[LedgerLine, ...] = ()
+    wrapper: str = ""
 
 
 class TrialSession:
@@ -95,6 +96,7 @@ class TrialSession:
             worst=judgement.worst,
             visible=judgement.visible,
             declared_zeros=judgement.declared_zeros,
+            wrapper=found.wrapper,
             ledger=found.ledger,
             outcomes=judgement.outcomes,
             hang=judgement.hang,
@@ -137,7 +139,8 @@ class TrialSession:
             if is_of_before and judgement.verdict is not Verdict.UNSUPPORTED:
                 where = f"in the world before, of {len(kept.result.outcomes)} rank(s): "
                 judgement = replace(judgement, headline=where + judgement.headline)
-            found.append(_Judged(judgement=judgement, seed=seed, ledger=summarize(kept.ledgers_by_rank)))
+            ledger = summarize(kept.ledgers_by_rank)
+            found.append(_Judged(judgement=judgement, seed=seed, ledger=ledger, wrapper=kept.wrapper))
             if judgement.verdict is not Verdict.PASSED:
                 break
         return found[-1] if found[-1].judgement.verdict is not Verdict.PASSED else found[0]

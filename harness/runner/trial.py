@@ -10,6 +10,7 @@ import pytest
 
 from shardproof.harness.cases.case_id import Node
 from shardproof.harness.cases.training import Training
+from shardproof.harness.cases.user_model import needs_of
 from shardproof.harness.errors import HarnessBug, LostHostError, UnreadableError
 from shardproof.harness.laws.law import Law
 from shardproof.harness.records.record import Record, Verdict, to_json
@@ -55,6 +56,23 @@ class Trial:
         for KNOWN_FAILURE; the verdict is always recorded.
         """
         __tracebackhide__ = True
+        self._report(self._judged(training, laws, refusal))
+
+    def proves(self, training: Training, *laws: Law) -> None:
+        """Judge as `holds` does; also tell how a user's model that needs options is trained by an engine's default."""
+        __tracebackhide__ = True
+        record = self._judged(training, laws, Refusal.WRONG)
+        if needs_of(training.problem) and record.verdict is Verdict.PASSED:
+            default = self._judged(replace(training, is_by_default=True), laws, Refusal.WRONG)
+            if default.verdict is not Verdict.PASSED:
+                told = f"{default.wrapper}: {default.verdict}: {default.headline}"
+            else:
+                told = "" if default.wrapper == record.wrapper else f"{default.wrapper}: {default.verdict}"
+            record = replace(record, by_default=told)
+        self._report(record)
+
+    def _judged(self, training: Training, laws: tuple[Law, ...], refusal: Refusal) -> Record:
+        __tracebackhide__ = True
         node = Node.parse(self._item.nodeid)
         if node is None:
             raise HarnessBug(
@@ -72,7 +90,11 @@ class Trial:
             pytest.fail(f"not judged again: {error}", pytrace=False)
         except LostHostError as error:
             pytest.exit(str(error), returncode=pytest.ExitCode.INTERRUPTED)
-        record = expected(judged, self._expectations)
+        return expected(judged, self._expectations)
+
+    def _report(self, record: Record) -> None:
+        """Attach the record to the test, and end the test as the verdict asks."""
+        __tracebackhide__ = True
         self._item.user_properties.append((RECORD_PROPERTY, to_json(record)))
         if record.verdict is Verdict.UNSUPPORTED:
             pytest.skip(f"UNSUPPORTED: {record.headline}")

@@ -17,11 +17,13 @@ import torch
 from torch import nn
 
 from shardproof.engine.import_by_name import LoadError
+from shardproof.engine.names import absolute
 from shardproof.harness.cases.batch import Batch, arguments_of, tensors_of
 from shardproof.harness.cases.units import matching_units
 from shardproof.harness.cases.user_model import UserModel, UserOptimizer, definition, outline_of
 from shardproof.harness.errors import UsageError
 from shardproof.harness.runner.model_study import ModelStudy, called, study
+from shardproof.harness.runner.model_summary import model_lines
 from shardproof.harness.tracing.codec import UNREADABLE, decode, encode
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 
@@ -29,12 +31,6 @@ _LONGEST_ANSWER = 2**24
 _METHODS = ("build", "batch", "loss")
 _SIZES = (3, 3, 4)  # steps, microbatches and ranks whose batches are compared
 _HINT = "docs/check-your-model.md"
-
-
-def absolute(spec: str) -> str:
-    """Return a name whose file, if it is one, is found from any folder."""
-    location, _, attribute = spec.rpartition(":")
-    return f"{Path(location).resolve()}:{attribute}" if location.endswith(".py") else spec
 
 
 def read_model(spec: str, *, limit_s: float) -> tuple[UserModel, UserOptimizer | None]:
@@ -72,6 +68,12 @@ def known_model(spec: str, limit_s: float) -> tuple[UserModel, UserOptimizer | N
     if spec not in _known:
         _known[spec] = read_model(spec, limit_s=limit_s)
     return _known[spec]
+
+
+def described(spec: str) -> dict[str, str]:
+    """Return what was found about a model, for reports; only its name if this process has not read it."""
+    found = _known.get(absolute(spec))
+    return {"file": spec, **(model_lines(*found) if found else {})}
 
 
 def pass_seconds(spec: str) -> float:

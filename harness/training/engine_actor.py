@@ -19,6 +19,7 @@ from shardproof.harness.cases.script import (
     GradientEdit,
     InterfaceBench,
     Probe,
+    evaluating,
     sum_of_squares,
     with_gradients,
 )
@@ -132,11 +133,9 @@ class EngineActor(Actor):
     def evaluate(self, microbatch: int, how: Evaluation = Evaluation.NO_GRAD) -> None:
         """Switch the module to eval and back around one forward."""
         inputs = self.batch(microbatch).inputs  # made outside: training uses the same tensors
-        self._prepared.module.eval()
-        with how.context:
+        with evaluating(self._prepared.module), how.context:
             output = self.forward(microbatch, *inputs)
             self._keep(self._loss(microbatch, output))
-        self._prepared.module.train()
 
     def probe(self, microbatch: int, probe: Probe) -> None:
         """Record the loss, or the sum of squares of the gradients by the inputs."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardproof.engine.contract import (
@@ -21,18 +22,20 @@ from shardproof.harness.cases.training import (
     Training,
     Watch,
 )
+from shardproof.harness.cases.user_model import UserModel, needs_of
 from shardproof.harness.records.observation import (
     Observation,
     digest,
     save_observation,
 )
-from shardproof.harness.records.world_result import arcs_path, observation_path
+from shardproof.harness.records.world_result import arcs_path, observation_path, wrapper_path
 from shardproof.harness.torch_compat.profiler_labels import idle_labels
 from shardproof.harness.tracing.arcs import counting_arcs
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.census import Census
 from shardproof.harness.tracing.races.fake_cuda import cuda_stand_in
 from shardproof.harness.tracing.unit_hooks import watching_states, watching_units
+from shardproof.harness.tracing.wrapping import WrapperCalls
 from shardproof.harness.training.callers_module import Preparation
 from shardproof.harness.training.engine_loop import RefusedError, refusing, train, train_and_save
 from shardproof.harness.training.layout_memory import Form
@@ -180,11 +183,27 @@ def _prepare(
             training.problem.parallelize(model, mesh[plan.cut_axis])
         if watches is not None:
             watches.form = Form.of(model, training)
-        prepared = adapter.prepare(model, plan, data)
+        if training.is_by_default and plan.needs <= adapter.capabilities:
+            plan = replace(plan, demands=plan.demands - needs_of(training.problem))
+        with _noting_calls(context, training, model):
+            prepared = adapter.prepare(model, plan, data)
         if not has_memory:
             state = training.problem.build().state_dict() if context.rank == 0 else {}
             prepared.materialize(context.device, state)
         return Preparation(prepared, model)
+
+
+@contextmanager
+def _noting_calls(context: RankContext, training: Training, model: nn.Module) -> Iterator[None]:
+    """Write the calls that wrap a user's model, once for each training: reports show what was judged."""
+    path = wrapper_path(context.folder)
+    if context.rank or not isinstance(training.problem, UserModel) or path.exists():
+        yield
+        return
+    calls = WrapperCalls(model)
+    with calls.watching():
+        yield
+    path.write_text(str(calls))
 
 
 def _mesh(context: RankContext, plan: Plan) -> DeviceMesh:

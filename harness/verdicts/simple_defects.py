@@ -34,6 +34,8 @@ from shardproof.harness.oracle.reduction_orders import is_of_full_precision, red
 from shardproof.harness.oracle.rounding import is_narrow
 from shardproof.harness.records.record import VisibleError
 
+LARGER_STEPS = "try a larger learning rate, or an optimizer with larger first steps"
+_LESS_NOISE = "try float32 throughout, more rows in a batch, or a larger eps of the optimizer"
 # The largest element of a tensor moves by up to half a rounding; if there are few elements, it may move by less.
 _SHARE_OF_A_ROUNDING = 0.25
 # Kernels of one operator may differ by a few roundings, and so may the results computed from theirs.
@@ -102,7 +104,11 @@ def least_visible(evidence: Evidence) -> tuple[VisibleError, ...]:
 def _hidden_factor(evidence: Evidence) -> str | None:
     oracle = evidence.oracle
     worst = _worst(_halved(oracle, name) for name in _trained(evidence))
-    return None if worst is None else f"{worst} halving it would change: a wrong factor would pass"
+    return (
+        None
+        if worst is None
+        else f"{worst} halving it would change: a wrong factor would pass; {_LESS_NOISE}"
+    )
 
 
 def _halved(oracle: OracleObservation, name: str) -> Iterator[_Effect]:
@@ -119,7 +125,11 @@ def _hidden_rank(evidence: Evidence) -> str | None:
     if not _reduces_fully(evidence):
         return None
     worst = _worst(_without(oracle, rank) for rank in range(oracle.world_size))
-    return None if worst is None else f"{worst} the share of one rank changes: a missing rank would pass"
+    return (
+        None
+        if worst is None
+        else f"{worst} the share of one rank changes: a missing rank would pass; {_LESS_NOISE}"
+    )
 
 
 def _without(oracle: OracleObservation, rank: int) -> Iterator[_Effect]:
@@ -135,7 +145,9 @@ def _hidden_updates(evidence: Evidence) -> str | None:
     oracle = evidence.oracle
     unclaimed = oracle.untrained | still_parameters(evidence.training.problem)
     worst = _worst(_unmoved(oracle, name) for name in _trained(evidence) if name not in unclaimed)
-    return None if worst is None else f"{worst} training changes: a frozen parameter would pass"
+    return (
+        None if worst is None else f"{worst} training changes: a frozen parameter would pass; {LARGER_STEPS}"
+    )
 
 
 def _unmoved(oracle: OracleObservation, name: str) -> Iterator[_Effect]:
@@ -153,7 +165,8 @@ def _hidden_rounding(evidence: Evidence) -> str | None:
     worst = _worst(_rounded(oracle, name) for name in _trained(evidence) if not _is_narrow(oracle, name))
     if worst is None or _first_gradients_agree(evidence):
         return None
-    return f"{worst} a reduction in bfloat16 changes: it would pass, as would rounding of the model's own"
+    text = f"{worst} a reduction in bfloat16 changes: it would pass, as would rounding of the model's own"
+    return f"{text}; {_LESS_NOISE}"
 
 
 def _rounded(oracle: OracleObservation, name: str) -> Iterator[_Effect]:

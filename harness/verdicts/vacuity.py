@@ -18,7 +18,7 @@ from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.tolerance import MULTIPLE
 from shardproof.harness.oracle.absolute_error import is_finite, largest
 from shardproof.harness.oracle.oracle_observation import Quantity, TensorKey
-from shardproof.harness.verdicts.simple_defects import hidden_because
+from shardproof.harness.verdicts.simple_defects import LARGER_STEPS, hidden_because
 
 # In float64, a gradient so small beside the largest of its model is zero but for rounding: that of a bias before a
 # normalisation, or of a key's bias in attention.
@@ -27,6 +27,8 @@ ZERO_BESIDE = 1e-10
 ZERO_BESIDE_NOISE = 4.0
 # A movement or gradient smaller than this many roundings of float32 could not be distinguished from noise.
 _TOO_SMALL = 2 * MULTIPLE * torch.finfo(torch.float32).eps
+_SMALLER_STEPS = "try a smaller learning rate, or smaller initial values"
+_MORE_DATA = "try more rows in a batch, so that each part of the model gets some"
 
 
 def incomparable_because(evidence: Evidence) -> str | None:
@@ -68,7 +70,9 @@ def _diverged(evidence: Evidence) -> str | None:
         reference = oracle.reference(place.quantity, place.step, rank=0)[place.name]
         if reference is not None and not is_finite(reference):
             what = f"{place.quantity} {place.name!r}"
-            return f"the oracle itself diverged: {what} is not finite after step {place.step}"
+            return (
+                f"the oracle itself diverged: {what} is not finite after step {place.step}; {_SMALLER_STEPS}"
+            )
     wild = next((p for p, noise in oracle.noise.items() if not math.isfinite(noise)), None)
     return (
         None
@@ -94,7 +98,7 @@ def _idle_ranks(evidence: Evidence) -> str | None:
             continue
         for rank in range(evidence.data_size):
             if not any(sizes.of_ranks[rank] for sizes in seen.sizes.values()):
-                return f"every gradient of rank {rank} is zero in step {step}"
+                return f"every gradient of rank {rank} is zero in step {step}; {_MORE_DATA}"
     return None
 
 
@@ -109,7 +113,7 @@ def _independent_parameters(evidence: Evidence) -> str | None:
         if is_used and name in idle and is_declared:
             return f"{name!r} is idle by the problem's word, yet the loss depends on it"
         if not is_used and name not in idle and initial.numel():
-            return f"the loss does not depend on {name!r}: its gradient is zero in every step"
+            return f"the loss does not depend on {name!r}: its gradient is zero in every step; {_MORE_DATA}"
     return None
 
 
@@ -136,5 +140,5 @@ def _still_parameters(evidence: Evidence) -> str | None:
             continue
         moved = (evidence.oracle.steps[-1].parameters[name] - initial).abs().max()
         if moved <= _TOO_SMALL * initial.abs().max():
-            return f"parameter {name!r} hardly moves: a frozen one would look the same"
+            return f"parameter {name!r} hardly moves: a frozen one would look the same; {LARGER_STEPS}"
     return None

@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from shardproof import AFTER_MORE, EVEN, SEVERAL, Accumulation, AllWaited, Between, Bytes, Capability, Clip
-from shardproof import ComputesInTheDtypeAsked, Count, Dtype, Exactly, Grouping, HoldsItsShare, Layout
+from shardproof import (
+    ComputesInTheDtypeAsked,
+    Count,
+    Dtype,
+    EachMicrobatch,
+    Eventful,
+    Exactly,
+    Grouping,
+    HoldsItsShare,
+)
+from shardproof import Interlude, Layout, Probe
 from shardproof import LossScaling, MatchesOracle, NamedOptimizer, Nothing, OnlyThese, Op, Origin, Phase, Plan
 from shardproof import RanksAgree, RanksBefore, Reshard, Resume, Schedule, Select, StateForm, Training, Trial
 from shardproof import UserModel
@@ -30,7 +40,7 @@ Own = tuple[UserModel, NamedOptimizer]
 
 @pytest.mark.kills("SumsInsteadOfAveraging", "ForgetsToSynchroniseOneParameter")
 def test_trains_as_one_process_does(trial: Trial, own: Own) -> None:
-    trial.holds(_training(own, Plan()), *LAWS)
+    trial.proves(_training(own, Plan()), *LAWS)
 
 
 @pytest.mark.kills("KeepsOnlyTheLastMicrobatch", "DoublesGradientsEveryMicrobatch")
@@ -42,6 +52,14 @@ def test_accumulates_microbatches(trial: Trial, own: Own) -> None:
 def test_accumulates_until_the_last_microbatch(trial: Trial, own: Own) -> None:
     plan = Plan(accumulation=Accumulation.LAST_MICROBATCH)
     trial.holds(_training(own, plan, microbatches=3), *LAWS)
+
+
+@pytest.mark.kills("EvaluatesWithStaleParameters")
+def test_trains_around_evaluations_and_dropped_forwards(trial: Trial, own: Own) -> None:
+    """Before each step the model is evaluated, and a forward has no backward, as that of a batch that is skipped."""
+    trial.applies(unless=own[0].facts.unevaluated)
+    around = Eventful(inner=EachMicrobatch(), evaluation=Interlude.BEFORE, probe=Probe.DROPPED)
+    trial.holds(replace(_training(own, Plan()), script=around), *LAWS)
 
 
 @pytest.mark.worlds(SEVERAL)

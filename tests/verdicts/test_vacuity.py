@@ -152,7 +152,8 @@ _ROWS_OF_RANK_1 = SINGLE_GROUP.num_items(step=0, microbatch=0, rank=1)
 def test_a_rank_without_gradients_is_vacuous() -> None:
     problem = replace(SINGLE_GROUP, loss=IdleLastRank())
     evidence = evidence_of(Training(problem=problem, optimizer=SGD, schedule=Schedule(steps=1)))
-    assert vacuous_because(evidence) == "every gradient of rank 1 is zero in step 0"
+    found = vacuous_because(evidence) or ""
+    assert found.startswith("every gradient of rank 1 is zero in step 0; try more rows in a batch")
 
 
 def test_a_step_too_small_to_see_is_vacuous() -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import prod
 
 from shardproof.harness.laws.law import Evidence, Ruling, rule
+from shardproof.harness.oracle.oracle_observation import Quantity
 from shardproof.harness.records.tensor_file import dtype_of
 from shardproof.harness.tracing.ledger import Entry, Op, Phase
-from shardproof.harness.training.oracle_observation import Quantity
 
 # In these a rank hands its own values to others, who combine them.
 _COMBINING = frozenset({Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.REDUCE, Op.ALL_TO_ALL, Op.GATHER, Op.SEND})

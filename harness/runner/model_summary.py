@@ -14,18 +14,28 @@ _MOST_NAMES = 3
 
 def model_summary(model: UserModel, optimizer: UserOptimizer | None, *, pass_s: float, limit_s: float) -> str:
     """Return the lines; ``pass_s`` is the time of forward and backward, ``limit_s`` the time limit of a world."""
+    time = f"forward and backward take {pass_s:.3g} s; a case that takes longer than {limit_s:.0f} s counts as hung"
+    lines = {**model_lines(model, optimizer), "time": time}
     return "\n".join(
         textwrap.fill(text, _WIDTH, initial_indent=f"  {word:<14}", subsequent_indent=" " * 16)
-        for word, text in _lines(model, optimizer, pass_s, limit_s)
+        for word, text in lines.items()
     )
 
 
-def _lines(
-    model: UserModel, optimizer: UserOptimizer | None, pass_s: float, limit_s: float
-) -> Iterator[tuple[str, str]]:
+def model_lines(model: UserModel, optimizer: UserOptimizer | None) -> dict[str, str]:
+    """Return what was found about a model, by the word under which it is shown."""
+    return dict(_lines(model, optimizer))
+
+
+def _lines(model: UserModel, optimizer: UserOptimizer | None) -> Iterator[tuple[str, str]]:
     sizes = [prod(t.shape) for t in model.outline if t.first == t.name and not t.is_buffer]
-    units = f"{len(model.units)} units ({_some(model.units)}) and the rest" if model.units else "one unit"
-    yield "model", f"{sum(sizes):,} elements in {len(sizes)} parameters, which communicate as {units}"
+    units = (
+        f"{_number(len(model.units), 'unit')} ({_some(model.units)}) and the rest"
+        if model.units
+        else "one unit"
+    )
+    parameters = _number(len(sizes), "parameter")
+    yield "model", f"{_number(sum(sizes), 'element')} in {parameters}, which communicate as {units}"
     dtypes = "float64" if model.is_widened else "the model's own dtypes, with the noise of their rounding"
     yield "reference", f"one process, in {dtypes}"
     yield "optimizer", "optimizer() of the model" if optimizer else f"{model.default_optimizer}, the default"
@@ -33,10 +43,8 @@ def _lines(
     if model.facts.frozen:
         yield "frozen", _some(model.facts.frozen)
     if "" in model.facts.evaluating:
-        yield (
-            "evaluation",
-            "the whole model, as build() returned it; to train with dropout, call train() there",
-        )
+        whole = "the whole model, as build() returned it; to train with dropout, call train() there"
+        yield "evaluation", whole
     elif model.facts.evaluating:
         yield "evaluation", f"{_some(model.facts.evaluating)}, as build() returned them"
     if still:
@@ -47,14 +55,13 @@ def _lines(
             f"{_some(model.facts.outside)}: called outside the forward of the unit, where engines that gather by unit "
             "do not have the parameters; choose other units",
         )
-    for capability in sorted(model.demands, key=lambda demand: demand.name):
-        yield "needs", f"{capability.name}: the engine {capability.value}"
-    yield (
-        "time",
-        (
-            f"forward and backward take {pass_s:.3g} s; a case that takes longer than {limit_s:.0f} s counts as hung"
-        ),
-    )
+    needs = sorted(model.demands, key=lambda demand: demand.name)
+    if needs:
+        yield "needs", f"an engine that {'; and '.join(f'{need.value} ({need.name})' for need in needs)}"
+
+
+def _number(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def _some(names: tuple[str, ...] | list[str]) -> str:

@@ -1,0 +1,79 @@
+"""What a check of a user's model has to prove: that an engine trains it; a refusal proves nothing. No torch here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardproof.harness.records.record import Record, Verdict
+
+_TRAINS = "::test_trains_as_one_process_does["
+_NEEDS = re.compile(r"needs ([A-Z_0-9]+(?:, [A-Z_0-9]+)*);")
+# By a capability that a model needs: the trait of the model, and what a user can do without the capability.
+_TRAITS = {
+    "UNUSED": ("some parameters have no gradient in a step", ""),
+    "RANK_DEPENDENT": ("ranks use different parameters in one step", ""),
+    "RANK_DEPENDENT_UNITS": (
+        "ranks skip different units",
+        "make the module around them the unit, which all ranks call",
+    ),
+    "OWN_BUFFERS": ("forward changes buffers", "freeze the running statistics by eval()"),
+    "PARAMETER_SHAPES": (
+        "the optimizer looks at whole parameters",
+        "use one that updates each element by itself",
+    ),
+    "SPARSE_GRADIENTS": ("some gradients are sparse", "build the embedding with sparse=False"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unproven:
+    """An engine that was never seen to train the user's model in one world, and why."""
+
+    engine: str
+    world: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"NOT PROVEN: {self.engine} in {self.world}: {self.why}"
+
+
+def unproven(options: Mapping[str, str], records: Sequence[Record]) -> tuple[Unproven, ...]:
+    """List the engines for which a check proved nothing and found nothing wrong.
+
+    There are none if a run's ``options`` name no user's model. The proof is the case of plain training. Where that was
+    not selected, any case that passed is one.
+    """
+    return tuple(_unproven(records)) if "model" in options else ()
+
+
+def is_proof(record: Record) -> bool:
+    """Whether a record is of the case of plain training."""
+    return _TRAINS in record.case
+
+
+def _unproven(records: Sequence[Record]) -> Iterator[Unproven]:
+    cells: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        cells.setdefault((record.engine, record.world), []).append(record)
+    for (engine, world), judged in cells.items():
+        proofs = [record for record in judged if is_proof(record)] or judged
+        # What does not conform is told as such.
+        if all(r.verdict.is_conforming and r.verdict is not Verdict.PASSED for r in proofs):
+            yield Unproven(engine=engine, world=world, why=_why(proofs))
+
+
+def _why(proofs: Sequence[Record]) -> str:
+    """Return why no case passed, and what to try; by the case of plain training if it was selected."""
+    first = proofs[0]
+    needed = _NEEDS.match(first.headline)
+    if len(proofs) > 1:
+        return "no selected case passed"
+    if first.verdict is not Verdict.UNSUPPORTED or needed is None:
+        return f"plain training is {first.verdict}"
+    lacking = needed[1].split(", ")
+    traits = [(name, *_TRAITS.get(name, (f"it needs {name}", ""))) for name in lacking]
+    why = " and ".join(f"{trait} ({name})" for name, trait, _ in traits)
+    hints = "; or ".join(hint for *_, hint in traits if hint)
+    return f"cannot train it, because {why}" + (f"; try: {hints}" if hints else "")
