@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from shardproof.harness.records.proof import unproven
+from shardproof.harness.records.proof import unjudged, unproven
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import Run
 from shardproof.reports.expected import stale
@@ -21,7 +21,9 @@ class Conclusion(Enum):
     NOT_CONFORMING = "Not conforming"  # some other verdict, or a stale expectation
     NOT_PROVEN = "Not proven"  # a check of a model that some engine was never seen to train
     INCOMPLETE = "Incomplete"  # no failure, but the run is not whole
-    EMPTY = "Nothing judged"  # no record at all
+    EMPTY = (
+        "Nothing judged"  # no promise was judged, or none of an engine that can live in no world of the run
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,18 +85,16 @@ def conclude(run: Run) -> Conclusion:
     counted = tally(run.records)
     if counted.num_not_conforming or stale(run):
         return Conclusion.NOT_CONFORMING
-    if not counted.total:
-        return Conclusion.EMPTY
+    if unjudged(run.records):
+        return Conclusion.INCOMPLETE if warnings(run) else Conclusion.EMPTY
     if unproven(run.header.options, run.records):
         return Conclusion.NOT_PROVEN
     return Conclusion.INCOMPLETE if warnings(run) else Conclusion.CONFORMING
 
 
 def conforms(run: Run) -> bool:
-    """Return whether the exit code is 0; a shard may be empty, because `merge` checks whether all shards are there."""
-    found = conclude(run)
-    is_empty_shard = found is Conclusion.EMPTY and "shard" in run.header.options and not warnings(run)
-    return found is Conclusion.CONFORMING or is_empty_shard
+    """Return whether the exit code is 0."""
+    return conclude(run) is Conclusion.CONFORMING
 
 
 def warnings(run: Run) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from shardproof.harness.cli.exit_codes import NOTHING_JUDGED
 from shardproof.harness.records.run import read_run
 from tests.shell import ROOT
 
@@ -94,6 +95,21 @@ def test_the_action_judges_shards_and_merges_them(tmp_path: Path) -> None:
     assert {record.engine for record in run.records} == {"torch.ddp", SUMS}
     assert runner.run("merge", merge="runs/2", out="half") == 1
     assert "shard 1 of 2 is missing" in " ".join(read_run(tmp_path / "half").problems)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_job_that_judges_nothing_is_red_unless_it_is_allowed(tmp_path: Path) -> None:
+    runner = Runner(tmp_path)
+    nothing = {"engine": "torch.ddp", "arguments": "--suite zero"}
+    assert runner.run("judge", **nothing, out="red") == NOTHING_JUDGED
+    assert runner.run("judge", **nothing, out="green", **{"allow-unjudged": "true"}) == 0
+    assert runner.run("merge", merge="green", out="merged") == NOTHING_JUDGED
+    jobs = _gitlab()
+    job = {**jobs["variables"], **jobs[".shardproof"]["variables"], "ARGUMENTS": "--suite zero"}
+    script = "\n".join(jobs[".shardproof"]["script"])
+    assert _shell(tmp_path, script, {**job, "CI_JOB_ID": "1"}) == NOTHING_JUDGED
+    assert _shell(tmp_path, script, {**job, "CI_JOB_ID": "2", "ALLOW_UNJUDGED": "true"}) == 0
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from shardproof.harness.cases.case_id import node_of
 from shardproof.harness.cli.exit_codes import (
     CONFORMS,
     DOES_NOT_CONFORM,
+    NOTHING_JUDGED,
     OUR_FAULT,
     PYTEST_INTERRUPTED,
     USAGE,
@@ -379,13 +380,19 @@ def _printer(arguments: argparse.Namespace, render: Callable[[Run], str] | None 
 
 def _show(run_folder: Path, printer: _Printer) -> int:
     """Write a run's reports, print it, and return the exit code."""
-    from shardproof.reports.summary import conforms
+    from shardproof.harness.records.proof import unjudged
+    from shardproof.reports.summary import Conclusion, conclude, conforms
     from shardproof.reports.write import write_reports
 
     result, paths = write_reports(run_folder)
     printer(result, run_folder, paths)
     if Verdict.ERRORED in {record.verdict for record in result.records}:
         return OUR_FAULT
+    if conclude(result) is Conclusion.EMPTY:
+        print(
+            *(f"shardproof: {sentence}" for sentence in unjudged(result.records)), sep="\n", file=sys.stderr
+        )
+        return NOTHING_JUDGED
     return CONFORMS if conforms(result) else DOES_NOT_CONFORM
 
 

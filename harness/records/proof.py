@@ -1,4 +1,4 @@
-"""What a check of a user's model has to prove: that an engine trains it; a refusal proves nothing. No torch here."""
+"""Whether records prove anything: a refusal does not, and a check has to prove that an engine trains. No torch here."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from shardproof.harness.records.record import Record, Verdict
 
 _TRAINS = "::test_trains_as_one_process_does["
+_ELSEWHERE = re.compile(r"needs (a process for each rank|CUDA, or a CPU)")  # see EngineDescription.lacks_in
 _NEEDS = re.compile(r"needs ([A-Z_0-9]+(?:, [A-Z_0-9]+)*);")
 # By a capability that a model needs: the trait of the model, and what a user can do without the capability.
 _TRAITS = {
@@ -37,6 +38,32 @@ class Unproven:
 
     def __str__(self) -> str:
         return f"NOT PROVEN: {self.engine} in {self.world}: {self.why}"
+
+
+def unjudged(records: Sequence[Record]) -> tuple[str, ...]:
+    """Return one sentence for each reason why a run judged nothing; empty if it judged something.
+
+    It judged nothing if every record is of a plan that an engine may refuse, or of a case that was never reached. It
+    judged nothing of an engine that can live in none of its worlds, whatever it judged of others.
+    """
+    by_engine: dict[str, list[Record]] = {}
+    for record in records:
+        by_engine.setdefault(record.engine, []).append(record)
+    idle = {engine: found for engine, found in by_engine.items() if not any(map(_is_judged, found))}
+    homeless = {
+        engine: found for engine, found in idle.items() if all(_ELSEWHERE.match(r.headline) for r in found)
+    }
+    shown = idle if len(idle) == len(by_engine) else homeless
+    if not shown:
+        return () if records else ("no case was judged; see `shardproof list --cases`",)
+    return tuple(
+        f"no promise of {engine} was judged in {len(found)} cases: {found[0].headline}"
+        for engine, found in shown.items()
+    )
+
+
+def _is_judged(record: Record) -> bool:
+    return record.verdict not in {Verdict.UNSUPPORTED, Verdict.NOT_RUN}
 
 
 def unproven(options: Mapping[str, str], records: Sequence[Record]) -> tuple[Unproven, ...]:

@@ -19,7 +19,7 @@ from shardproof.harness.cases.case_id import Catalogue, Node
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.diff.comparability import ComparedRun
 from shardproof.harness.records.joining import carried, refuse_other_cases, refuse_unlike
-from shardproof.harness.records.proof import Unproven, unproven
+from shardproof.harness.records.proof import Unproven, unjudged, unproven
 from shardproof.harness.records.provenance import footer, header
 from shardproof.harness.records.record import (
     MOST_LISTED,
@@ -152,8 +152,12 @@ class RecordWriter:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self._unavailable and self._config.getoption("--engine"):
             session.exitstatus = pytest.ExitCode.USAGE_ERROR  # the user named them
-        if self._writer is not None and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
-            session.exitstatus = pytest.ExitCode.OK  # other shards run the cases, or the interrupted run did
+        is_quiet = session.exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
+        if is_quiet and (self._records or self._writer is not None):
+            judged_nothing = bool(unjudged(self._records))
+            session.exitstatus = (
+                pytest.ExitCode.NO_TESTS_COLLECTED if judged_nothing else pytest.ExitCode.OK
+            )  # an interrupted run may have judged the cases
         if self._writer is not None:
             verdicts = [record.verdict for record in self._records]
             end = footer(verdicts=verdicts, duration_s=time.monotonic() - self._started_s)
@@ -186,6 +190,8 @@ class RecordWriter:
         counts = ", ".join(f"{n} {v}" for v in Verdict if (n := sum(r.verdict is v for r in self._records)))
         kept = f"; kept in {self._out}" if self._out else ""
         terminalreporter.write_line(f"verdicts: {counts}{kept}")
+        for sentence in unjudged(self._records):
+            terminalreporter.write_line(f"NOTHING JUDGED: {sentence}", red=True)
         for cell in self._unproven():
             terminalreporter.write_line(str(cell), red=True)
         for found in self._unused:
