@@ -22,6 +22,7 @@ OURS = re.compile(r"^shardproof\.(?=(engine|fixtures|harness|suites|reports)\b)"
 # The entries of harness/, each of which imports none that follow it.
 ORDER = (
     "errors",
+    "regular_file",
     "torch_compat",
     "tracing",
     "worlds",

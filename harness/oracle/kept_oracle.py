@@ -22,6 +22,8 @@ from typing import BinaryIO
 
 import torch
 
+from shardproof.harness.regular_file import open_regular
+
 _PACKAGES = Path(__file__).parents[2]  # harness and engine, whose code digests of content know by name
 _ENDING = 65  # bytes
 _PIECE = 2**20  # bytes
@@ -36,8 +38,8 @@ class KeptOracle:
     def is_whole(self) -> bool:
         """Return whether the file contains the answer that was stored."""
         try:
-            size = self.path.stat().st_size - _ENDING
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
+                size = os.fstat(file.fileno()).st_size - _ENDING
                 return size > 0 and b"\n" + _digest_of(file, size) == file.read(_ENDING)
         except OSError:
             return False

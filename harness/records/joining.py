@@ -65,8 +65,14 @@ def carried(record: Record, source: Path, target: Path, name: str) -> Record:
         return replace(record, observation=os.path.relpath(observed, target))
     place = PurePosixPath(OBSERVATIONS, f"{name}-{parts[1]}", *parts[2:])
     # Two cases of one run may share observations; links are copied as links, so nothing outside is read.
-    shutil.copytree(observed, target / place, symlinks=True, dirs_exist_ok=True)
+    shutil.copytree(observed, target / place, symlinks=True, dirs_exist_ok=True, ignore=_no_files)
     return replace(record, observation=str(place))
+
+
+def _no_files(folder: str, names: list[str]) -> set[str]:
+    """Return the names of pipes, sockets and devices: copying one may never end."""
+    paths = ((name, Path(folder, name)) for name in names)
+    return {name for name, path in paths if not (path.is_symlink() or path.is_dir() or path.is_file())}
 
 
 def _differences(one: Header, other: Header) -> Iterator[tuple[str, str, str]]:

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from shardproof.harness.regular_file import open_regular, read_regular, replace_regular
+
 MANIFEST = "SHA256SUMS"
 
 _LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)")
@@ -19,7 +21,7 @@ _MISSING, _CHANGED = "missing", "changed since it was written"
 
 def write_manifest(folder: Path, digests: Mapping[str, str]) -> None:
     """Write the hashes of the folder's files, by name."""
-    (folder / MANIFEST).write_text(_text_of(digests))
+    replace_regular(folder / MANIFEST, _text_of(digests).encode())
 
 
 def _text_of(digests: Mapping[str, str]) -> str:
@@ -28,7 +30,7 @@ def _text_of(digests: Mapping[str, str]) -> str:
 
 def digest_of(file: Path) -> str:
     """Return the hash of a file's current bytes."""
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
@@ -39,8 +41,10 @@ def changes(folder: Path, is_asked: Callable[[str], bool] = lambda _: True) -> M
     """
     try:
         text = _text(folder)
-    except OSError:
+    except FileNotFoundError:
         return {MANIFEST: _MISSING}
+    except OSError as error:
+        return {MANIFEST: f"unreadable ({error.strerror})"}
     known = _digests(text)
     found = {name: _change(folder / name, digest) for name, digest in known.items() if is_asked(name)}
     # The text has one form, so no byte of it can change unnoticed.
@@ -55,7 +59,7 @@ def kept_digests(folder: Path) -> Mapping[str, str]:
 
 
 def _text(folder: Path) -> str:
-    return (folder / MANIFEST).read_bytes().decode("ascii", "backslashreplace")
+    return read_regular(folder / MANIFEST).decode("ascii", "backslashreplace")
 
 
 def _digests(text: str) -> dict[str, str]:
@@ -64,9 +68,9 @@ def _digests(text: str) -> dict[str, str]:
 
 
 def _change(file: Path, digest: str) -> str:
-    if not file.is_file():  # a pipe or a folder of that name would never end, or raise
-        return _MISSING
     try:
         return "" if digest_of(file) == digest else _CHANGED
+    except FileNotFoundError:
+        return _MISSING
     except OSError as error:
         return f"unreadable ({error.strerror})"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardproof.harness.records.manifest import MANIFEST, changes
+from shardproof.harness.regular_file import read_regular
 from shardproof.harness.tracing.codec import UNREADABLE, decode
 from shardproof.harness.tracing.events import EventKind, EventLog, collectives_in_flight, compute_spans
 from shardproof.harness.tracing.journal import read_journal
@@ -169,7 +170,7 @@ def _races_in(
     if file.name in problems or not file.is_file():
         return ()
     try:
-        races = decode(RaceReport, json.loads(file.read_text())).races
+        races = decode(RaceReport, json.loads(read_regular(file))).races
         return tuple(_race_mark(race, events, lanes) for race in races if race.second.at_ns)
     except UNREADABLE:
         problems[file.name] = "damaged, left out"

@@ -21,6 +21,7 @@ from typing import Any
 from shardproof.harness.errors import HarnessBug, NewerSchemaError, UsageError
 from shardproof.harness.records.manifest import MANIFEST, changes, write_manifest
 from shardproof.harness.records.record import Footer, Header, Line, Record, from_json, to_json
+from shardproof.harness.regular_file import MOST_BYTES, open_regular, open_to_append, replace_regular
 
 RECORDS = "records.jsonl"
 RUN = "run.jsonl"
@@ -89,6 +90,13 @@ class RunWriter:
     def finish(self, footer: Footer) -> None:
         """Write the footer, which ends the run."""
         self._refuse_after_footer()
+        if os.path.lexists(self.path / MANIFEST):
+            raise UsageError(
+                f"run {self.path}",
+                expected=f"no {MANIFEST} before its end",
+                got="one that an engine or another program put there",
+                hint="looking at what the engine writes; the records are kept, and the run counts as interrupted",
+            )
         self._append_line(RUN, to_json(footer))
         try:
             write_manifest(self.path, {name: found.hexdigest() for name, found in self._digests.items()})
@@ -143,19 +151,11 @@ def read_run(path: Path) -> Run:
 
 def write_file(path: Path, text: str) -> None:
     """Write a whole file atomically: readers see the old text or the new one."""
-    # Not tempfile: its files are private to the user, and reports are shared.
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with scratch.open("wb") as file:
-            # An engine's message may contain half a surrogate pair, which has no UTF-8.
-            file.write(text.encode("utf-8", errors="backslashreplace"))
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
+        # An engine's message may contain half a surrogate pair, which has no UTF-8.
+        replace_regular(path, text.encode("utf-8", errors="backslashreplace"))
     except OSError as error:
         raise _disk_error(path, error) from error
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +178,7 @@ class _RawLine:
 def _append(path: Path, data: bytes) -> None:
     try:
         # Opened for each line: no file stays open over a fork, and an append is one write of a whole line.
-        with path.open("ab", buffering=0) as file:
+        with open_to_append(path) as file:
             end = file.seek(0, os.SEEK_END)
             try:
                 written = file.write(data)
@@ -204,8 +204,8 @@ def _disk_error(path: Path, error: OSError) -> UsageError:
 def _lines(path: Path, name: str) -> Iterator[_RawLine]:
     """Read a file line by line: a run may be too large for memory together with its records."""
     try:
-        with (path / name).open("rb") as file:
-            for raw in file:  # of bytes, whose lines end at \n alone
+        with open_regular(path / name) as file:
+            while raw := file.readline(MOST_BYTES):  # of bytes, whose lines end at \n alone
                 # Lines are ASCII; other bytes become escapes that the error can quote.
                 text = raw.removesuffix(b"\n").decode("ascii", "backslashreplace")
                 yield _RawLine(text=text, is_ended=raw.endswith(b"\n"))

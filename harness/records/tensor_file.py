@@ -19,6 +19,8 @@ from typing import Any, BinaryIO, TypeVar
 
 import torch
 
+from shardproof.harness.regular_file import open_regular
+
 __all__ = ["TensorWriter", "dtype_name", "dtype_of", "read_tree", "write_tree"]
 
 _T = TypeVar("_T", torch.Tensor, torch.Tensor | None)
@@ -47,7 +49,7 @@ def read_tree(path: Path, *, is_mapped: bool = False) -> Any:
     With ``is_mapped``, large tensors are mapped on each access, and take memory while they are used; the file may be
     deleted meanwhile.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         header = file.read(_HEADER.size)
         size = os.fstat(file.fileno()).st_size
         magic, start, length = _HEADER.unpack(header) if len(header) == _HEADER.size else (b"", 0, 0)

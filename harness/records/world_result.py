@@ -12,6 +12,7 @@ from typing import get_args
 from shardproof.harness.errors import UnreadableError
 from shardproof.harness.records.manifest import MANIFEST, changes, digest_of, kept_digests, write_manifest
 from shardproof.harness.records.observation import Observation, load_observation
+from shardproof.harness.regular_file import open_regular, read_regular
 from shardproof.harness.tracing.codec import UNREADABLE, decode, encode
 from shardproof.harness.tracing.journal import Journal, read_journal
 from shardproof.harness.tracing.ledger import Ledger
@@ -67,7 +68,7 @@ def wrapper_path(folder: Path) -> Path:
 def _wrapper(folder: Path) -> str:
     """Read that file up to a length that no call has."""
     try:
-        with wrapper_path(folder).open("rb") as file:
+        with open_regular(wrapper_path(folder)) as file:
             return file.read(_LONGEST_CALLS).decode("utf-8", "replace")
     except OSError:
         return ""
@@ -101,7 +102,7 @@ def _clear(path: Path) -> None:
 def kept_seed(folder: Path) -> int:
     """Read the seed of the schedule; 0 if there is none, as in worlds of processes."""
     file = folder / _SCHEDULE
-    return int(file.read_text()) if file.exists() else 0
+    return int(read_regular(file)) if file.exists() else 0
 
 
 def check_kept(folder: Path) -> None:
@@ -124,7 +125,7 @@ def _is_read(path: Path) -> bool:
 def load_kept(folder: Path) -> SavedResult:
     """Read one world's folder; raises UnreadableError if it is missing or incomplete."""
     try:
-        plain = json.loads((folder / _OUTCOMES).read_text())
+        plain = json.loads(read_regular(folder / _OUTCOMES))
         outcomes = tuple(decode(_KINDS[o.pop("outcome")], o) for o in plain["outcomes"])
         leaks = decode(tuple[str, ...], plain["leaks"])
     except (OSError, *UNREADABLE) as error:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardproof.harness.regular_file import read_regular
 from shardproof.harness.tracing.codec import UNREADABLE, decode, encode, encode_row
 from shardproof.harness.tracing.events import EventLog, TraceEvent, events_of
 from shardproof.harness.tracing.ledger import BufferViolation, CallSummary, Entry, Ledger, Wait, completed
@@ -84,13 +85,15 @@ def _json_of_call(call: CallSummary) -> tuple[str, str, str]:
 
 def read_journal(path: Path) -> Journal:
     """Read a rank's journal, however the rank ended: drops an unfinished last line; a missing file is empty."""
-    if not path.is_file():
+    try:
+        data = read_regular(path, _MOST_BYTES)
+    except FileNotFoundError:
         return Journal((), ())
-    if path.stat().st_size > _MOST_BYTES:
+    except OSError:  # too large, or no file
         return Journal((), (), damaged=(1,))
     reading = _Reading()
     damaged = []
-    for number, line in enumerate(_parsed(path.read_bytes().split(b"\n")[:-1]), start=1):
+    for number, line in enumerate(_parsed(data.split(b"\n")[:-1]), start=1):
         try:
             reading.take(line)
         except UNREADABLE:

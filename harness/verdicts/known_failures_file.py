@@ -19,6 +19,7 @@ from shardproof.engine.registry import known_engines
 from shardproof.harness.cases.case_id import SUITES
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.record import Expectation, Expectations, Verdict
+from shardproof.harness.regular_file import read_regular
 from shardproof.harness.verdicts.known_failures import check_condition, matches
 from shardproof.harness.worlds.spec import MAX_RANKS, WorldKind
 
@@ -54,7 +55,7 @@ def read(file: Path, *, today: date) -> Expectations:
 # Any, from here on: TOML before it is checked.
 def _tables(file: Path) -> list[Any]:
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_regular(file).decode("utf-8")
         plain = tomllib.loads(text)
     except FileNotFoundError as error:
         raise UsageError(

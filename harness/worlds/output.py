@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from shardproof.harness.regular_file import open_regular
+
 SUFFIX = ".output"
 # Characters of a record: enough for a few tracebacks. The files contain the rest.
 _LIMIT = 8_000
@@ -37,7 +39,7 @@ def printed(folder: Path, *, limit: int = _LIMIT) -> str:
     # A rank may have created a pipe there.
     for file in sorted(path for path in folder.rglob(f"*{SUFFIX}") if path.is_file()):
         size = file.stat().st_size
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             stream.seek(max(0, size - limit))
             text = stream.read().decode("utf-8", errors="backslashreplace").strip()
         if text:

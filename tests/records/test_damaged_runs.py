@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import JUDGED, read_run
 from shardproof.reports.summary import Conclusion, conclude
 
-CODES = {0, 1, 2, 3}
+CODES = {0, 1, 2, 3, 4}
 OF_THE_RUN = ("records.jsonl", "run.jsonl", "SHA256SUMS")
 OF_A_TIMELINE = ("rank0.ledger.jsonl", "rank1.ledger.jsonl", "rank0.races.json")
 OF_A_WORLD = (
@@ -45,6 +46,34 @@ class Garbles(DistributedDataParallelEngine):
             if target.exists() and os.readlink(target).endswith("rank1.ledger.jsonl"):
                 with open(os.readlink(target), "a") as journal:
                     journal.write('{"entry":{"se')
+        return super().prepare(model, plan, mesh)
+"""
+
+
+# What is no file, by what makes it at a path.
+STRANGE: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo,
+    "a folder": Path.mkdir,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a link to itself": lambda path: path.symlink_to(path),
+    "a pipe behind a link": lambda path: (
+        os.mkfifo(path.with_suffix(".pipe")),
+        path.symlink_to(path.with_suffix(".pipe")),
+    ),
+}
+REPLACES = """
+import os
+from pathlib import Path
+
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
+
+
+class Replaces(DistributedDataParallelEngine):
+    def prepare(self, model, plan, mesh):
+        if mesh.get_rank() == 0:
+            path = Path({folder!r}, {name!r})
+            path.unlink(missing_ok=True)
+            os.mkfifo(path)
         return super().prepare(model, plan, mesh)
 """
 
@@ -190,3 +219,57 @@ def test_half_a_line_in_a_journal_costs_one_record(tmp_path: Path) -> None:
     assert _call("judge", str(tmp_path / "run"))[0] == 1
     again = read_run(tmp_path / "run" / JUDGED)
     assert [r.headline for r in again.records] == [garbled.headline, honest.headline]
+
+
+@contextlib.contextmanager
+def _replaced(file: Path, make: Callable[[Path], object]) -> Iterator[None]:
+    """Put something strange in place of a file for a while."""
+    kept = file.rename(file.with_suffix(".kept"))
+    make(file)
+    try:
+        yield
+    finally:
+        for path in (file, file.with_suffix(".pipe")):
+            path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+        kept.rename(file)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", STRANGE)
+@pytest.mark.parametrize("name", OF_THE_RUN)
+def test_commands_refuse_what_is_no_file_of_a_run(name: str, kind: str, kept: SavedResult) -> None:
+    with _replaced(kept.file(name, is_of_world=False), STRANGE[kind]):
+        run, merged = str(kept.run), str(kept.run.with_name("merged"))
+        for command in (
+            ["report"],
+            ["timeline"],
+            ["diff", str(kept.copy)],
+            ["merge", "--out", merged],
+            ["judge"],
+        ):
+            _check(*_call(*command, run), is_changed=True)
+        shutil.rmtree(merged, ignore_errors=True)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", STRANGE)
+@pytest.mark.parametrize("name", OF_A_WORLD)
+def test_commands_refuse_what_is_no_file_of_a_world(name: str, kind: str, kept: SavedResult) -> None:
+    with _replaced(kept.file(name, is_of_world=True), STRANGE[kind]):
+        for command in ("timeline", "judge"):
+            _check(
+                *_call(command, str(kept.run)),
+                is_changed=command == "judge" and name not in OF_A_TIMELINE[-1:],
+            )
+
+
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize("name", OF_THE_RUN)
+def test_an_engine_that_replaces_files_of_the_run_makes_it_no_green(name: str, tmp_path: Path) -> None:
+    (tmp_path / "replaces.py").write_text(REPLACES.format(folder=str(tmp_path / "run"), name=name))
+    spec = f"{tmp_path / 'replaces.py'}:Replaces"
+    code, printed = _call(
+        "run", f"--engine={spec}", "--suite=smoke", "-k=trains", f"--out={tmp_path / 'run'}"
+    )
+    assert code in {1, 2, 3}, printed
+    assert "Traceback" not in printed, printed
