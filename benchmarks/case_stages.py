@@ -25,7 +25,7 @@ SESSION = "the session in all"
 
 # The functions of each stage. A stage of the session is called only there, others in forks.
 STAGES_OF_SESSION = {
-    "identity": ["runner.observation_cache:ObservationCache._digest"],
+    "identity": ["runner.training_request:Identities.digest"],
     "worlds": ["worlds.launch:World.__init__", "worlds.launch:World.run", "worlds.launch:World.close"],
     "keeping": ["records.world_result:keep_result", "runner.engines:keep_description"],
     "loading": ["runner.schedules:load_schedules", "records.observation:read_tree"],

@@ -304,8 +304,8 @@ class Training:
 
     def __post_init__(self) -> None:
         """Complete the demands of the plan; raise ValueError where parts of the training contradict each other."""
-        completed = replace(self.plan, demands=self.plan.demands | self._demands)
-        object.__setattr__(self, "plan", completed)
+        if not self._demands <= self.plan.demands:
+            object.__setattr__(self, "plan", replace(self.plan, demands=self.plan.demands | self._demands))
         if self.schedule.scaling is not None and self.schedule.steps_in_backward:
             raise ValueError(
                 "Training: a loss scale needs a step after backward; leave steps_in_backward out"

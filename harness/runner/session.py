@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from shardproof.engine.contract import Capability
-from shardproof.harness.cases.training import Training, Watch
+from shardproof.harness.cases.training import Watch
 from shardproof.harness.errors import LostHostError, UnreadableError, UsageError
 from shardproof.harness.laws.diagnosis import NOT_FINITE
 from shardproof.harness.laws.runtime import NoRaces
@@ -18,8 +18,10 @@ from shardproof.harness.records.ledger_summary import summarize
 from shardproof.harness.records.record import LedgerLine, Record, Verdict
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.engines import EngineDescription
-from shardproof.harness.runner.observation_cache import ObservationCache, Source, unexercised
+from shardproof.harness.runner.observations import Observations, Source
 from shardproof.harness.runner.options import Keep, RunOptions
+from shardproof.harness.runner.oracles import Oracles
+from shardproof.harness.runner.training_request import Identities, Request
 from shardproof.harness.verdicts.case import Case
 from shardproof.harness.verdicts.judgement import Judgement, judge
 from shardproof.harness.worlds.output import printed
@@ -48,7 +50,10 @@ class TrialSession:
 
     def __init__(self, source: Source, effort: RunOptions | None = None) -> None:
         self._effort = effort or RunOptions()
-        self._observations = ObservationCache(source)
+        identities = Identities()
+        self._observations = Observations(source, identities)
+        self._oracles = Oracles(source, identities)
+        self._is_replay = source.is_replay
         self._keeps_all = source.is_replay or source.keep is Keep.ALL
 
     def run(self, case: Case, cell: Cell, *, suite: str, command: str, lacks: str = "") -> Record:
@@ -58,17 +63,13 @@ class TrialSession:
         observations are only read again, and these cannot be read.
         """
         started = time.monotonic()
-        training = self._effort.applied(case.training)
-        engine = self._observations.engine(training, cell, case.id)
-        case = replace(case, training=training)
-        if not training.needs <= engine.capabilities:
-            training = unexercised(training)  # the calls do not affect whether a plan is refused
+        case = replace(case, training=self._effort.applied(case.training))
+        request = Request(training=case.training, cell=cell, case=case.id)
+        engine = self._observations.engine(request)
+        if not case.training.needs <= engine.capabilities:
+            request = request.without_exercises()  # the calls do not affect whether a plan is refused
         try:
-            found = (
-                _unsupported(lacks, self._effort.seed)
-                if lacks
-                else self._judged(case, training, cell, engine)
-            )
+            found = _unsupported(lacks, self._effort.seed) if lacks else self._judged(case, request, engine)
         except Exception as error:  # any other error here is the harness's, and must not stop the other cases
             if isinstance(error, LostHostError) or (
                 isinstance(error, UsageError) and not self._is_fresh(error)
@@ -80,7 +81,7 @@ class TrialSession:
             )
         is_quiet = found.judgement.verdict in _QUIET
         if not is_quiet:
-            self._observations.want(training, cell, case.id)
+            self._observations.keep(request)
         judgement, under = found.judgement, f"under schedule {found.seed}: " if found.seed else ""
         return Record(
             engine=cell.engine,
@@ -100,42 +101,39 @@ class TrialSession:
             ledger=found.ledger,
             outcomes=judgement.outcomes,
             hang=judgement.hang,
-            output="" if is_quiet else printed(self._observations.folder(training, cell, case.id)),
-            observation=""
-            if is_quiet and not self._keeps_all
-            else self._observations.name(training, cell, case.id),
+            output="" if is_quiet else printed(self._observations.folder(request)),
+            observation="" if is_quiet and not self._keeps_all else self._observations.name(request),
             command=" ".join((command, *self._effort.options(found.seed))),
             duration_s=round(time.monotonic() - started, 4),
         )
 
     def _is_fresh(self, error: UsageError) -> bool:
         """Whether this session wrote a file that cannot be read."""
-        return isinstance(error, UnreadableError) and not self._observations.is_replay
+        return isinstance(error, UnreadableError) and not self._is_replay
 
     def close(self) -> None:
         """End pooled worlds."""
         self._observations.close()
 
-    def _judged(self, case: Case, training: Training, cell: Cell, engine: EngineDescription) -> _Judged:
+    def _judged(self, case: Case, request: Request, engine: EngineDescription) -> _Judged:
         """Judge the observations of each schedule; returns the first that did not pass, else the first."""
-        declared = engine.capabilities
-        lacks = engine.lacks_in(cell.world)
-        oracle = self._oracle(case, cell)
+        training, world = request.training, request.cell.world
+        declared, lacks = engine.capabilities, engine.lacks_in(world)
+        oracle = self._oracle(request)
         found: list[_Judged] = []
-        for seed, kept in self._observations.observations(
-            training, cell, self._effort.seeds(training, cell.world), case.id
-        ):
-            judged = partial(judge, case, declared, kept, oracle, lacks=lacks, simulated=_num_simulated(cell))
+        for seed, kept in self._observations.under(self._effort.seeds(training, world), request):
+            judged = partial(
+                judge, case, declared, kept, oracle, lacks=lacks, simulated=request.num_simulated
+            )
             judgement = judged()
             # See [Note: what a kept oracle may decide].
             must_explain = any(not law.held for law in judgement.laws)
-            if judgement.verdict is not Verdict.PASSED and self._observations.forget_oracle(
-                case.training, _data_size(case, cell), case.id, must_explain=must_explain
-            ):
+            is_passed = judgement.verdict is Verdict.PASSED
+            if not is_passed and self._oracles.forget(request, must_explain=must_explain):
                 judgement = judged()
-            if _is_unexplained(judgement, training, cell):
-                judgement = self._explained(judgement, case, cell, seed, declared)
-            is_of_before = training.origin is not None and len(kept.result.outcomes) != cell.world.size
+            if _is_unexplained(judgement, request):
+                judgement = self._explained(judgement, case, request, seed, declared)
+            is_of_before = training.origin is not None and len(kept.result.outcomes) != world.size
             if is_of_before and judgement.verdict is not Verdict.UNSUPPORTED:
                 where = f"in the world before, of {len(kept.result.outcomes)} rank(s): "
                 judgement = replace(judgement, headline=where + judgement.headline)
@@ -145,25 +143,24 @@ class TrialSession:
                 break
         return found[-1] if found[-1].judgement.verdict is not Verdict.PASSED else found[0]
 
-    def _oracle(self, case: Case, cell: Cell) -> Callable[[], OracleObservation]:
-        data_size = _data_size(case, cell)
-        limit_s = max(cell.world.deadline_s, _LEAST_FOR_ORACLE_S)
-        device = cell.world.device
-        return lambda: replace(
-            self._observations.oracle(case.training, data_size, case.id, limit_s=limit_s), device=device
-        )
+    def _oracle(self, request: Request) -> Callable[[], OracleObservation]:
+        world = request.cell.world
+        limit_s = max(world.deadline_s, _LEAST_FOR_ORACLE_S)
+        return lambda: replace(self._oracles.oracle(request, limit_s=limit_s), device=world.device)
 
     def _explained(
-        self, judgement: Judgement, case: Case, cell: Cell, seed: int, declared: frozenset[Capability]
+        self, judgement: Judgement, case: Case, request: Request, seed: int, declared: frozenset[Capability]
     ) -> Judgement:
         """Train once more under the read watch, and add which code read values before they arrived."""
-        watched = replace(case.training, watch=case.training.watch | {Watch.RACES}, schedules=1)
-        if not self._observations.holds(watched, cell, case.id):
+        training = request.training
+        watched = replace(training, watch=training.watch | {Watch.RACES}, schedules=1)
+        watching = replace(request, training=watched)
+        if not self._observations.exist(watching):
             return judgement
-        self._observations.want(watched, cell, case.id)
-        (again, *_) = self._observations.observations(watched, cell, (seed,), case.id)
-        asked = replace(case, training=watched, laws=())  # only the laws of the watch are judged again
-        second = judge(asked, declared, again.kept, self._oracle(case, cell))
+        self._observations.keep(watching)
+        (again, *_) = self._observations.under((seed,), watching)
+        of_the_watch = replace(case, training=watched, laws=())  # only its laws are judged again
+        second = judge(of_the_watch, declared, again.kept, self._oracle(request))
         races = [law for law in second.laws if law.law == NoRaces().name and not law.held]
         if not races:
             return judgement
@@ -178,15 +175,8 @@ def _unsupported(lacks: str, seed: int) -> _Judged:
     return _Judged(judgement=Judgement(verdict=Verdict.UNSUPPORTED, headline=headline), seed=seed)
 
 
-def _data_size(case: Case, cell: Cell) -> int:
-    return 1 if _num_simulated(cell) else case.training.plan.data_size(cell.world.size)
-
-
-def _num_simulated(cell: Cell) -> int:
-    return cell.world.size if cell.world.kind is WorldKind.SIMULATED else 0
-
-
-def _is_unexplained(judgement: Judgement, training: Training, cell: Cell) -> bool:
+def _is_unexplained(judgement: Judgement, request: Request) -> bool:
     """Whether a value may be non-finite because it was read before it arrived, and reads were not watched."""
     is_poisoned = judgement.worst is not None and judgement.worst.looks_like == NOT_FINITE
-    return is_poisoned and cell.world.kind is WorldKind.THREADS and Watch.RACES not in training.watch
+    is_in_threads = request.cell.world.kind is WorldKind.THREADS
+    return is_poisoned and is_in_threads and Watch.RACES not in request.training.watch

@@ -23,8 +23,8 @@ from shardproof import Capability, Case, Cell, MatchesOracle, Plan, Schedule, Tr
 from shardproof.fixtures.optimizers import ADAMW, SGD, Sgd
 from shardproof.fixtures.problems import MLP_EVEN, PROBLEMS, ModelProblem
 from shardproof.harness.cases.content import content_digest
-from shardproof.harness.runner.observation_cache import ObservationCache
 from shardproof.harness.runner.session import Source, TrialSession
+from shardproof.harness.runner.training_request import Identities
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 from tests.judging import judged
 from tests.shell import ROOT
@@ -267,15 +267,15 @@ def test_a_problem_without_a_digest_is_shared_by_no_two_cases_and_found_again(tm
     assert names(is_replay=True) == made
 
 
-def test_a_part_is_read_once_per_case_and_again_for_another(tmp_path: Path) -> None:
+def test_a_part_is_read_once_per_case_and_again_for_another() -> None:
     layers: list[int] = [1]
     problem = replace(MLP_EVEN, model=functools.partial(_layers, layers))
     training = Training(problem=problem, optimizer=SGD)
-    cache = ObservationCache(Source(folder=tmp_path))
-    first = cache.folder(training, CELL, "one")
+    identities = Identities()
+    first = identities.digest(training, "one")
     layers.append(2)
-    assert cache.folder(replace(training), CELL, "one") == first
-    assert cache.folder(training, CELL, "other") != first
+    assert identities.digest(replace(training), "one") == first
+    assert identities.digest(training, "other") != first
 
 
 def _layers(sizes: list[int], _: torch.Generator) -> nn.Module:

@@ -14,7 +14,8 @@ import torch
 from shardproof import LossScaling, MatchesOracle, Training, TrialSession, Verdict
 from shardproof.fixtures.problems import MLP_EVEN, ModelProblem
 from shardproof.harness.oracle import kept_oracle, oracle_answer
-from shardproof.harness.runner.observation_cache import Source, _arithmetic
+from shardproof.harness.runner.observations import Source
+from shardproof.harness.runner.oracles import _arithmetic
 from shardproof.harness.worlds.processes.fresh_process import ask
 from shardproof.suites.training import train
 from tests.judging import judged

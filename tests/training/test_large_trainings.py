@@ -11,8 +11,8 @@ import pytest
 from shardproof import Case, Cell, MatchesOracle, Schedule, TrialSession, WorldSpec
 from shardproof.harness.oracle import oracle_answer
 from shardproof.harness.records.record import Record, Verdict
-from shardproof.harness.runner import observation_cache
-from shardproof.harness.runner.observation_cache import Source
+from shardproof.harness.runner import observations, oracles
+from shardproof.harness.runner.observations import Source
 from shardproof.harness.runner.options import Keep
 from shardproof.harness.worlds.processes.fresh_process import ask
 from tests.judging import TWO_STEPS
@@ -23,8 +23,8 @@ BROKEN = "shardproof.engine.mutants.gradient_sync:NeverSynchronises"
 @pytest.fixture
 def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrialSession:
     """Make a session to which every model is large."""
-    for limit in ("_MOST_BYTES", "_MOST_BYTES_OF_ORACLES"):
-        monkeypatch.setattr(observation_cache, limit, 1)
+    monkeypatch.setattr(observations, "_MOST_BYTES", 1)
+    monkeypatch.setattr(oracles, "_MOST_BYTES_OF_ORACLES", 1)
     return TrialSession(Source(folder=tmp_path, keep=Keep.FAILURES))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardproof import TrialSession, Verdict
-from shardproof.harness.runner import observation_cache
+from shardproof.harness.runner import observations
 from tests import judging
 
 THREADS, PROCESSES = "threads:2", "processes:2"
@@ -66,7 +66,7 @@ def test_a_message_in_the_name_of_another_process_is_blamed_on_its_sender(sessio
 def test_what_a_later_case_damages_is_no_evidence_for_another(
     session: TrialSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(observation_cache, "_MOST_KEPT", 1)
+    monkeypatch.setattr(observations, "_MOST_KEPT", 1)
     assert judging.judged(session, "torch.ddp").verdict is Verdict.PASSED
     (observation,) = tmp_path.rglob("rank1.observation")
     assert judging.judged(session, "reference").verdict is Verdict.PASSED

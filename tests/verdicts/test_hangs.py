@@ -259,7 +259,7 @@ def test_the_record_has_the_hang_report_and_no_oracle_is_asked(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a hang must be reported without an oracle")
 
-    monkeypatch.setattr("shardproof.harness.runner.observation_cache.ask_oracle", refuse)
+    monkeypatch.setattr("shardproof.harness.runner.oracles.ask_oracle", refuse)
     session = TrialSession(Source(folder=tmp_path))
     cell = Cell(
         engine="shardproof.engine.mutants.hangs:TakesTwoGroupsInTurn", world=WorldSpec.parse("threads:2")
