@@ -96,31 +96,6 @@ def _caller() -> str:
     return frame.f_code.co_name
 
 
-def waits_without_own_event(prepared: PreparedModel) -> PreparedModel:
-    """Make gathers wait only for earlier events, not for the one recorded at the wait."""
-
-    def in_context_of_2_15(context: Any) -> None:
-        context.wait_all_gather_streams_on_event = _without_own_event(
-            context.wait_all_gather_streams_on_event
-        )
-
-    for group in groups(prepared):
-        if not hasattr(group, "_wait_all_gather_streams_on_event"):
-            return in_context(in_context_of_2_15)(prepared)
-        group._wait_all_gather_streams_on_event = _without_own_event(group._wait_all_gather_streams_on_event)
-    return prepared
-
-
-def _without_own_event(wait: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wait only for events that were recorded before the caller was called."""
-
-    def sometimes(event: Any) -> None:
-        if sys._getframe(1).f_locals.get("all_gather_copy_out_event") is not event:
-            wait(event)
-
-    return sometimes
-
-
 def ignore(*_: Any) -> None:
     """Do nothing."""
 

@@ -33,16 +33,8 @@ of_one_unit = pytest.mark.kills(
     "ReadsGathersUnderWay",
     "TakesReductionsAsDone",
 )
-of_one_flat_unit = pytest.mark.kills(
-    "ComputesForwardDuringTheGather",
-    "GathersFlatParametersDuringTheStep",
-    "ReducesFlatGradientsInTheMaking",
-    "StepsOnFlatGradientsInTheMaking",
-)
 of_several_units = pytest.mark.kills(
     "FreesTheReduceInput",
-    "ReusesTheReduceInput",
-    "FreesTheGatherOutput",
     "FreesTheCopiedBuffer",
     "RefillsTheReduceInput",
 )
@@ -55,7 +47,6 @@ def test_streams_wait_whatever_the_layout(trial: Trial) -> None:
 
 
 @of_one_unit
-@of_one_flat_unit
 def test_streams_of_one_unit_wait(trial: Trial) -> None:
     _holds(trial, units=())
 
@@ -64,36 +55,16 @@ def test_streams_of_one_unit_wait(trial: Trial) -> None:
 @of_several_units
 @parametrize(
     "reshard",
-    param(Reshard.NATIVE, marks=of_one_flat_unit),
-    param(
-        Reshard.AFTER_FORWARD,
-        id="freed",
-        kills=(
-            "FreesTheGatherOutputInBackward",
-            "FreesTheLastGatherOutput",
-            "RunsTheHookDuringTheReduction",
-            "ComputesBackwardDuringTheGather",
-        ),
-        marks=of_one_flat_unit,
-    ),
-    param(Reshard.KEEP, id="kept", marks=of_one_flat_unit),
-    param(
-        Reshard.TO_PAIRS,
-        id="pairs",
-        kills=(
-            "GathersPartsBeforeTheyAreCut",
-            "SendsPartsBeforeTheyAreCut",
-            "FreesTheGatherOutputInBackward",
-        ),
-        marks=of_four,
-    ),
+    Reshard.NATIVE,
+    param(Reshard.AFTER_FORWARD, id="freed"),
+    param(Reshard.KEEP, id="kept"),
+    param(Reshard.TO_PAIRS, id="pairs", kills="SendsPartsBeforeTheyAreCut", marks=of_four),
 )
 def test_streams_of_several_units_wait(trial: Trial, reshard: Reshard) -> None:
     _holds(trial, reshard=reshard)
 
 
 @of_one_unit
-@of_one_flat_unit
 @parametrize("problem", CHECKPOINTED_CHAIN, LOOPED_CHAIN, ids=["checkpointed", "looped"])
 def test_streams_wait_where_units_run_twice(trial: Trial, problem: Problem) -> None:
     _holds(trial, problem, reshard=NATIVE)
@@ -105,7 +76,6 @@ def test_streams_of_replicas_wait(trial: Trial) -> None:
 
 
 @pytest.mark.kills(
-    "ReducesReplicasBeforeTheScatter",
     "EndsBackwardWithoutAWait",
     "ReducesBeforeTheCut",
     "TakesTheSumOverReplicasAsDone",
@@ -114,7 +84,7 @@ def test_streams_of_replicas_wait(trial: Trial) -> None:
 @parametrize(
     "reduce_dtype",
     param(None, id="own"),
-    param(torch.bfloat16, kills=("FreesTheReplicasBuffer", "FreesReducedOutputs")),
+    param(torch.bfloat16, kills="FreesReducedOutputs"),
 )
 def test_streams_of_a_hybrid_wait(trial: Trial, reduce_dtype: torch.dtype | None) -> None:
     _holds(trial, layout=Layout.HYBRID, reduce_dtype=reduce_dtype)
@@ -137,14 +107,14 @@ def test_streams_wait_over_microbatches(trial: Trial, layout: Layout, accumulati
     _holds(trial, layout=layout, reshard=NATIVE, accumulation=accumulation, microbatches=3)
 
 
-@pytest.mark.kills("CopiesOutDuringTheGather", "FreesTheGatherOutput", "FreesTheCopiedBuffer")
+@pytest.mark.kills("CopiesOutDuringTheGather", "FreesTheCopiedBuffer")
 @parametrize("distance", 1, 2)
 def test_streams_of_prefetched_units_wait(trial: Trial, distance: int) -> None:
     ahead = Prefetch.by_distance(CHAIN.units, forward=distance, backward=distance)
     _holds(trial, prefetch=ahead)
 
 
-@pytest.mark.kills("GathersWhileTheStepWrites", "GathersBeforeTheEventOfTheStep")
+@pytest.mark.kills("GathersWhileTheStepWrites")
 def test_gathers_wait_for_the_event_of_the_step(trial: Trial) -> None:
     _holds(trial, demands=frozenset({Capability.STEP_EVENT}))
 
@@ -154,7 +124,7 @@ def test_streams_wait_with_several_reductions_in_flight(trial: Trial) -> None:
     _holds(trial, max_reduce_buffers=3)
 
 
-@pytest.mark.kills("ReadsAnAsyncGatherUnderWay", "GathersByHandBeforeTheWrite")
+@pytest.mark.kills("GathersByHandBeforeTheWrite")
 def test_streams_wait_for_gathers_by_hand(trial: Trial) -> None:
     script = UnshardByHand(units=CHAIN.units, gather=Gather.UNAWAITED)
     _holds(trial, script=script, demands=frozenset({Capability.ASYNC_GATHER}))

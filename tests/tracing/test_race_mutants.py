@@ -54,7 +54,7 @@ class Expected:
 
 
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
-RAW, WAW, REUSE = RaceKind.READ_AFTER_WRITE, RaceKind.WRITE_AFTER_WRITE, RaceKind.REUSE
+RAW, REUSE = RaceKind.READ_AFTER_WRITE, RaceKind.REUSE
 DEFAULT = "the default stream"
 EXPECTED = {
     "GathersBeforeTheCopyIn": Expected(
@@ -82,16 +82,6 @@ EXPECTED = {
         races=((RAW, "add_", "_foreach_copy_", ""), (RAW, "add_", "_foreach_copy_", "blocks.0")),
         waiting="all_gather_copy_in_stream",
         awaited=DEFAULT,
-    ),
-    "ReusesTheReduceInput": Expected(
-        races=((REUSE, "reduce_scatter", "_chunk_cat", "blocks.2"),),
-        waiting=DEFAULT,
-        awaited="reduce_scatter_stream",
-    ),
-    "RunsTheHookDuringTheReduction": Expected(
-        races=tuple((WAW, "reduce_scatter", "mul_", unit) for unit in BLOCKS),
-        waiting="all_reduce_stream",
-        awaited="reduce_scatter_stream",
     ),
     "TakesReductionsAsDone": Expected(
         races=((RAW, "reduce_scatter", "clone", None),),
