@@ -27,9 +27,9 @@ from tabulate import tabulate
 from shardproof.engine.contract import Plan
 from shardproof.engine.mutants.all_mutants import MUTANTS
 from shardproof.engine.mutants.mutant import Condition, Mutant
-from shardproof.fixtures.program_laws import laws_of
-from shardproof.fixtures.program_space import SPACE
-from shardproof.fixtures.programs import training_of
+from shardproof.fixtures.programs.laws import laws_of
+from shardproof.fixtures.programs.space import SPACE
+from shardproof.fixtures.programs.training import training_of
 from shardproof.harness.cases.space import Program
 from shardproof.harness.cases.training import Training
 from shardproof.harness.records.record import Record, Verdict

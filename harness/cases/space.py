@@ -2,7 +2,7 @@
 
 A program chooses one value of each dimension. The first value of a dimension is the plainest, and a program's spelling
 lists only the others. The meaning of the values is defined elsewhere, for the bundled space in
-`shardproof.fixtures.programs`.
+`shardproof.fixtures.programs.training`.
 """
 
 from __future__ import annotations

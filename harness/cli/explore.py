@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardproof.engine.registry import check_spelling
-from shardproof.fixtures.program_laws import laws_of
-from shardproof.fixtures.program_space import SPACE
-from shardproof.fixtures.programs import training_of
-from shardproof.fixtures.standalone import standalone, unshown
+from shardproof.fixtures.programs.laws import laws_of
+from shardproof.fixtures.programs.script import standalone, unshown
+from shardproof.fixtures.programs.space import SPACE
+from shardproof.fixtures.programs.training import training_of
 from shardproof.harness.cases.case_id import SUITES
 from shardproof.harness.cases.space import Program
 from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM

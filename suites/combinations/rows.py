@@ -17,7 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from shardproof import Capability, Program, ProgramRule, Space
-from shardproof.fixtures.program_space import LAYOUT, SPACE
+from shardproof.fixtures.programs.space import LAYOUT, SPACE
 
 __all__ = ["FAMILIES", "JUDGED_WITH", "Row", "array", "rows_in", "space_of"]
 

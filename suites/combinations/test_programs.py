@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from shardproof import EVEN, SEVERAL, Program, Training, Trial
-from shardproof.fixtures.program_laws import laws_of
-from shardproof.fixtures.programs import training_of
+from shardproof.fixtures.programs.laws import laws_of
+from shardproof.fixtures.programs.training import training_of
 from shardproof.suites.combinations.rows import JUDGED_WITH, rows_in
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.fixtures.program_laws import laws_of
-from shardproof.fixtures.programs import training_of
+from shardproof.fixtures.programs.laws import laws_of
+from shardproof.fixtures.programs.training import training_of
 from shardproof.harness.cases.space import Dimension, Program, Space
 from shardproof.harness.cli.explore import read_programs, write_finding
 from shardproof.harness.cli.main import main

@@ -10,9 +10,9 @@ import pytest
 
 from shardproof import Cell, Dimension, Program, ProgramRule, Space, WorldSpec
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
-from shardproof.fixtures.program_laws import laws_of
-from shardproof.fixtures.program_space import SPACE
-from shardproof.fixtures.programs import training_of
+from shardproof.fixtures.programs.laws import laws_of
+from shardproof.fixtures.programs.space import SPACE
+from shardproof.fixtures.programs.training import training_of
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.runner.exploration import Exploration, Hunt
 from shardproof.harness.tracing.arcs import Arc, can_count, counting_arcs, read_arcs
