@@ -35,15 +35,15 @@ twins: $(STAMP)
 
 # The catalogue on each release of torch: an environment each, several gigabytes, an hour and a half.
 versions: $(STAMP)
-	$(BIN)/python -m benchmarks.torch_versions
+	$(BIN)/python -m campaigns.torch_versions
 
 # Real models at tiny sizes, in an environment of their own with transformers and timm: about half an hour.
 models: $(STAMP)
-	$(BIN)/python -m benchmarks.real_models
+	$(BIN)/python -m campaigns.real_models
 
 # Engines of other packages beside the bundled ones, an environment for each family: some three hours.
 engines: $(STAMP)
-	$(BIN)/python -m benchmarks.engines $(ENGINES)
+	$(BIN)/python -m campaigns.engines $(ENGINES)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

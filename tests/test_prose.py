@@ -8,7 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("harness", "engine", "reports", "suites", "fixtures", "benchmarks", "examples", "tests")
+FOLDERS = (
+    "harness",
+    "engine",
+    "reports",
+    "suites",
+    "fixtures",
+    "benchmarks",
+    "campaigns",
+    "examples",
+    "tests",
+)
 AVOIDED = re.compile(r"\b(whoever|nobody|somebody|is told|are told|was told|were told)\b", re.IGNORECASE)
 OPENINGS = re.compile(r"(Give|Tell|Say|Have|Spell)\b")
 Documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.live_run import LiveRun
+from campaigns.live_run import LiveRun
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import RUN, read_run
 from shardproof.harness.tracing.ledger import ViolationKind

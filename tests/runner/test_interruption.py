@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.live_run import LiveRun
+from campaigns.live_run import LiveRun
 from shardproof.harness.cli import commands
 from shardproof.harness.cli.exit_codes import OUR_FAULT
 from shardproof.harness.cli.main import main

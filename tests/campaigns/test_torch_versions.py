@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.torch_versions import Release, _divergences, _seen_in, _with_releases
+from campaigns.torch_versions import Release, _divergences, _seen_in, _with_releases
 from shardproof.harness.records.run import Run
 from shardproof.harness.torch_compat.releases import TESTED, minor, remark
 from tests.sample_records import HEADER

@@ -1,6 +1,6 @@
 """The catalogue on each release of torch that is supported: one environment a release, one table in the docs.
 
-``python -m benchmarks.torch_versions`` makes the environments below ``.venvs/``, runs the catalogue in them, and writes
+``python -m campaigns.torch_versions`` makes the environments below ``.venvs/``, runs the catalogue in them, and writes
 ``docs/torch-versions.md`` and the line below each heading of ``docs/what-it-found.md``. What a release has run
 already is not run again; delete its folder below ``conformance/versions/`` to have it run anew. An environment takes
 up to 6 GB of disk, a release about twenty minutes on two cores.

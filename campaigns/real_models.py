@@ -1,6 +1,6 @@
 """Models of transformers and timm, judged under engines as their users would: `make models`.
 
-``python -m benchmarks.real_models`` makes an environment of its own below ``.venvs/``, runs `shardproof check` there
+``python -m campaigns.real_models`` makes an environment of its own below ``.venvs/``, runs `shardproof check` there
 on each class of ``examples/models/``, and prints one row a model. What has been run already is not run again; delete
 its folder below ``conformance/models/`` to have it run anew.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.environments import ENVIRONMENTS, ROOT, environment
+from campaigns.environments import ENVIRONMENTS, ROOT, environment
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import read_run
 

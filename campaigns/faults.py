@@ -1,6 +1,6 @@
 """A campaign of faults against the harness itself: kills, stops, full disks and half-written files, drawn from a seed.
 
-    python -m benchmarks.faults --faults 1000 --seed 0
+    python -m campaigns.faults --faults 1000 --seed 0
 
 Each live run judges two honest engines on `smoke` while one thing after another is done to its processes, and at last
 to the run. The exit code is 1 if any target is missed: no false green, no orphan, nothing left over, no lost record,
@@ -21,10 +21,10 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.fault_checks import check_end, check_worlds, records_of
-from benchmarks.fault_damage import cut_one
-from benchmarks.fault_kinds import ENDINGS, STRIKES, Fault, Kind, Miss, strike
-from benchmarks.live_run import Found, LiveRun
+from campaigns.fault_checks import check_end, check_worlds, records_of
+from campaigns.fault_damage import cut_one
+from campaigns.fault_kinds import ENDINGS, STRIKES, Fault, Kind, Miss, strike
+from campaigns.live_run import Found, LiveRun
 
 DEADLINE_S = 5.0
 _MARGIN_S = 2.0

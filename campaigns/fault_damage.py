@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.fault_checks import call, complaint
-from benchmarks.fault_kinds import Fault, Miss
+from campaigns.fault_checks import call, complaint
+from campaigns.fault_kinds import Fault, Miss
 from shardproof.harness.records.run import JUDGED, RECORDS, RUN, read_run
 
 _OF_A_RUN = (RECORDS, RUN, "SHA256SUMS")

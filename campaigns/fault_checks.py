@@ -11,8 +11,8 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.fault_kinds import Fault, Kind, Miss
-from benchmarks.live_run import LateError, LiveRun
+from campaigns.fault_kinds import Fault, Kind, Miss
+from campaigns.live_run import LateError, LiveRun
 from shardproof.harness.cli.main import main
 from shardproof.harness.records.run import RECORDS, RUN
 

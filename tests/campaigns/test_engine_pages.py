@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import engines
-from benchmarks.engine_pages import Judged, columns, columns_of, page, summary
+from campaigns import engines
+from campaigns.engine_pages import Judged, columns, columns_of, page, summary
 from shardproof.engine.registry import BUILT_IN, THIRD_PARTY
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import Run

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import faults
-from benchmarks.fault_checks import check_worlds, complaint
-from benchmarks.fault_damage import cut_one
-from benchmarks.fault_kinds import Fault, Kind, Miss
-from benchmarks.live_run import LiveRun
+from campaigns import faults
+from campaigns.fault_checks import check_worlds, complaint
+from campaigns.fault_damage import cut_one
+from campaigns.fault_kinds import Fault, Kind, Miss
+from campaigns.live_run import LiveRun
 from tests.shell import ROOT, python
 
 WORLD = "observations/main/torch.ddp/threads-2/mlp"
@@ -30,7 +30,7 @@ LINES = {
 
 @pytest.mark.slow
 def test_a_short_campaign_misses_no_target() -> None:
-    done = python("-m", "benchmarks.faults", "--faults", "8", "--seed", "173", limit_s=115)
+    done = python("-m", "campaigns.faults", "--faults", "8", "--seed", "173", limit_s=115)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "faults tried, 8 done, " in done.stdout
 
@@ -86,7 +86,7 @@ def test_a_command_that_raises_is_a_complaint(monkeypatch: pytest.MonkeyPatch, t
         raise KeyError("schema")
 
     assert complaint("report", str(tmp_path)) == ""
-    monkeypatch.setattr("benchmarks.fault_checks.main", fails)
+    monkeypatch.setattr("campaigns.fault_checks.main", fails)
     assert complaint("report", str(tmp_path)) == "report raised KeyError: 'schema'"
 
 
@@ -96,9 +96,9 @@ def test_a_cut_that_costs_another_record_is_noticed(monkeypatch: pytest.MonkeyPa
     (run / "observations" / "w" / "outcomes.json").touch()
     for name in ("records.jsonl", "run.jsonl", "SHA256SUMS"):
         shutil.copy(ROOT / "tests" / "cli" / "test_cli.py", run / name)
-    monkeypatch.setattr("benchmarks.fault_damage._OF_A_RUN", ("records.jsonl",))
-    monkeypatch.setattr("benchmarks.fault_damage.complaint", lambda *_: "")
-    monkeypatch.setattr("benchmarks.fault_damage.call", lambda *_: (0, ""))
-    monkeypatch.setattr("benchmarks.fault_damage.read_run", lambda _: type("Run", (), {"records": ()}))
+    monkeypatch.setattr("campaigns.fault_damage._OF_A_RUN", ("records.jsonl",))
+    monkeypatch.setattr("campaigns.fault_damage.complaint", lambda *_: "")
+    monkeypatch.setattr("campaigns.fault_damage.call", lambda *_: (0, ""))
+    monkeypatch.setattr("campaigns.fault_damage.read_run", lambda _: type("Run", (), {"records": ()}))
     fault = cut_one(run, tmp_path, random.Random(1))
     assert {miss for miss, _ in fault.misses} == {Miss.FALSE_GREEN, Miss.LOST}

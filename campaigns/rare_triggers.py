@@ -1,7 +1,7 @@
 """How many mutants of pairs die of the cases written by hand, of the rows of combinations, and of programs drawn.
 
 Each of these mutants is wrong only where two ordinary things meet. Run:
-``python -m benchmarks.rare_triggers [--programs 60] [--seed 1] [--catalogue] [--mutants N] [--markdown]``
+``python -m campaigns.rare_triggers [--programs 60] [--seed 1] [--catalogue] [--mutants N] [--markdown]``
 ``--catalogue`` runs all other suites for each mutant until a case fails that the reference engine passes, which takes
 minutes for one that survives. ``--mutants`` takes N of them, drawn by the seed.
 """
@@ -108,7 +108,7 @@ def _killer(engine: str) -> str:
     suites = [str(folder) for folder in suite_folders() if folder.name != "combinations"]
     with tempfile.TemporaryDirectory() as out:
         where = ["--engine", engine, "--world", _WORLD, "--no-expectations", "--out", out, "-x", "-q"]
-        command = [sys.executable, "-m", "pytest", "-p", "benchmarks.rare_triggers", *suites, *where]
+        command = [sys.executable, "-m", "pytest", "-p", "campaigns.rare_triggers", *suites, *where]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
         records = read_run(Path(out)).records
     if len(records) < _FEWEST:

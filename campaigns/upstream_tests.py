@@ -1,6 +1,6 @@
 """Torch's own tests of FSDP2 on a CPU: on torch's engine, on the reference engine, and on mutants drawn by a seed.
 
-``python -m benchmarks.upstream_tests FOLDER --mutants 20`` takes the folder of torch's files, which are no part of this
+``python -m campaigns.upstream_tests FOLDER --mutants 20`` takes the folder of torch's files, which are no part of this
 project, adds a line for each test to ``--out``, goes on there where it was interrupted, and prints the tables of
 docs/torch-tests.md; ``--ours`` is a run of `shardproof mutants` to compare with. It needs the package expecttest.
 

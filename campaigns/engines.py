@@ -1,6 +1,6 @@
 """Every engine that has an adapter here, judged by the whole catalogue: `make engines`, of one `ENGINES=fairscale`.
 
-``python -m benchmarks.engines`` makes an environment for each family below ``.venvs/engines/``, runs the catalogue in
+``python -m campaigns.engines`` makes an environment for each family below ``.venvs/engines/``, runs the catalogue in
 it, and writes ``docs/engines.md`` and ``docs/engines/`` from the records. What has been run already is not run again;
 delete its folder below ``conformance/engines/`` to have it run anew. All take some three hours on two cores.
 """
@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.engine_pages import Judged, columns, columns_of, page, summary
-from benchmarks.environments import ENVIRONMENTS, ROOT, environment
+from campaigns.engine_pages import Judged, columns, columns_of, page, summary
+from campaigns.environments import ENVIRONMENTS, ROOT, environment
 from shardproof.engine.registry import BUILT_IN, THIRD_PARTY
 from shardproof.harness.records.record import Expectations
 from shardproof.harness.records.run import read_run

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from benchmarks.live_run import Found, LiveRun, state_of
+from campaigns.live_run import Found, LiveRun, state_of
 
 _POLL_S = 0.005
 _STATE_LIMIT_S = 0.5

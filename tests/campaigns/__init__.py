@@ -1,0 +1,1 @@
+"""Tests of campaigns and the pages that they write."""
