@@ -88,7 +88,7 @@ _SEEN = re.compile(r"^Seen in torch .*\n\n|^Not seen in .*\n\n", re.M)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """One section of the page on what was found: its number, title, and the pytest command that shows it."""
+    """One section of the page on what was found: its number, title, and the command that shows it."""
 
     number: int
     title: str
@@ -190,8 +190,8 @@ def _shown(divergence: Divergence, python: Path, folder: Path) -> str:
     """Run the command of a divergence and return the result of its verdicts."""
     out = folder / "divergences" / str(divergence.number)
     shutil.rmtree(out, ignore_errors=True)
-    _, *arguments = shlex.split(divergence.command)
-    command = [str(python), "-m", "pytest", "-q", *arguments, "--out", str(out)]
+    module, *arguments = shlex.split(divergence.command)
+    command = [str(python), "-m", module, *arguments, "--out", str(out)]
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     with _log(folder / "divergences" / f"{divergence.number}.log") as log:
         subprocess.run(
