@@ -1,6 +1,6 @@
 """The page on classes of bugs: each row names the mutants after its reports, or the reason why there is none.
 
-``python -m tests.test_bug_classes`` writes the mutants into the page.
+``python -m tests.engine.test_bug_classes`` writes the mutants into the page.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def test_every_reason_is_given() -> None:
 
 def test_every_row_names_all_mutants_after_its_reports() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert _rendered(text) == text, "try python -m tests.test_bug_classes"
+    assert _rendered(text) == text, "try python -m tests.engine.test_bug_classes"
 
 
 def test_mutants_are_written_into_a_page() -> None:

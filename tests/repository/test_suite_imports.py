@@ -1,7 +1,7 @@
 """Imports of the suites: names of one module in order, as many on a line as fit, and each line a statement.
 
 A case needs a dozen names of the public interface, each of which the formatter would put on a line of its own.
-`python -m tests.test_suite_imports` rewrites what this test finds.
+`python -m tests.repository.test_suite_imports` rewrites what this test finds.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Rules of the repository itself: imports, documentation, prose, packaging."""
