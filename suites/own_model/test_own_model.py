@@ -8,20 +8,10 @@ import pytest
 import torch
 
 from shardproof import AFTER_MORE, EVEN, SEVERAL, Accumulation, AllWaited, Between, Bytes, Capability, Clip
-from shardproof import (
-    ComputesInTheDtypeAsked,
-    Count,
-    Dtype,
-    EachMicrobatch,
-    Eventful,
-    Exactly,
-    Grouping,
-    HoldsItsShare,
-)
-from shardproof import Interlude, Layout, Probe
-from shardproof import LossScaling, MatchesOracle, NamedOptimizer, Nothing, OnlyThese, Op, Origin, Phase, Plan
-from shardproof import RanksAgree, RanksBefore, Reshard, Resume, Schedule, Select, StateForm, Training, Trial
-from shardproof import UserModel
+from shardproof import ComputesInTheDtypeAsked, Count, Dtype, EachMicrobatch, Eventful, Exactly, Grouping
+from shardproof import HoldsItsShare, Interlude, Layout, LossScaling, MatchesOracle, NamedOptimizer, Nothing
+from shardproof import OnlyThese, Op, Origin, Phase, Plan, Probe, RanksAgree, RanksBefore, Reshard, Resume
+from shardproof import Schedule, Select, StateForm, Training, Trial, UserModel
 from shardproof.fixtures.optimizers import SGD
 from shardproof.suites.own_model.closed_forms import GATHERED, GATHERED_PADDED, NUM_GATHERED, NUM_REDUCED
 from shardproof.suites.own_model.closed_forms import NUM_REDUCED_LEAST, REDUCED_ALIGNED, REDUCED_LEAST
