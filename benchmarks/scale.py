@@ -29,7 +29,7 @@ from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import TRANSFORMER
 from shardproof.harness.cases.training import Training
 from shardproof.harness.records.observation import Observation, load_observation
-from shardproof.harness.records.world_result import observation_path
+from shardproof.harness.records.saved_result import observation_path
 from shardproof.harness.torch_compat.process_groups import HashStore
 from shardproof.harness.tracing.collectives.interception import standing_in_c10d
 from shardproof.harness.tracing.journal import read_journal

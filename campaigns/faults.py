@@ -52,7 +52,7 @@ class Live:
         self._descriptors: list[int] = []
 
     def strike(self, num: int) -> None:
-        """Do so many things to the processes of the run, one after the other."""
+        """Inject ``num`` faults into the processes of the run, one after the other."""
         kinds = [k for k in STRIKES if self.has_workers or k.role != "worker"]
         for kind in self._rng.choices(kinds, [STRIKES[k] for k in kinds], k=num):
             if self.run.process.poll() is not None:

@@ -83,7 +83,7 @@ class _WrappedByUser(Engine):
         self.capabilities = engine.capabilities & _OF_ANY_CALL
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Have the user's function wrap the model."""
+        """Wrap the model by the user's function."""
         plan.refuse_beyond(self.capabilities)
         wrap: Callable[..., object] = self._wrap
         takes_mesh = len(inspect.signature(wrap).parameters) > 1

@@ -26,7 +26,7 @@ from shardproof import (
 from shardproof.fixtures.chain import CHAIN
 from shardproof.fixtures.optimizers import SGD
 from shardproof.harness.records.rank_timeline import RankTimeline, Timeline, read_timeline
-from shardproof.harness.records.world_result import keep_result
+from shardproof.harness.records.saved_result import keep_result
 from shardproof.harness.tracing.races.race_report import Race
 from shardproof.harness.training.rank_body import drive_rank
 from shardproof.reports.timeline_svg import draw_alone

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardproof.engine.adapters.ended_by_hand import EndedByHand, EndedByHandEngine
+from shardproof.engine.adapters.manual_finalization import ManualFinalizationEngine, ManuallyFinalized
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.contract import Capability
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
@@ -197,40 +197,40 @@ class CountsTheGraphOnceForAll(DistributedDataParallelEngine):
         interface = _StaticForEver
 
 
-class _Unreduced(EndedByHand):
+class _Unreduced(ManuallyFinalized):
     def reduce(self, gradients: list[torch.Tensor]) -> None:
         pass
 
 
 @mutant(after="facebookresearch/fairscale#777", kills_on=_FINALIZES)
-class EndsBackwardsUnreduced(EndedByHandEngine):
+class EndsBackwardsUnreduced(ManualFinalizationEngine):
     """A backward that the caller finalizes is never reduced."""
 
     class Prepared(PreparedDdp):
         interface = _Unreduced
 
 
-class _OnceMore(EndedByHand):
+class _OnceMore(ManuallyFinalized):
     def reduce(self, gradients: list[torch.Tensor]) -> None:
         super().reduce(gradients)
         super().reduce(gradients)
 
 
 @mutant(after="NVIDIA/cosmos-framework#161", kills_on=_FINALIZES, trace=Trace.COMMUNICATION)
-class ReducesOnceMoreAtTheEnd(EndedByHandEngine):
+class ReducesOnceMoreAtTheEnd(ManualFinalizationEngine):
     """Reduced gradients are reduced again when the caller finalizes the backward."""
 
     class Prepared(PreparedDdp):
         interface = _OnceMore
 
 
-class _Unchecked(EndedByHand):
+class _Unchecked(ManuallyFinalized):
     def check(self, holds: bool, otherwise: str) -> None:
         pass
 
 
 @mutant(after="pytorch/pytorch#104504", kills_on=_FINALIZES, trace=Trace.SILENCE)
-class EndsBackwardsWhateverComes(EndedByHandEngine):
+class EndsBackwardsWhateverComes(ManualFinalizationEngine):
     """Backwards are finalized without a call, twice, too early, while they are held back, and not at all."""
 
     class Prepared(PreparedDdp):

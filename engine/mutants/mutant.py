@@ -17,8 +17,9 @@ _E = TypeVar("_E", bound=type[Engine])
 
 
 class Trace(Enum):
-    """Where a fault shows, and the verdicts that show it; a mutant with right numbers escapes every comparison of them.
+    """Where a fault shows, and the verdicts that show it.
 
+    Comparing numbers cannot detect a mutant whose numbers are right.
     Verdicts are strings, not imported: engines do not depend on the harness.
     """
 

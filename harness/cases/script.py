@@ -36,7 +36,7 @@ class Evaluation(Enum):
 class Probe(Enum):
     """The purpose of a forward with gradients that has no backward in the step."""
 
-    DROPPED = "its loss goes backward never, as that of a batch which is left out"
+    DROPPED = "its loss gets no backward, like that of a skipped batch"
     OF_INPUTS = "the gradient of its loss by its inputs, as adversaries and saliency maps take it"
 
 

@@ -18,10 +18,10 @@ from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.tracing.events import EventKind, EventLog, TraceEvent
 from shardproof.harness.tracing.ledger import Ledger, Op, Phase
 
-_STARTS = {EventKind.ENTERED, EventKind.TURNED}
-_ENDS = {Phase.FORWARD: EventKind.LEFT, Phase.BACKWARD: EventKind.GRADED}
+_STARTS = {EventKind.ENTERED, EventKind.BACKWARD_ENTERED}
+_ENDS = {Phase.FORWARD: EventKind.LEFT, Phase.BACKWARD: EventKind.BACKWARD_ENDED}
 # While a unit computes, and when a phase is over, the engine's own hooks are through.
-_SETTLED = {EventKind.COMPUTES, EventKind.GRADES, EventKind.ENDED}
+_SETTLED = {EventKind.COMPUTES, EventKind.BACKWARD_STARTED, EventKind.ENDED}
 _REDUCING = {Op.REDUCE_SCATTER, Op.ALL_REDUCE}
 
 

@@ -17,7 +17,7 @@ from shardproof.harness.laws.law import Law
 from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.oracle.oracle_observation import Quantity
 from shardproof.harness.records.record import Record, Verdict
-from shardproof.harness.records.world_result import arcs_path
+from shardproof.harness.records.saved_result import arcs_path
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.options import RunOptions
 from shardproof.harness.runner.session import Source, TrialSession

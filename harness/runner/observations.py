@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from shardproof.harness.cases.training import Training, Watch
 from shardproof.harness.errors import UnreadableError
-from shardproof.harness.records.world_result import check_kept, keep_result
+from shardproof.harness.records.saved_result import check_kept, keep_result
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.engines import EngineDescription, describe, keep_description, load_description
 from shardproof.harness.runner.options import Keep

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardproof.harness.records.world_result import (
+from shardproof.harness.records.saved_result import (
     SavedResult,
     keep_result,
     kept_seed,

@@ -28,9 +28,9 @@ class EventKind(Enum):
     ENTERED = "a unit's forward was called"
     COMPUTES = "a unit's forward began to compute: the engine's own hooks are through"
     LEFT = "a unit's forward was computed"
-    TURNED = "backward reached a unit"
-    GRADES = "a unit's gradients begin to be computed: the engine's own hooks are through"
-    GRADED = "the gradients of a unit's inputs are there"
+    BACKWARD_ENTERED = "backward reached a unit"
+    BACKWARD_STARTED = "a unit's gradients begin to be computed: the engine's own hooks are through"
+    BACKWARD_ENDED = "the gradients of a unit's inputs are there"
     UNSHARDED = "a unit was seen whole"
     RESHARDED = "a unit was seen sharded"
 
@@ -142,15 +142,15 @@ class _ComputeSpans:
             case EventKind.ENTERED:
                 self._pause(at)
                 self._frames.append(_Frame(unit, event.phase is Phase.BACKWARD))
-            case EventKind.TURNED:
+            case EventKind.BACKWARD_ENTERED:
                 self._pause(at)
                 self._frames = [_Frame(unit, is_backward=True)]
-            case EventKind.COMPUTES | EventKind.GRADES:
+            case EventKind.COMPUTES | EventKind.BACKWARD_STARTED:
                 if self._frames and self._frames[-1].unit == unit and self._frames[-1].since is None:
                     self._frames[-1].since = at
             case EventKind.LEFT:
                 self._leave(at, unit)
-            case EventKind.GRADED:
+            case EventKind.BACKWARD_ENDED:
                 # A recomputed forward may have stopped early, and is part of the unit's own backward in any case.
                 if any(frame.unit == unit for frame in self._frames):
                     self._pause(at)

@@ -100,7 +100,7 @@ class Recorder:
     def enter_unit_backward(self, unit: str) -> None:
         """Record that backward reached a unit, which stays current until backward reaches another."""
         self._units[:] = [unit]
-        self.mark(EventKind.TURNED, unit)
+        self.mark(EventKind.BACKWARD_ENTERED, unit)
 
     def mark(
         self,

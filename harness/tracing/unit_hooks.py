@@ -91,7 +91,7 @@ class _Hooks:
         given = (t.grad_fn for t in _tensors_in(inputs) if t.requires_grad)
         # An engine that watches inputs inserts one node of its own before them all; this hook comes before that node.
         if (node := next((n for n in given if n is not None), None)) is not None:
-            node.register_prehook(self._marks(EventKind.GRADED))
+            node.register_prehook(self._marks(EventKind.BACKWARD_ENDED))
 
     def leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """End the turn, and hook the outputs' gradients to record that backward reaches the unit."""
@@ -106,7 +106,7 @@ class _Hooks:
         for tensor in _tensors_in(output):
             if tensor.grad_fn is not None and self._results.is_new(tensor):
                 # Hooks of a node run after those of its tensors, where engines gather.
-                tensor.grad_fn.register_prehook(self._marks(EventKind.GRADES))
+                tensor.grad_fn.register_prehook(self._marks(EventKind.BACKWARD_STARTED))
 
     def _arrive(self, gradient: torch.Tensor) -> None:
         self._recorder.enter_unit_backward(self._unit)

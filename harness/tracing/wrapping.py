@@ -87,7 +87,7 @@ class WrapperCalls:
 
 
 def _spelled(name: str, options: str, modules: list[str]) -> str:
-    """Spell a call as in Python; of calls on several modules, the call on each."""
+    """Return a call as Python spells it; of calls on several modules, the call on each."""
     names = list(dict.fromkeys(modules))
     first = "model" if names == ["the model"] else "module"
     call = f"{name}({', '.join(filter(None, (first, options)))})"

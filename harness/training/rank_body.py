@@ -28,7 +28,7 @@ from shardproof.harness.records.observation import (
     digest,
     save_observation,
 )
-from shardproof.harness.records.world_result import arcs_path, observation_path, wrapper_path
+from shardproof.harness.records.saved_result import arcs_path, observation_path, wrapper_path
 from shardproof.harness.torch_compat.profiler_labels import idle_labels
 from shardproof.harness.tracing.arcs import counting_arcs
 from shardproof.harness.tracing.ledger import Phase

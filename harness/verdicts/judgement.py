@@ -19,7 +19,7 @@ from shardproof.harness.laws.structure import num_declared_zeros
 from shardproof.harness.oracle.oracle_observation import OracleObservation
 from shardproof.harness.records.hang import HangReport
 from shardproof.harness.records.record import LawRecord, OutcomeRecord, TensorRecord, Verdict, VisibleError
-from shardproof.harness.records.world_result import SavedResult
+from shardproof.harness.records.saved_result import SavedResult
 from shardproof.harness.verdicts.case import Case, Refusal
 from shardproof.harness.verdicts.hang_analysis import TRANSPORT_ERRORS, analyse_hang
 from shardproof.harness.verdicts.simple_defects import least_visible
@@ -258,7 +258,7 @@ def _judge_laws(case: Case, kept: SavedResult, oracle: OracleObservation, simula
     rulings = [law.judge(evidence) for law in (*always, *asked)]
     broken = [r for r in rulings if not r.record.held]
     worst = _worst(broken or rulings)
-    # Simulated numbers mean nothing, and a law of ledgers is never vacuous, but blind.
+    # Simulated numbers mean nothing, and a law of ledgers with nothing to check fails as blind.
     reason = None if broken or simulated else vacuous_because(evidence)
     verdict, visible = Verdict.PASSED, tuple[VisibleError, ...]()
     if broken:

@@ -118,7 +118,7 @@ def _sum(output: dict[str, Any]) -> Any:
 
 @pytest.mark.api("forward")
 @pytest.mark.kills("DropsKeywords")
-@expects("the containers", "a text in them", "their sum", "what they taught")
+@expects("the containers", "a text in them", "sum of the outputs", "gradients")
 def test_passes_keywords_and_containers_through_forward(bench: Bench) -> None:
     root, alone = bench.wrapped(_Talkative(), units=("tower", "tower.middle")), _Talkative()
     keywords: dict[str, Any] = {"scales": {"up": torch.tensor(2.0)}, "times": 3}
@@ -126,13 +126,13 @@ def test_passes_keywords_and_containers_through_forward(bench: Bench) -> None:
     containers = [list(output), type(output["pair"]), output["none"]]
     bench.same("the containers", containers, [list(expected), _Pair, None])
     bench.same("a text in them", output["list"][1][0], "text")
-    bench.same("their sum", _sum(output).detach(), _sum(expected).detach())
+    bench.same("sum of the outputs", _sum(output).detach(), _sum(expected).detach())
     (_sum(output) * bench.size).backward()
     for rank in bench.ranks:
         _sum(alone(batch(rank), **keywords)).backward()
     with bench.api.summon_full_params(root, with_grads=True):
         got = shown_gradients(root)
-    bench.same("what they taught", got, shown_gradients(alone))
+    bench.same("gradients", got, shown_gradients(alone))
 
 
 class Conversion(Enum):

@@ -9,13 +9,13 @@ import re
 from collections import Counter
 
 import shardproof.engine.mutants
-from shardproof.engine.adapters.ended_by_hand import EndedByHandEngine
+from shardproof.engine.adapters.manual_finalization import ManualFinalizationEngine
 from shardproof.engine.contract import Engine
 from shardproof.engine.mutants.all_mutants import MUTANTS
 from shardproof.engine.mutants.mutant import Trace
 from shardproof.engine.registry import BUILT_IN, resolve
 
-HONEST: set[type[Engine]] = {EndedByHandEngine, *(type(resolve(name)) for name in BUILT_IN)}
+HONEST: set[type[Engine]] = {ManualFinalizationEngine, *(type(resolve(name)) for name in BUILT_IN)}
 CLASSES = [
     value
     for info in pkgutil.iter_modules(shardproof.engine.mutants.__path__, prefix="shardproof.engine.mutants.")

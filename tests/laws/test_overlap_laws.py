@@ -41,12 +41,14 @@ def chain(*order: str, phase: Phase = Phase.BACKWARD) -> tuple[tuple[Entry, ...]
             what = {
                 **dict.fromkeys("GR", EventKind.ISSUED),
                 "W": EventKind.JOINED,
-                "C": EventKind.COMPUTES if is_forward else EventKind.GRADES,
-                "D": EventKind.LEFT if is_forward else EventKind.GRADED,
+                "C": EventKind.COMPUTES if is_forward else EventKind.BACKWARD_STARTED,
+                "D": EventKind.LEFT if is_forward else EventKind.BACKWARD_ENDED,
                 "F": EventKind.RESHARDED,
             }[word[0]]
             if word[0] == "C":
-                events.append(_event(EventKind.ENTERED if is_forward else EventKind.TURNED, step, unit))
+                events.append(
+                    _event(EventKind.ENTERED if is_forward else EventKind.BACKWARD_ENTERED, step, unit)
+                )
             events.append(_event(what, step, unit, issued[unit] if word[0] == "W" else seq))
     return numbered(entries), tuple(replace(event, phase=phase) for event in events)
 

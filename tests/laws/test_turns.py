@@ -14,10 +14,10 @@ from tests.laws.test_ledger_order import BYTES_OF
 from tests.ledgers import entry, evidence, numbered
 
 _KINDS = {
-    "turn": EventKind.TURNED,
+    "turn": EventKind.BACKWARD_ENTERED,
     "whole": EventKind.UNSHARDED,
-    "compute": EventKind.GRADES,
-    "done": EventKind.GRADED,
+    "compute": EventKind.BACKWARD_STARTED,
+    "done": EventKind.BACKWARD_ENDED,
     "free": EventKind.RESHARDED,
     "gather": EventKind.ISSUED,
     "reduce": EventKind.ISSUED,

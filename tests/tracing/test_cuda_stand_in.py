@@ -10,7 +10,7 @@ import torch
 from shardproof import Layout, Phase, Plan, Schedule, Training, Watch, WorldSpec, launch
 from shardproof.fixtures.chain import CHAIN
 from shardproof.fixtures.optimizers import SGD
-from shardproof.harness.records.world_result import keep_result, load_kept
+from shardproof.harness.records.saved_result import keep_result, load_kept
 from shardproof.harness.runner.engines import EngineDescription
 from shardproof.harness.tracing.races.fake_cuda import cuda_stand_in
 from shardproof.harness.tracing.races.race_report import RaceKind, RaceReport

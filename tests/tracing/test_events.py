@@ -148,26 +148,57 @@ def events(*words: str) -> EventLog:
             id="a unit around another computes before and after it",
         ),
         pytest.param(
-            ("BEGAN", "TURNED b", "GRADES b", "GRADED b", "TURNED a", "GRADES a", "ENDED"),
+            (
+                "BEGAN",
+                "BACKWARD_ENTERED b",
+                "BACKWARD_STARTED b",
+                "BACKWARD_ENDED b",
+                "BACKWARD_ENTERED a",
+                "BACKWARD_STARTED a",
+                "ENDED",
+            ),
             [("b", 2, 3), ("a", 5, 6)],
             id="backward ends with the gradients of inputs or the phase",
         ),
         pytest.param(
-            ("TURNED b", "GRADES b", "TURNED a", "GRADES a", "GRADED a", "GRADED b"),
+            (
+                "BACKWARD_ENTERED b",
+                "BACKWARD_STARTED b",
+                "BACKWARD_ENTERED a",
+                "BACKWARD_STARTED a",
+                "BACKWARD_ENDED a",
+                "BACKWARD_ENDED b",
+            ),
             [("b", 1, 2), ("a", 3, 4)],
             id="another unit's turn ends backward too",
         ),
         pytest.param(
-            ("TURNED a", "GRADES a", "ENTERED a", "COMPUTES a", "LEFT a", "GRADED a"),
+            (
+                "BACKWARD_ENTERED a",
+                "BACKWARD_STARTED a",
+                "ENTERED a",
+                "COMPUTES a",
+                "LEFT a",
+                "BACKWARD_ENDED a",
+            ),
             [("a", 1, 2), ("a", 3, 4), ("a", 4, 5)],
             id="a forward that runs again is part of backward",
         ),
         pytest.param(
-            ("TURNED a", "GRADES a", "ENTERED a", "COMPUTES a", "GRADED a", "TURNED b"),
+            (
+                "BACKWARD_ENTERED a",
+                "BACKWARD_STARTED a",
+                "ENTERED a",
+                "COMPUTES a",
+                "BACKWARD_ENDED a",
+                "BACKWARD_ENTERED b",
+            ),
             [("a", 1, 2), ("a", 3, 4)],
             id="one that is broken off as well",
         ),
-        pytest.param(("computes a", "left a", "GRADED a", "GRADES b"), [], id="strays are none"),
+        pytest.param(
+            ("computes a", "left a", "BACKWARD_ENDED a", "BACKWARD_STARTED b"), [], id="strays are none"
+        ),
     ],
 )
 def test_stretches_of_compute(words: tuple[str, ...], expected: list[tuple[str, int, int]]) -> None:

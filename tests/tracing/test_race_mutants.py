@@ -15,7 +15,7 @@ from shardproof.engine.contract import Accumulation, Grouping, Layout, Plan, Res
 from shardproof.engine.mutants.all_mutants import MUTANTS
 from shardproof.fixtures.chain import CHAIN
 from shardproof.fixtures.optimizers import SGD
-from shardproof.harness.records.world_result import keep_result, load_kept
+from shardproof.harness.records.saved_result import keep_result, load_kept
 from shardproof.harness.tracing.races import streams
 from shardproof.harness.tracing.races.race_report import RaceKind, RaceReport
 from shardproof.harness.training.rank_body import drive_rank

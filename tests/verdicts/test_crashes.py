@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from shardproof import Returned, TrialSession, Verdict
-from shardproof.harness.records.world_result import SavedResult
+from shardproof.harness.records.saved_result import SavedResult
 from shardproof.harness.tracing.ledger import Ledger, Op
 from shardproof.harness.verdicts.judgement import Judgement, judge_failure
 from shardproof.harness.worlds.outcome import Abandoned, Died, Outcome, Raised, TimedOut, WorldResult

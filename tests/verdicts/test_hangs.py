@@ -20,7 +20,7 @@ from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.harness.records.hang import HangReport, RankActivity
 from shardproof.harness.records.record import Record, Verdict, from_json, to_json
-from shardproof.harness.records.world_result import keep_result, load_kept
+from shardproof.harness.records.saved_result import keep_result, load_kept
 from shardproof.harness.training.rank_body import drive_rank
 from shardproof.harness.verdicts.judgement import Judgement, judge_failure
 from shardproof.harness.worlds.launch import World

@@ -14,7 +14,7 @@ from shardproof import Capability, Case, Plan, PreparedModel, Refusal, Returned,
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.harness.oracle.oracle_observation import OracleObservation
 from shardproof.harness.records.record import Record, Verdict
-from shardproof.harness.records.world_result import SavedResult
+from shardproof.harness.records.saved_result import SavedResult
 from shardproof.harness.tracing.ledger import Entry, Ledger, Op
 from shardproof.harness.verdicts.judgement import judge
 from shardproof.harness.worlds.outcome import Abandoned, Died, Outcome, Raised, TimedOut, WorldResult

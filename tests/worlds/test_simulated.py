@@ -10,7 +10,7 @@ import pytest
 from shardproof import Layout, Training, UsageError, launch
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_UNEVEN, TRANSFORMER
-from shardproof.harness.records.world_result import SavedResult, keep_result, load_kept
+from shardproof.harness.records.saved_result import SavedResult, keep_result, load_kept
 from shardproof.harness.tracing import codec
 from shardproof.harness.tracing.ledger import Entry
 from shardproof.harness.training.rank_body import drive_rank

@@ -13,7 +13,7 @@ import pytest
 
 from shardproof.harness.errors import HarnessBug
 from shardproof.harness.records.record import Verdict
-from shardproof.harness.records.world_result import SavedResult
+from shardproof.harness.records.saved_result import SavedResult
 from shardproof.harness.tracing.journal import read_journal
 from shardproof.harness.verdicts.judgement import Judgement, judge_failure
 from shardproof.harness.worlds.launch import World, launch

@@ -8,7 +8,7 @@ import pytest
 
 from shardproof import Accumulation, Layout, Training, TrialSession, Verdict, launch
 from shardproof.fixtures.problems import MLP_UNEVEN
-from shardproof.harness.records.world_result import SavedResult, keep_result, load_kept
+from shardproof.harness.records.saved_result import SavedResult, keep_result, load_kept
 from shardproof.harness.tracing.ledger import Entry, Op, Phase
 from shardproof.harness.training.rank_body import drive_rank
 from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof import RankContext, Verdict, launch
-from shardproof.harness.records.world_result import keep_result, load_kept
+from shardproof.harness.records.saved_result import keep_result, load_kept
 from shardproof.harness.verdicts.judgement import judge_failure
 from shardproof.harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
 from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec

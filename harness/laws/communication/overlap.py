@@ -231,7 +231,7 @@ def _turns(
         if e.op is Op.ALL_GATHER and e.phase is phase and moment.holds(e)
     }
     unit_with = {name: group.unit for group in groups for name in group.unit.split(",")}
-    begins = EventKind.COMPUTES if phase is Phase.FORWARD else EventKind.GRADES
+    begins = EventKind.COMPUTES if phase is Phase.FORWARD else EventKind.BACKWARD_STARTED
     gathered: dict[str, None] = {}
     begun: set[str] = set()
     for event in observation.events:

@@ -124,7 +124,7 @@ def _host_threads(link: SupervisorLink, spec: HostSpec) -> None:
     register_threads_backend()
     # torch 2.15 records the calls of every group once per process: ranks that are threads would share one record.
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
-    with isolate_threads(), _last_words(link):
+    with isolate_threads(), _reporting_exit(link):
         link.send(Ready())
         while (job := link.jobs.get()) is not None:
             scheduler = store.scheduler = Scheduler(
@@ -152,7 +152,7 @@ def _host_simulated(link: SupervisorLink, spec: HostSpec) -> None:
     """Run each rank of a sample by itself: it has all process groups of its rank, without peers."""
     world, recorders = spec.world, list[Recorder]()
     register_threads_backend()
-    with standing_in_c10d(simulating(lambda: recorders[-1] if recorders else None)), _last_words(link):
+    with standing_in_c10d(simulating(lambda: recorders[-1] if recorders else None)), _reporting_exit(link):
         link.send(Ready())
         while (job := link.jobs.get()) is not None:
             for rank in spec.ranks:
@@ -236,7 +236,7 @@ def _join(world: WorldSpec, backend: str, store: Store, rank: int) -> None:
 
 
 @contextlib.contextmanager
-def _last_words(link: SupervisorLink) -> Iterator[None]:
+def _reporting_exit(link: SupervisorLink) -> Iterator[None]:
     """Record which rank is about to end the process that all ranks share: the exit status cannot name it.
 
     It replaces an audit hook, which Python would call for every ``id()`` and every access to a frame's code.
@@ -248,7 +248,7 @@ def _last_words(link: SupervisorLink) -> Iterator[None]:
         if rank is not None:
             link.send(Dying(rank=rank, call=call))
 
-    def exit_aloud(status: int) -> NoReturn:
+    def reporting_exit(status: int) -> NoReturn:
         say(f"os._exit({status})")
         silent_exit(status)
 
@@ -260,7 +260,7 @@ def _last_words(link: SupervisorLink) -> Iterator[None]:
 
         return signal_aloud
 
-    os._exit, os.kill, os.killpg = exit_aloud, aloud(kill), aloud(killpg)
+    os._exit, os.kill, os.killpg = reporting_exit, aloud(kill), aloud(killpg)
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import read_run
 from shardproof.harness.runner.invoke import call_pytest
 
-ENGINE = "shardproof.engine.adapters.ended_by_hand:EndedByHandEngine"
+ENGINE = "shardproof.engine.adapters.manual_finalization:ManualFinalizationEngine"
 
 
 @pytest.mark.slow

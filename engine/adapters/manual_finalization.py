@@ -13,7 +13,7 @@ from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, 
 from shardproof.engine.contract import Capability
 
 
-class EndedByHand(DistributedDataParallel):
+class ManuallyFinalized(DistributedDataParallel):
     """Holds each backward's gradients back, and reduces them in one message when the caller finalizes it."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
@@ -68,13 +68,13 @@ class EndedByHand(DistributedDataParallel):
 
 
 class _Prepared(PreparedDdp):
-    interface = EndedByHand
+    interface = ManuallyFinalized
 
 
-class EndedByHandEngine(DistributedDataParallelEngine):
+class ManualFinalizationEngine(DistributedDataParallelEngine):
     """DDP with torch 2.15's interface for callers that finalize backwards."""
 
-    name = "torch.ddp.ended_by_hand"
+    name = "torch.ddp.manual_finalization"
 
     capabilities = DistributedDataParallelEngine.capabilities | {Capability.FINALIZE}
     prepared_type = _Prepared
