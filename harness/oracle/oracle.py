@@ -137,14 +137,14 @@ def _with_lagging(
     """
     order = _reference_order(training)
     model = cast_module(training.problem.build(), order.dtype)
-    workshop = OracleModels(model, exact.world_size, order, batches)
+    models = OracleModels(model, exact.world_size, order, batches)
     parameters, met = dict(model.named_parameters()), exact.initial
     steps = [*exact.steps[:1]]
     for step, seen in enumerate(exact.steps[1:], start=1):
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(met[name])
-        losses, contributions = pieces_of_step(training, workshop, step)
+        losses, contributions = pieces_of_step(training, models, step)
         reduced = {n: order.reduce(pieces, training.plan) for n, pieces in contributions.items()}
         steps.append(replace(seen, lagging=keep(dense_tensors(reduced)), lagging_losses=losses))
         met = exact.steps[step - 1].parameters

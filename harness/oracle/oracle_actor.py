@@ -132,32 +132,32 @@ def _casting(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 class OracleActor(Actor):
     """One rank of one step; ``gradients`` are by (microbatch, parameter), in the parameters' dtype."""
 
-    def __init__(self, workshop: OracleModels, training: Training, step: int, rank: int) -> None:
+    def __init__(self, models: OracleModels, training: Training, step: int, rank: int) -> None:
         self.step = step
         self.num_microbatches = training.schedule.microbatches
-        self.weight = loss_weight(training, workshop.world_size, step)
+        self.weight = loss_weight(training, models.world_size, step)
         self.losses: list[float] = []
         self.gradients: dict[tuple[int, str], torch.Tensor] = {}
-        self._workshop = workshop
+        self._models = models
         self._problem = training.problem
         self._output_dtype = None
-        if workshop.summation.dtype is not torch.float64 or training.convert is torch.float64:
+        if models.summation.dtype is not torch.float64 or training.convert is torch.float64:
             self._output_dtype = training.plan.output_dtype
         self._rank = rank
         self._seeds = Seeds(step=step, rank=rank)
 
     def batch(self, microbatch: int) -> Batch:
         """Return the data in the order and dtype of this summation."""
-        make = self._problem.batch if self._workshop.batches is None else self._workshop.batches.batch
+        make = self._problem.batch if self._models.batches is None else self._models.batches.batch
         batch = make(step=self.step, microbatch=microbatch, rank=self._rank)
-        return self._workshop.summation.prepare(batch)
+        return self._models.summation.prepare(batch)
 
     def part(self, name: str) -> nn.Module:
-        return self._workshop.model.get_submodule(name)
+        return self._models.model.get_submodule(name)
 
     # Any: a model's inputs and outputs are of any type.
     def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
-        with self._workshop.calling(self._seeds, microbatch):
+        with self._models.calling(self._seeds, microbatch):
             args, kwargs = arguments_of([self._cast(given) for given in inputs])
             output = self.part(part)(*args, **kwargs)
         if self._output_dtype is not None and not part and isinstance(output, torch.Tensor):
@@ -166,12 +166,12 @@ class OracleActor(Actor):
 
     def _cast(self, given: Any) -> Any:
         """Cast all arguments of a user's model, as units of a plan do; other inputs were cast before."""
-        dtype = self._workshop.summation.compute_dtype
+        dtype = self._models.summation.compute_dtype
         return converted(given, partial(cast, dtype=dtype)) if isinstance(given, ModelBatch) else given
 
     def loss(self, microbatch: int, output: Any, target: torch.Tensor | None = None) -> torch.Tensor:
         rows = self.batch(microbatch) if target is None else Rows(inputs=(), target=target)
-        with self._workshop.calling(self._seeds, microbatch):
+        with self._models.calling(self._seeds, microbatch):
             return self._problem.loss_sum(output, rows) * self.weight
 
     def backward(self, microbatch: int, loss: torch.Tensor, *, is_counted: bool = True) -> None:
@@ -185,16 +185,16 @@ class OracleActor(Actor):
     def _take(self, microbatch: int, counted: torch.Tensor | None) -> None:
         if counted is not None:
             self.losses.append(float(counted.detach()))
-        for name, parameter in self._workshop.parameters.items():
+        for name, parameter in self._models.parameters.items():
             if parameter.grad is not None:
-                found = parameter.grad.to(self._workshop.dtypes[name])
+                found = parameter.grad.to(self._models.dtypes[name])
                 key = (microbatch, name)
                 self.gradients[key] = self.gradients[key] + found if key in self.gradients else found
                 parameter.grad = None
 
     def evaluate(self, microbatch: int, how: Evaluation = Evaluation.NO_GRAD) -> None:
         """Switch the model to eval and back around one forward."""
-        with evaluating(self._workshop.model), how.context:
+        with evaluating(self._models.model), how.context:
             output = self.forward(microbatch, *self.batch(microbatch).inputs)
             self.losses.append(float(self.loss(microbatch, output)))
 
@@ -267,14 +267,14 @@ class StackedPieces(Mapping[str, torch.Tensor]):
         return len(self._pieces)
 
 
-def pieces_of_step(training: Training, workshop: OracleModels, step: int) -> tuple[torch.Tensor, Pieces]:
+def pieces_of_step(training: Training, models: OracleModels, step: int) -> tuple[torch.Tensor, Pieces]:
     """Play the script of a step for each rank; returns losses, and gradients of each microbatch and rank."""
-    num_microbatches, world_size = training.schedule.microbatches, workshop.world_size
+    num_microbatches, world_size = training.schedule.microbatches, models.world_size
     losses = []
     found: Pieces = {}
     for rank in range(world_size):
-        actor = OracleActor(workshop, training, step, rank)
-        with workshop.playing(rank):
+        actor = OracleActor(models, training, step, rank)
+        with models.playing(rank):
             training.script.play(actor)
         losses.append(torch.tensor(actor.losses, dtype=torch.float64))
         for (microbatch, name), gradient in actor.gradients.items():

@@ -71,10 +71,10 @@ def train(
         trained.train_before(training.before, training.origin.ranks.of(world_size), batches)
     initial = show(Quantity.INITIAL, INITIAL_STEP, trained.parameters)
     built = copied(dict(trained.model.named_buffers()))
-    workshop = OracleModels(trained.model, world_size, summation, batches)
+    models = OracleModels(trained.model, world_size, summation, batches)
     last = training.schedule.steps - 1
-    steps = tuple(trained.step(training, workshop, step, show) for step in range(last + 1))
-    of_ranks = workshop.buffers()
+    steps = tuple(trained.step(training, models, step, show) for step in range(last + 1))
+    of_ranks = models.buffers()
     return OracleObservation(
         world_size=world_size,
         plan=training.plan,
@@ -91,7 +91,7 @@ def train(
         ),
         dtypes={},
         is_exact=False,
-        draws=workshop.draws or trained.has_drawn_before,
+        draws=models.draws or trained.has_drawn_before,
         is_widened=training.problem.is_widened,
         is_trained_before=training.origin is not None,
         untrained=trained.untrained(),
@@ -117,13 +117,13 @@ class _Trained:
 
     def train_before(self, before: Training, num_ranks: int, batches: Batches | None) -> None:
         """Take the steps of the previous world; a fresh model that loads their state has no gradients."""
-        workshop = OracleModels(self.model, num_ranks, self._summation, batches)
+        models = OracleModels(self.model, num_ranks, self._summation, batches)
         for step in range(before.schedule.steps):
-            self.step(before, workshop, step, _kept_nowhere)
+            self.step(before, models, step, _kept_nowhere)
         self._forget_gradients()
-        self.has_drawn_before = workshop.draws
+        self.has_drawn_before = models.draws
         with torch.no_grad():
-            for name, buffer in workshop.buffers()[0].items():
+            for name, buffer in models.buffers()[0].items():
                 self.model.get_buffer(name).copy_(buffer)
 
     def _forget_gradients(self) -> None:
@@ -131,11 +131,11 @@ class _Trained:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def step(self, training: Training, workshop: OracleModels, step: int, show: ShowTensors) -> OracleStep:
+    def step(self, training: Training, models: OracleModels, step: int, show: ShowTensors) -> OracleStep:
         """Take one step."""
         if training.resume is not None and step == training.resume.after_steps:
             self._forget_gradients()
-        losses, contributions = self._pieces(training, workshop, step)
+        losses, contributions = self._pieces(training, models, step)
         show(Quantity.LOSS, step, {LOSSES: losses})
         is_skipped = training.schedule.is_skipped(step)
         if is_skipped:
@@ -168,9 +168,9 @@ class _Trained:
             norm=norm,
         )
 
-    def _pieces(self, training: Training, workshop: OracleModels, step: int) -> tuple[torch.Tensor, Pieces]:
+    def _pieces(self, training: Training, models: OracleModels, step: int) -> tuple[torch.Tensor, Pieces]:
         with self._drawing, self._disturbing:
-            return pieces_of_step(training, workshop, step)
+            return pieces_of_step(training, models, step)
 
     def _reduce(self, training: Training, contributions: Pieces) -> None:
         for name, pieces in contributions.items():
