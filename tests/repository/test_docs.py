@@ -42,7 +42,7 @@ from shardproof.harness.verdicts.known_failures_file import read
 from tests.sample_records import TRAINS, records_by_engine
 from tests.shell import ROOT, python
 
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 ADAPTERS = ROOT / "docs" / "write-an-adapter.md"
 CASES = ROOT / "docs" / "write-a-case.md"
 REPORTS = ROOT / "docs" / "read-a-report.md"
