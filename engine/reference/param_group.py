@@ -32,7 +32,7 @@ from shardproof.engine.reference.collectives import (
 from shardproof.engine.reference.comm_context import CommContext
 from shardproof.engine.reference.mesh import Ranks
 from shardproof.engine.reference.param_layout import ParamLayout, UnshardedMemory
-from shardproof.engine.reference.parameter import FSDPParam, placeholder_grad
+from shardproof.engine.reference.parameter import FSDPParam, pending_grad
 from shardproof.engine.reference.policies import DTypes
 
 
@@ -196,10 +196,16 @@ class FSDPParamGroup:
         """Raise RuntimeError if backward would compute with other values than forward did.
 
         Gathered parameters are copies. Parameters that share the shards' memory are not, and autograd does not detect a
-        write to the shards.
+        write to the shards. Gradients of a parameter that was replaced would go to the former one.
         """
-        is_shared = self._unsharded is not None and self._unsharded.is_shared
-        if is_shared and self._is_stale and self.state is ShardedState.UNSHARDED:
+        if self.state is not ShardedState.UNSHARDED:
+            return
+        if replaced := [p.name for p in self.parameters if p.is_replaced]:
+            raise RuntimeError(
+                f"parameters {replaced}: expected them as they were in forward, got others assigned in their place "
+                "before backward; assign after the backward of every forward"
+            )
+        if self._unsharded is not None and self._unsharded.is_shared and self._is_stale:
             raise RuntimeError(
                 f"parameters {[p.name for p in self.parameters]}: expected them as they were in forward, got "
                 "them changed by an optimizer before backward; step after the backward of every forward"
@@ -261,11 +267,11 @@ class FSDPParamGroup:
             )
 
     def _show_accumulation(self) -> None:
-        """Set a placeholder gradient on the optimizer's parameters while gradients accumulate, to detect clearing."""
+        """Set pending gradients on the optimizer's parameters while gradients accumulate, to detect clearing."""
         self._shown = [p for p in self.parameters if p.has_unsharded_grad]
         for parameter in self._shown:
             if parameter.sharded_param.grad is None:
-                parameter.sharded_param.grad = placeholder_grad(parameter.sharded_param)
+                parameter.sharded_param.grad = pending_grad(parameter.sharded_param)
 
     def forget_backward(self) -> None:
         """Record that a backward is over: later gradients belong to another one."""

@@ -17,7 +17,7 @@ from shardproof.engine.reference.fsdp1.init import WrapperBase, wrappers_in
 from shardproof.engine.reference.geometry import local_part
 from shardproof.engine.reference.optim import Spread, clip_scale, norm_over
 from shardproof.engine.reference.param_group import FSDPParamGroup
-from shardproof.engine.reference.parameter import is_placeholder
+from shardproof.engine.reference.parameter import PendingGradient
 
 PREFIX = "_fsdp_wrapped_module."
 """The prefix that a wrapper adds to the names of everything inside the wrapped module."""
@@ -80,6 +80,7 @@ def unsharded_params(group: FSDPParamGroup, how: FullParamsOptions) -> Iterator[
     group.reshard()
     group.reset_sharded_params()
     flat = layout_of(group)
+    before = flat.memory.clone() if how.writeback and group.mesh.shard_size > 1 else None
     whole = gathered(flat.memory, group)
     gradients = gathered(_gradients(flat), group) if how.with_grads else None
     if how.rank0_only and flat.rank:
@@ -96,11 +97,18 @@ def unsharded_params(group: FSDPParamGroup, how: FullParamsOptions) -> Iterator[
     finally:
         if flat.flat_parameter is not None and flat.holder is not None:
             flat.holder._parameters[FLAT_NAME] = flat.flat_parameter
+        is_written = before is not None and not torch.equal(before, flat.memory)
         if how.writeback:
             _write_back(flat, whole, shown, gradients)
         for piece in flat.parameters:
             piece.to_sharded()
         group.mark_stale()
+        if is_written:
+            raise RuntimeError(
+                f"summon_full_params: expected writes to the parameters that modules show inside, got some to this "
+                f"rank's part of {[p.name for p in flat.parameters]}, which writing back would undo; "
+                "take parameters from the module inside the context"
+            )
 
 
 def _show(flat: FlatLayout, whole: torch.Tensor, gradients: torch.Tensor | None) -> list[nn.Parameter]:
@@ -210,7 +218,8 @@ def clip_by_norm(root: WrapperBase, max_norm: float, order: float) -> torch.Tens
             shards = group.mesh.shard_group
             found = by_spread.setdefault((shards,) if shards is not None else (), [])
             owners = dict.fromkeys(parameter.sharded_param for parameter in group.parameters)
-            found += [owner.grad for owner in owners if owner.grad is not None]
+            grads = (owner.grad for owner in owners if not isinstance(owner.grad, PendingGradient))
+            found += [grad for grad in grads if grad is not None]
             managed |= {
                 *owners,
                 *(p.unsharded_param for p in group.parameters if p.unsharded_param is not None),
@@ -223,8 +232,6 @@ def clip_by_norm(root: WrapperBase, max_norm: float, order: float) -> torch.Tens
     total = norm_over(by_spread, order, root.compute_device, wide)
     scale = clip_scale(max_norm, total)
     for gradient in gradients:
-        if is_placeholder(gradient):
-            continue  # zeros
         gradient.mul_(scale.to(device=gradient.device, dtype=gradient.dtype))
     if not gradients:
         warnings.warn(
