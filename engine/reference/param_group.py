@@ -66,20 +66,22 @@ class FSDPParamGroup:
         self.device = device
         self.comm_ctx = CommContext(device)
         self.gradient_arrived: Callable[[FSDPParamGroup], None] = _ignored
-        # Options, set through the methods of the sharded module.
-        self.reduces = True
-        self.all_reduces = True
-        self.divide_factor: float | None = None
-        self.only_sums = False
-        self.reduces_unused = False
-        self.most_in_flight = 1
-        self.scatter_group: dist.ProcessGroup | None = None
-        self.unshards_in_backward = True
-        self.keeps_storage = False
-        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-        self.comm_hook: CommHook | None = None
-        self.keeps_reduce_dtype = False
-        self.shows_accumulation = False
+        # Options, set through the methods of the sharded module, and by the wrapper:
+        self.reduces = True  # False: whole gradients accumulate on this rank
+        self.all_reduces = True  # False: reduced shards wait for their sum over replicas
+        self.divide_factor: float | None = None  # the sum's divisor; None: the number of data-parallel ranks
+        self.only_sums = False  # collectives use SUM alone, with divisions apart
+        self.reduces_unused = False  # parameters without a gradient add zeros
+        self.most_in_flight = 1  # how many reductions may hold their inputs at once
+        self.scatter_group: dist.ProcessGroup | None = None  # None: that of the gathers
+        self.unshards_in_backward = True  # False: backward does not need the parameters
+        self.keeps_storage = False  # whole parameters keep their memory while modules show shards
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = (
+            None  # sees this rank's reduced gradients
+        )
+        self.comm_hook: CommHook | None = None  # reduces in place of the engine, divisions included
+        self.keeps_reduce_dtype = False  # reduced gradients stay in the dtype of the reduction
+        self.shows_accumulation = False  # clearing the optimizer's gradients drops what accumulates
         self.all_gather: AllGather = DefaultAllGather()
         self.reduce_scatter: ReduceScatter = DefaultReduceScatter()
         self._dtypes = dtypes

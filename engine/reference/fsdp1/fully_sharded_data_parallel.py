@@ -20,12 +20,12 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
+from shardproof.engine.reference.fsdp1.clipping import clip_by_norm
 from shardproof.engine.reference.fsdp1.flat import FlatLayout
 from shardproof.engine.reference.fsdp1.full_params import (
     FullParamsOptions,
     cast_buffers,
     clean_name,
-    clip_by_norm,
     layout_of,
     summon_full_params,
 )
