@@ -17,9 +17,10 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from shardproof import SEVERAL
 from shardproof.suites.params import parametrize
+from shardproof.suites.tower import LR, Tower, batch, gradients, shown_gradients, tower, train_alone
+from shardproof.suites.tower import trained_alone
 from shardproof.suites.wrapper.expect import Bench, expects
-from shardproof.suites.wrapper.model import LR, Tower, batch, gradients, original, shown_gradients, strategies
-from shardproof.suites.wrapper.model import tower, train_alone, trained_alone
+from shardproof.suites.wrapper.wrapping import original, strategies
 
 pytestmark = pytest.mark.worlds(SEVERAL)
 KEEP = ShardingStrategy.SHARD_GRAD_OP
