@@ -116,12 +116,18 @@ class FSDPParamGroup:
 
     # Parameters -------------------------------------------------------------------------------------------
 
+    @property
+    def is_freed(self) -> bool:
+        """Whether whole parameters are neither there nor on their way."""
+        # No set of members: a member's hash is computed in Python.
+        return self.state is ShardedState.SHARDED or self.state is ShardedState.PARTIALLY_SHARDED
+
     def unshard(self) -> None:
         """Issue the gather, unless parameters are whole or being gathered."""
         if self.state is ShardedState.UNSHARDED:
             for parameter in self.parameters:
                 parameter.sync_requires_grad()
-        if self.state in {ShardedState.GATHERING, ShardedState.UNSHARDED}:
+        if not self.is_freed:
             return
         with without_autograd():
             if self.state is ShardedState.SHARDED:

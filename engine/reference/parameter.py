@@ -229,6 +229,8 @@ class FSDPParam(ABC):
         """Set the same requires_grad on the whole and the optimizer's parameter after the caller changed one."""
         whole, owned = self.unsharded_param, self.sharded_param
         assert whole is not None
+        if whole.requires_grad == owned.requires_grad == self._required_grad:
+            return
         if whole.requires_grad != self._required_grad:
             owned.requires_grad_(whole.requires_grad)
         elif owned.requires_grad != self._required_grad:
