@@ -61,3 +61,4 @@ class WrapperNames:
     reduce_scatter_hook: Callable[..., Any]
     fp16_compress_hook: Callable[..., Any]
     bf16_compress_hook: Callable[..., Any]
+    optimizer_in_backward: Callable[..., None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardproof.engine import reference
+from shardproof.engine.adapters.torch_internals import optimizer_in_backward
 from shardproof.engine.adapters.wrapper_base import CAPABILITIES, PreparedWrapper, WrapperEngine, WrapperPiece
 from shardproof.engine.contract import Capability, WrapperNames
 from shardproof.engine.reference.fsdp1 import comm_hooks, wrap_policy
@@ -29,6 +30,7 @@ NAMES = WrapperNames(
     reduce_scatter_hook=comm_hooks.reduce_scatter_hook,
     fp16_compress_hook=comm_hooks.fp16_compress_hook,
     bf16_compress_hook=comm_hooks.bf16_compress_hook,
+    optimizer_in_backward=optimizer_in_backward,
 )
 
 

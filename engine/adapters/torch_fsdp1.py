@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel, wrap
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from shardproof.engine.adapters.torch_internals import default_comm_hooks
+from shardproof.engine.adapters.torch_internals import default_comm_hooks, optimizer_in_backward
 from shardproof.engine.adapters.wrapper_base import (
     CAPABILITIES,
     PREFIX,
@@ -39,6 +39,7 @@ NAMES = WrapperNames(
     reduce_scatter_hook=_HOOKS.reduce_scatter_hook,
     fp16_compress_hook=_HOOKS.fp16_compress_hook,
     bf16_compress_hook=_HOOKS.bf16_compress_hook,
+    optimizer_in_backward=optimizer_in_backward,
 )
 
 

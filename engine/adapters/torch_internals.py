@@ -7,7 +7,7 @@ also read private attributes of their engine's objects, without importing a name
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -34,6 +34,16 @@ def torch_replicate() -> Callable[..., Any]:  # Any: a module of a class that to
             f"needs torch.distributed._composable.replicate_with_fsdp, which torch {torch.__version__} does not have"
         ) from error
     return found
+
+
+def optimizer_in_backward(
+    optimizer: type[torch.optim.Optimizer], parameters: Iterable[nn.Parameter], options: dict[str, Any]
+) -> None:
+    """Give each parameter an optimizer that is to step in backward, as torch's function without a public name does."""
+    # torch leaves the name out of what the module exports.
+    from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
+
+    _apply_optimizer_in_backward(optimizer, parameters, options, register_hook=False)
 
 
 def replicate(module: nn.Module, **options: Any) -> Any:  # Any: as above

@@ -32,11 +32,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield every tensor inside ``value``, in a fixed order."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
     elif isinstance(value, list | tuple):
         for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
             yield from tensors_in(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
@@ -50,12 +50,12 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
     """
     if isinstance(value, torch.Tensor):
         return change(value)
-    if isinstance(value, Mapping):
-        items = {key: map_tensors(change, item) for key, item in value.items()}
-        return value if _same(items.values(), value.values()) else _mapping_like(value, items)
     if isinstance(value, list | tuple):
         parts = [map_tensors(change, item) for item in value]
         return value if _same(parts, value) else _sequence_like(value, parts)
+    if isinstance(value, Mapping):
+        items = {key: map_tensors(change, item) for key, item in value.items()}
+        return value if _same(items.values(), value.values()) else _mapping_like(value, items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         fields = {name: map_tensors(change, getattr(value, name)) for name in names}
@@ -193,6 +193,11 @@ class _Watched(torch.autograd.Function):
         ctx.on_end = on_end  # type: ignore[attr-defined]  # autograd functions keep non-tensors as attributes
         ctx.set_materialize_grads(False)
         return inputs
+
+    @staticmethod
+    def jvp(ctx: FunctionCtx, _: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Pass tangents on, as views, because forward returns its inputs."""
+        return tuple(tangent.view_as(tangent) for tangent in tangents)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from shardproof.engine.reference.comm_context import PendingCollective, Reductio
 from shardproof.engine.reference.mesh import Ranks
 from shardproof.engine.reference.param_layout import ParamLayout, UnshardedMemory
 from shardproof.engine.reference.parameter import FSDPParam
+from shardproof.engine.reference.torch_private import allocated_by
 
 # torch 2.13 renamed the flat collectives and deprecated these names; older releases have only these.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -89,6 +91,27 @@ class DefaultReduceScatter(_Allocates):
             output_tensor, input_tensor, op=op, group=group, async_op=async_op
         )
         return work
+
+
+class _AllocatesInGroup:
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        numel = size if isinstance(size, int) else math.prod(size)
+        return allocated_by(self._group, numel, dtype, device)
+
+
+class GroupAllGather(_AllocatesInGroup):
+    """The default one, with buffers that the process group allocates."""
+
+    __call__ = DefaultAllGather.__call__
+
+
+class GroupReduceScatter(_AllocatesInGroup):
+    """The default one, with buffers that the process group allocates."""
+
+    __call__ = DefaultReduceScatter.__call__
 
 
 @dataclass(frozen=True, slots=True, eq=False)

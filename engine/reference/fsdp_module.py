@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardproof.engine.reference.collectives import AllGather, ReduceScatter
+from shardproof.engine.reference.collectives import (
+    AllGather,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    GroupAllGather,
+    GroupReduceScatter,
+    ReduceScatter,
+)
 from shardproof.engine.reference.comm_context import GradientReductionHandle
 from shardproof.engine.reference.fsdp_state import FSDPState, state_of, states_in
 from shardproof.engine.reference.mesh import subgroup_of
@@ -168,10 +175,12 @@ class FSDPModule:
         for group in _param_groups(self, recurse=recurse):
             group.all_reduces = requires_all_reduce
 
-    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
         """Choose whether parameters without a gradient add zeros, as needed when ranks use different parameters."""
         for group in _param_groups(self, recurse=recurse):
-            group.reduces_unused = enable
+            group.reduces_unused = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Limit the reductions that hold their inputs at once; the largest number below the root applies."""
@@ -207,6 +216,10 @@ class FSDPModule:
         for group in _param_groups(self):
             group.divide_factor = factor
 
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Call `set_gradient_divide_factor`, which this is an older name of."""
+        self.set_gradient_divide_factor(factor)
+
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Choose whether this module's collectives use SUM alone, with divisions apart."""
         for group in _param_groups(self):
@@ -241,6 +254,27 @@ class FSDPModule:
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce-scatter this module's gradients with ``comm``."""
         self._only_group("set_custom_reduce_scatter").reduce_scatter = comm
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Choose whether the process group allocates this module's buffers, so that it may send without a copy.
+
+        Raises AssertionError beside `set_custom_all_gather` and `set_custom_reduce_scatter`, which allocate themselves.
+        """
+        for group in _param_groups(self):
+            _expect_default(group.all_gather, (DefaultAllGather, GroupAllGather))
+            _expect_default(group.reduce_scatter, (DefaultReduceScatter, GroupReduceScatter))
+            shards = group.mesh.shard_group
+            if enable and shards is not None:
+                group.all_gather, group.reduce_scatter = GroupAllGather(shards), GroupReduceScatter(shards)
+            else:
+                group.all_gather, group.reduce_scatter = DefaultAllGather(), DefaultReduceScatter()
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> NoReturn:
+        """Raise NotImplementedError: no buffers are made in symmetric memory here."""
+        raise NotImplementedError(
+            f"set_symm_mem_for_comm: expected no symmetric memory, which this engine does not allocate, got "
+            f"{backend!r}; try set_allocate_memory_from_process_group_for_comm(True)"
+        )
 
     def _only_group(self, method: str) -> FSDPParamGroup:
         param_groups = _fsdp_state(self).param_groups
@@ -339,6 +373,14 @@ def _prefetched(modules: Iterable[Any]) -> tuple[FSDPState, ...]:
             )
         states.append(_fsdp_state(module))
     return tuple(dict.fromkeys(states))
+
+
+def _expect_default(comm: object, classes: tuple[type, ...]) -> None:
+    if not isinstance(comm, classes):
+        raise AssertionError(
+            "set_allocate_memory_from_process_group_for_comm: expected no custom collective, got a "
+            f"{type(comm).__name__}, which allocates its buffers itself; leave one of the two out"
+        )
 
 
 def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:

@@ -262,20 +262,21 @@ class FSDPState:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         """Free parameters that are not needed until backward, and return the output for the caller."""
-        if self._training_state is TrainingState.BACKWARD and inside_backward():
+        recomputes = inside_backward()
+        if self._training_state is TrainingState.BACKWARD and recomputes:
             return self._cast_outputs(output)
         assert self.root_state is not None
         self._left.add(module)
-        if self._calls.watch_outputs((args, kwargs), output) and not inside_backward():
+        if self._calls.watch_outputs((args, kwargs), output) and not recomputes:
             if self._is_recorded:  # backward begins with the module that leaves forward last
                 self.backward_positions.pop()
             self.root_state.record_backward(self)
             self._is_recorded = True
         if self._left.issuperset(self.modules):
             self._training_state = TrainingState.IDLE
-            if not inside_backward():  # else backward needs the parameters at once
+            if not recomputes:  # else backward needs the parameters at once
                 self._reshard_after_forward()
-        if not inside_backward():
+        if not recomputes:
             self.root_state.leave_forward(self)
         return self._cast_outputs(output)
 
@@ -311,10 +312,7 @@ class FSDPState:
 
     def prefetch(self) -> None:
         """Issue the predicted gathers."""
-        if all(
-            group.state in {ShardedState.SHARDED, ShardedState.PARTIALLY_SHARDED}
-            for group in self.param_groups
-        ):
+        if all(group.is_freed for group in self.param_groups):
             self._is_prefetched = True
             self.unshard()
 

@@ -86,13 +86,19 @@ def replicate(
     mp_policy: DTypes = _DEFAULT_DTYPES,
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: MeshDims | None = None,
 ) -> Modules:
     """Replicate the parameters of ``module`` that no earlier call has taken over a 1-D ``mesh``.
 
-    Like ``fully_shard`` with shards of full size: parameters become replicated DTensors without gathers, and each
-    call's gradients are all-reduced together as soon as backward has computed them.
+    ``dp_mesh_dims`` as for ``fully_shard``, without axes to shard. Like ``fully_shard`` with shards of full size:
+    parameters become replicated DTensors without gathers, and each call's gradients are all-reduced together as soon as
+    backward has computed them.
     """
-    data_mesh = replicating_mesh(mesh)
+    data_mesh = replicating_mesh(mesh) if dp_mesh_dims is None else mesh_of_axes(mesh, dp_mesh_dims)
+    if data_mesh.shard_axis is not None:
+        raise ValueError(
+            "replicate: expected dp_mesh_dims without axes to shard, got some; use fully_shard, or name them replicate"
+        )
     modules = _checked(module, "replicate")
     _manage(
         modules,

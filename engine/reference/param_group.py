@@ -32,7 +32,7 @@ from shardproof.engine.reference.collectives import (
 from shardproof.engine.reference.comm_context import CommContext
 from shardproof.engine.reference.mesh import Ranks
 from shardproof.engine.reference.param_layout import ParamLayout, UnshardedMemory
-from shardproof.engine.reference.parameter import FSDPParam, placeholder_grad
+from shardproof.engine.reference.parameter import FSDPParam, pending_grad
 from shardproof.engine.reference.policies import DTypes
 
 
@@ -66,20 +66,22 @@ class FSDPParamGroup:
         self.device = device
         self.comm_ctx = CommContext(device)
         self.gradient_arrived: Callable[[FSDPParamGroup], None] = _ignored
-        # Options, set through the methods of the sharded module.
-        self.reduces = True
-        self.all_reduces = True
-        self.divide_factor: float | None = None
-        self.only_sums = False
-        self.reduces_unused = False
-        self.most_in_flight = 1
-        self.scatter_group: dist.ProcessGroup | None = None
-        self.unshards_in_backward = True
-        self.keeps_storage = False
-        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-        self.comm_hook: CommHook | None = None
-        self.keeps_reduce_dtype = False
-        self.shows_accumulation = False
+        # Options, set through the methods of the sharded module, and by the wrapper:
+        self.reduces = True  # False: whole gradients accumulate on this rank
+        self.all_reduces = True  # False: reduced shards wait for their sum over replicas
+        self.divide_factor: float | None = None  # the sum's divisor; None: the number of data-parallel ranks
+        self.only_sums = False  # collectives use SUM alone, with divisions apart
+        self.reduces_unused = False  # parameters without a gradient add zeros
+        self.most_in_flight = 1  # how many reductions may hold their inputs at once
+        self.scatter_group: dist.ProcessGroup | None = None  # None: that of the gathers
+        self.unshards_in_backward = True  # False: backward does not need the parameters
+        self.keeps_storage = False  # whole parameters keep their memory while modules show shards
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = (
+            None  # sees this rank's reduced gradients
+        )
+        self.comm_hook: CommHook | None = None  # reduces in place of the engine, divisions included
+        self.keeps_reduce_dtype = False  # reduced gradients stay in the dtype of the reduction
+        self.shows_accumulation = False  # clearing the optimizer's gradients drops what accumulates
         self.all_gather: AllGather = DefaultAllGather()
         self.reduce_scatter: ReduceScatter = DefaultReduceScatter()
         self._dtypes = dtypes
@@ -114,12 +116,18 @@ class FSDPParamGroup:
 
     # Parameters -------------------------------------------------------------------------------------------
 
+    @property
+    def is_freed(self) -> bool:
+        """Whether whole parameters are neither there nor on their way."""
+        # No set of members: a member's hash is computed in Python.
+        return self.state is ShardedState.SHARDED or self.state is ShardedState.PARTIALLY_SHARDED
+
     def unshard(self) -> None:
         """Issue the gather, unless parameters are whole or being gathered."""
         if self.state is ShardedState.UNSHARDED:
             for parameter in self.parameters:
                 parameter.sync_requires_grad()
-        if self.state in {ShardedState.GATHERING, ShardedState.UNSHARDED}:
+        if not self.is_freed:
             return
         with without_autograd():
             if self.state is ShardedState.SHARDED:
@@ -196,10 +204,16 @@ class FSDPParamGroup:
         """Raise RuntimeError if backward would compute with other values than forward did.
 
         Gathered parameters are copies. Parameters that share the shards' memory are not, and autograd does not detect a
-        write to the shards.
+        write to the shards. Gradients of a parameter that was replaced would go to the former one.
         """
-        is_shared = self._unsharded is not None and self._unsharded.is_shared
-        if is_shared and self._is_stale and self.state is ShardedState.UNSHARDED:
+        if self.state is not ShardedState.UNSHARDED:
+            return
+        if replaced := [p.name for p in self.parameters if p.is_replaced]:
+            raise RuntimeError(
+                f"parameters {replaced}: expected them as they were in forward, got others assigned in their place "
+                "before backward; assign after the backward of every forward"
+            )
+        if self._unsharded is not None and self._unsharded.is_shared and self._is_stale:
             raise RuntimeError(
                 f"parameters {[p.name for p in self.parameters]}: expected them as they were in forward, got "
                 "them changed by an optimizer before backward; step after the backward of every forward"
@@ -261,11 +275,11 @@ class FSDPParamGroup:
             )
 
     def _show_accumulation(self) -> None:
-        """Set a placeholder gradient on the optimizer's parameters while gradients accumulate, to detect clearing."""
+        """Set pending gradients on the optimizer's parameters while gradients accumulate, to detect clearing."""
         self._shown = [p for p in self.parameters if p.has_unsharded_grad]
         for parameter in self._shown:
             if parameter.sharded_param.grad is None:
-                parameter.sharded_param.grad = placeholder_grad(parameter.sharded_param)
+                parameter.sharded_param.grad = pending_grad(parameter.sharded_param)
 
     def forget_backward(self) -> None:
         """Record that a backward is over: later gradients belong to another one."""

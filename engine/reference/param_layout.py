@@ -11,7 +11,7 @@ from shardproof.engine.reference.extensions import Extension, has_extension
 from shardproof.engine.reference.mesh import DataMesh
 from shardproof.engine.reference.parameter import FSDPParam, ShardedParam
 from shardproof.engine.reference.policies import DTypes
-from shardproof.engine.reference.torch_private import chunk_cat, post_accumulate_hooks
+from shardproof.engine.reference.torch_private import after_accumulation, chunk_cat
 
 _ALIGNMENT_BYTES = 64  # a cache line; also suits vectorised kernels
 
@@ -346,8 +346,7 @@ class PerParameterLayout:
         for parameter, part, is_copy in zip(chosen, parts, is_copied, strict=True):
             own = parameter.geometry.own_part(part)
             parameter.accumulate_sharded_grad(own.clone() if is_copy else own)
-            for hook in post_accumulate_hooks(parameter.sharded):
-                hook(parameter.sharded)
+            after_accumulation(parameter.sharded)
 
 
 def storage_signature(parameters: Sequence[FSDPParam], *, is_shared: bool) -> tuple[object, ...]:

@@ -114,14 +114,26 @@ def _optimizer_hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 register_optimizer_step_post_hook(_optimizer_hook)
 
 
-def placeholder_grad(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a placeholder for an accumulating gradient: zeros that take the memory of one element."""
-    return torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+class PendingGradient(torch.Tensor):
+    """The gradient of this rank's part while whole gradients accumulate: it has a shape, but no values yet."""
+
+    # Any: as torch calls it.
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch types it as that of an instance
+        """Raise RuntimeError: zeros would be wrong, and no sum over ranks exists."""
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise RuntimeError(
+            f".grad while gradients accumulate in no_sync: expected no use of values, got {func}: they are whole on "
+            "each rank and not reduced yet; read or clip gradients after the backward that reduces, or clear them by "
+            "setting .grad to None"
+        )
 
 
-def is_placeholder(gradient: torch.Tensor) -> bool:
-    """Whether `placeholder_grad` made a gradient; no value can be added in place to it."""
-    return gradient.dim() > 0 and not any(gradient.stride())
+def pending_grad(parameter: torch.Tensor) -> PendingGradient:
+    """Return a gradient that is pending: it takes the memory of one element."""
+    zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+    return zero.expand(parameter.shape).as_subclass(PendingGradient)
 
 
 class FSDPParam(ABC):
@@ -172,6 +184,12 @@ class FSDPParam(ABC):
     def sharded_param(self) -> nn.Parameter:
         """The optimizer's parameter: this rank's part, or a parameter that contains it."""
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the module has another parameter than either form, as after an assignment by the caller."""
+        found = self.locations[0].get()
+        return not (found is None or found is self.unsharded_param or found is self.sharded_param)
+
     @abstractmethod
     def current(self) -> torch.Tensor:
         """Return this rank's part as the modules hold it, replaced or not."""
@@ -211,6 +229,8 @@ class FSDPParam(ABC):
         """Set the same requires_grad on the whole and the optimizer's parameter after the caller changed one."""
         whole, owned = self.unsharded_param, self.sharded_param
         assert whole is not None
+        if whole.requires_grad == owned.requires_grad == self._required_grad:
+            return
         if whole.requires_grad != self._required_grad:
             owned.requires_grad_(whole.requires_grad)
         elif owned.requires_grad != self._required_grad:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.algorithms._comm_hooks import default_hooks
@@ -17,6 +18,8 @@ from torch.distributed.tensor import DTensor, Placement
 
 __all__ = [
     "HYBRID_SHARD_ZERO2",
+    "after_accumulation",
+    "allocated_by",
     "at_end_of_backward",
     "chunk_cat",
     "concatenated",
@@ -25,7 +28,7 @@ __all__ = [
     "inside_backward",
     "joined",
     "local_tensor",
-    "post_accumulate_hooks",
+    "optimizers_in_backward",
     "run_where_shards_lie",
     "sets_grad_dtype",
     "sharded_like",
@@ -39,6 +42,16 @@ T = TypeVar("T")
 
 HYBRID_SHARD_ZERO2: ShardingStrategy | None = getattr(ShardingStrategy, "_HYBRID_SHARD_ZERO2", None)
 """The strategy that keeps parameters from forward to backward within replicas; None where torch has no such name."""
+
+
+def allocated_by(
+    group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return memory of the group's own allocator, from which it may send without a copy; else of torch's."""
+    backend = group._get_backend(device)
+    if backend.supports_tensor_alloc(device):
+        return backend.allocate_tensor(numel, dtype=dtype, device=device)
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -136,10 +149,23 @@ def sharded_like(template: DTensor, local: torch.Tensor) -> DTensor:
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
-def post_accumulate_hooks(parameter: nn.Parameter) -> list[Callable[[torch.Tensor], None]]:
-    """Return the hooks a user registered for "gradient accumulated"; autograd never writes sharded gradients."""
+def after_accumulation(parameter: nn.Parameter) -> None:
+    """Do what a user asked for once a gradient is accumulated: autograd never writes sharded gradients.
+
+    First hooks are called, then optimizers step that `_apply_optimizer_in_backward` of torch gave the parameter.
+    """
     hooks = cast("dict[int, Callable[[torch.Tensor], None]] | None", parameter._post_accumulate_grad_hooks)
-    return list(hooks.values()) if hooks else []
+    for hook in list(hooks.values()) if hooks else ():
+        hook(parameter)
+    for optimizer in optimizers_in_backward(parameter):
+        optimizer.step()
+        parameter.grad = None
+
+
+def optimizers_in_backward(parameter: nn.Parameter) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that are to step as soon as a parameter's gradient is there."""
+    found: list[torch.optim.Optimizer] = getattr(parameter, "_in_backward_optimizers", [])
+    return found
 
 
 def concatenated(*meshes: DeviceMesh) -> DeviceMesh:

@@ -163,6 +163,15 @@ def test_tensors_on_one_mesh_train_like_replicas(bench: Bench, name: str, frees:
     steps_on_shared_rows(bench, model, layers(), axes.get("tensor", 1))
 
 
+@pytest.mark.kills("SumsWhatACallerPrepares")
+@_with(STEP, beside=frozenset({Capability.MESH_DIMS}))
+def test_tensors_on_one_mesh_are_replicated_by_name(bench: Bench) -> None:
+    mesh = _mesh(bench, {"a": -1, "tensor": 1})
+    model = _spread(mesh)
+    bench.api.replicate(model, mesh=mesh, dp_mesh_dims=_dims(replicate="a"))
+    steps_on_shared_rows(bench, model, layers(), 1)
+
+
 def _of_no_axes(bench: Bench, mesh: DeviceMesh) -> object:
     dims = _dims(shard="a")
     dims.shard = None

@@ -19,7 +19,7 @@ from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train_sharded
 from shardproof.suites.vocabulary import PARITY
 
-pytestmark = [pytest.mark.worlds(SEVERAL), pytest.mark.rows("C13")]
+pytestmark = [pytest.mark.worlds(SEVERAL), pytest.mark.rows("C13", "C17")]
 
 JOINT = {"units": ("blocks.0", "blocks.1,blocks.2", "blocks.3")}
 PAIRED = {"units": ("blocks.0,blocks.1", "blocks.2,blocks.3")}

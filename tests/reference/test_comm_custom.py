@@ -96,6 +96,23 @@ def test_custom_collectives_carry_one_unit(api: str, ranks: Ranks) -> None:
         assert backward == {Op.ALL_GATHER: 3, Op.REDUCE_SCATTER: 4}
 
 
+def _train_from_group(context: RankContext, api: str) -> None:
+    chain = Chain()
+    model = apply_to(chain, BY_NAME[api].fully_shard)
+    for enable in (True, True, False, True):
+        model.units[UNIT].set_allocate_memory_from_process_group_for_comm(enable)
+    train(context, model)
+    assert_gradients(chain, chain_gradients(SIZE))
+    model.units[0].set_custom_all_gather(Gather())
+    with pytest.raises(AssertionError, match="custom"):
+        model.units[0].set_allocate_memory_from_process_group_for_comm(True)
+
+
+@each_api
+def test_buffers_may_come_from_the_group(api: str, ranks: Ranks) -> None:
+    ranks.run(SIZE, _train_from_group, api)
+
+
 def _train_with_hook(context: RankContext, api_name: str, layout: str) -> tuple[list[int], list[int]]:
     api, chain, numels, num_sums = BY_NAME[api_name], Chain(), list[int](), list[int]()
 

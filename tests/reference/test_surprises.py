@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import forward_ad
 
 from shardproof.engine.reference import clip_grad_norm_, fully_shard, replicate
 from shardproof.harness.worlds.rank import RankContext
@@ -256,6 +257,28 @@ def _writes_to_its_argument(context: RankContext) -> float:
     model(_inputs(), carried)
     assert isinstance(carried.extra, float)
     return carried.extra
+
+
+def _forward_mode(context: RankContext) -> None:
+    """Take a directional derivative first, and train afterwards."""
+    model, plain = _twins()
+    fully_shard(model[0], reshard_after_forward=True)
+    fully_shard(model[1])
+    fully_shard(model)
+    tangents = []
+    for module in (model, plain):
+        with forward_ad.dual_level():
+            output = module(forward_ad.make_dual(_inputs(), torch.ones_like(_inputs())))
+            tangents.append(forward_ad.unpack_dual(output).tangent)
+    torch.testing.assert_close(*tangents)
+    for module in (model, plain):
+        module(_inputs()).square().mean().backward()
+    assert_gradients(model, _gradients(plain))
+
+
+def test_a_first_forward_may_carry_tangents(ranks: Ranks) -> None:
+    """torch 2.13 refuses its own identity function in forward mode."""
+    ranks.run(2, _forward_mode, kind=WorldKind.PROCESSES)  # one level in a process
 
 
 def test_a_container_without_changed_tensors_is_the_callers_own(ranks: Ranks) -> None:

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shardproof.engine.reference.geometry import local_part
 from shardproof.engine.reference.mesh import Ranks
 from shardproof.engine.reference.param_layout import Allocate, UnshardedMemory, storage_signature
-from shardproof.engine.reference.parameter import FSDPParam, ParamLocation, is_placeholder
-from shardproof.engine.reference.torch_private import post_accumulate_hooks
+from shardproof.engine.reference.parameter import FSDPParam, ParamLocation, PendingGradient
+from shardproof.engine.reference.torch_private import after_accumulation
 
 FLAT_NAME = "_flat_param"
 """The name under which a wrapper registers its flat parameter."""
@@ -77,6 +77,8 @@ class FlatPiece(FSDPParam):
         if self._visible is None:
             return self.local
         found = self.locations[0].get()
+        if found is self.unsharded_param:
+            return self._visible
         # The wrapped parameter is a DTensor, which cannot be a part of itself.
         return self._visible if found is None or isinstance(found, DTensor) else found
 
@@ -97,11 +99,23 @@ class FlatPiece(FSDPParam):
         self.to_sharded()
 
     def to_unsharded(self) -> None:
-        """Register the whole tensor in the modules; the optimizer's parameter stays registered behind it."""
+        """Register the whole tensor in the modules: as a parameter, or as a plain attribute beside the flat one."""
         self.sync_requires_grad()
         assert self.unsharded_param is not None
         for location in self.locations:
-            location.show(self.unsharded_param)
+            if self._visible is None:
+                location.show(self.unsharded_param)
+            else:
+                location.set(self.unsharded_param)
+
+    def leave_forward(self) -> None:
+        """Register the optimizer's parameter, which callers clear and replace, behind the whole one, if that stays."""
+        if self._visible is None or self.unsharded_param is None:
+            return
+        for location in self.locations:
+            if location.get() is self.unsharded_param:
+                location.set(self._visible)
+                location.show(self.unsharded_param)
 
     def to_sharded(self) -> None:
         """Register this rank's elements: as a parameter, or as a plain attribute beside the flat one."""
@@ -275,11 +289,16 @@ class FlatLayout:
         """Add to the gradient of the flat parameter, or to those of the visible ones."""
         if self.flat_parameter is not None:
             _add_gradient(self.flat_parameter, reduced)
-            _call_hooks(self.flat_parameter)
+            after_accumulation(self.flat_parameter)
             return
         for piece, part in self.parts(parameters, reduced):
             piece.accumulate_sharded_grad(part)
-            _call_hooks(piece.sharded_param)
+            after_accumulation(piece.sharded_param)
+
+    def leave_forward(self) -> None:
+        """Register the optimizer's parameters where whole ones stay until backward."""
+        for piece in self.parameters:
+            piece.leave_forward()
 
     def _collected(self) -> torch.Tensor:
         """Collect the modules' current tensors in one share again."""
@@ -332,15 +351,10 @@ def _check_uniform(
 
 
 def _add_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    if parameter.grad is not None and not is_placeholder(parameter.grad):
+    if parameter.grad is not None and not isinstance(parameter.grad, PendingGradient):
         parameter.grad.add_(gradient)
     elif gradient.dtype == parameter.dtype:
         parameter.grad = gradient
     else:  # autograd requires a gradient of the parameter's dtype; .data accepts any other
         parameter.grad = torch.empty_like(parameter)
         parameter.grad.data = gradient
-
-
-def _call_hooks(parameter: nn.Parameter) -> None:
-    for hook in post_accumulate_hooks(parameter):
-        hook(parameter)

@@ -1,9 +1,7 @@
-"""Whole parameters for callers: gathers them, registers them under their own names, writes them back; and clipping."""
+"""Whole parameters for callers: gathers them, registers them under their own names, writes them back."""
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,9 +13,7 @@ from shardproof.engine.reference.collectives import DefaultAllGather
 from shardproof.engine.reference.fsdp1.flat import FLAT_NAME, FlatLayout
 from shardproof.engine.reference.fsdp1.init import WrapperBase, wrappers_in
 from shardproof.engine.reference.geometry import local_part
-from shardproof.engine.reference.optim import Spread, clip_scale, norm_over
 from shardproof.engine.reference.param_group import FSDPParamGroup
-from shardproof.engine.reference.parameter import is_placeholder
 
 PREFIX = "_fsdp_wrapped_module."
 """The prefix that a wrapper adds to the names of everything inside the wrapped module."""
@@ -80,6 +76,7 @@ def unsharded_params(group: FSDPParamGroup, how: FullParamsOptions) -> Iterator[
     group.reshard()
     group.reset_sharded_params()
     flat = layout_of(group)
+    before = flat.memory.clone() if how.writeback and group.mesh.shard_size > 1 else None
     whole = gathered(flat.memory, group)
     gradients = gathered(_gradients(flat), group) if how.with_grads else None
     if how.rank0_only and flat.rank:
@@ -96,11 +93,18 @@ def unsharded_params(group: FSDPParamGroup, how: FullParamsOptions) -> Iterator[
     finally:
         if flat.flat_parameter is not None and flat.holder is not None:
             flat.holder._parameters[FLAT_NAME] = flat.flat_parameter
+        is_written = before is not None and not torch.equal(before, flat.memory)
         if how.writeback:
             _write_back(flat, whole, shown, gradients)
         for piece in flat.parameters:
             piece.to_sharded()
         group.mark_stale()
+        if is_written:
+            raise RuntimeError(
+                f"summon_full_params: expected writes to the parameters that modules show inside, got some to this "
+                f"rank's part of {[p.name for p in flat.parameters]}, which writing back would undo; "
+                "take parameters from the module inside the context"
+            )
 
 
 def _show(flat: FlatLayout, whole: torch.Tensor, gradients: torch.Tensor | None) -> list[nn.Parameter]:
@@ -192,48 +196,6 @@ def _check(wrapper: WrapperBase, how: FullParamsOptions) -> None:
             "summon_full_params: Cannot manually unshard parameters when already unsharding parameters; "
             "leave the outer context first"
         )
-
-
-def clip_by_norm(root: WrapperBase, max_norm: float, order: float) -> torch.Tensor:
-    """Clip gradients by the norm over everything in ``root``; see `FullyShardedDataParallel.clip_grad_norm_`.
-
-    A gradient counts once: that of a sharded parameter on every rank of the shard group, all others on this rank.
-    """
-    by_spread: dict[Spread, list[torch.Tensor]] = {}
-    managed: set[nn.Parameter] = set()
-    for wrapper in wrappers_in(root):
-        for group in wrapper.groups:
-            if any(parameter.inner is not None for parameter in group.parameters):
-                raise NotImplementedError(
-                    "clip_grad_norm_: expected tensors that no other axis cuts, got DTensors; try fully_shard"
-                )
-            shards = group.mesh.shard_group
-            found = by_spread.setdefault((shards,) if shards is not None else (), [])
-            owners = dict.fromkeys(parameter.sharded_param for parameter in group.parameters)
-            found += [owner.grad for owner in owners if owner.grad is not None]
-            managed |= {
-                *owners,
-                *(p.unsharded_param for p in group.parameters if p.unsharded_param is not None),
-            }
-    rest = [p.grad for p in root.parameters() if p not in managed and p.grad is not None]
-    if rest:
-        by_spread.setdefault((), []).extend(rest)
-    gradients = [gradient for found in by_spread.values() for gradient in found]
-    wide = functools.reduce(torch.promote_types, (g.dtype for g in gradients), torch.float32)
-    total = norm_over(by_spread, order, root.compute_device, wide)
-    scale = clip_scale(max_norm, total)
-    for gradient in gradients:
-        if is_placeholder(gradient):
-            continue  # zeros
-        gradient.mul_(scale.to(device=gradient.device, dtype=gradient.dtype))
-    if not gradients:
-        warnings.warn(
-            "Called FSDP.clip_grad_norm_() on a rank with no gradients -- returning the total norm in the default "
-            f"dtype {total.dtype}",
-            stacklevel=4,
-        )
-        return total
-    return total.to(functools.reduce(torch.promote_types, (g.dtype for g in gradients)))
 
 
 def cast_buffers(root: WrapperBase) -> None:

@@ -20,12 +20,13 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
+from shardproof.engine.reference.fsdp1.clipping import clip_by_norm
 from shardproof.engine.reference.fsdp1.flat import FlatLayout
 from shardproof.engine.reference.fsdp1.full_params import (
     FullParamsOptions,
     cast_buffers,
     clean_name,
-    clip_by_norm,
+    layout_of,
     summon_full_params,
 )
 from shardproof.engine.reference.fsdp1.init import (
@@ -44,6 +45,7 @@ from shardproof.engine.reference.fsdp_state import BackwardPrefetchTime, FSDPSta
 from shardproof.engine.reference.fully_shard import unmanaged
 from shardproof.engine.reference.param_group import FSDPParamGroup
 from shardproof.engine.reference.root_state import RootState
+from shardproof.engine.reference.torch_private import optimizers_in_backward
 
 _FREED_AFTER_FORWARD = frozenset({ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD})
 
@@ -90,7 +92,6 @@ class FullyShardedDataParallel(StateDictMethods):
                 f"FSDP will not all-gather parameters for containers that do not implement forward: {type(module)}",
                 stacklevel=2,
             )
-        self.sharding_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         self.mixed_precision = mixed_precision or MixedPrecision()
         self.cpu_offload = cpu_offload or CPUOffload()
         # Here a unit requests its own gather and the next one, never more, whatever the limit is.
@@ -100,8 +101,11 @@ class FullyShardedDataParallel(StateDictMethods):
         self.is_summoned = False
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self.ignored = _ignored(module, ignored_modules, ignored_states)
-        self.ranks = rank_groups(
-            self.sharding_strategy, process_group, device_mesh, is_shared=auto_wrap_policy is not None
+        self.sharding_strategy, self.ranks = rank_groups(
+            sharding_strategy or ShardingStrategy.FULL_SHARD,
+            process_group,
+            device_mesh,
+            is_shared=auto_wrap_policy is not None,
         )
         if auto_wrap_policy is not None:
             wrap_inside(
@@ -146,8 +150,16 @@ class FullyShardedDataParallel(StateDictMethods):
         return inner
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module on whole parameters: the unit's hooks gather and free them around this."""
-        return self._fsdp_wrapped_module(*args, **kwargs)
+        """Run the wrapped module on whole parameters: the unit's hooks gather and free them around this.
+
+        Meanwhile they are the module's parameters. Afterwards the optimizer's are, even if whole ones stay until
+        backward: who clears or lists parameters between forward and backward gets those that the optimizer has.
+        """
+        try:
+            return self._fsdp_wrapped_module(*args, **kwargs)
+        finally:
+            for group in self.groups:
+                layout_of(group).leave_forward()
 
     # The tree of wrappers ---------------------------------------------------------------------------------
 
@@ -168,8 +180,9 @@ class FullyShardedDataParallel(StateDictMethods):
     def no_sync(self) -> Iterator[None]:
         """Let backwards accumulate whole gradients on each rank; the first backward afterwards reduces them all.
 
-        Meanwhile ``.grad`` of a parameter with an accumulated gradient is not None, but zeros if nothing was reduced
-        before: setting it to None, as ``zero_grad()`` does, drops the accumulated gradient too.
+        Meanwhile ``.grad`` of a parameter with an accumulated gradient is not None. If nothing was reduced before it
+        has no values, and using them raises RuntimeError. Setting it to None, as ``zero_grad()`` does, drops the
+        accumulated gradient too.
 
         Raises RuntimeError for a wrapper that is not the root.
         """
@@ -318,13 +331,35 @@ class FullyShardedDataParallel(StateDictMethods):
     def _root_state(self) -> RootState[FSDPState]:
         """Make this wrapper the root of all inside, unless it has a root: the first one that runs is the root."""
         if self._fsdp_state.root_state is None:
+            self._check_homogeneous()
             self._fsdp_state.lazy_init()
             cast_buffers(self)
         assert self._fsdp_state.root_state is not None
         return self._fsdp_state.root_state
 
+    def _check_homogeneous(self) -> None:
+        """Raise ValueError for wrappers inside that differ in an option of the whole tree."""
+        wrappers = self.fsdp_modules(self)
+        values = {
+            "use_orig_params": {not wrapper.is_flat for wrapper in wrappers},
+            "limit_all_gathers": {wrapper.limit_all_gathers for wrapper in wrappers},
+        }
+        for name, found in values.items():
+            if len(found) > 1:
+                raise ValueError(
+                    f"{name}: Expects one homogeneous value in all wrappers of a model, got {sorted(found)}; "
+                    "pass the same to each"
+                )
+
     def _begin_training(self, *_: Any) -> None:
         self._root_state()
+        for group in self.groups if self.is_flat else ():
+            flat = layout_of(group).flat_parameter
+            if flat is not None and optimizers_in_backward(flat):
+                raise RuntimeError(
+                    "an optimizer in backward: expected use_orig_params=True, got a flat parameter; "
+                    "pass use_orig_params=True, or step after backward"
+                )
 
     def _is_known_root(self) -> bool:
         return (

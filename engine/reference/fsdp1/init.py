@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +36,8 @@ def rank_groups(
     device_mesh: DeviceMesh | None,
     *,
     is_shared: bool,
-) -> Ranks:
-    """Return the groups that ``strategy`` shards and replicates over.
+) -> tuple[ShardingStrategy, Ranks]:
+    """Return the groups that ``strategy`` shards and replicates over; for a single rank the strategy is NO_SHARD.
 
     A hybrid strategy without groups or a mesh shards over the ranks of each node. The groups are created here,
     collectively, if ``is_shared`` allows it: then all wrappers below use the same groups.
@@ -48,16 +49,22 @@ def rank_groups(
             "FullyShardedDataParallel: Cannot pass both process_group and device_mesh; expected one of them"
         )
     if strategy in HYBRID:
-        return _hybrid_groups(strategy, process_group, device_mesh, is_shared=is_shared)
+        return strategy, _hybrid_groups(strategy, process_group, device_mesh, is_shared=is_shared)
     group = process_group if device_mesh is None else device_mesh.get_group(0)
     if isinstance(group, tuple):
         raise ValueError(
             f"process_group: expected one group for {strategy}, got a tuple; tuples are for hybrid strategies"
         )
     group = _default_group() if group is None else group
+    if group.size() == 1 and strategy is not ShardingStrategy.NO_SHARD:
+        warnings.warn(
+            f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.",
+            stacklevel=3,
+        )
+        strategy = ShardingStrategy.NO_SHARD
     if strategy is ShardingStrategy.NO_SHARD:
-        return Ranks(shard_group=None, replicate_group=group)
-    return Ranks(shard_group=group, replicate_group=None, shard_mesh=device_mesh)
+        return strategy, Ranks(shard_group=None, replicate_group=group)
+    return strategy, Ranks(shard_group=group, replicate_group=None, shard_mesh=device_mesh)
 
 
 def _hybrid_groups(
@@ -181,7 +188,10 @@ def ignored_states(
             "ignored_modules: expected modules that are not wrapped, got FullyShardedDataParallel"
         )
     if root in chosen:
-        raise ValueError(f"ignored_modules: expected modules below {type(root).__name__}, got it itself")
+        warnings.warn(
+            f"ignored_modules: got the wrapped {type(root).__name__} itself, so all of its parameters are ignored",
+            stacklevel=4,
+        )
     below = {m for module in chosen for m in module.modules() if not is_wrapper(m)}
     owned = {p for m in below for p in m.parameters(recurse=False)}
     return Ignored(modules=frozenset(below), parameters=frozenset(owned | set(parameters)))

@@ -1,0 +1,54 @@
+"""Clips the gradients of a wrapped model by their joint norm."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+from torch import nn
+
+from shardproof.engine.reference.fsdp1.init import WrapperBase, wrappers_in
+from shardproof.engine.reference.optim import Spread, clip_scale, norm_over
+from shardproof.engine.reference.parameter import PendingGradient
+
+
+def clip_by_norm(root: WrapperBase, max_norm: float, order: float) -> torch.Tensor:
+    """Clip gradients by the norm over everything in ``root``; see `FullyShardedDataParallel.clip_grad_norm_`.
+
+    A gradient counts once: that of a sharded parameter on every rank of the shard group, all others on this rank.
+    """
+    by_spread: dict[Spread, list[torch.Tensor]] = {}
+    managed: set[nn.Parameter] = set()
+    for wrapper in wrappers_in(root):
+        for group in wrapper.groups:
+            if any(parameter.inner is not None for parameter in group.parameters):
+                raise NotImplementedError(
+                    "clip_grad_norm_: expected tensors that no other axis cuts, got DTensors; try fully_shard"
+                )
+            shards = group.mesh.shard_group
+            found = by_spread.setdefault((shards,) if shards is not None else (), [])
+            owners = dict.fromkeys(parameter.sharded_param for parameter in group.parameters)
+            grads = (owner.grad for owner in owners if not isinstance(owner.grad, PendingGradient))
+            found += [grad for grad in grads if grad is not None]
+            managed |= {
+                *owners,
+                *(p.unsharded_param for p in group.parameters if p.unsharded_param is not None),
+            }
+    rest = [p.grad for p in root.parameters() if p not in managed and p.grad is not None]
+    if rest:
+        by_spread.setdefault((), []).extend(rest)
+    gradients = [gradient for found in by_spread.values() for gradient in found]
+    wide = functools.reduce(torch.promote_types, (g.dtype for g in gradients), torch.float32)
+    total = norm_over(by_spread, order, root.compute_device, wide)
+    scale = clip_scale(max_norm, total)
+    for gradient in gradients:
+        gradient.mul_(scale.to(device=gradient.device, dtype=gradient.dtype))
+    if not gradients:
+        warnings.warn(
+            "Called FSDP.clip_grad_norm_() on a rank with no gradients -- returning the total norm in the default "
+            f"dtype {total.dtype}",
+            stacklevel=4,
+        )
+        return total
+    return total.to(functools.reduce(torch.promote_types, (g.dtype for g in gradients)))
