@@ -39,7 +39,8 @@ def render(run: Run) -> str:
 
 def _block(run: Run, engine: str, world: str, records: Sequence[Record]) -> str:
     passed = [record for record in records if record.verdict is Verdict.PASSED]
-    broken = [record for record in records if not record.verdict.is_conforming]
+    not_run = [record for record in records if record.verdict is Verdict.NOT_RUN]
+    broken = [record for record in records if not record.verdict.is_conforming and record not in not_run]
     left_out = [
         out
         for out in (run.footer.left_out if run.footer else ())
@@ -51,6 +52,7 @@ def _block(run: Run, engine: str, world: str, records: Sequence[Record]) -> str:
     lines += _proven(passed)
     lines += _precision(passed)
     lines += [_line("not declared", text) for text in _undeclared(records)]
+    lines += [_line("not run", "; ".join(map(_promise, not_run)))] if not_run else []
     lines += [_line("left out", f"{_promise(out)}: {one_line(out.why)}") for out in left_out]
     lines += [_line("not proven", "; ".join(_beyond(run, world)))]
     lines += _failures(broken)

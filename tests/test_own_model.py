@@ -705,6 +705,64 @@ def test_a_mistake_is_refused_in_a_sentence(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("units =", "unit =", "Mine.unit is read by nothing; did you mean 'units'?"),
+        (_LOSS, _optimizer("None").replace("optimizer", "optimiser"), "did you mean 'optimizer'?"),
+        (
+            _LOSS,
+            _optimizer("torch.optim.SGD(p, lr=0.0)"),
+            "SGD with a learning rate of 0 in all of the first 3 steps",
+        ),
+        ("        return Net()", "        raise KeyError('w')", "raised KeyError: 'w' (mine.py:"),
+        (
+            "        return Net()",
+            "        raise RuntimeError('No CUDA GPUs')",
+            "leave .cuda() and devices out",
+        ),
+    ],
+)
+def test_a_mistake_names_what_to_mend(file: Path, old: str, new: str, words: str) -> None:
+    file.write_text(GOOD.replace(old, new, 1))
+    with pytest.raises(UsageError) as caught:
+        read_model(f"{file}:Mine", limit_s=60)
+    assert words in str(caught.value)
+
+
+def test_a_rate_that_warms_up_from_zero_is_no_mistake(file: Path) -> None:
+    schedule = (
+        "    def scheduler(self, o):\n        return torch.optim.lr_scheduler.LambdaLR(o, lambda n: n / 4)\n"
+    )
+    file.write_text(GOOD.replace(_LOSS, schedule + _optimizer("torch.optim.SGD(p, lr=0.5)")))
+    read_model(f"{file}:Mine", limit_s=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--engine", "torch.dpd"], "did you mean 'torch.ddp'?"),
+        (
+            ["--engine", "torch.ddp", "-k", "trans"],
+            "expected parts of the names of cases, got 'trans'; try -k trains",
+        ),
+        (
+            ["--engine", "torch.ddp", "--out", "RUN"],
+            "expected no run there yet, got run.jsonl; try another --out",
+        ),
+    ],
+)
+def test_a_mistake_in_the_command_is_told_before_the_model_is_read(
+    file: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = file.with_name("taken")
+    taken.mkdir()
+    (taken / "run.jsonl").touch()
+    file.write_text("raise SystemExit('read')")
+    assert main(["check", f"{file}:Mine", *(str(taken) if a == "RUN" else a for a in arguments)]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_a_loss_that_ignores_the_batch_is_refused(file: Path) -> None:
     blind = GOOD.replace("for block", "x = torch.ones_like(x)\n        for block").replace(
         '- batch["x"][:, :2]', ""

@@ -6,13 +6,16 @@ A model that cannot be judged raises ValueError with the cause.
 from __future__ import annotations
 
 import inspect
+import sysconfig
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,10 +45,14 @@ _PLACES = tuple(product(range(3), range(NUM_RANKS)))  # steps and ranks whose gr
 _NUM_EXACT = 2  # of them, which are looked at in float64 in any case
 _NUM_DISTURBED = 4
 _CHANGES = 1e3  # gradients grow and shrink in training: one that is hardly above zero now may be zero then
+_STEPS = 3  # of a training, in which a learning rate may warm up
 _UPDATES = 2  # some optimizers only begin to divide by what they keep in the second
 _SMALL = 1e-3  # beside a value: ten steps at a rate of 0.1 change it by less than bfloat16 can represent
 # Of a gradient, and of the largest one: threads may add in another order, and operators of few bits round.
 _SAME, _SAME_AS_ZERO = 1e-2, 1e-6
+
+_OURS, _PACKAGES = str(Path(__file__).parents[2]), sysconfig.get_path("purelib")
+_NO_CUDA = "; leave .cuda() and devices out: ranks move the model and its data to their devices"
 
 Gradients = Mapping[str, torch.Tensor | None]
 
@@ -110,7 +117,16 @@ def called(what: str, function: Any) -> Any:
     except LoadError:
         raise
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{what} raised {type(error).__name__}: {one_line(error)}{_root(error)}") from error
+        told = f"{what} raised {type(error).__name__}: {one_line(error)}{_root(error)}{_place(error)}"
+        raise ValueError(told + (_NO_CUDA if "CUDA" in one_line(error) else "")) from error
+
+
+def _place(error: BaseException) -> str:
+    """Return the last line of a user's own file that an error passed, with its function."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((_OURS, _PACKAGES, "<"))]
+    last = own[-1] if own else None
+    return "" if last is None else f" ({Path(last.filename).name}:{last.lineno}, in {last.name})"
 
 
 def _root(error: BaseException) -> str:
@@ -168,8 +184,16 @@ def _update(model: nn.Module, make: UserOptimizer) -> None:
     own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if not own & {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}:
         raise ValueError("optimizer() returned one that updates no parameter of the model")
-    called("the optimizer's step()", optimizer.step)
-    called("the scheduler's step()", schedules.step)
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    for _ in range(_STEPS):
+        called("the optimizer's step()", optimizer.step)
+        called("the scheduler's step()", schedules.step)
+        rates += [group.get("lr") for group in optimizer.param_groups]
+    if not any(rate is None or rate for rate in rates):
+        raise ValueError(
+            f"optimizer() returned {type(optimizer).__name__} with a learning rate of 0 in all of the first {_STEPS} "
+            "steps: nothing would move; use one of your training"
+        )
 
 
 def _exact_sizes(problem: UserModel, optimizer: UserOptimizer | None) -> list[dict[str, float | None]]:
