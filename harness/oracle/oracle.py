@@ -13,8 +13,9 @@ import torch
 
 from shardproof.harness.cases.draws import drawing_in
 from shardproof.harness.cases.training import Training
+from shardproof.harness.cases.user_model import written_by_forward
 from shardproof.harness.oracle.absolute_error import largest_deviation
-from shardproof.harness.oracle.oracle_actor import Batches, OracleModels, pieces_of_step
+from shardproof.harness.oracle.oracle_actor import Batches, OracleModels, parameters_apart, pieces_of_step
 from shardproof.harness.oracle.oracle_noise import noise_of, scales_of
 from shardproof.harness.oracle.oracle_observation import (
     FirstStep,
@@ -96,7 +97,8 @@ def _first_step(training: Training, world_size: int) -> FirstStep:
     dtype = training.convert
     model = cast_module(training.problem.build(), dtype)
     in_order = replace(reordering(0, training.plan, dtype), seed=None)
-    _, contributions = pieces_of_step(training, OracleModels(model, world_size, in_order), step=0)
+    workshop = OracleModels(model, world_size, in_order, written=written_by_forward(training.problem))
+    _, contributions = pieces_of_step(training, workshop, step=0)
     orders = [reordering(k, training.plan, dtype) for k in range(num_reorderings(training.plan))]
     exact = {
         n: EXACT_ORDER.reduce([[*map(widened, of_ranks)] for of_ranks in pieces], training.plan)
@@ -137,8 +139,9 @@ def _with_lagging(
     """
     order = _reference_order(training)
     model = cast_module(training.problem.build(), order.dtype)
-    workshop = OracleModels(model, exact.world_size, order, batches)
-    parameters, met = dict(model.named_parameters()), exact.initial
+    written = written_by_forward(training.problem)
+    workshop = OracleModels(model, exact.world_size, order, batches, written)
+    parameters, met = parameters_apart(model, written), exact.initial
     steps = [*exact.steps[:1]]
     for step, seen in enumerate(exact.steps[1:], start=1):
         with torch.no_grad():

@@ -39,12 +39,14 @@ from shardproof.harness.oracle.rounding import noticing_narrow, rounding_anew
 from shardproof.harness.runner.unit_calls import NUM_RANKS, UnitCalls, calls_differ
 from shardproof.harness.torch_compat.dtypes import cast, cast_module, cast_parameters, dense
 from shardproof.harness.torch_compat.patching import Replacement
-from shardproof.harness.verdicts.vacuity import ZERO_BESIDE, ZERO_BESIDE_NOISE
+from shardproof.harness.verdicts.simple_defects import ZERO_BESIDE_NOISE
+from shardproof.harness.verdicts.vacuity import ZERO_BESIDE
 
 _PLACES = tuple(product(range(3), range(NUM_RANKS)))  # steps and ranks whose gradients are looked at
 _NUM_EXACT = 2  # of them, which are looked at in float64 in any case
 _NUM_DISTURBED = 4
 _CHANGES = 1e3  # gradients grow and shrink in training: one that is hardly above zero now may be zero then
+_MOVED = 1.25  # a factor that every dtype represents
 _STEPS = 3  # of a training, in which a learning rate may warm up
 _UPDATES = 2  # some optimizers only begin to divide by what they keep in the second
 _SMALL = 1e-3  # beside a value: ten steps at a rate of 0.1 change it by less than bfloat16 can represent
@@ -73,7 +75,7 @@ def study(
     optimizer: UserOptimizer | None,
 ) -> ModelStudy:
     """Find out by a few steps whether float64 can stand for the model, what it uses, and what it demands."""
-    is_narrow, changes_buffers = _first_step(problem, optimizer)
+    is_narrow, changes_buffers, written = _first_step(problem, optimizer)
     wanted: bool | None = getattr(definition(problem.spec), "float64", None)
     is_widened = not is_narrow if wanted is None else wanted
     if is_widened:
@@ -104,7 +106,7 @@ def study(
         is_widened=is_widened,
         idle=tuple(_idle(found)),
         demands=frozenset(demands),
-        facts=facts,
+        facts=replace(facts, written=written),
     )
     return ModelStudy(model=model, has_optimizer=optimizer is not None, pass_s=pass_s)
 
@@ -137,8 +139,11 @@ def _root(error: BaseException) -> str:
     return "" if root is error else f" (from {type(root).__name__}: {one_line(root)})"
 
 
-def _first_step(problem: UserModel, optimizer: UserOptimizer | None) -> tuple[bool, bool]:
-    """Take one step as ranks will; return whether it computes in few bits, and whether forward changes buffers."""
+def _first_step(problem: UserModel, optimizer: UserOptimizer | None) -> tuple[bool, bool, tuple[str, ...]]:
+    """Take one step as ranks will.
+
+    Returns whether it computes in few bits, whether forward changes buffers, and which frozen parameters it changes.
+    """
     model, narrow = problem.build(), list[bool]()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with noticing_narrow(lambda: narrow.append(True)):
@@ -149,7 +154,21 @@ def _first_step(problem: UserModel, optimizer: UserOptimizer | None) -> tuple[bo
     if not any(gradient is not None and bool(gradient.any()) for gradient in gradients.values()):
         raise ValueError("no parameter has a gradient: the loss depends on none of them")
     after = dict(model.named_buffers())
-    return bool(narrow), any(name in after and not torch.equal(b, after[name]) for name, b in before.items())
+    changes_buffers = any(name in after and not torch.equal(b, after[name]) for name, b in before.items())
+    return bool(narrow), changes_buffers, _written(problem, model)
+
+
+def _written(problem: UserModel, model: nn.Module) -> tuple[str, ...]:
+    """Name the frozen parameters that forward changes once the others have moved: a teacher starts as its student."""
+    frozen = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+    if not frozen:
+        return ()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(_MOVED)
+    _gradients(problem, model, step=0, rank=0)
+    return tuple(n for n, value in frozen.items() if not torch.equal(value, model.get_parameter(n)))
 
 
 def _check_repeats(gradients: Gradients, again: Gradients) -> None:
