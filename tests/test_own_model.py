@@ -564,6 +564,44 @@ def test_an_expert_without_a_token_voids_nothing(file: Path, capsys: pytest.Capt
     assert "not proven what no loss reached, as experts without a token: late.weight, late.bias;" in shown
 
 
+_FUSED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.out = nn.Linear(16, 2)
+    def forward(self, x):
+        x = self.first(x)
+        return self.out(x + self.attention(x, x, x, need_weights=False)[0])
+
+class Mine:
+    def build(self):
+        return Net()
+    def batch(self, generator):
+        return torch.randn(4, 5, 6, generator=generator)
+    def loss(self, output, batch):
+        return (output - batch[..., :2]).square().mean()
+    def optimizer(self, params):
+        return torch.optim.AdamW(params, lr=1e-3)
+"""
+
+
+@pytest.mark.parametrize("engine", ["torch.ddp", "torch.fsdp2"])
+def test_elements_without_a_gradient_do_not_hide_their_neighbours(
+    file: Path, engine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Adam makes steps of the rounding in a key's bias, which attention keeps in one tensor with the query's."""
+    file.write_text(_FUSED)
+    assert _check(file, engine, "-k", "trains or shards") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "proven trains as one process does" in shown
+    assert "weak" not in shown
+
+
 _STALE_AFTER_EVALUATION = """
 from torch.nn.parallel import DistributedDataParallel
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
@@ -810,6 +848,33 @@ def test_a_mistake_names_what_to_mend(file: Path, old: str, new: str, words: str
     with pytest.raises(UsageError) as caught:
         read_model(f"{file}:Mine", limit_s=60)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "call"),
+    [
+        (
+            "        return (output",
+            "        if torch.distributed.is_initialized():\n"
+            "            torch.distributed.all_reduce(torch.ones(1))\n        return (output",
+            "all_reduce at mine.py:",
+        ),
+        (
+            "hidden = self.normed(x)",
+            "hidden = torch.cat(torch.distributed.nn.functional.all_gather(self.normed(x))) "
+            "if torch.distributed.is_initialized() else self.normed(x)",
+            "all_gather at mine.py:",
+        ),
+        ("self.out =", "self.norm, self.out = nn.SyncBatchNorm(2),", "'norm' is a SyncBatchNorm"),
+    ],
+)
+def test_no_engine_is_blamed_for_a_model_that_communicates(file: Path, old: str, new: str, call: str) -> None:
+    """As losses of contrast over all ranks do, and means over the tokens of all ranks."""
+    file.write_text("import torch.distributed.nn\n" + GOOD.replace(old, new, 1))
+    with pytest.raises(UsageError) as caught:
+        read_model(f"{file}:Mine", limit_s=60)
+    assert f"communicates: {call}" in str(caught.value)
+    assert "no engine is to blame" in str(caught.value)
 
 
 def test_a_rate_that_warms_up_from_zero_is_no_mistake(file: Path) -> None:

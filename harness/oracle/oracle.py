@@ -35,6 +35,7 @@ from shardproof.harness.oracle.reduction_orders import (
     reduces_fully,
     reordering,
 )
+from shardproof.harness.oracle.still_elements import still_elements
 from shardproof.harness.torch_compat.dispatch import drawing_apart
 from shardproof.harness.torch_compat.dtypes import cast_module, widened
 
@@ -59,7 +60,9 @@ def run_oracle(
     batches = Batches(training.problem)
     with drawing_apart():
         exact = _exact(training, world_size, keep, batches, explains)
-        noise, dtypes = noise_of(training, world_size, exact, batches)
+        exact = replace(exact, still=still_elements(training, exact))
+        found = noise_of(training, world_size, exact, batches)
+        noise = found.noise
         first = _first_step(training, world_size) if _rounds_coarsely(training, exact, noise) else None
         steps = _with_lagging(training, exact, keep, batches) if explains else exact.steps
     is_power_of_two = world_size & (world_size - 1) == 0
@@ -70,7 +73,8 @@ def run_oracle(
         noise=noise,
         scales=scales_of(exact),
         constants=exact.constants & quiet,
-        dtypes=dtypes,
+        still_noise=found.still_noise,
+        dtypes=found.dtypes,
         is_exact=training.problem.is_exact and is_power_of_two and not any(noise.values()),
         first=first,
         explains=explains,

@@ -25,6 +25,7 @@ from shardproof.harness.cases.user_model import UserModel, UserOptimizer, defini
 from shardproof.harness.errors import ModelError, UsageError
 from shardproof.harness.runner.model_study import ModelStudy, called, study
 from shardproof.harness.runner.model_summary import model_lines
+from shardproof.harness.runner.own_communication import own_communication
 from shardproof.harness.tracing.codec import UNREADABLE, decode, encode
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 
@@ -115,6 +116,12 @@ def facts_of(spec: str) -> ModelStudy:
     units = matching_units(model, _patterns(defined))
     _check_batches(problem)
     _check_shapes(problem, model)
+    if found := own_communication(problem):
+        raise ValueError(
+            f"the model or its loss communicates: {found}. Ranks then compute a loss over all of their rows, and the "
+            "reference, on one process, another: no engine is to blame for the difference, and none can be judged by "
+            "it; try the loss of one rank's rows, and BatchNorm for SyncBatchNorm"
+        )
     optimizer = UserOptimizer(spec=spec, digest=digest) if has_optimizer else None
     return study(problem, units, outline_of(model), optimizer)
 

@@ -156,6 +156,8 @@ def _unmoved(oracle: OracleObservation, name: str) -> Iterator[_Effect]:
     for step, seen in enumerate(oracle.steps):
         place = TensorKey(quantity=Quantity.PARAMETER, step=step, name=name)
         moved = seen.parameters[name] - oracle.initial[name]
+        if (still := oracle.still_of(place)) is not None:
+            moved = moved[~still]
         yield _Effect(place=place, allowed=allowed_error(oracle, place), effect=largest(moved))
 
 

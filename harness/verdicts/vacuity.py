@@ -18,6 +18,7 @@ from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.tolerance import MULTIPLE
 from shardproof.harness.oracle.absolute_error import is_finite
 from shardproof.harness.oracle.oracle_observation import Quantity
+from shardproof.harness.oracle.still_elements import ZERO_BESIDE
 from shardproof.harness.verdicts.simple_defects import (
     LARGER_STEPS,
     hidden_because,
@@ -25,9 +26,6 @@ from shardproof.harness.verdicts.simple_defects import (
     unreached,
 )
 
-# In float64, a gradient so small beside the largest of its model is zero but for rounding: that of a bias before a
-# normalisation, or of a key's bias in attention.
-ZERO_BESIDE = 1e-10
 # A movement or gradient smaller than this many roundings of float32 could not be distinguished from noise.
 _TOO_SMALL = 2 * MULTIPLE * torch.finfo(torch.float32).eps
 _SMALLER_STEPS = "try a smaller learning rate, or smaller initial values"
