@@ -68,7 +68,9 @@ def _why_not_imported(location: str, error: BaseException) -> str:
 
 def _file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise FileNotFoundError(f"expected a Python file at {path.resolve()}; try an absolute path")
+        near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.py")], n=1)
+        hint = f"did you mean {near[0]}?" if near else f"see the files in {path.resolve().parent}"
+        raise FileNotFoundError(f"expected a Python file at {path.resolve()}; {hint}")
     name = f"_shardproof_engine_{path.resolve().as_posix().replace('/', '_').removesuffix('.py')}"
     if name in sys.modules:
         return sys.modules[name]

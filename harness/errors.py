@@ -25,6 +25,13 @@ class UsageError(ShardproofError):
     """The caller requested something that does not exist: a misspelt world, a missing run; fix the call."""
 
 
+class ModelError(UsageError):
+    """A user's model cannot be judged; ``got`` says why, and what to try. Mend the model's class."""
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.got}{' ' if self.got.endswith('?') else '; '}{self.hint}"
+
+
 class NewerSchemaError(UsageError):
     """A later release wrote this run; its lines are complete, but this release cannot interpret them."""
 

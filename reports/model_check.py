@@ -14,6 +14,7 @@ from shardproof.reports.text import duration, one_line, rough
 
 _WIDTH = 100
 _INDENT = " " * 16
+_MOST_NAMES = 3
 _WEAK = (
     0.05  # of a gradient or an update: a pass that would not have seen a larger error hardly shows anything
 )
@@ -39,7 +40,8 @@ def render(run: Run) -> str:
 
 def _block(run: Run, engine: str, world: str, records: Sequence[Record]) -> str:
     passed = [record for record in records if record.verdict is Verdict.PASSED]
-    broken = [record for record in records if not record.verdict.is_conforming]
+    not_run = [record for record in records if record.verdict is Verdict.NOT_RUN]
+    broken = [record for record in records if not record.verdict.is_conforming and record not in not_run]
     left_out = [
         out
         for out in (run.footer.left_out if run.footer else ())
@@ -51,8 +53,9 @@ def _block(run: Run, engine: str, world: str, records: Sequence[Record]) -> str:
     lines += _proven(passed)
     lines += _precision(passed)
     lines += [_line("not declared", text) for text in _undeclared(records)]
+    lines += [_line("not run", "; ".join(map(_promise, not_run)))] if not_run else []
     lines += [_line("left out", f"{_promise(out)}: {one_line(out.why)}") for out in left_out]
-    lines += [_line("not proven", "; ".join(_beyond(run, world)))]
+    lines += [_line("not proven", "; ".join((*_unreached(passed), *_beyond(run, world))))]
     lines += _failures(broken)
     # Not wrapped, so that it can be copied.
     lines += [f"  {'repeat':<14}{record.command}" for record in broken[:1]]
@@ -138,6 +141,17 @@ def _precision(passed: Sequence[Record]) -> list[str]:
 
 def _percent(share: float) -> str:
     return f"{rough(100 * share)}%"
+
+
+def _unreached(passed: Sequence[Record]) -> Iterator[str]:
+    """Yield the parameters that the losses of no proven case reached."""
+    names = (
+        [name for name in passed[0].unreached if all(name in r.unreached for r in passed)] if passed else []
+    )
+    if names:
+        listed = [one_line(name) for name in names[:_MOST_NAMES]]
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        yield f"what no loss reached, as experts without a token: {', '.join(listed)}{more}"
 
 
 def _beyond(run: Run, world: str) -> Iterator[str]:

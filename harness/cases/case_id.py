@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from shardproof.harness.errors import UsageError
 
 _CELL = re.compile(r"\[(?P<engine>.+)@(?P<world>[a-z]+:\d+(?::[a-z]+)?)(?:-(?P<rest>.*))?\]$")
 
@@ -46,6 +49,13 @@ class Node:
         return shlex.join(["pytest", "-p", "shardproof.harness.runner.plugin", self.nodeid, *where])
 
 
+def check_command(model: str, node: Node) -> str:
+    """Return the command that repeats a case on a user's model, for all of the case's parameters."""
+    function = node.case.rpartition("::")[2].partition("[")[0]
+    where = ("--engine", node.engine, "--world", node.world)
+    return shlex.join(["shardproof", "check", model, *where, "-k", function])
+
+
 SUITES = Path(__file__).resolve().parents[2] / "suites"
 
 
@@ -82,6 +92,26 @@ class Catalogue:
 def files() -> frozenset[str]:
     """List the files that contain cases, in the spelling of case ids."""
     return frozenset(file.relative_to(SUITES).as_posix() for file in SUITES.rglob("test_*.py"))
+
+
+def refuse_unknown_words(keyword: str, suite: Path, others: Iterable[str]) -> None:
+    """Raise UsageError for a word of a -k expression that is in no name of a suite's cases, nor in the others."""
+    sources = {file: file.read_text() for file in suite.glob("test_*.py")}
+    functions = [
+        name for source in sources.values() for name in re.findall(r"^def (test_\w+)", source, re.MULTILINE)
+    ]
+    known = [*functions, *(str(file) for file in sources), *others]
+    for word in re.findall(r"[^\s()]+", keyword):
+        if word in {"and", "or", "not"} or any(word.lower() in name.lower() for name in known):
+            continue
+        parts = {part for name in functions for part in name.removeprefix("test_").split("_")}
+        near = difflib.get_close_matches(word, sorted(parts), n=1)
+        hint = (
+            f"-k {near[0]}"
+            if near
+            else f"one of {', '.join(name.removeprefix('test_') for name in functions)}"
+        )
+        raise UsageError("-k", expected="parts of the names of cases", got=repr(word), hint=hint)
 
 
 def collected(nodeids: Iterable[str], arguments: Sequence[str]) -> Catalogue:

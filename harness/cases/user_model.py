@@ -52,7 +52,8 @@ class TensorOutline:
 class ModelFacts:
     """Facts about a model, found by a few passes.
 
-    ``frozen`` parameters require no gradient, and ``seldom`` ones had none in some pass. ``slow`` ones have gradients
+    ``frozen`` parameters require no gradient; forward changes those that are ``written``, such as the averages of a
+    teacher. ``seldom`` ones had no gradient in some pass. ``slow`` ones have gradients
     so small beside their values that plain descent hardly moves them. ``evaluating`` names the modules in evaluation
     mode, "" for the whole model. ``outside`` names the parts of units that are called without their unit.
     ``uncounted``, ``not_in_bfloat16``, ``unscaled`` and ``unevaluated`` are the reasons why closed forms, bfloat16, a
@@ -61,6 +62,7 @@ class ModelFacts:
     """
 
     frozen: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
     seldom: tuple[str, ...] = ()
     slow: tuple[str, ...] = ()
     evaluating: tuple[str, ...] = ()
@@ -160,6 +162,11 @@ class UserModel:
 def still_parameters(problem: object) -> frozenset[str]:
     """Return the parameters that training need not move; only users' models have any."""
     return frozenset(problem.still) if isinstance(problem, UserModel) else frozenset()
+
+
+def written_by_forward(problem: object) -> frozenset[str]:
+    """Return the frozen parameters that forward changes: each rank has its own, as it has buffers of its own."""
+    return frozenset(problem.facts.written) if isinstance(problem, UserModel) else frozenset()
 
 
 def needs_of(problem: object) -> frozenset[Capability]:

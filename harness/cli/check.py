@@ -17,6 +17,7 @@ from shardproof.harness.records.run import read_run
 
 __all__ = ["check"]
 
+_HINT = "the command `shardproof check` with the same arguments"
 # Options of the caller's pytest that the command's pytest must not inherit.
 _OF_PYTEST = ("PYTEST_", "PY_COLORS")
 
@@ -59,13 +60,15 @@ def check(
         screen = _screen(folder) if done.returncode == DOES_NOT_CONFORM else ""
     if screen:
         raise AssertionError(screen)
-    kind = UsageError if done.returncode == USAGE else HarnessBug
-    raise kind(
-        f"check({model!r}, engine={engine!r})",
-        expected="an engine and a model that can be judged",
-        got=done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}",
-        hint="docs/check-your-model.md",
-    )
+    said = done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}"
+    if done.returncode == USAGE:
+        raise UsageError(
+            f"check({_name(model)})",
+            expected="a model and an engine that can be judged",
+            got=said,
+            hint=_HINT,
+        )
+    raise HarnessBug(f"check({_name(model)})", expected="a verdict", got=said, hint="reporting this")
 
 
 def _screen(folder: Path) -> str:

@@ -22,6 +22,7 @@ from shardproof.harness.cases.case_id import node_of
 from shardproof.harness.cli.exit_codes import (
     CONFORMS,
     DOES_NOT_CONFORM,
+    INTERRUPTED,
     NOTHING_JUDGED,
     OUR_FAULT,
     PYTEST_INTERRUPTED,
@@ -64,7 +65,11 @@ def run(arguments: argparse.Namespace) -> int:
 def check(arguments: argparse.Namespace) -> int:
     """Judge engines on a model of your own: is it trained as one process trains it, under every plan that they declare?
 
-    MODEL is a class with build(), batch() and loss(), as path/to/file.py:Name or package.module:Name.
+    MODEL is a class, as path/to/file.py:Name or package.module:Name. It defines build(), which returns a new model;
+    batch(generator), which returns one rank's microbatch: a mapping of keyword arguments, a tuple of arguments, or the
+    only argument of forward; and loss(output, batch), the mean loss over it. Optional are units, patterns for the
+    submodules that communicate together; optimizer(params); scheduler(optimizer); and float64, whether the reference
+    computes in it.
     """
     from shardproof.harness.runner.model_summary import model_summary
     from shardproof.harness.runner.user_models import known_model, pass_seconds
@@ -75,13 +80,14 @@ def check(arguments: argparse.Namespace) -> int:
 
     check_temporary_folder()
     arguments.engine = wrapped_engines(arguments.engine, vars(arguments)["with"], arguments.wrap)
+    _refuse_mistakes(arguments)
     spec = absolute(arguments.model)
     most_ranks = max(WorldSpec.parse(world).size for world in arguments.world or [DEFAULT_WORLD])
     draw_hash_seeds(
         arguments.schedule_seed
     )  # before the server starts: a server with other seeds would be ended
     forkserver_context()  # it starts while this process continues
-    model, optimizer = known_model(spec, arguments.deadline or _READING_S)
+    model, optimizer = known_model(spec, max(arguments.deadline or 0.0, _READING_S))
     if model.facts.is_compiled:
         _refuse_threads(
             arguments,
@@ -99,6 +105,25 @@ def check(arguments: argparse.Namespace) -> int:
     # A case is a world and an oracle, each with a deadline; pytest's timeout is for code without one.
     limit_s = 3 * arguments.deadline
     return _run(arguments, f"--model={spec}", f"--timeout={limit_s}", render=render, lists_all=True)
+
+
+def _refuse_mistakes(arguments: argparse.Namespace) -> None:
+    """Raise UsageError for what needs no study of the model: a folder that is taken, and misspelt names."""
+    from shardproof.harness.cases.case_id import refuse_unknown_words
+    from shardproof.harness.records.run import refuse_existing
+    from shardproof.harness.runner.engines import describe
+
+    if arguments.out:
+        refuse_existing(Path(arguments.out))
+    engines = arguments.engine or sorted(BUILT_IN)
+    for name in engines:
+        check_spelling(name)
+    names = (*engines, *(arguments.world or [DEFAULT_WORLD]), arguments.model.rpartition(":")[2])
+    for suite in suites(arguments.suite) if arguments.keyword else ():
+        refuse_unknown_words(arguments.keyword, suite, names)
+    for name in arguments.engine or ():
+        if name not in BUILT_IN:
+            describe(name)
 
 
 def _refuse_threads(arguments: argparse.Namespace, because: str, *, instead: str) -> None:
@@ -162,15 +187,19 @@ def _run(
         *(["-k", arguments.keyword] if arguments.keyword else []),
         *extra,
     ]
+    is_quiet = arguments.quiet or arguments.json
+    progress = CaseProgress(lists_all=lists_all, is_quiet=is_quiet)
     try:
-        is_quiet = arguments.quiet or arguments.json
-        progress = CaseProgress(lists_all=lists_all, is_quiet=is_quiet)
         with redirect_stdout(sys.stderr if is_quiet else sys.stdout):
             code = call_pytest([*paths, *options], progress)
     except KeyboardInterrupt:  # raised after pytest's own handler was removed
-        code = PYTEST_INTERRUPTED
+        code, progress.is_interrupted = PYTEST_INTERRUPTED, True
     with uninterrupted():
-        return code_of_run(out, code, lambda: _show(out, _printer(arguments, render)))
+        ended = code_of_run(out, code, lambda: _show(out, _printer(arguments, render)))
+    if not progress.is_interrupted:
+        return ended
+    print(f"shardproof: interrupted; what was judged is kept in {out}", file=sys.stderr)
+    return INTERRUPTED
 
 
 def _effort(arguments: argparse.Namespace) -> RunOptions:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 CONFORMS, DOES_NOT_CONFORM, USAGE, OUR_FAULT, NOTHING_JUDGED = 0, 1, 2, 3, 4
+INTERRUPTED = 130  # of a program that ends by SIGINT, in a shell
 
 # Members of pytest.ExitCode, because importing pytest takes a while.
 _PASSED, _FAILED, PYTEST_INTERRUPTED, PYTEST_USAGE, _NOTHING_COLLECTED = 0, 1, 2, 4, 5

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardproof.engine.registry import EngineNotFoundError
 from shardproof.harness.cli import commands
-from shardproof.harness.cli.exit_codes import OUR_FAULT, USAGE
+from shardproof.harness.cli.exit_codes import INTERRUPTED, OUR_FAULT, USAGE
 from shardproof.harness.cli.parser import parser
 from shardproof.harness.errors import ShardproofError, UsageError
 from shardproof.harness.runner.interruption import interruptible
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OUR_FAULT
     except KeyboardInterrupt:
         print("shardproof: interrupted", file=sys.stderr)
-        return OUR_FAULT
+        return INTERRUPTED
     except (UsageError, EngineNotFoundError) as error:
         print(f"shardproof: {error}", file=sys.stderr)
         return USAGE

@@ -29,6 +29,7 @@ class CaseProgress:
     def __init__(self, *, lists_all: bool = False, is_quiet: bool = False) -> None:
         self._lists_all, self._is_quiet = lists_all, is_quiet
         self._num_cases = self._num_ended = 0
+        self.is_interrupted = False  # by Ctrl-C; pytest ends alike for other reasons
         self._started_s = time.monotonic()
         self._bar: _Bar | None = None
         self._terminal: Any = None  # pytest does not export its type
@@ -74,6 +75,11 @@ class CaseProgress:
             self._write(self._line(node, outcome, report.duration))
         elif self._bar is None and self._num_ended % max(1, self._num_cases // _PARTS) == 0:
             self._write(f"{self._count()}  cases{self._left()}")
+
+    # Any: pytest does not export the type of what it caught.
+    def pytest_keyboard_interrupt(self, excinfo: Any) -> None:
+        """Note Ctrl-C; pytest.exit() ends a session alike."""
+        self.is_interrupted |= issubclass(excinfo.type, KeyboardInterrupt)
 
     def pytest_unconfigure(self) -> None:
         """Remove the bar, however the session ended."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -206,8 +206,20 @@ def _comparisons(evidence: Evidence, place: TensorKey) -> list[_Comparison]:
     pieces = [piece for piece in pieces_of(evidence, place) if piece.shard.tensor.numel()]
     if not pieces:
         return []
-    allowed = allowed_error(evidence.oracle, place)
-    return [_compare(evidence, place, piece, allowed) for piece in pieces]
+    oracle = evidence.oracle
+    still = oracle.still_of(place)
+    compared = [_compare(evidence, place, piece, allowed_error(oracle, place)) for piece in pieces]
+    if still is None:
+        return compared
+    apart = allowed_error(oracle, place, max(oracle.noise[place], oracle.still_noise[place]))
+    return [part for whole in compared for part in _apart(whole, still, apart)]
+
+
+def _apart(whole: _Comparison, still: torch.Tensor, allowed: float) -> Iterator[_Comparison]:
+    """Split a comparison into those of the elements with a gradient and of the others; see [Note: still elements]."""
+    mask = whole.piece.shard.of(still)
+    yield replace(whole, error=whole.error.masked_fill(mask, 0.0))
+    yield replace(whole, error=whole.error.masked_fill(~mask, 0.0), allowed=allowed)
 
 
 def _compare(evidence: Evidence, place: TensorKey, piece: RankShard, allowed: float) -> _Comparison:

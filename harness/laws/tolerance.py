@@ -33,8 +33,10 @@ _FLOOR_ROUNDINGS = 2.0
 _MULTIPLE_OF_DISTURBED = 4.0
 
 
-def allowed_error(oracle: OracleObservation, place: TensorKey) -> float:
+def allowed_error(oracle: OracleObservation, place: TensorKey, noise: float | None = None) -> float:
     """Return the largest absolute error that re-ordered sums explain; zero where no rounding is possible.
+
+    ``noise`` is that of a part of the tensor, instead of that of the rest.
 
     Zero for exact trainings, for initial parameters, which are not computed, for constant buffers (a mask may hold
     numbers so large that their roundings would hide all others) and for integers.
@@ -49,7 +51,7 @@ def allowed_error(oracle: OracleObservation, place: TensorKey) -> float:
         return 0.0
     if place.quantity is Quantity.BUFFER and place.name in oracle.constants:
         return 0.0
-    return error_of_noise(oracle, place, oracle.noise[place], dtype)
+    return error_of_noise(oracle, place, oracle.noise[place] if noise is None else noise, dtype)
 
 
 def error_of_noise(

@@ -13,8 +13,9 @@ import torch
 
 from shardproof.harness.cases.draws import drawing_in
 from shardproof.harness.cases.training import Training
+from shardproof.harness.cases.user_model import written_by_forward
 from shardproof.harness.oracle.absolute_error import largest_deviation
-from shardproof.harness.oracle.oracle_actor import Batches, OracleModels, pieces_of_step
+from shardproof.harness.oracle.oracle_actor import Batches, OracleModels, parameters_apart, pieces_of_step
 from shardproof.harness.oracle.oracle_noise import noise_of, scales_of
 from shardproof.harness.oracle.oracle_observation import (
     FirstStep,
@@ -34,6 +35,7 @@ from shardproof.harness.oracle.reduction_orders import (
     reduces_fully,
     reordering,
 )
+from shardproof.harness.oracle.still_elements import still_elements
 from shardproof.harness.torch_compat.dispatch import drawing_apart
 from shardproof.harness.torch_compat.dtypes import cast_module, widened
 
@@ -58,7 +60,9 @@ def run_oracle(
     batches = Batches(training.problem)
     with drawing_apart():
         exact = _exact(training, world_size, keep, batches, explains)
-        noise, dtypes = noise_of(training, world_size, exact, batches)
+        exact = replace(exact, still=still_elements(training, exact))
+        found = noise_of(training, world_size, exact, batches)
+        noise = found.noise
         first = _first_step(training, world_size) if _rounds_coarsely(training, exact, noise) else None
         steps = _with_lagging(training, exact, keep, batches) if explains else exact.steps
     is_power_of_two = world_size & (world_size - 1) == 0
@@ -69,7 +73,8 @@ def run_oracle(
         noise=noise,
         scales=scales_of(exact),
         constants=exact.constants & quiet,
-        dtypes=dtypes,
+        still_noise=found.still_noise,
+        dtypes=found.dtypes,
         is_exact=training.problem.is_exact and is_power_of_two and not any(noise.values()),
         first=first,
         explains=explains,
@@ -96,7 +101,8 @@ def _first_step(training: Training, world_size: int) -> FirstStep:
     dtype = training.convert
     model = cast_module(training.problem.build(), dtype)
     in_order = replace(reordering(0, training.plan, dtype), seed=None)
-    _, contributions = pieces_of_step(training, OracleModels(model, world_size, in_order), step=0)
+    models = OracleModels(model, world_size, in_order, written=written_by_forward(training.problem))
+    _, contributions = pieces_of_step(training, models, step=0)
     orders = [reordering(k, training.plan, dtype) for k in range(num_reorderings(training.plan))]
     exact = {
         n: EXACT_ORDER.reduce([[*map(widened, of_ranks)] for of_ranks in pieces], training.plan)
@@ -137,8 +143,9 @@ def _with_lagging(
     """
     order = _reference_order(training)
     model = cast_module(training.problem.build(), order.dtype)
-    models = OracleModels(model, exact.world_size, order, batches)
-    parameters, met = dict(model.named_parameters()), exact.initial
+    written = written_by_forward(training.problem)
+    models = OracleModels(model, exact.world_size, order, batches, written)
+    parameters, met = parameters_apart(model, written), exact.initial
     steps = [*exact.steps[:1]]
     for step, seen in enumerate(exact.steps[1:], start=1):
         with torch.no_grad():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -33,7 +33,9 @@ __all__ = [
     "OracleModels",
     "Pieces",
     "StackedPieces",
+    "changed_by_forward",
     "dense_pieces",
+    "parameters_apart",
     "pieces_of_step",
 ]
 
@@ -61,11 +63,17 @@ class OracleModels:
     """The models of the oracle: the trained model, and for each rank a model that computes in its place.
 
     The ranks' models share the trained parameters, unless forward and backward compute in another dtype. Each has its
-    own buffers and plain attributes, because forward may change, replace or resize them.
+    own buffers and plain attributes, because forward may change, replace or resize them, and its own parameters of
+    those that are ``written`` by forward.
     """
 
     def __init__(
-        self, model: nn.Module, world_size: int, summation: Summation, batches: Batches | None = None
+        self,
+        model: nn.Module,
+        world_size: int,
+        summation: Summation,
+        batches: Batches | None = None,
+        written: frozenset[str] = frozenset(),
     ) -> None:
         self.world_size = world_size
         self.summation = summation
@@ -74,10 +82,11 @@ class OracleModels:
         self._trained = model
         is_cast = summation.compute_dtype is not summation.dtype
         computing = _casting(copy.deepcopy(model), summation.compute_dtype) if is_cast else model
-        self._of_rank = [_with_own_buffers(computing) for _ in range(world_size)]
+        self._written = written
+        self.parameters = parameters_apart(computing, written)  # of every rank's model
+        self._of_rank = [_with_own_buffers(computing, self.parameters.values()) for _ in range(world_size)]
         self.model = self._of_rank[0]  # the model of the rank that is playing
-        self.parameters = dict(computing.named_parameters())  # of every rank's model
-        self._of_trained = dict(model.named_parameters())
+        self._of_trained = parameters_apart(model, written)
         self.dtypes = {name: parameter.dtype for name, parameter in self._of_trained.items()}
 
     @contextmanager
@@ -107,13 +116,30 @@ class OracleModels:
         self.draws = True
 
     def buffers(self) -> tuple[Mapping[str, torch.Tensor], ...]:
-        """Return each rank's buffers."""
-        return tuple({n: b.detach().clone() for n, b in model.named_buffers()} for model in self._of_rank)
+        """Return each rank's buffers, with the parameters that forward writes."""
+        return tuple(
+            {
+                name: tensor.detach().clone()
+                for name, tensor in changed_by_forward(model, self._written).items()
+            }
+            for model in self._of_rank
+        )
 
 
-def _with_own_buffers(model: nn.Module) -> nn.Module:
-    """Copy a model with its buffers but without its parameters."""
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+def parameters_apart(model: nn.Module, written: frozenset[str]) -> dict[str, nn.Parameter]:
+    """Return a model's parameters without those that forward writes."""
+    return {name: parameter for name, parameter in model.named_parameters() if name not in written}
+
+
+def changed_by_forward(model: nn.Module, written: frozenset[str]) -> dict[str, torch.Tensor]:
+    """Return a model's buffers, and the parameters that forward writes."""
+    parameters = {name: model.get_parameter(name) for name in sorted(written)}
+    return {**dict(model.named_buffers()), **parameters}
+
+
+def _with_own_buffers(model: nn.Module, shared: Iterable[nn.Parameter]) -> nn.Module:
+    """Copy a model but for the shared parameters."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in shared})
 
 
 def _casting(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:

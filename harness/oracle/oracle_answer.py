@@ -134,6 +134,8 @@ def _plain(oracle: OracleObservation) -> dict[str, Any]:
         "untrained": sorted(oracle.untrained),
         "state_before": oracle.state_before,
         "explains": oracle.explains,
+        "still": oracle.still,
+        "still_noise": [[*_spelled(place), value] for place, value in oracle.still_noise.items()],
         "first": oracle.first and {f.name: getattr(oracle.first, f.name) for f in fields(FirstStep)},
     }
 
@@ -157,6 +159,8 @@ def _observation(plain: dict[str, Any], training: Training) -> OracleObservation
         untrained=frozenset(plain["untrained"]),
         state_before=plain["state_before"],
         explains=plain["explains"],
+        still=plain["still"],
+        still_noise={_place(*spelled): value for *spelled, value in plain["still_noise"]},
         first=plain["first"] and FirstStep(**plain["first"]),
     )
 

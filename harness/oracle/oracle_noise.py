@@ -10,7 +10,7 @@ import torch
 
 from shardproof.harness.cases.batch import ModelBatch
 from shardproof.harness.cases.training import Training
-from shardproof.harness.oracle.absolute_error import largest, largest_deviation
+from shardproof.harness.oracle.absolute_error import deviation, largest, largest_deviation
 from shardproof.harness.oracle.oracle_actor import Batches
 from shardproof.harness.oracle.oracle_observation import (
     INITIAL_STEP,
@@ -37,25 +37,24 @@ def _reorderings(training: Training, exact: OracleObservation, batches: Batches)
     return distinct(orders, plan, training.schedule.microbatches, exact.world_size)
 
 
-def noise_of(
-    training: Training, world_size: int, exact: OracleObservation, batches: Batches
-) -> tuple[dict[TensorKey, float], dict[TensorKey, torch.dtype]]:
+def noise_of(training: Training, world_size: int, exact: OracleObservation, batches: Batches) -> Deviations:
     """Return the largest deviation and the dtype of each tensor over the other orders, whose tensors are not stored."""
-    deviations = _Deviations(exact)
+    deviations = Deviations(exact)
     for order in _reorderings(training, exact, batches):
         deviations.met.clear()
         train(training, world_size, order, deviations.show, batches)
         if deviations.met < deviations.noise.keys():
             place = next(iter(deviations.noise.keys() - deviations.met))
             raise ValueError(f"expected the same tensors twice, got no {place.quantity} {place.name!r} again")
-    return deviations.noise, deviations.dtypes
+    return deviations
 
 
-class _Deviations:
-    """The largest deviations of other runs from the exact one."""
+class Deviations:
+    """The largest deviations of other runs from the exact one; those of still elements apart."""
 
     def __init__(self, exact: OracleObservation) -> None:
         self.noise = dict.fromkeys(_places(exact), 0.0)
+        self.still_noise: dict[TensorKey, float] = {}
         self.dtypes: dict[TensorKey, torch.dtype] = {}
         self.met: set[TensorKey] = set()  # in the run at hand
         self._exact = exact
@@ -75,7 +74,13 @@ class _Deviations:
             if place in self.noise:
                 value = self._exact.reference(quantity, step, rank)[name]
                 assert value is not None  # or there would be no such place
-                self.noise[place] = max(self.noise[place], largest_deviation(tensor, value))
+                still = self._exact.still_of(place)
+                if still is None:
+                    self.noise[place] = max(self.noise[place], largest_deviation(tensor, value))
+                    continue
+                found = deviation(tensor, value)
+                self.noise[place] = max(self.noise[place], largest(found[~still]))
+                self.still_noise[place] = max(self.still_noise.get(place, 0.0), largest(found[still]))
         return {}
 
 

@@ -103,7 +103,8 @@ class OracleObservation:
     receive. ``state_before`` is the optimizer state before the last step. ``first`` is None unless the model rounds far
     more than its dtype does; see [Note: rounding of one side]. ``is_trained_before`` means that ``initial`` are the
     parameters after the steps of a previous world. ``explains`` means that the values that only explain a failure are
-    present: contributions, lagging values, and ``state_before``.
+    present: contributions, lagging values, and ``state_before``. ``still`` masks the elements of parameters that have
+    no gradient, whose noise is ``still_noise``; see [Note: still elements].
     """
 
     world_size: int
@@ -125,6 +126,18 @@ class OracleObservation:
     untrained: frozenset[str] = frozenset()
     state_before: Tensors = field(default_factory=dict)
     explains: bool = True
+    still: Tensors = field(default_factory=dict)
+    still_noise: Mapping[TensorKey, float] = field(default_factory=dict)
+
+    def still_of(self, place: TensorKey) -> torch.Tensor | None:
+        """Return the mask of still elements of a tensor; None if it has none."""
+        if place.quantity not in {Quantity.GRADIENT, Quantity.PARAMETER, Quantity.OPTIMIZER_STATE}:
+            return None
+        is_state = place.quantity is Quantity.OPTIMIZER_STATE
+        mask = self.still.get(place.name.rpartition("/")[0] if is_state else place.name)
+        # State such as a count of steps has a shape of its own.
+        whole = self.optimizer_state.get(place.name) if is_state else mask
+        return mask if mask is not None and whole is not None and whole.shape == mask.shape else None
 
     @property
     def divisor(self) -> float:

@@ -10,13 +10,15 @@ import torch
 from torch import nn
 
 from shardproof.harness.cases.training import LoopOrder, Training
-from shardproof.harness.cases.user_model import StepSchedules
+from shardproof.harness.cases.user_model import StepSchedules, written_by_forward
 from shardproof.harness.oracle.oracle_actor import (
     Batches,
     OracleModels,
     Pieces,
     StackedPieces,
+    changed_by_forward,
     dense_pieces,
+    parameters_apart,
     pieces_of_step,
 )
 from shardproof.harness.oracle.oracle_observation import (
@@ -70,8 +72,8 @@ def train(
     if training.before is not None and training.origin is not None:
         trained.train_before(training.before, training.origin.ranks.of(world_size), batches)
     initial = show(Quantity.INITIAL, INITIAL_STEP, trained.parameters)
-    built = copied(dict(trained.model.named_buffers()))
-    models = OracleModels(trained.model, world_size, summation, batches)
+    built = copied(changed_by_forward(trained.model, trained.written))
+    models = OracleModels(trained.model, world_size, summation, batches, trained.written)
     last = training.schedule.steps - 1
     steps = tuple(trained.step(training, models, step, show) for step in range(last + 1))
     of_ranks = models.buffers()
@@ -106,25 +108,27 @@ class _Trained:
         self, training: Training, summation: Summation, drawing: AbstractContextManager[object]
     ) -> None:
         self.model = cast_module(training.problem.build(), summation.dtype)
-        self.parameters = dict(self.model.named_parameters())
+        self.written = written_by_forward(training.problem)
+        self.parameters = parameters_apart(self.model, self.written)
         self.state_before: Tensors = {}  # before the last step
         self.has_drawn_before = False
         self._schedules = StepSchedules(training.optimizer)
-        self._optimizer = self._schedules.factory(self.parameters.values())
+        self._optimizer = self._schedules.factory(list(self.model.parameters()))
         self._summation, self._drawing = summation, drawing
         is_disturbed = summation.seed is not None and not training.problem.is_widened
         self._disturbing = rounding_anew(summation.seed or 0) if is_disturbed else nullcontext()
 
     def train_before(self, before: Training, num_ranks: int, batches: Batches | None) -> None:
         """Take the steps of the previous world; a fresh model that loads their state has no gradients."""
-        models = OracleModels(self.model, num_ranks, self._summation, batches)
+        models = OracleModels(self.model, num_ranks, self._summation, batches, self.written)
         for step in range(before.schedule.steps):
             self.step(before, models, step, _kept_nowhere)
         self._forget_gradients()
         self.has_drawn_before = models.draws
         with torch.no_grad():
-            for name, buffer in models.buffers()[0].items():
-                self.model.get_buffer(name).copy_(buffer)
+            own = changed_by_forward(self.model, self.written)
+            for name, changed in models.buffers()[0].items():
+                own[name].copy_(changed)
 
     def _forget_gradients(self) -> None:
         """Clear gradients, as in a fresh model: those of parameters outside the optimizer have accumulated."""

@@ -173,7 +173,8 @@ class Record:
     ``known_version`` are of the known engine from which this one is derived, if any. ``declared_zeros`` counts the
     gradients, over all ranks and steps, that the engine shows as zeros where there are none, as its adapter declares.
     ``wrapper`` are the calls by which the engine wrapped a user's model, and ``by_default`` the verdict on its calls
-    without the options that the model needs; empty if it needs none.
+    without the options that the model needs; empty if it needs none. ``unreached`` are the model's parameters that no
+    loss of this case reached: nothing is proven of them.
     """
 
     engine: str
@@ -199,6 +200,7 @@ class Record:
     declared_zeros: int = 0
     wrapper: str = ""
     by_default: str = ""
+    unreached: tuple[str, ...] = ()
     schema: int = SCHEMA_VERSION
 
     @property

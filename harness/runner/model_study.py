@@ -6,13 +6,16 @@ A model that cannot be judged raises ValueError with the cause.
 from __future__ import annotations
 
 import inspect
+import sysconfig
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,19 +36,25 @@ from shardproof.harness.cases.user_model import (
 )
 from shardproof.harness.oracle.absolute_error import deviation, largest
 from shardproof.harness.oracle.rounding import noticing_narrow, rounding_anew
+from shardproof.harness.oracle.still_elements import ZERO_BESIDE
 from shardproof.harness.runner.unit_calls import NUM_RANKS, UnitCalls, calls_differ
 from shardproof.harness.torch_compat.dtypes import cast, cast_module, cast_parameters, dense
 from shardproof.harness.torch_compat.patching import Replacement
-from shardproof.harness.verdicts.vacuity import ZERO_BESIDE, ZERO_BESIDE_NOISE
+from shardproof.harness.verdicts.simple_defects import ZERO_BESIDE_NOISE
 
 _PLACES = tuple(product(range(3), range(NUM_RANKS)))  # steps and ranks whose gradients are looked at
 _NUM_EXACT = 2  # of them, which are looked at in float64 in any case
 _NUM_DISTURBED = 4
 _CHANGES = 1e3  # gradients grow and shrink in training: one that is hardly above zero now may be zero then
+_MOVED = 1.25  # a factor that every dtype represents
+_STEPS = 3  # of a training, in which a learning rate may warm up
 _UPDATES = 2  # some optimizers only begin to divide by what they keep in the second
 _SMALL = 1e-3  # beside a value: ten steps at a rate of 0.1 change it by less than bfloat16 can represent
 # Of a gradient, and of the largest one: threads may add in another order, and operators of few bits round.
 _SAME, _SAME_AS_ZERO = 1e-2, 1e-6
+
+_OURS, _PACKAGES = str(Path(__file__).parents[2]), sysconfig.get_path("purelib")
+_NO_CUDA = "; leave .cuda() and devices out: ranks move the model and its data to their devices"
 
 Gradients = Mapping[str, torch.Tensor | None]
 
@@ -66,7 +75,7 @@ def study(
     optimizer: UserOptimizer | None,
 ) -> ModelStudy:
     """Find out by a few steps whether float64 can stand for the model, what it uses, and what it demands."""
-    is_narrow, changes_buffers = _first_step(problem, optimizer)
+    is_narrow, changes_buffers, written = _first_step(problem, optimizer)
     wanted: bool | None = getattr(definition(problem.spec), "float64", None)
     is_widened = not is_narrow if wanted is None else wanted
     if is_widened:
@@ -97,7 +106,7 @@ def study(
         is_widened=is_widened,
         idle=tuple(_idle(found)),
         demands=frozenset(demands),
-        facts=facts,
+        facts=replace(facts, written=written),
     )
     return ModelStudy(model=model, has_optimizer=optimizer is not None, pass_s=pass_s)
 
@@ -110,7 +119,16 @@ def called(what: str, function: Any) -> Any:
     except LoadError:
         raise
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{what} raised {type(error).__name__}: {one_line(error)}{_root(error)}") from error
+        told = f"{what} raised {type(error).__name__}: {one_line(error)}{_root(error)}{_place(error)}"
+        raise ValueError(told + (_NO_CUDA if "CUDA" in one_line(error) else "")) from error
+
+
+def _place(error: BaseException) -> str:
+    """Return the last line of a user's own file that an error passed, with its function."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((_OURS, _PACKAGES, "<"))]
+    last = own[-1] if own else None
+    return "" if last is None else f" ({Path(last.filename).name}:{last.lineno}, in {last.name})"
 
 
 def _root(error: BaseException) -> str:
@@ -121,8 +139,11 @@ def _root(error: BaseException) -> str:
     return "" if root is error else f" (from {type(root).__name__}: {one_line(root)})"
 
 
-def _first_step(problem: UserModel, optimizer: UserOptimizer | None) -> tuple[bool, bool]:
-    """Take one step as ranks will; return whether it computes in few bits, and whether forward changes buffers."""
+def _first_step(problem: UserModel, optimizer: UserOptimizer | None) -> tuple[bool, bool, tuple[str, ...]]:
+    """Take one step as ranks will.
+
+    Returns whether it computes in few bits, whether forward changes buffers, and which frozen parameters it changes.
+    """
     model, narrow = problem.build(), list[bool]()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with noticing_narrow(lambda: narrow.append(True)):
@@ -133,7 +154,21 @@ def _first_step(problem: UserModel, optimizer: UserOptimizer | None) -> tuple[bo
     if not any(gradient is not None and bool(gradient.any()) for gradient in gradients.values()):
         raise ValueError("no parameter has a gradient: the loss depends on none of them")
     after = dict(model.named_buffers())
-    return bool(narrow), any(name in after and not torch.equal(b, after[name]) for name, b in before.items())
+    changes_buffers = any(name in after and not torch.equal(b, after[name]) for name, b in before.items())
+    return bool(narrow), changes_buffers, _written(problem, model)
+
+
+def _written(problem: UserModel, model: nn.Module) -> tuple[str, ...]:
+    """Name the frozen parameters that forward changes once the others have moved: a teacher starts as its student."""
+    frozen = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+    if not frozen:
+        return ()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(_MOVED)
+    _gradients(problem, model, step=0, rank=0)
+    return tuple(n for n, value in frozen.items() if not torch.equal(value, model.get_parameter(n)))
 
 
 def _check_repeats(gradients: Gradients, again: Gradients) -> None:
@@ -168,8 +203,16 @@ def _update(model: nn.Module, make: UserOptimizer) -> None:
     own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if not own & {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}:
         raise ValueError("optimizer() returned one that updates no parameter of the model")
-    called("the optimizer's step()", optimizer.step)
-    called("the scheduler's step()", schedules.step)
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    for _ in range(_STEPS):
+        called("the optimizer's step()", optimizer.step)
+        called("the scheduler's step()", schedules.step)
+        rates += [group.get("lr") for group in optimizer.param_groups]
+    if not any(rate is None or rate for rate in rates):
+        raise ValueError(
+            f"optimizer() returned {type(optimizer).__name__} with a learning rate of 0 in all of the first {_STEPS} "
+            "steps: nothing would move; use one of your training"
+        )
 
 
 def _exact_sizes(problem: UserModel, optimizer: UserOptimizer | None) -> list[dict[str, float | None]]:

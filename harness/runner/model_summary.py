@@ -42,6 +42,9 @@ def _lines(model: UserModel, optimizer: UserOptimizer | None) -> Iterator[tuple[
     still = [name for name in model.idle if name not in model.facts.frozen]
     if model.facts.frozen:
         yield "frozen", _some(model.facts.frozen)
+    if model.facts.written:
+        written = f"{_some(model.facts.written)}: forward changes them, on each rank for itself, though they are frozen"
+        yield "written", f"{written}; engines that shard them may lose what it writes"
     if "" in model.facts.evaluating:
         whole = "the whole model, as build() returned it; to train with dropout, call train() there"
         yield "evaluation", whole

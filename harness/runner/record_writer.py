@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import shlex
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.cases.case_id import Catalogue, Node
+from shardproof.harness.cases.case_id import Catalogue, Node, check_command
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.diff.comparability import ComparedRun
 from shardproof.harness.records.joining import carried, refuse_other_cases, refuse_unlike
@@ -291,6 +292,7 @@ class RecordWriter:
     def _not_run(self) -> Iterator[Record]:
         found = cluster()
         why = found.lost if found is not None else ""
+        model = self._options.get("model", "").removeprefix(f"{Path.cwd()}{os.sep}")
         seen = {(r.engine, r.case, r.world) for r in self._records}
         for node in self._expected:
             if node.key not in seen and node.nodeid not in self._left_out:
@@ -302,7 +304,7 @@ class RecordWriter:
                     headline=why or "selected, but the run ended or the test broke before it gave a verdict",
                     suite=node.suite,
                     engine_version="",
-                    command=node.command,
+                    command=check_command(model, node) if model else node.command,
                 )
 
 

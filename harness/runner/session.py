@@ -98,6 +98,7 @@ class TrialSession:
             visible=judgement.visible,
             declared_zeros=judgement.declared_zeros,
             wrapper=found.wrapper,
+            unreached=judgement.unreached,
             ledger=found.ledger,
             outcomes=judgement.outcomes,
             hang=judgement.hang,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import shlex
 from dataclasses import replace
 
 import pytest
 
-from shardproof.harness.cases.case_id import Node
+from shardproof.harness.cases.case_id import Node, check_command
 from shardproof.harness.cases.training import Training
 from shardproof.harness.cases.user_model import needs_of
 from shardproof.harness.errors import HarnessBug, LostHostError, UnreadableError
@@ -110,10 +109,7 @@ class Trial:
         if model is None:
             file = os.path.relpath(self._item.path, folder)
             return replace(node, nodeid="::".join((file, node.nodeid.partition("::")[2]))).command
-        function: str = getattr(self._item, "originalname", self._item.name)
-        where = ("--engine", node.engine, "--world", node.world)
-        model = model.removeprefix(f"{folder}{os.sep}")
-        return shlex.join(["shardproof", "check", model, *where, "-k", function])
+        return check_command(model.removeprefix(f"{folder}{os.sep}"), node)
 
 
 def _explain(record: Record) -> str:

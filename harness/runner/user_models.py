@@ -5,6 +5,7 @@ The model's code runs in that process, in the oracle's and in ranks, never in th
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import inspect
 import json
@@ -21,16 +22,20 @@ from shardproof.engine.names import absolute
 from shardproof.harness.cases.batch import Batch, arguments_of, tensors_of
 from shardproof.harness.cases.units import matching_units
 from shardproof.harness.cases.user_model import UserModel, UserOptimizer, definition, outline_of
-from shardproof.harness.errors import UsageError
+from shardproof.harness.errors import ModelError, UsageError
 from shardproof.harness.runner.model_study import ModelStudy, called, study
 from shardproof.harness.runner.model_summary import model_lines
+from shardproof.harness.runner.own_communication import own_communication
 from shardproof.harness.tracing.codec import UNREADABLE, decode, encode
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 
 _LONGEST_ANSWER = 2**24
 _METHODS = ("build", "batch", "loss")
+_CALLED, _PLAIN = "called", "plain"
+_READ = {_CALLED: (*_METHODS, "optimizer", "scheduler"), _PLAIN: ("units", "float64")}
+_NEARLY = 0.85  # as near as "unit" and "optimiser" are
 _SIZES = (3, 3, 4)  # steps, microbatches and ranks whose batches are compared
-_HINT = "docs/check-your-model.md"
+_HINT = "see `shardproof check --help` for what a model defines"
 
 
 def read_model(spec: str, *, limit_s: float) -> tuple[UserModel, UserOptimizer | None]:
@@ -82,7 +87,7 @@ def pass_seconds(spec: str) -> float:
 
 
 def _refusal(spec: str, got: str) -> UsageError:
-    return UsageError(f"model {spec}", expected="a model that can be judged", got=got, hint=_HINT)
+    return ModelError(f"model {spec}", expected="a model that can be judged", got=got, hint=_HINT)
 
 
 def _answer(spec: str) -> bytes:
@@ -102,6 +107,7 @@ def facts_of(spec: str) -> ModelStudy:
         raise ValueError(f"{spec.rpartition(':')[2]} without {', '.join(f'{name}()' for name in missing)}")
     source = inspect.getsourcefile(inspect.getmodule(defined.build) or type(defined))
     digest = hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else ""
+    _check_names(type(defined))
     problem = UserModel(spec=spec, name=spec.rpartition(":")[2], digest=digest, units=())
     has_optimizer = callable(getattr(defined, "optimizer", None))
     if hasattr(defined, "scheduler") and not has_optimizer:
@@ -110,8 +116,28 @@ def facts_of(spec: str) -> ModelStudy:
     units = matching_units(model, _patterns(defined))
     _check_batches(problem)
     _check_shapes(problem, model)
+    if found := own_communication(problem):
+        raise ValueError(
+            f"the model or its loss communicates: {found}. Ranks then compute a loss over all of their rows, and the "
+            "reference, on one process, another: no engine is to blame for the difference, and none can be judged by "
+            "it; try the loss of one rank's rows, and BatchNorm for SyncBatchNorm"
+        )
     optimizer = UserOptimizer(spec=spec, digest=digest) if has_optimizer else None
     return study(problem, units, outline_of(model), optimizer)
+
+
+def _check_names(defined: type) -> None:
+    """Raise ValueError for an attribute that nothing reads, and whose name is nearly one that is read."""
+    known = {name: kind for kind, names in _READ.items() for name in names}
+    for base in defined.__mro__[:-1]:
+        for name, value in vars(base).items():
+            near = difflib.get_close_matches(name, known, n=1, cutoff=_NEARLY)
+            if name in known or not near or near[0] in vars(base):
+                continue
+            # A method beside an inherited one, such as batches() beside batch(), may be a helper.
+            is_helper = hasattr(defined, near[0]) and callable(value) != (known[near[0]] is _CALLED)
+            if not is_helper:
+                raise ValueError(f"{defined.__name__}.{name} is read by nothing; did you mean {near[0]!r}?")
 
 
 def _built_alike(problem: UserModel) -> nn.Module:

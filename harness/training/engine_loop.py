@@ -33,7 +33,7 @@ from shardproof.harness.cases.training import (
     StateForm,
     Training,
 )
-from shardproof.harness.cases.user_model import StepSchedules
+from shardproof.harness.cases.user_model import StepSchedules, written_by_forward
 from shardproof.harness.records.observation import (
     Fact,
     Observation,
@@ -123,7 +123,7 @@ def train(
             initial=initial,
             steps=tuple(steps),
             optimizer_state=read_shards(loop.prepared, "local_optimizer_state"),
-            buffers=read_shards(loop.prepared, "local_buffers"),
+            buffers=loop.buffers(),
             ledger=(),  # in the journal
             cut=read_declared(loop.prepared, "cut", Cut),
             no_gradient=read_declared(loop.prepared, "no_gradient", NoGradient),
@@ -173,6 +173,7 @@ class _Loop:
         steps_before = 0 if training.origin is None else training.origin.steps
         self.schedules = StepSchedules(training.optimizer, steps_done=steps_before)
         self._training = training
+        self._written = written_by_forward(training.problem)
         self._context = context
         self._watches = watches
         self._lifetimes = None if watches is None else watches.lifetimes
@@ -199,6 +200,12 @@ class _Loop:
             )
         return shards
 
+    def buffers(self) -> dict[str, Shard]:
+        """Read the buffers, and the parameters that forward writes."""
+        shards = read_shards(self.prepared, "local_parameters") if self._written else {}
+        written = {name: shard for name, shard in shards.items() if name in self._written}
+        return read_shards(self.prepared, "local_buffers") | written
+
     @contextmanager
     def reading(self, step: int = -1) -> Iterator[None]:
         """Observe in this context: label the calls, and exclude reads from the census."""
@@ -222,12 +229,15 @@ class _Loop:
             load_files(self.prepared, form, before)
 
     def read_parameters(self) -> dict[str, Shard]:
-        """Read the parameters, and note whether the caller's module holds them."""
+        """Read the parameters but those that forward writes, and note whether the caller's module holds them."""
         shown = read_shards(self.prepared, "local_parameters")
         with calling("module.named_parameters"):
             held = self._preparation.difference(shown)
         self._facts += (Fact(moment="", subject=HELD, value=held),)
-        return shown
+        return self._but_written(shown)
+
+    def _but_written(self, shards: dict[str, _S]) -> dict[str, _S]:
+        return {name: shard for name, shard in shards.items() if name not in self._written}
 
     def resume_in(self, fresh: Preparation | None, step: int, form: StateForm) -> None:
         """Continue with a fresh model, or with the same one whose parameters are lost; it first loads the state."""
@@ -307,7 +317,9 @@ class _Loop:
             with recorder.during(Phase.STEP, step=step):
                 norm = read_norm(prepared, schedule.clip.max_norm, schedule.clip.norm_type)
         with self.reading(step):
-            gradients = self.kept(read_gradients(prepared)) if is_read and not is_skipped else {}
+            gradients = (
+                self.kept(self._but_written(read_gradients(prepared))) if is_read and not is_skipped else {}
+            )
         with recorder.during(Phase.STEP, step=step):
             if schedule.order is LoopOrder.ZERO_THEN_STEP:
                 self._zero_grad(step)

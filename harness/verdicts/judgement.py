@@ -22,7 +22,7 @@ from shardproof.harness.records.record import LawRecord, OutcomeRecord, TensorRe
 from shardproof.harness.records.saved_result import SavedResult
 from shardproof.harness.verdicts.case import Case, Refusal
 from shardproof.harness.verdicts.hang_analysis import TRANSPORT_ERRORS, analyse_hang
-from shardproof.harness.verdicts.simple_defects import least_visible
+from shardproof.harness.verdicts.simple_defects import least_visible, unreached
 from shardproof.harness.verdicts.vacuity import incomparable_because, vacuous_because
 from shardproof.harness.worlds.outcome import (
     Abandoned,
@@ -64,6 +64,7 @@ class Judgement:
     outcomes: tuple[OutcomeRecord, ...] = ()
     hang: HangReport | None = None
     declared_zeros: int = 0
+    unreached: tuple[str, ...] = ()
 
 
 def judge(
@@ -275,6 +276,7 @@ def _judge_laws(case: Case, kept: SavedResult, oracle: OracleObservation, simula
         worst=worst,
         visible=visible,
         declared_zeros=num_declared_zeros(evidence),
+        unreached=unreached(evidence),
     )
 
 

@@ -34,6 +34,8 @@ from shardproof.harness.oracle.reduction_orders import is_of_full_precision, red
 from shardproof.harness.oracle.rounding import is_narrow
 from shardproof.harness.records.record import VisibleError
 
+# Where the reference rounds as engines do, a gradient that is no larger than so many times its noise is zero.
+ZERO_BESIDE_NOISE = 4.0
 LARGER_STEPS = "try a larger learning rate, or an optimizer with larger first steps"
 _LESS_NOISE = "try float32 throughout, more rows in a batch, or a larger eps of the optimizer"
 # The largest element of a tensor moves by up to half a rounding; if there are few elements, it may move by less.
@@ -154,6 +156,8 @@ def _unmoved(oracle: OracleObservation, name: str) -> Iterator[_Effect]:
     for step, seen in enumerate(oracle.steps):
         place = TensorKey(quantity=Quantity.PARAMETER, step=step, name=name)
         moved = seen.parameters[name] - oracle.initial[name]
+        if (still := oracle.still_of(place)) is not None:
+            moved = moved[~still]
         yield _Effect(place=place, allowed=allowed_error(oracle, place), effect=largest(moved))
 
 
@@ -249,7 +253,35 @@ def _reduces_fully(evidence: Evidence) -> bool:
 def _trained(evidence: Evidence) -> list[str]:
     """Return the parameters that the case claims to train, without empty ones."""
     oracle, idle = evidence.oracle, evidence.training.problem.idle
-    return [n for n, initial in oracle.initial.items() if n not in idle and initial.numel()]
+    beside = {*idle, *unreached(evidence)}
+    return [n for n, initial in oracle.initial.items() if n not in beside and initial.numel()]
+
+
+def unreached(evidence: Evidence) -> tuple[str, ...]:
+    """Name a user's parameters that no loss of this training reached, such as those of experts without a token.
+
+    Nothing is claimed of them. Other problems say themselves what is idle.
+    """
+    problem = evidence.training.problem
+    if not isinstance(problem, UserModel):
+        return ()
+    names = (n for n, initial in evidence.oracle.initial.items() if initial.numel() and n not in problem.idle)
+    return tuple(name for name in names if not largest_gradient(evidence, name))
+
+
+def largest_gradient(evidence: Evidence, name: str) -> float:
+    """Return the largest element of a parameter's gradients over all steps; 0 if it has only rounding."""
+    gradients = [seen.gradients.get(name) for seen in evidence.oracle.steps]
+    sizes = [0.0 if g is None else largest(g) for g in gradients]
+    return max(
+        (size for step, size in enumerate(sizes) if size > _rounding(evidence, name, step)), default=0.0
+    )
+
+
+def _rounding(evidence: Evidence, name: str, step: int) -> float:
+    """Return the size below which a gradient is rounding, if the reference rounds too; 0 for one in float64."""
+    place = TensorKey(quantity=Quantity.GRADIENT, step=step, name=name)
+    return 0.0 if evidence.oracle.is_widened else ZERO_BESIDE_NOISE * evidence.oracle.noise.get(place, 0.0)
 
 
 def _gradients(oracle: OracleObservation, name: str) -> Iterator[tuple[TensorKey, torch.Tensor]]:

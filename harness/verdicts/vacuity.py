@@ -16,15 +16,16 @@ from shardproof.harness.cases.training import LoopOrder
 from shardproof.harness.cases.user_model import UserModel, still_parameters
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.tolerance import MULTIPLE
-from shardproof.harness.oracle.absolute_error import is_finite, largest
-from shardproof.harness.oracle.oracle_observation import Quantity, TensorKey
-from shardproof.harness.verdicts.simple_defects import LARGER_STEPS, hidden_because
+from shardproof.harness.oracle.absolute_error import is_finite
+from shardproof.harness.oracle.oracle_observation import Quantity
+from shardproof.harness.oracle.still_elements import ZERO_BESIDE
+from shardproof.harness.verdicts.simple_defects import (
+    LARGER_STEPS,
+    hidden_because,
+    largest_gradient,
+    unreached,
+)
 
-# In float64, a gradient so small beside the largest of its model is zero but for rounding: that of a bias before a
-# normalisation, or of a key's bias in attention.
-ZERO_BESIDE = 1e-10
-# Where the reference rounds as engines do, a gradient that is no larger than so many times its noise is zero.
-ZERO_BESIDE_NOISE = 4.0
 # A movement or gradient smaller than this many roundings of float32 could not be distinguished from noise.
 _TOO_SMALL = 2 * MULTIPLE * torch.finfo(torch.float32).eps
 _SMALLER_STEPS = "try a smaller learning rate, or smaller initial values"
@@ -106,35 +107,22 @@ def _independent_parameters(evidence: Evidence) -> str | None:
     idle = evidence.training.problem.idle
     # Parameters of a user's model were checked before training: a scale of 1e-6 hides the parameters behind it.
     is_declared = not isinstance(evidence.training.problem, UserModel)
-    sizes = {name: _largest_gradient(evidence, name) for name in evidence.oracle.initial}
+    sizes = {name: largest_gradient(evidence, name) for name in evidence.oracle.initial}
     zero = ZERO_BESIDE * max(sizes.values(), default=0.0)
+    beside = unreached(evidence)
     for name, initial in evidence.oracle.initial.items():
         is_used = sizes[name] > zero
         if is_used and name in idle and is_declared:
             return f"{name!r} is idle by the problem's word, yet the loss depends on it"
-        if not is_used and name not in idle and initial.numel():
+        if not is_used and name not in idle and name not in beside and initial.numel():
             return f"the loss does not depend on {name!r}: its gradient is zero in every step; {_MORE_DATA}"
     return None
 
 
-def _largest_gradient(evidence: Evidence, name: str) -> float:
-    """Return the largest element of a parameter's gradients over all steps; 0 if it has only rounding."""
-    gradients = [seen.gradients.get(name) for seen in evidence.oracle.steps]
-    sizes = [0.0 if g is None else largest(g) for g in gradients]
-    return max(
-        (size for step, size in enumerate(sizes) if size > _rounding(evidence, name, step)), default=0.0
-    )
-
-
-def _rounding(evidence: Evidence, name: str, step: int) -> float:
-    """Return the size below which a gradient is rounding, if the reference rounds too; 0 for one in float64."""
-    place = TensorKey(quantity=Quantity.GRADIENT, step=step, name=name)
-    return 0.0 if evidence.oracle.is_widened else ZERO_BESIDE_NOISE * evidence.oracle.noise.get(place, 0.0)
-
-
 def _still_parameters(evidence: Evidence) -> str | None:
     problem = evidence.training.problem
-    unclaimed = {*problem.idle, *evidence.oracle.untrained, *still_parameters(problem)}
+    beside = {*evidence.oracle.untrained, *unreached(evidence)}
+    unclaimed = {*problem.idle, *beside, *still_parameters(problem)}
     for name, initial in evidence.oracle.initial.items():
         if not initial.numel() or name in unclaimed:
             continue

@@ -45,7 +45,7 @@ def test_accumulates_until_the_last_microbatch(trial: Trial, own: Own) -> None:
 
 
 @pytest.mark.kills("EvaluatesWithStaleParameters")
-def test_trains_around_evaluations_and_dropped_forwards(trial: Trial, own: Own) -> None:
+def test_evaluates_and_drops_forwards_between_steps(trial: Trial, own: Own) -> None:
     """Before each step the model is evaluated, and a forward has no backward, as that of a batch that is skipped."""
     trial.applies(unless=own[0].facts.unevaluated)
     around = Eventful(inner=EachMicrobatch(), evaluation=Interlude.BEFORE, probe=Probe.DROPPED)

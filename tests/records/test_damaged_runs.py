@@ -50,16 +50,18 @@ class Garbles(DistributedDataParallelEngine):
 """
 
 
+def _linked_pipe(path: Path) -> None:
+    os.mkfifo(path.with_suffix(".pipe"))
+    path.symlink_to(path.with_suffix(".pipe"))
+
+
 # What is no file, by what makes it at a path.
 STRANGE: dict[str, Callable[[Path], object]] = {
     "a pipe": os.mkfifo,
     "a folder": Path.mkdir,
     "a device": lambda path: path.symlink_to("/dev/zero"),
     "a link to itself": lambda path: path.symlink_to(path),
-    "a pipe behind a link": lambda path: (
-        os.mkfifo(path.with_suffix(".pipe")),
-        path.symlink_to(path.with_suffix(".pipe")),
-    ),
+    "a pipe behind a link": _linked_pipe,
 }
 REPLACES = """
 import os

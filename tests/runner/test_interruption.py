@@ -11,7 +11,7 @@ import pytest
 
 from campaigns.live_run import LiveRun
 from shardproof.harness.cli import commands
-from shardproof.harness.cli.exit_codes import OUR_FAULT
+from shardproof.harness.cli.exit_codes import INTERRUPTED
 from shardproof.harness.cli.main import main
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import read_run
@@ -49,7 +49,7 @@ def _assert_nothing_is_left(run: LiveRun) -> None:
 @pytest.mark.parametrize("waiting", [[], ["-n2"]], indirect=True, ids=["one-process", "workers"])
 def test_ctrl_c_once_keeps_records_and_reports(waiting: LiveRun) -> None:
     os.killpg(waiting.process.pid, signal.SIGINT)  # as a terminal does
-    assert waiting.ended(LIMIT_S) == 3, waiting.said()
+    assert waiting.ended(LIMIT_S) == 130, waiting.said()
     _assert_nothing_is_left(waiting)
     run = read_run(waiting.out)
     assert run.footer is not None
@@ -146,7 +146,7 @@ def _select(monkeypatch: pytest.MonkeyPatch, call: Callable[[], int]) -> list[in
 
 def test_ctrl_c_while_the_reports_are_written_lets_them_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     concluded = _select(monkeypatch, lambda: 0)
-    assert main(["run", "--suite=smoke", "--engine=torch.ddp"]) == OUR_FAULT
+    assert main(["run", "--suite=smoke", "--engine=torch.ddp"]) == INTERRUPTED
     assert concluded == [0]
 
 
@@ -155,5 +155,5 @@ def test_ctrl_c_as_pytest_ends_still_writes_reports(monkeypatch: pytest.MonkeyPa
         raise KeyboardInterrupt
 
     concluded = _select(monkeypatch, interrupted)
-    assert main(["run", "--suite=smoke", "--engine=torch.ddp"]) == OUR_FAULT
+    assert main(["run", "--suite=smoke", "--engine=torch.ddp"]) == INTERRUPTED
     assert concluded == [2]

@@ -126,7 +126,7 @@ class RanksAgree:
             return Ruling(record=record)
         num_groups = len({ProcessGroup.of(e) for ledger in ledgers.values() for e in ledger})
         calls = sum(len(ledger) for ledger in ledgers.values())
-        held = f"{calls} calls in {num_groups} groups"
+        held = f"{calls} calls in {num_groups} group{'s' * (num_groups != 1)}"
         return Ruling(record=LawRecord(law=self.name, held=True, summary=held))
 
 
