@@ -40,5 +40,6 @@ def spelled(name: str, options: Mapping[str, Any]) -> str:
 
 def absolute(spec: str) -> str:
     """Return a name whose file, if it is one, is found from any folder."""
-    location, _, attribute = spec.rpartition(":")
-    return f"{Path(location).resolve()}:{attribute}" if location.endswith(".py") else spec
+    name, options = parse(spec)
+    location, _, attribute = name.rpartition(":")
+    return spelled(f"{Path(location).resolve()}:{attribute}", options) if location.endswith(".py") else spec

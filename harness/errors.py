@@ -49,6 +49,10 @@ class LostHostError(UsageError):
     """A process that a launcher started has ended, and its rank with it; this session can run no further case."""
 
 
+class MachineError(ShardproofError):
+    """The machine lacks what a world needs; says nothing about the engine. See `shardproof doctor`."""
+
+
 class EngineError(ShardproofError):
     """The adapter or engine broke the contract: a missing parameter, a changed name; fix the adapter."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 import sys
 import tempfile
@@ -12,10 +13,12 @@ import torch
 import torch.distributed as dist
 
 from shardproof.engine.registry import EngineNotFoundError, known_engines, what_is_missing
+from shardproof.harness.errors import MachineError
 from shardproof.harness.runner.engines import describe
 from shardproof.harness.torch_compat.accelerators import num_devices
 from shardproof.harness.torch_compat.releases import TESTED, minor, remark
 from shardproof.harness.worlds.launch import launch
+from shardproof.harness.worlds.machine import require_loopback
 from shardproof.harness.worlds.outcome import Returned
 from shardproof.harness.worlds.processes.lineage import can_adopt
 from shardproof.harness.worlds.rank import RankContext
@@ -23,6 +26,7 @@ from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec
 
 __all__ = ["Finding", "examine"]
 
+_NEEDS_DESCRIPTORS = 256  # a world of eight ranks, with its sockets and journals
 _NEEDS_FREE_BYTES = 200 * 2**20  # a run of the bundled suites keeps far less than half of this
 
 
@@ -49,6 +53,8 @@ def examine() -> list[Finding]:
         _disk(),
         _accelerators(accelerator),
         _leaked_processes(),
+        _loopback(),
+        _descriptors(),
         *worlds,
         *(_engine(name) for name in sorted(known_engines()) if not what_is_missing(name)),
     ]
@@ -88,6 +94,20 @@ def _accelerators(kind: torch.device | None) -> Finding:
     return Finding(what="accelerators", is_ok=True, detail=f"{found} (worlds on the CPU need none)")
 
 
+def _loopback() -> Finding:
+    try:
+        require_loopback()
+    except MachineError as error:
+        return Finding(what="loopback", is_ok=False, detail=str(error))
+    return Finding(what="loopback", is_ok=True, detail="processes of this machine reach each other")
+
+
+def _descriptors() -> Finding:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    detail = f"at most {limit} open files in a process (needs {_NEEDS_DESCRIPTORS})"
+    return Finding(what="files", is_ok=limit >= _NEEDS_DESCRIPTORS, detail=detail)
+
+
 def _engine(name: str) -> Finding:
     try:
         version = describe(name).version
@@ -107,7 +127,10 @@ def _leaked_processes() -> Finding:
 
 def _world(spec: WorldSpec) -> Finding:
     with tempfile.TemporaryDirectory() as folder:
-        outcomes = launch(spec, _sum_of_ranks, folder=Path(folder)).outcomes
+        try:
+            outcomes = launch(spec, _sum_of_ranks, folder=Path(folder)).outcomes
+        except MachineError as error:
+            return Finding(what=f"world {spec}", is_ok=False, detail=str(error))
     expected = sum(range(spec.size))
     bad = [o for o in outcomes if not (isinstance(o, Returned) and o.value == expected)]
     detail = (

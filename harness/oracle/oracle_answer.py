@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardproof.harness.cases.training import Training
-from shardproof.harness.errors import EngineError, HarnessBug, ShardproofError, UsageError
+from shardproof.harness.errors import EngineError, HarnessBug, MachineError, ShardproofError, UsageError
 from shardproof.harness.oracle.kept_oracle import KeptOracle
 from shardproof.harness.oracle.oracle import run_oracle
 from shardproof.harness.oracle.oracle_observation import (
@@ -25,12 +25,15 @@ from shardproof.harness.oracle.oracle_observation import (
 )
 from shardproof.harness.oracle.piece_sizes import PieceSizes
 from shardproof.harness.records.tensor_file import TensorWriter, dtype_name, dtype_of, read_tree
+from shardproof.harness.worlds.machine import machine_fault
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 
 __all__ = ["ask_oracle"]
 
 _LONGEST = 2**20  # bytes, of an error message
-_ERRORS: Mapping[str, type[ShardproofError]] = {e.__name__: e for e in (UsageError, EngineError, HarnessBug)}
+_ERRORS: Mapping[str, type[ShardproofError]] = {
+    e.__name__: e for e in (UsageError, EngineError, MachineError, HarnessBug)
+}
 
 
 def ask_oracle(
@@ -96,7 +99,8 @@ def _answer(training: Training, world_size: int, path: Path, explains: bool) -> 
     try:
         with TensorWriter(path) as writer:
             writer.finish(_plain(run_oracle(training, world_size, writer.kept, explains=explains)))
-    except Exception as error:
+    except Exception as raised:
+        error = machine_fault(raised) or raised
         fields = [str(arg) for arg in error.args] if isinstance(error, ShardproofError) else []
         text = "".join(traceback.format_exception(error))[-_LONGEST // 2 :]
         return json.dumps([type(error).__name__, fields, text]).encode()

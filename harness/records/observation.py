@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 from shardproof.engine.contract import Cut, Masters, NoGradient, Shard
 from shardproof.harness.errors import UnreadableError
 from shardproof.harness.records.tensor_file import read_tree, write_tree
+from shardproof.harness.torch_compat.tensor_bytes import bytes_of
 from shardproof.harness.tracing.codec import decode, encode
 from shardproof.harness.tracing.events import EventLog
 from shardproof.harness.tracing.ledger import Ledger
@@ -97,8 +97,7 @@ def digest(observation: Observation) -> str:
         seen.update(
             f"{name} {shard.offsets} {shard.is_flat} {shard.tensor.dtype} {tuple(shard.tensor.shape)}".encode()
         )
-        plain = shard.tensor.contiguous()
-        seen.update(ctypes.string_at(plain.data_ptr(), plain.nbytes))
+        seen.update(bytes_of(shard.tensor))
     for step in observation.steps:
         seen.update(repr((step.losses, step.norm)).encode())
     return seen.hexdigest()

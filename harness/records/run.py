@@ -69,7 +69,12 @@ class RunWriter:
             (path / RECORDS).touch(exist_ok=False)
         except OSError as error:
             raise _disk_error(path, error) from error
-        self._append_line(RUN, to_json(header))
+        try:
+            self._append_line(RUN, to_json(header))
+        except UsageError:  # without a header the folder is no run, and must not look like one
+            for name in (RUN, RECORDS):
+                (path / name).unlink()
+            raise
 
     def append(self, record: Record) -> None:
         """Write one record and flush it to the disk."""

@@ -6,7 +6,6 @@ tensor can be written before the next is computed, and mapped when it is needed:
 
 from __future__ import annotations
 
-import ctypes
 import json
 import mmap
 import os
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 
 from shardproof.harness.regular_file import open_regular
+from shardproof.harness.torch_compat.tensor_bytes import bytes_of, num_bytes_of
 
 __all__ = ["TensorWriter", "dtype_name", "dtype_of", "read_tree", "write_tree"]
 
@@ -102,11 +102,10 @@ class TensorWriter:
             return value.plain
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"write_tree: expected tensors and JSON types, got {type(value).__name__}")
-        plain = value.detach().cpu().contiguous().resolve_conj().resolve_neg()
+        plain = bytes_of(value)
         self._file.write(bytes(-self._file.tell() % _ALIGNMENT_BYTES))
         start = self._file.tell()
-        if plain.numel():
-            self._file.write((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))
+        self._file.write(plain)
         return {_LEAF: [start, dtype_name(value.dtype), list(value.shape)]}
 
     def finish(self, tree: Any) -> None:
@@ -119,7 +118,7 @@ class TensorWriter:
 
 
 def _is_large(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor.nbytes >= _MAPPED_BYTES
+    return tensor is not None and num_bytes_of(tensor) >= _MAPPED_BYTES
 
 
 def _copied(tensor: torch.Tensor | None) -> torch.Tensor | None:

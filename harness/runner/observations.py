@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from shardproof.engine.names import absolute
 from shardproof.harness.cases.training import Training, Watch
 from shardproof.harness.errors import UnreadableError
 from shardproof.harness.records.saved_result import check_kept, keep_result
@@ -169,7 +170,7 @@ class Observations:
         before = None if training.origin is None else folder / BEFORE
         if before is not None and not _has_left_state(training, cell, world, before):
             return
-        job = (drive_rank, training, cell.engine, before)
+        job = (drive_rank, training, absolute(cell.engine), before)
         # Starting ranks is cheap on the CPU, where a fresh world per case shares nothing; on a device it is expensive.
         if cell.world.device == "cpu":
             run_schedules(world, seeds, *job, folder=folder)
@@ -183,7 +184,7 @@ def _has_left_state(training: Training, cell: Cell, world: WorldSpec, place: Pat
     """Run the previous world in a folder; if it does not train to its end, its results become those of the training."""
     assert training.origin is not None
     spec = replace(world, size=training.origin.ranks.of(world.size))
-    result = launch(spec, leave_state, training, cell.engine, folder=place)
+    result = launch(spec, leave_state, training, absolute(cell.engine), folder=place)
     if is_trained(result):
         return True
     for path in place.iterdir():

@@ -24,6 +24,7 @@ from shardproof.harness.runner.oracles import Oracles
 from shardproof.harness.runner.training_request import Identities, Request
 from shardproof.harness.verdicts.case import Case
 from shardproof.harness.verdicts.judgement import Judgement, judge
+from shardproof.harness.worlds.machine import machine_fault
 from shardproof.harness.worlds.output import printed
 from shardproof.harness.worlds.spec import WorldKind
 
@@ -75,7 +76,8 @@ class TrialSession:
                 isinstance(error, UsageError) and not self._is_fresh(error)
             ):
                 raise
-            headline = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+            fault = machine_fault(error)
+            headline = str(fault) if fault else f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
             found = _Judged(
                 judgement=Judgement(verdict=Verdict.ERRORED, headline=headline), seed=self._effort.seed
             )

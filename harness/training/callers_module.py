@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from ctypes import string_at
 
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardproof.engine.contract import PreparedModel, Shard, shard_of
 from shardproof.harness.cases.training import AS_SHOWN
 from shardproof.harness.torch_compat.dtypes import dense
+from shardproof.harness.torch_compat.tensor_bytes import bytes_of
 
 __all__ = ["Preparation"]
 
@@ -62,8 +62,8 @@ class Preparation:
 
 def _digests(module: nn.Module) -> dict[str, str]:
     """Hash the plain parameters of a module that are in memory."""
-    plain = {name: p.detach().cpu().contiguous() for name, p in module.named_parameters() if _has_memory(p)}
-    return {name: hashlib.sha256(string_at(p.data_ptr(), p.nbytes)).hexdigest() for name, p in plain.items()}
+    plain = {name: p for name, p in module.named_parameters() if _has_memory(p)}
+    return {name: hashlib.sha256(bytes_of(p)).hexdigest() for name, p in plain.items()}
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

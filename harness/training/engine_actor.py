@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -25,6 +24,7 @@ from shardproof.harness.cases.script import (
 )
 from shardproof.harness.cases.training import Training, loss_weight
 from shardproof.harness.records.observation import Fact
+from shardproof.harness.torch_compat.tensor_bytes import bytes_of
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.training.loss_scale import overflowing
 from shardproof.harness.training.reads import read_shards
@@ -79,8 +79,7 @@ class EngineActor(Actor):
         if microbatch not in self._batches:
             batch = self._training.problem.batch(step=self.step, microbatch=microbatch, rank=self._data_rank)
             for tensor in tensors_of(batch):
-                plain = tensor.contiguous()
-                self._inputs.update(ctypes.string_at(plain.data_ptr(), plain.nbytes))
+                self._inputs.update(bytes_of(tensor))
             self._batches[microbatch] = converted(batch, self._place)
             self.hold("an input", *tensors_of(self._batches[microbatch]))
         return self._batches[microbatch]

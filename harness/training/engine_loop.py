@@ -39,6 +39,7 @@ from shardproof.harness.records.observation import (
     Observation,
     StepObservation,
 )
+from shardproof.harness.torch_compat.tensor_bytes import num_bytes_of
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.census_report import CensusTime
 from shardproof.harness.training.callers_module import Preparation
@@ -196,7 +197,7 @@ class _Loop:
         """Report the memory that the harness itself holds from now on to the census, if there is one."""
         if self._census is not None:
             self._census.observed_bytes += sum(
-                shard.tensor.nbytes for shard in shards.values() if shard is not None
+                num_bytes_of(shard.tensor) for shard in shards.values() if shard is not None
             )
         return shards
 
@@ -358,7 +359,7 @@ class _Loop:
     def _explained(self, form: Form) -> int:
         """Return the bytes that the layout and the reported optimizer state explain; a law checks the report itself."""
         shown = read_shards(self.prepared, "local_optimizer_state")
-        state = sum(shard.tensor.nbytes for shard in shown.values())
+        state = sum(num_bytes_of(shard.tensor) for shard in shown.values())
         size, cut = self._context.size, read_declared(self.prepared, "cut", Cut)
         masters = read_declared(self.prepared, "masters", Masters)
         return explained(form, self._training, size, cut=cut, state=state, masters=masters).num_bytes

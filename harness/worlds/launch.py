@@ -17,6 +17,7 @@ from shardproof.harness.tracing.journal import read_journal
 from shardproof.harness.worlds.launched.cluster import Cluster, cluster
 from shardproof.harness.worlds.launched.launcher import rank_environment
 from shardproof.harness.worlds.launched.remote_host import RemoteHost
+from shardproof.harness.worlds.machine import require_loopback
 from shardproof.harness.worlds.messages import HostSpec, Job
 from shardproof.harness.worlds.outcome import (
     Abandoned,
@@ -68,6 +69,8 @@ class World:
 
     def __init__(self, spec: WorldSpec, folder: Path) -> None:
         require_device(spec.device)
+        if spec.kind is WorldKind.PROCESSES:
+            require_loopback()
         folder.mkdir(parents=True, exist_ok=True)
         self.spec = spec
         shares = [spec.ranks] if spec.kind.shares_a_process else [(rank,) for rank in spec.ranks]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import inspect
 import mmap
+import os
+import sys
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, TensorDataset
 
 from shardproof import Capability, Masters, Plan, PreparedModel, Shard, Training
 from shardproof.engine.adapters.reference import ReferenceEngine
@@ -131,3 +134,87 @@ class TrainsOneStep(Averages):
                 object.__setattr__(training.schedule, "steps", 1)
             frame = frame.f_back
         return super().prepare(model, plan, mesh)
+
+
+class _PreparedWithStore(PreparedAverage):
+    """Exchanges gradients through the store of the process group: no collective carries them."""
+
+    num_exchanges = 0
+
+    def backward(self, loss: torch.Tensor) -> None:
+        PreparedModel.backward(self, loss)
+        store = dist.distributed_c10d._get_default_store()
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for number, parameter in enumerate(self.module.parameters()):
+            assert parameter.grad is not None
+            place = f"{self.num_exchanges}/{number}"
+            store.set(f"{place}/{rank}", parameter.grad.numpy().tobytes())  # type: ignore[arg-type]  # lacks bytes
+            pieces = [bytearray(store.get(f"{place}/{other}")) for other in range(size)]
+            terms = [torch.frombuffer(piece, dtype=torch.float32).view(parameter.shape) for piece in pieces]
+            parameter.grad = torch.stack(terms).sum(0) / size
+        self.num_exchanges += 1
+        dist.all_reduce(torch.zeros(1), group=self.group)
+
+
+class ExchangesThroughTheStore(Averages):
+    """Has the right gradients on every rank, and one small collective in each step."""
+
+    prepared_type = _PreparedWithStore
+
+
+class _PreparedOnOneRank(PreparedAverage):
+    """Reduces gradients to the first rank, which alone updates and then broadcasts its parameters."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        PreparedModel.backward(self, loss)
+        for parameter in self.module.parameters():
+            assert parameter.grad is not None
+            dist.reduce(parameter.grad, 0, group=self.group)
+            parameter.grad = parameter.grad / dist.get_world_size() if dist.get_rank() == 0 else None
+
+    def step(self) -> None:
+        super().step()
+        for parameter in self.module.parameters():
+            dist.broadcast(parameter.data, 0, group=self.group)
+
+
+class UpdatesOnTheFirstRank(Averages):
+    """The other ranks have no gradients and no state of the optimizer."""
+
+    prepared_type = _PreparedOnOneRank
+
+
+class PatchesTensors(Averages):
+    """Replaces attributes of torch's tensors that whoever reads them needs."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        torch.Tensor.nbytes = property(lambda _: 4)  # type: ignore[assignment]  # the fault
+        return super().prepare(model, plan, mesh)
+
+
+class MovesAway(Averages):
+    """Changes the current folder of its process."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        os.chdir("/")
+        return super().prepare(model, plan, mesh)
+
+
+class RemovesItsOutput(Averages):
+    """Leaves its process without a standard output."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        sys.stdout = None  # as in a process without a console
+        return super().prepare(model, plan, mesh)
+
+
+class _PreparedWithLoader(PreparedAverage):
+    def step(self) -> None:
+        assert len(list(DataLoader(TensorDataset(torch.zeros(4, 1)), num_workers=1))) == 4
+        super().step()
+
+
+class LoadsDataInWorkers(Averages):
+    """Reads data in a process of its own, as training loops do."""
+
+    prepared_type = _PreparedWithLoader

@@ -7,10 +7,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from shardproof import Deterministic, HoldsItsShare, Layout, MatchesOracle, Plan, TrialSession, Watch
+from shardproof import (
+    Deterministic,
+    HoldsItsShare,
+    Layout,
+    MatchesOracle,
+    Plan,
+    SendsItsGradients,
+    TrialSession,
+    Watch,
+)
 from shardproof.fixtures.problems import MLP_WIDE
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.suites.training import train
@@ -136,3 +146,49 @@ def test_a_refusal_that_leaves_a_child_fails_for_the_child(session: TrialSession
         r"^needs SHARD, .*; refused, and then: ranks? .*1 left processes behind: 'sleep 600'", record.headline
     )
     assert "went ahead" not in record.headline
+
+
+@pytest.mark.parametrize("world", [THREADS, PROCESSES])
+@pytest.mark.parametrize(
+    ("engine", "headline"),
+    [
+        (
+            "ExchangesThroughTheStore",
+            r"^gradients cross between the ranks: step 0: expected at least 7456 bytes out of 2 ranks .*, got 8;",
+        ),
+        (
+            "UpdatesOnTheFirstRank",
+            r"^matches the oracle: step 0, gradient 'layers.0.weight': rank 1: exp",
+        ),
+    ],
+)
+def test_right_values_that_did_not_cross_fail(
+    session: TrialSession, engine: str, headline: str, world: str
+) -> None:
+    laws = (*LAWS, SendsItsGradients())
+    record = judging.judged(session, f"tests.verdicts.evasions:{engine}", world, TWO_STEPS, laws=laws)
+    assert record.verdict is Verdict.FAILED, record.headline
+    assert re.search(headline, record.headline), record.headline
+
+
+@pytest.mark.parametrize("engine", ["PatchesTensors", "RemovesItsOutput"])
+def test_what_an_engine_changes_in_its_process_is_no_error_of_ours(
+    session: TrialSession, engine: str
+) -> None:
+    assert judged(session, f"tests.verdicts.evasions:{engine}", THREADS).verdict is Verdict.PASSED
+
+
+def test_an_engine_whose_path_is_relative_may_move_away(
+    session: TrialSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "away.py").write_text("from tests.verdicts.evasions import MovesAway\n")
+    monkeypatch.chdir(tmp_path)
+    assert judged(session, "away.py:MovesAway", THREADS).verdict is Verdict.PASSED
+
+
+def test_loaders_with_workers_are_refused_where_ranks_are_threads(session: TrialSession) -> None:
+    engine = "tests.verdicts.evasions:LoadsDataInWorkers"
+    record = judged(session, engine, THREADS)
+    assert record.verdict is Verdict.CRASHED
+    assert "expected num_workers=0 where ranks are threads of one process" in record.headline
+    assert judging.judged(session, engine, PROCESSES, TWO_STEPS).verdict is Verdict.PASSED

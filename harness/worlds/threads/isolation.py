@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from shardproof.harness.torch_compat import dispatch, dtensor, process_groups
 from shardproof.harness.torch_compat.dispatch import (
@@ -64,6 +65,7 @@ def isolate_threads() -> Iterator[None]:
         stack.enter_context(process_groups.replace_split_group(split_group, split_method))
         stack.enter_context(rank_generators())
         stack.enter_context(_heirs())
+        stack.enter_context(_no_workers())
         yield
 
 
@@ -88,6 +90,24 @@ def _heirs() -> Replacement:
         start(thread)
 
     return Replacement(lambda: [(threading.Thread, "start", start_as_heir)])
+
+
+def _no_workers() -> Replacement:
+    """Make data loaders refuse to start worker processes.
+
+    They fork a process in which other ranks are in the middle of something, and whose locks nobody releases.
+    """
+    iterate = DataLoader.__iter__
+
+    def iterate_here(loader: DataLoader[Any]) -> Any:
+        if loader.num_workers and current_rank() is not None:
+            raise RuntimeError(
+                f"DataLoader: expected num_workers=0 where ranks are threads of one process, got {loader.num_workers}; "
+                "try a world of processes"
+            )
+        return iterate(loader)
+
+    return Replacement(lambda: [(DataLoader, "__iter__", iterate_here)])
 
 
 _GENERATOR = "generator"
