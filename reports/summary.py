@@ -85,10 +85,10 @@ def conclude(run: Run) -> Conclusion:
     counted = tally(run.records)
     if counted.num_not_conforming or stale(run):
         return Conclusion.NOT_CONFORMING
-    if unjudged(run.records):
-        return Conclusion.INCOMPLETE if warnings(run) else Conclusion.EMPTY
     if unproven(run.header.options, run.records):
         return Conclusion.NOT_PROVEN
+    if unjudged(run.records):
+        return Conclusion.INCOMPLETE if warnings(run) else Conclusion.EMPTY
     return Conclusion.INCOMPLETE if warnings(run) else Conclusion.CONFORMING
 
 

@@ -134,4 +134,5 @@ def _shown(value: Any) -> str:
         return str(value)
     if callable(value) and not isinstance(value, type):
         return getattr(value, "__name__", type(value).__name__)
-    return " ".join(repr(value).split())[:200]
+    text = " ".join(repr(value).split())[:200]
+    return f"{type(value).__name__}(...)" if " at 0x" in text else text  # an address says nothing

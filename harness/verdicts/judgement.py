@@ -296,7 +296,14 @@ def _describe_hang(result: WorldResult, hang: HangReport) -> str:
     # By its text a consequence, but a library of the engine may have raised it for another reason.
     raised = [o for o in result.outcomes if isinstance(o, Raised) and o.is_symptom]
     errors = [_describe(o) for o in raised if o.kind not in TRANSPORT_ERRORS]
-    parts = [hang.summary, f"not ended at the deadline: rank(s) {late}{where}" if late else "", *errors[:1]]
+    goes_on = late and not any(rank.awaits for rank in hang.ranks)
+    slow = "no rank waits for another: the model may only be slow, try a longer --deadline" if goes_on else ""
+    parts = [
+        hang.summary,
+        slow,
+        f"not ended at the deadline: rank(s) {late}{where}" if late else "",
+        *errors[:1],
+    ]
     return "; ".join(part for part in parts if part)
 
 

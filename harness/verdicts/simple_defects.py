@@ -92,9 +92,12 @@ def least_visible(evidence: Evidence) -> tuple[VisibleError, ...]:
     if _computes_coarsely(evidence) or _asks_for_the_start(evidence) or not oracle.steps:
         return ()
     found: list[VisibleError] = []
+    unclaimed = oracle.untrained | still_parameters(evidence.training.problem)
     for quantity, effects in (("gradient", _halved), ("update", _unmoved)):
         of_kind = []
         for name in _trained(evidence):
+            if effects is _unmoved and name in unclaimed:
+                continue
             # Halving a gradient changes it by half.
             whole = 0.5 if effects is _halved else 1.0
             share = min((effect.ratio * whole for effect in effects(oracle, name)), default=math.inf)
