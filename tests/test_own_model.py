@@ -436,6 +436,9 @@ def test_the_call_that_was_judged_is_shown_beside_the_default(
     assert "wrapped by DistributedDataParallel(model, find_unused_parameters=True) by default " in shown
     assert "by default DistributedDataParallel(model): CRASHED: rank" in shown
     assert "Expected to have finished reduction in the prior iteration" in shown
+    page = (file.parent / "run" / "report.html").read_text()
+    assert "wrapped by    DistributedDataParallel(model, find_unused_parameters=True)" in page
+    assert "an engine that lets parameters have no gradient in a step (UNUSED)" in page
 
 
 @pytest.mark.parametrize(

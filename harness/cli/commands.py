@@ -103,7 +103,7 @@ def check(arguments: argparse.Namespace) -> int:
     found = model_summary(model, optimizer, pass_s=pass_seconds(spec), limit_s=arguments.deadline)
     _announce(arguments, f"{arguments.model}\n{found}\n")
     # A case is a world and an oracle, each with a deadline; pytest's timeout is for code without one.
-    limit_s = 3 * arguments.deadline
+    limit_s = 3 * max(arguments.deadline, _LEAST_S)
     return _run(arguments, f"--model={spec}", f"--timeout={limit_s}", render=render, lists_all=True)
 
 
