@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardproof.engine.contract import Layout, NoGradient, Shard
+from shardproof.engine.contract import Layout, NoGradient, Plan, Shard
 from shardproof.harness.cases.stages import is_on_rank
+from shardproof.harness.cases.training import Training
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.oracle.absolute_error import largest
 from shardproof.harness.oracle.oracle_observation import LOSSES, NORM, Quantity, TensorKey
@@ -81,26 +82,32 @@ def layout_fault(evidence: Evidence, places: Sequence[TensorKey]) -> str | None:
     """Find a rank that lacks part of one quantity at one moment although it is not divided between ranks.
 
     It is not where the plan's layout says so. In an engine's own layout it is not where some rank shows all of several
-    tensors, one for each rank at least: an empty or a partial shard is an answer only if all ranks have shares.
+    tensors, one for each rank at least, and whole parameters too: an empty or a partial shard is an answer only if all
+    ranks have shares.
     """
-    plan = evidence.training.plan
-    if (
-        not places
-        or places[0].quantity not in _DIVIDED
-        or plan.cut_axis is not None
-        or plan.pipeline_stages > 1
-    ):
+    if not places:
         return None
-    lacking = {o.rank: [p.name for p in places if not _is_whole(evidence, o, p)] for o in evidence.ranks}
+    plan = _plan_at(evidence.training, places[0].step)
+    is_cut = plan.cut_axis is not None or plan.pipeline_stages > 1
+    if places[0].quantity not in _DIVIDED or is_cut:
+        return None
+    there = [
+        place
+        for place in places
+        if _references(evidence, evidence.ranks[0], place).get(place.name) is not None
+    ]
+    lacking = {o.rank: [p.name for p in there if not _is_whole(evidence, o, p)] for o in evidence.ranks}
     is_asked = places[0].quantity in _WHOLE.get(plan.layout, ())
-    all_of_it = [rank for rank, names in lacking.items() if not names]
-    is_own = plan.layout is Layout.NATIVE and all_of_it and len(places) >= evidence.world_size
+    wholes = [
+        o.rank for o in evidence.ranks if not lacking[o.rank] and all(s.is_whole for s in o.initial.values())
+    ]
+    is_own = plan.layout is Layout.NATIVE and wholes and len(there) >= evidence.world_size
     if not (is_asked or is_own):
         return None
-    because = plan.layout.value if is_asked else f"rank {all_of_it[0]} has all of them whole"
+    because = plan.layout.value if is_asked else f"rank {wholes[0]} has all of them whole"
     return next(
         (
-            f"rank {rank} lacks {names[0]!r} or a part of it ({len(names)} of {len(places)} tensors), and {because}"
+            f"rank {rank} lacks {names[0]!r} or a part of it ({len(names)} of {len(there)} tensors), and {because}"
             for rank, names in lacking.items()
             if names
         ),
@@ -108,10 +115,15 @@ def layout_fault(evidence: Evidence, places: Sequence[TensorKey]) -> str | None:
     )
 
 
+def _plan_at(training: Training, step: int) -> Plan:
+    """Return the plan under which the model of a step was prepared."""
+    resume = training.resume
+    is_after = resume is not None and step >= resume.after_steps
+    return resume.plan if is_after and resume is not None and resume.plan is not None else training.plan
+
+
 def _is_whole(evidence: Evidence, observation: Observation, place: TensorKey) -> bool:
-    """Whether a rank shows all of a tensor, or there is none to show."""
-    if _reference(evidence, observation, place) is None:
-        return True
+    """Whether a rank shows all of a tensor."""
     shard = observed(evidence, observation, place.quantity, place.step).get(place.name)
     return shard is not None and shard.is_whole
 

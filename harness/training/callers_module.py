@@ -6,7 +6,7 @@ An adapter may read from anywhere. What a user trains, evaluates and saves is th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -32,6 +32,8 @@ class Preparation:
             [prepared.module] if model is None else [model] if is_inside else [model, prepared.module]
         )
         self._built = {} if model is None else _digests(model)
+        # A parameter that is whole only later belongs to a unit that happens to be gathered: a copy for computation.
+        self._wholes = {name for module in self._modules for name in self._named(module, _has_memory)}
 
     def difference(self, shown: Mapping[str, Shard]) -> str:
         """Return how the module differs from these parameters, or `AS_SHOWN`; never communicates.
@@ -43,7 +45,7 @@ class Preparation:
         num_compared = 0
         for module in self._modules:
             held = self._held(module, shown)
-            texts = {name: _difference(shard_of(tensor), shown[name]) for name, tensor in held.items()}
+            texts = {name: _difference(shard_of(p), shown[name]) for name, p in held.items() if name in shown}
             wrong = [f"parameter {name!r} {text}" for name, text in texts.items() if text]
             if not wrong:
                 num_compared = max(num_compared, len(held))
@@ -52,12 +54,16 @@ class Preparation:
         return f"{AS_SHOWN}, in {num_compared} of {len(shown)} parameters"
 
     def _held(self, module: nn.Module, shown: Mapping[str, Shard]) -> dict[str, torch.Tensor]:
-        named = {self.prepared.original_name(name): p for name, p in module.named_parameters()}
-        return {
+        wholes = self._named(module, _has_memory)
+        return self._named(module, lambda p: isinstance(p, DTensor)) | {
             name: tensor
-            for name, tensor in named.items()
-            if name in shown and (isinstance(tensor, DTensor) or _is_whole(tensor, shown[name]))
+            for name, tensor in wholes.items()
+            if name in shown and name in self._wholes and tuple(tensor.shape) == shown[name].global_shape
         }
+
+    def _named(self, module: nn.Module, is_asked: Callable[[torch.Tensor], bool]) -> dict[str, torch.Tensor]:
+        named = {self.prepared.original_name(name): p for name, p in module.named_parameters()}
+        return {name: p for name, p in named.items() if is_asked(p)}
 
 
 def _digests(module: nn.Module) -> dict[str, str]:
@@ -69,10 +75,6 @@ def _digests(module: nn.Module) -> dict[str, str]:
 def _has_memory(tensor: torch.Tensor) -> bool:
     is_plain = type(tensor) in _PLAIN and tensor.device.type != "meta" and tensor.layout is torch.strided
     return is_plain and tensor.untyped_storage().nbytes() > 0
-
-
-def _is_whole(tensor: torch.Tensor, shown: Shard) -> bool:
-    return _has_memory(tensor) and tuple(tensor.shape) == shown.global_shape
 
 
 def _difference(here: Shard, shown: Shard) -> str:
