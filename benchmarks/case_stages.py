@@ -27,7 +27,7 @@ SESSION = "the session in all"
 STAGES_OF_SESSION = {
     "identity": ["runner.training_request:Identities.digest"],
     "worlds": ["worlds.launch:World.__init__", "worlds.launch:World.run", "worlds.launch:World.close"],
-    "keeping": ["records.world_result:keep_result", "runner.engines:keep_description"],
+    "keeping": ["records.saved_result:keep_result", "runner.engines:keep_description"],
     "loading": ["runner.schedules:load_schedules", "records.observation:read_tree"],
     "judging": ["verdicts.judgement:judge", "records.ledger_summary:summarize"],
     "record": ["records.record:to_json", "records.run:RunWriter.append"],
