@@ -1,6 +1,6 @@
 """The one way to open files of a run or of a foreign folder: regular files alone, without blocking, up to a size.
 
-An engine, or whoever made a folder, may have put a pipe, a device, a folder or an endless link where a file belongs.
+An engine, or the maker of a folder, may have put a pipe, a device, a folder or an endless link where a file belongs.
 Opening a pipe waits for its other end, and reading a device never ends. No torch here.
 """
 

@@ -39,7 +39,7 @@ def torch_replicate() -> Callable[..., Any]:  # Any: a module of a class that to
 def optimizer_in_backward(
     optimizer: type[torch.optim.Optimizer], parameters: Iterable[nn.Parameter], options: dict[str, Any]
 ) -> None:
-    """Give each parameter an optimizer that is to step in backward, as torch's function without a public name does."""
+    """Add to each parameter an optimizer that steps in backward, as torch's function without a public name does."""
     # torch leaves the name out of what the module exports.
     from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
 

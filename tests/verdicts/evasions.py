@@ -185,7 +185,7 @@ class UpdatesOnTheFirstRank(Averages):
 
 
 class PatchesTensors(Averages):
-    """Replaces attributes of torch's tensors that whoever reads them needs."""
+    """Replaces attributes of torch's tensors that their readers need."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         torch.Tensor.nbytes = property(lambda _: 4)  # type: ignore[assignment]  # the fault

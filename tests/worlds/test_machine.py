@@ -1,4 +1,4 @@
-"""What the machine lacks is told as the machine's fault, in a sentence that says what to try."""
+"""Verdicts blame the machine for what it lacks, in a sentence that says what to try."""
 
 from __future__ import annotations
 

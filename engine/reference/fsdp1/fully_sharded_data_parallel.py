@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
-from shardproof.engine.reference.fsdp1.clipping import clip_by_norm
+from shardproof.engine.reference.fsdp1.clip_wrapped import clip_by_norm
 from shardproof.engine.reference.fsdp1.flat import FlatLayout
 from shardproof.engine.reference.fsdp1.full_params import (
     FullParamsOptions,

@@ -95,7 +95,7 @@ def _heirs() -> Replacement:
 def _no_workers() -> Replacement:
     """Make data loaders refuse to start worker processes.
 
-    They fork a process in which other ranks are in the middle of something, and whose locks nobody releases.
+    They fork a process in which other ranks are in the middle of something, and whose locks stay held.
     """
     iterate = DataLoader.__iter__
 
