@@ -49,7 +49,7 @@ class How(Enum):
 
 
 class When(Enum):
-    """Where the lie is told; the truth elsewhere."""
+    """The lie in one place, the truth elsewhere."""
 
     ALWAYS = "in every step"
     LATE = "from the thirteenth step on"

@@ -7,7 +7,7 @@ from ctypes import string_at
 import torch
 
 # Attributes of this type cannot be set, so what is read through it is torch's own.
-_TENSOR = torch._C.TensorBase
+_TENSOR: type[torch.Tensor] = torch.Tensor.__base__  # type: ignore[assignment]  # its own name is private
 
 
 def num_bytes_of(tensor: torch.Tensor) -> int:
