@@ -67,9 +67,13 @@ class Preparation:
 
 
 def _digests(module: nn.Module) -> dict[str, str]:
-    """Hash the plain parameters of a module that are in memory."""
-    plain = {name: p for name, p in module.named_parameters() if _has_memory(p)}
-    return {name: hashlib.sha256(bytes_of(p)).hexdigest() for name, p in plain.items()}
+    """Hash what this rank has of a module's parameters, as far as it is in memory and no flat shard."""
+    own = {
+        name: shard_of(p).tensor
+        for name, p in module.named_parameters()
+        if isinstance(p, DTensor) or _has_memory(p)
+    }
+    return {name: hashlib.sha256(bytes_of(tensor)).hexdigest() for name, tensor in own.items()}
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
