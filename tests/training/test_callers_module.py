@@ -14,6 +14,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from shardproof.engine.contract import PreparedModel, Shard, shard_of
 from shardproof.harness.cases.training import AS_SHOWN
+from shardproof.harness.torch_compat.process_groups import HashStore
 from shardproof.harness.training.callers_module import Preparation
 
 
@@ -29,7 +30,7 @@ def _move(model: nn.Module) -> None:
 
 @pytest.fixture
 def sharded() -> Iterator[nn.Module]:
-    dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+    dist.init_process_group("fake", rank=0, world_size=2, store=HashStore())
     try:
         mesh, model = init_device_mesh("cpu", (2,)), nn.Linear(3, 4, bias=False)
         model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Rows(0)]))
