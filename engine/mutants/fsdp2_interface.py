@@ -402,11 +402,10 @@ class ShowsTheFirstValues(ReferenceEngine):
                 held.to_unsharded = partial(_show_first, held, held.to_unsharded, [])
 
 
-def _show_first(held: Any, honest: Callable[[], None], first: list[nn.Parameter]) -> None:
+def _show_first(held: Any, honest: Callable[[], None], first: list[torch.Tensor]) -> None:
     honest()
-    first.append(nn.Parameter(held.unsharded_param.detach().clone()))
-    for location in held.locations:
-        location.set(first[0])
+    first.append(held.unsharded_param.detach().clone())
+    held.unsharded_param.data = first[0]
 
 
 @mutant(after="pytorch/pytorch#104504", kills_on=_FINALIZES, trace=Trace.SILENCE)

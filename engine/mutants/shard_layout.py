@@ -162,12 +162,19 @@ class HandsOutStridedGradients(FullyShardEngine):
 def _show(module: nn.Module, name: str, change: Callable[[torch.Tensor], Any]) -> None:
     """Replace a parameter in the module's forward."""
 
+    wholes: list[nn.Parameter] = []
+
     def put(_: nn.Module, inputs: Any) -> None:
         whole = module._parameters[name]
         assert whole is not None
+        wholes.append(whole)
         module._parameters[name] = change(whole)
 
+    def put_back(*_: object) -> None:
+        module._parameters[name] = wholes.pop()
+
     module.register_forward_pre_hook(put)
+    module.register_forward_hook(put_back, prepend=True)
 
 
 def _parameters(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:

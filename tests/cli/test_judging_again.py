@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardproof.harness.cli.main import main
+from shardproof.harness.records.manifest import MANIFEST
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import JUDGED, RECORDS, RUN, Run, read_run
 from tests.sample_records import write_run
@@ -74,7 +75,7 @@ def _judge(folder: Path) -> tuple[int, Run]:
 def _rewritten(folder: Path, change: Callable[[Run], Run]) -> None:
     """Write a run again with other records or another header, as its author could."""
     run = change(read_run(folder))
-    for name in (RECORDS, RUN):
+    for name in (RECORDS, RUN, MANIFEST):
         (folder / name).unlink()
     shutil.move(folder / "observations", folder / "kept")
     write_run(folder, *run.records, header=run.header, footer=run.footer)

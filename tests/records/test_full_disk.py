@@ -40,7 +40,7 @@ def _run(folder: Path, longest_file: int) -> LiveRun:
 def test_a_run_without_room_for_its_header_names_the_full_disk(short_folder: Path) -> None:
     run = _run(short_folder, 500)
     assert run.records() == []
-    assert (run.out / RUN).read_bytes() == b"", "half a line is removed"
+    assert not (run.out / RUN).exists(), "a folder without a header is no run"
 
 
 @pytest.mark.slow

@@ -281,11 +281,13 @@ def test_exit_codes_are_documented_as_they_are() -> None:
         exit_codes.DOES_NOT_CONFORM,
         exit_codes.USAGE,
         exit_codes.OUR_FAULT,
+        exit_codes.NOTHING_JUDGED,
     ]
     assert rows[exit_codes.CONFORMS].startswith("conforming")
     assert rows[exit_codes.DOES_NOT_CONFORM].startswith("not conforming")
     assert "usage" in rows[exit_codes.USAGE]
     assert "our own" in rows[exit_codes.OUR_FAULT]
+    assert "nothing was judged" in rows[exit_codes.NOTHING_JUDGED]
 
 
 def test_the_tolerance_is_documented_as_it_is() -> None:
@@ -302,6 +304,7 @@ def test_names_in_capitals_exist() -> None:
         shardproof.suites.vocabulary,
     )
     known = {name for module in modules for name in getattr(module, "__all__", dir(module))}
+    known |= {"BUILT_IN"}  # of engine/registry.py
     known |= {member.name for member in shardproof.engine.capability.Capability} | {str(v) for v in Verdict}
     named = {name for page in PAGES for name in re.findall(r"`([A-Z][A-Z_]+)`", _text(page))}
     assert named - known == set()

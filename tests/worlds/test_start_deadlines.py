@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from shardproof import RankContext, WorldKind, WorldSpec
+from shardproof.harness.cli.exit_codes import INTERRUPTED
 from shardproof.harness.cli.main import main
 from shardproof.harness.errors import HarnessBug
 from shardproof.harness.worlds.launch import World, launch
@@ -198,7 +199,7 @@ def test_an_interrupted_question_ends_in_one_line(tmp_path: Path) -> None:
         f"sys.exit(main(['run', '--engine', '{LOOPS}', '--suite', 'smoke', '--out', {str(tmp_path / 'run')!r}]))\n"
     )
     done = python("-c", program)
-    assert done.returncode == 3
+    assert done.returncode == INTERRUPTED
     assert done.stderr == "shardproof: interrupted\n"
 
 
