@@ -25,7 +25,7 @@ _WHOLE: Mapping[Layout, Set[Quantity]] = {
     Layout.ZERO1: _PARAMETERS,
     Layout.ZERO2: _PARAMETERS,
 }
-_DIVIDED = frozenset({Quantity.INITIAL, Quantity.PARAMETER, Quantity.GRADIENT, Quantity.OPTIMIZER_STATE})
+_ONE_VALUE = frozenset({Quantity.LOSS, Quantity.NORM})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,7 +89,7 @@ def layout_fault(evidence: Evidence, places: Sequence[TensorKey]) -> str | None:
         return None
     plan = _plan_at(evidence.training, places[0].step)
     is_cut = plan.cut_axis is not None or plan.pipeline_stages > 1
-    if places[0].quantity not in _DIVIDED or is_cut:
+    if places[0].quantity in _ONE_VALUE or is_cut:
         return None
     there = [
         place
@@ -97,7 +97,8 @@ def layout_fault(evidence: Evidence, places: Sequence[TensorKey]) -> str | None:
         if _references(evidence, evidence.ranks[0], place).get(place.name) is not None
     ]
     lacking = {o.rank: [p.name for p in there if not _is_whole(evidence, o, p)] for o in evidence.ranks}
-    is_asked = places[0].quantity in _WHOLE.get(plan.layout, ())
+    is_buffer = places[0].quantity is Quantity.BUFFER  # no layout divides buffers
+    is_asked = is_buffer or places[0].quantity in _WHOLE.get(plan.layout, ())
     wholes = [
         o.rank for o in evidence.ranks if not lacking[o.rank] and all(s.is_whole for s in o.initial.values())
     ]
@@ -105,6 +106,7 @@ def layout_fault(evidence: Evidence, places: Sequence[TensorKey]) -> str | None:
     if not (is_asked or is_own):
         return None
     because = plan.layout.value if is_asked else f"rank {wholes[0]} has all of them whole"
+    because = "every rank holds every buffer" if is_buffer else because
     return next(
         (
             f"rank {rank} lacks {names[0]!r} or a part of it ({len(names)} of {len(there)} tensors), and {because}"
