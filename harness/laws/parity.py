@@ -207,8 +207,8 @@ def _comparisons(evidence: Evidence, place: TensorKey) -> list[_Comparison]:
     if not pieces:
         return []
     oracle = evidence.oracle
-    still = oracle.still_of(place)
-    compared = [_compare(evidence, place, piece, allowed_error(oracle, place)) for piece in pieces]
+    still, allowed = oracle.still_of(place), allowed_error(oracle, place)
+    compared = [_compare(evidence, place, piece, allowed) for piece in pieces]
     if still is None:
         return compared
     apart = allowed_error(oracle, place, max(oracle.noise[place], oracle.still_noise[place]))

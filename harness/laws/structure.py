@@ -11,6 +11,7 @@ import torch
 from shardproof.engine.contract import Layout, NoGradient, Plan, Shard
 from shardproof.harness.cases.stages import is_on_rank
 from shardproof.harness.cases.training import Training
+from shardproof.harness.cases.user_model import written_by_forward
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.oracle.absolute_error import largest
 from shardproof.harness.oracle.oracle_observation import LOSSES, NORM, Quantity, TensorKey
@@ -91,11 +92,10 @@ def layout_fault(evidence: Evidence, places: Sequence[TensorKey]) -> str | None:
     is_cut = plan.cut_axis is not None or plan.pipeline_stages > 1
     if places[0].quantity in _ONE_VALUE or is_cut:
         return None
-    there = [
-        place
-        for place in places
-        if _references(evidence, evidence.ranks[0], place).get(place.name) is not None
-    ]
+    # Parameters that forward writes are observed with the buffers, and lie as the layout has parameters.
+    written = written_by_forward(evidence.training.problem)
+    known = _references(evidence, evidence.ranks[0], places[0])
+    there = [place for place in places if known.get(place.name) is not None and place.name not in written]
     lacking = {o.rank: [p.name for p in there if not _is_whole(evidence, o, p)] for o in evidence.ranks}
     is_buffer = places[0].quantity is Quantity.BUFFER  # no layout divides buffers
     is_asked = is_buffer or places[0].quantity in _WHOLE.get(plan.layout, ())

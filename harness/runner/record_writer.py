@@ -155,10 +155,9 @@ class RecordWriter:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR  # the user named them
         is_quiet = session.exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
         if is_quiet and (self._records or self._writer is not None):
-            judged_nothing = bool(unjudged(self._records))
-            session.exitstatus = (
-                pytest.ExitCode.NO_TESTS_COLLECTED if judged_nothing else pytest.ExitCode.OK
-            )  # an interrupted run may have judged the cases
+            # The records are those of an interrupted run too, if this one resumes it.
+            is_idle = bool(unjudged(self._records))
+            session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED if is_idle else pytest.ExitCode.OK
         if self._writer is not None:
             verdicts = [record.verdict for record in self._records]
             end = footer(verdicts=verdicts, duration_s=time.monotonic() - self._started_s)

@@ -45,9 +45,8 @@ def leave(link: SupervisorLink) -> NoReturn:
     """Run the exit hooks, report `Done`, wait for the dismissal, and end the process."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(
-            AttributeError, OSError, ValueError
-        ):  # a rank may have closed or removed them
+        # A rank may have closed or removed them.
+        with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
     link.send(Done())
     link.jobs.get()
