@@ -13,12 +13,20 @@ from typing import Any
 
 from campaigns.fault_kinds import Fault, Kind, Miss
 from campaigns.live_run import LateError, LiveRun
+from shardproof.harness.cli.exit_codes import (
+    CONFORMS,
+    DOES_NOT_CONFORM,
+    INTERRUPTED,
+    NOTHING_JUDGED,
+    OUR_FAULT,
+    USAGE,
+)
 from shardproof.harness.cli.main import main
 from shardproof.harness.records.run import RECORDS, RUN
 
 Misses = list[tuple[Miss, str]]
 
-_CODES = {0, 1, 2, 3}
+_CODES = {CONFORMS, DOES_NOT_CONFORM, USAGE, OUR_FAULT, NOTHING_JUDGED}
 _QUOTED = 3000  # characters; the start of a traceback is worth more than its end
 _END_LIMIT_S = 90.0
 # The reaper ends its descendants within a fraction of this.
@@ -120,7 +128,8 @@ def _check_interruption(run: LiveRun, code: int, ending: Kind) -> Misses:
     allowed = {-ending.number}
     if ending.number is signal.SIGINT:
         # 2, if an engine could not be judged before: its server was stopped.
-        allowed = {-ending.number, 1, 3} if ending.is_twice or not (run.out / RUN).exists() else {2, 3}
+        is_early = ending.is_twice or not (run.out / RUN).exists()
+        allowed = {-ending.number, 1, INTERRUPTED} if is_early else {2, INTERRUPTED}
     misses: Misses = []
     if code not in allowed:
         misses.append(
