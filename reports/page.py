@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from shardproof.harness.records.record import Record, RecordKey, Verdict
 from shardproof.harness.records.run import Run
-from shardproof.reports import evidence, expected, model_check, text
+from shardproof.reports import evidence, expected, text, user_model_result
 from shardproof.reports.causes import causes
 from shardproof.reports.matrix import Column, arrange, by_severity, label
 from shardproof.reports.page_data import index, pack, pieces
@@ -45,7 +45,7 @@ def render(run: Run, pictures: Mapping[RecordKey, str] = MappingProxyType({})) -
             stale=expected.stale(run),
             idle=expected.idle(run),
             zeros=declared_zeros(run),
-            check=model_check.render(run) if run.header.model else "",
+            check=user_model_result.render(run) if run.header.model else "",
             causes=found,
             known=expected.known(run),
             number=lambda record: numbers[id(record)],

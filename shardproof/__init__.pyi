@@ -141,7 +141,7 @@ from shardproof.harness.cases.units import UnitParameters as UnitParameters
 from shardproof.harness.cases.units import groups_of as groups_of
 from shardproof.harness.cases.user_model import UserModel as UserModel
 from shardproof.harness.cases.user_model import UserOptimizer as UserOptimizer
-from shardproof.harness.cli.check import check as check
+from shardproof.harness.cli.check_in_tests import check as check
 from shardproof.harness.errors import UsageError as UsageError
 from shardproof.harness.laws.communication.bounds import Between as Between
 from shardproof.harness.laws.communication.bounds import Bound as Bound
@@ -206,8 +206,8 @@ from shardproof.harness.runner.cell import Cell as Cell
 from shardproof.harness.runner.session import Source as Source
 from shardproof.harness.runner.session import TrialSession as TrialSession
 from shardproof.harness.runner.trial import Trial as Trial
-from shardproof.harness.runner.user_models import known_model as known_model
-from shardproof.harness.runner.user_models import read_model as read_model
+from shardproof.harness.runner.user_model.read import known_model as known_model
+from shardproof.harness.runner.user_model.read import read_model as read_model
 from shardproof.harness.tracing.ledger import Op as Op
 from shardproof.harness.tracing.ledger import Phase as Phase
 from shardproof.harness.tracing.memory.memory_report import MemoryKind as MemoryKind

@@ -71,12 +71,12 @@ def check(arguments: argparse.Namespace) -> int:
     submodules that communicate together; optimizer(params); scheduler(optimizer); and float64, whether the reference
     computes in it.
     """
-    from shardproof.harness.runner.model_summary import model_summary
-    from shardproof.harness.runner.user_models import known_model, pass_seconds
-    from shardproof.harness.runner.wrapped_engines import wrapped_engines
+    from shardproof.harness.cli.wrapped_engines import wrapped_engines
+    from shardproof.harness.runner.user_model.model_summary import model_summary
+    from shardproof.harness.runner.user_model.read import known_model, pass_seconds
     from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, forkserver_context
     from shardproof.harness.worlds.spec import WorldSpec
-    from shardproof.reports.model_check import render
+    from shardproof.reports.user_model_result import render
 
     check_temporary_folder()
     arguments.engine = wrapped_engines(arguments.engine, vars(arguments)["with"], arguments.wrap)

@@ -62,7 +62,7 @@ def _add_judging(subparsers: Any) -> None:
     _add_effort(sub)
     _add_printed(sub)
     # Raw verdicts: known failures of other models do not apply to this one.
-    sub.set_defaults(suite=["own_model"], case=None, expectations=None, no_expectations=True)
+    sub.set_defaults(suite=["user_model"], case=None, expectations=None, no_expectations=True)
 
     sub = _added(subparsers, "explore", commands.explore, "judge programs drawn by seed")
     sub.add_argument("--engine", dest="one_engine", required=True, metavar="NAME")

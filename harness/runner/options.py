@@ -173,7 +173,7 @@ REMAINDERS = (
 OF_PYTEST = (
     Option(
         flag="--model",
-        help="model that the suite own_model trains",
+        help="model that the suite user_model trains",
         default_text="a small one",
         settings={"metavar": "NAME"},
     ),

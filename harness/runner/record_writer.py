@@ -264,7 +264,7 @@ class RecordWriter:
         if "model" not in self._options:
             return {}
         # Here, because it needs torch, and only a check has a model.
-        from shardproof.harness.runner.user_models import described
+        from shardproof.harness.runner.user_model.read import described
 
         return described(self._options["model"])
 

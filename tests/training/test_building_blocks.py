@@ -18,7 +18,7 @@ from shardproof.harness.cases.user_model import UserModel, UserOptimizer, outlin
 from shardproof.harness.oracle.oracle import run_oracle
 from shardproof.harness.oracle.oracle_observation import Quantity
 from shardproof.harness.oracle.rounding import noticing_narrow, rounding_anew
-from shardproof.harness.runner.user_models import facts_of
+from shardproof.harness.runner.user_model.read import facts_of
 from shardproof.harness.training.layout_memory import Form
 
 NAMED = {block.name: block for block in (*BLOCKS, *FEW_BITS)}

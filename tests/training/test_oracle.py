@@ -11,10 +11,10 @@ import torch
 from shardproof.engine.contract import Accumulation, Plan
 from shardproof.fixtures.few_bits import FEW_BITS
 from shardproof.fixtures.optimizers import ADAMW, SGD
-from shardproof.fixtures.own_model import OWN_MODEL
 from shardproof.fixtures.problems import EXACT_LINEAR, MLP_BUFFERS, MLP_UNEVEN, TRANSFORMER, ModelProblem
 from shardproof.fixtures.random_draws import DROPPED, DROPPED_AND_RECOMPUTED, NOISY
 from shardproof.fixtures.thin import EMPTY_ROWS
+from shardproof.fixtures.user_model import USER_MODEL
 from shardproof.harness.cases.batch import Rows
 from shardproof.harness.cases.draws import Seeds, drawing_in
 from shardproof.harness.cases.training import (
@@ -93,7 +93,7 @@ def test_sizes_see_the_last_block_and_no_infinity() -> None:
     assert found == PieceSizes(total=3.0, absolute=7.0, of_ranks=(2.0, 5.0))
 
 
-@pytest.mark.parametrize("problem", [MLP_UNEVEN, FEW_BITS[0], OWN_MODEL], ids=lambda p: p.name)
+@pytest.mark.parametrize("problem", [MLP_UNEVEN, FEW_BITS[0], USER_MODEL], ids=lambda p: p.name)
 def test_an_oracle_that_explains_nothing_judges_alike(problem: Problem) -> None:
     training = replace(TRAINING, problem=problem)
     full, lean = run_oracle(training, 2), run_oracle(training, 2, explains=False)
@@ -442,14 +442,14 @@ def test_orders_that_add_alike_are_run_once(
 def test_runs_that_are_left_out_would_add_no_noise(
     microbatches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = Training(problem=OWN_MODEL, optimizer=SGD, schedule=Schedule(microbatches=microbatches))
+    training = Training(problem=USER_MODEL, optimizer=SGD, schedule=Schedule(microbatches=microbatches))
     found = run_oracle(training, 2)
     monkeypatch.setattr(oracle_noise, "distinct", lambda orders, *_: orders)
     assert run_oracle(training, 2).noise == found.noise
     assert any(found.noise.values())
 
 
-@pytest.mark.parametrize("problem", [MLP_UNEVEN, replace(OWN_MODEL, is_widened=False)], ids=["rows", "own"])
+@pytest.mark.parametrize("problem", [MLP_UNEVEN, replace(USER_MODEL, is_widened=False)], ids=["rows", "own"])
 def test_runs_that_differ_in_more_than_the_order_of_ranks_are_all_kept(problem: Problem) -> None:
     """Shuffled rows also change orders of sums, and each run disturbs a low-precision reference anew."""
     training = Training(problem=problem, optimizer=SGD)

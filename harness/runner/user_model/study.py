@@ -37,7 +37,7 @@ from shardproof.harness.cases.user_model import (
 from shardproof.harness.oracle.absolute_error import deviation, largest
 from shardproof.harness.oracle.rounding import noticing_narrow, rounding_anew
 from shardproof.harness.oracle.still_elements import ZERO_BESIDE
-from shardproof.harness.runner.unit_calls import NUM_RANKS, UnitCalls, calls_differ
+from shardproof.harness.runner.user_model.unit_calls import NUM_RANKS, UnitCalls, calls_differ
 from shardproof.harness.torch_compat.dtypes import cast, cast_module, cast_parameters, dense
 from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.verdicts.simple_defects import ZERO_BESIDE_NOISE

@@ -23,9 +23,9 @@ from shardproof.harness.cases.batch import Batch, arguments_of, tensors_of
 from shardproof.harness.cases.units import matching_units
 from shardproof.harness.cases.user_model import UserModel, UserOptimizer, definition, outline_of
 from shardproof.harness.errors import ModelError, UsageError
-from shardproof.harness.runner.model_study import ModelStudy, called, study
-from shardproof.harness.runner.model_summary import model_lines
-from shardproof.harness.runner.own_communication import own_communication
+from shardproof.harness.runner.user_model.model_summary import model_lines
+from shardproof.harness.runner.user_model.own_communication import own_communication
+from shardproof.harness.runner.user_model.study import ModelStudy, called, study
 from shardproof.harness.tracing.codec import UNREADABLE, decode, encode
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 

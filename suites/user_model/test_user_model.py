@@ -13,9 +13,9 @@ from shardproof import HoldsItsShare, Interlude, Layout, LossScaling, MatchesOra
 from shardproof import OnlyThese, Op, Origin, Phase, Plan, Probe, RanksAgree, RanksBefore, Reshard, Resume
 from shardproof import Schedule, Select, StateForm, Training, Trial, UserModel
 from shardproof.fixtures.optimizers import SGD
-from shardproof.suites.own_model.closed_forms import GATHERED, GATHERED_PADDED, NUM_GATHERED, NUM_REDUCED
-from shardproof.suites.own_model.closed_forms import NUM_REDUCED_LEAST, REDUCED_ALIGNED, REDUCED_LEAST
-from shardproof.suites.own_model.closed_forms import REDUCED_PADDED
+from shardproof.suites.user_model.closed_forms import GATHERED, GATHERED_PADDED, NUM_GATHERED, NUM_REDUCED
+from shardproof.suites.user_model.closed_forms import NUM_REDUCED_LEAST, REDUCED_ALIGNED, REDUCED_LEAST
+from shardproof.suites.user_model.closed_forms import REDUCED_PADDED
 
 LAWS = (MatchesOracle(), RanksAgree(), AllWaited(select=Select()))
 GATHERS_IN_FORWARD = Select(ops=(Op.ALL_GATHER,), phases=(Phase.FORWARD,))

@@ -73,8 +73,8 @@ def check(
 
 def _screen(folder: Path) -> str:
     # Here: a rank that loads a test's file, because it contains the model, does not need reports.
-    from shardproof.reports.model_check import render
     from shardproof.reports.summary import Conclusion, conclude
+    from shardproof.reports.user_model_result import render
 
     run = read_run(folder)
     is_open = conclude(run) is Conclusion.NOT_PROVEN

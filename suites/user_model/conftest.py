@@ -6,7 +6,7 @@ import pytest
 
 from shardproof import NamedOptimizer, UserModel, known_model
 from shardproof.fixtures.optimizers import ADAMW, COARSE_ADAMW, SGD
-from shardproof.fixtures.own_model import OWN_MODEL
+from shardproof.fixtures.user_model import USER_MODEL
 
 
 def _named(spec: str, limit_s: float) -> tuple[UserModel, NamedOptimizer]:
@@ -26,5 +26,5 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "own" in metafunc.fixturenames:
         spec: str | None = metafunc.config.getoption("--model")
         limit_s: float = metafunc.config.getoption("--deadline")
-        own = _named(spec, limit_s) if spec else (OWN_MODEL, ADAMW)
+        own = _named(spec, limit_s) if spec else (USER_MODEL, ADAMW)
         metafunc.parametrize("own", [pytest.param(own, id=own[0].name)])

@@ -1,0 +1,559 @@
+"""`shardproof check` judges a user's model, and detects wrong engines."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardproof.engine.registry import shipped_mutants
+from shardproof.harness.cases.batch import microbatch_seed
+from shardproof.harness.cli.check_in_tests import check
+from shardproof.harness.runner.user_model.read import read_model
+from tests.user_model.models import GOOD, LOSS, run_check, with_optimizer
+
+
+def test_a_right_engine_is_proven(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_check(file, "torch.fsdp2", "-k", "trains or frees") == 0
+    shown = capsys.readouterr().out
+    assert "proven        trains as one process does\n" in shown
+    assert "proven        frees shards after forward\n" in shown
+    assert "not proven    order of streams and lifetimes of memory (--thorough)" in shown
+    assert all(
+        len(line) <= 100 for line in shown[shown.rindex("torch.fsdp2 in") : shown.index("wrote")].splitlines()
+    )
+    precise = {
+        m[2]: float(m[1]) for m in re.finditer(r"error of ([0-9.e-]+)% of any (gradient|update)", shown)
+    }
+    assert 0 < precise["gradient"] < 1
+    assert 0 < precise["update"] < 10
+
+
+def test_a_case_that_does_not_apply_is_listed_with_the_reason(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(GOOD.replace("for block in self.blocks:", "for block in (*self.blocks, self.blocks[0]):"))
+    assert (
+        run_check(
+            file, "torch.fsdp2", "-k", "each_unit_once or two_replicas or clips", "--world", "threads:3"
+        )
+        == 0
+    )
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "left out gathers and reduces each unit once: its unit 'blocks.0' is called 2 times" in shown
+    assert "left out shards two replicas: needs two replicas of equal size" in shown
+
+
+def test_a_computation_in_bfloat16_is_proven_however_it_rounds(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_check(file, "torch.fsdp2", "-k", "bfloat16") == 0
+    assert "proven        computes in bfloat16" in capsys.readouterr().out
+
+
+def test_buffers_keep_their_dtype_where_parameters_compute_in_bfloat16(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Engines do not cast tables of rotations; models cast them where they use them."""
+    buffered = GOOD.replace(
+        "        self.out =",
+        "        self.register_buffer('table', torch.linspace(0.9, 1.1, 6))\n        self.out =",
+    ).replace("hidden = self.normed(x)", "hidden = self.normed(x * self.table.to(x.dtype))")
+    file.write_text(buffered)
+    assert run_check(file, "torch.fsdp2", "-k", "bfloat16") == 0
+    assert "proven        computes in bfloat16" in capsys.readouterr().out
+
+
+def test_a_computation_in_bfloat16_need_not_move_a_parameter_with_a_small_gradient(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Plain descent changes ones by less than a rounding in the norms of a query's low rank, in models of experts."""
+    gain = "self.gain = nn.Parameter(torch.ones(6))\n        self.out ="
+    file.write_text(
+        GOOD.replace("self.out =", gain, 1).replace("tanh(block(x))", "tanh(block(x + 1e-5 * self.gain))")
+    )
+    assert "gain" in read_model(f"{file}:Mine", limit_s=60)[0].facts.slow
+    assert run_check(file, "torch.fsdp2", "-k", "bfloat16") == 0
+    assert "proven        computes in bfloat16" in capsys.readouterr().out
+
+
+def test_a_model_that_computes_in_no_bfloat16_is_left_out(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A buffer of float32 promotes the activations, which the next layer then refuses."""
+    buffered = GOOD.replace(
+        "        self.out =",
+        "        self.register_buffer('table', torch.linspace(0.9, 1.1, 6))\n        self.out =",
+    ).replace("hidden = self.normed(x)", "hidden = self.normed(x * self.table)")
+    file.write_text(buffered)
+    assert run_check(file, "torch.fsdp2", "-k", "bfloat16 or trains") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "left out computes in bfloat16 and reduces in float32: it raises RuntimeError in bfloat16" in shown
+
+
+def test_a_wrong_engine_is_caught_with_its_cause(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = next(m.engine_spec for m in shipped_mutants() if m.name == "SumsInsteadOfAveraging")
+    assert run_check(file, engine, "-k", "trains") == 1
+    shown = capsys.readouterr().out
+    assert "exactly 2 x the reference" in " ".join(shown.split())
+    assert "shardproof check" in shown
+
+
+_AUTOCAST = """
+import torch
+from torch import nn
+
+class Net(nn.Sequential):
+    @torch.autocast("cpu", dtype=torch.bfloat16)
+    def forward(self, x):
+        return super().forward(x).float()
+
+class Mine:
+    def build(self):
+        parts = [nn.Sequential(nn.Linear(n, 32), nn.LayerNorm(32), nn.GELU()) for n in (6, 32)]
+        return Net(*parts, nn.Linear(32, 2))
+    def batch(self, generator):
+        return torch.randn(3, 6, generator=generator)
+    def loss(self, output, batch):
+        return (output - batch[:, :2]).square().mean()
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "code"),
+    [("torch.fsdp2", 0), ("LosesStateInAnotherWorld", 1), ("AlignsStateForTheWorldBefore", 1)],
+)
+def test_a_start_is_judged_however_noisy_the_steps_before_were(
+    file: Path, engine: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under autocast the noise hides a wrong factor of a gradient, but not a parameter that was not loaded."""
+    file.write_text(_AUTOCAST)
+    spec = next((m.engine_spec for m in shipped_mutants() if m.name == engine), engine)
+    assert run_check(file, spec, "-k", "starts") == code
+    shown = capsys.readouterr().out
+    assert ("proven        starts from what other ranks saved" in shown) == (code == 0)
+    assert "an error of" not in shown
+
+
+def test_a_schedule_follows_the_optimizer_and_is_resumed(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule = "    def scheduler(self, o):\n        return torch.optim.lr_scheduler.LambdaLR(o, lambda n: 0.25**n)\n"
+    text = GOOD.replace(LOSS, schedule + with_optimizer("torch.optim.SGD(p, lr=0.5, momentum=0.9)"))
+    file.write_text(text)
+    assert run_check(file, "torch.fsdp2", "-k", "trains or resumes") == 0
+    shown = capsys.readouterr().out
+    assert shown.count("\n  proven ") == 2
+
+
+@pytest.mark.parametrize("world", ["threads:2", "processes:2"])
+def test_a_compiled_model_is_judged(file: Path, world: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """FSDP1 gathers inside the compiled forward: the harness there must not be compiled too."""
+    whole = "net = Net()\n        net.compile(backend='eager')\n        return net"
+    file.write_text(GOOD.replace("return Net()", whole))
+    assert run_check(file, "torch.fsdp1", "-k", "trains", "--world", world) == 0
+    assert "proven" in capsys.readouterr().out
+
+
+def test_a_fresh_model_has_no_gradients_of_parameters_outside_the_optimizer(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No call clears these gradients, so they add up until the state is loaded into another model."""
+    some = "torch.optim.SGD([q for q in p if q.ndim == 2], lr=0.1, momentum=0.9)"
+    file.write_text(GOOD.replace(LOSS, with_optimizer(some)))
+    assert run_check(file, "torch.ddp", "-k", "resumes or starts") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "proven resumes from its state proven starts from what other ranks saved" in shown
+
+
+_SPARSE = """
+import torch
+from torch import nn
+
+class Mine:
+    def build(self):
+        return nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Tanh(), nn.Linear(4, 2))
+    def batch(self, generator):
+        return torch.randint(11, (3, 5), generator=generator)
+    def loss(self, output, batch):
+        return (output - batch[..., None] / 11).square().mean()
+"""
+
+
+def test_sparse_gradients_are_judged_where_ranks_are_processes(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(_SPARSE)
+    assert run_check(file, "torch.ddp") == 2
+    assert "expected worlds of processes, because it has sparse gradients" in capsys.readouterr().err
+    assert run_check(file, "torch.ddp", "--world", "processes:2", "-k", "trains or clips or resumes") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "optimizer SGD, the default" in shown
+    assert "proven trains as one process does proven resumes from its state" in shown
+    assert (
+        "left out clips by the norm of the whole: torch's clip_grad_norm_ takes no sparse gradient" in shown
+    )
+
+
+def test_a_wrong_reduction_of_sparse_gradients_is_caught(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(_SPARSE)
+    engine = next(m.engine_spec for m in shipped_mutants() if m.name == "KeepsItsOwnSparseGradients")
+    assert run_check(file, engine, "--world", "processes:2", "-k", "trains") == 1
+    assert "gradient '0.weight'" in capsys.readouterr().out
+
+
+def test_a_count_of_steps_for_an_empty_shard_is_no_fault(file: Path) -> None:
+    """Adagrad makes its state at once, and a rank without elements of a parameter has no gradient under FSDP1."""
+    file.write_text(GOOD.replace(LOSS, with_optimizer("torch.optim.Adagrad(p, lr=0.01)")))
+    assert run_check(file, "torch.fsdp1", "-k", "trains") == 0
+
+
+def test_warnings_of_the_model_are_the_users(file: Path) -> None:
+    """Laws of memory need the form of the model, and must not run its code where warnings may be errors."""
+    file.write_text(
+        GOOD.replace("return Net()", "import warnings\n        warnings.warn('old')\n        return Net()")
+    )
+    assert run_check(file, "torch.fsdp2", "-k", "frees") == 0
+
+
+_ROUTED = """
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(6, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+    def forward(self, x):
+        weight, chosen = self.gate(x).softmax(-1).max(-1)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            if len(rows):
+                x = x.index_add(0, rows, expert(x[rows]) * weight[rows, None])
+        return x
+
+class Mine:
+    units = UNITS
+    def build(self):
+        return nn.Sequential(Routed(), Routed(), nn.Linear(6, 2))
+    def batch(self, generator):
+        return torch.randn(3, 6, generator=generator)
+    def loss(self, output, batch):
+        return output.square().mean()
+    def optimizer(self, params):
+        return torch.optim.SGD(params, lr=0.1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("units", "engine", "verdict"),
+    [
+        ("('0.experts.*', '1.experts.*')", "torch.ddp", "proven"),
+        ("('0.experts.*', '1.experts.*')", "torch.fsdp2", "not declared"),
+        ("('0', '1')", "torch.fsdp2", "proven"),
+    ],
+)
+def test_experts_without_tokens_on_a_rank_are_judged(
+    file: Path, units: str, engine: str, verdict: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An engine that gathers each unit in its forward needs all ranks to call it; one that only reduces does not."""
+    file.write_text("import torch\nfrom torch import nn\n" + _ROUTED.replace("UNITS", units))
+    is_proven = verdict == "proven"
+    assert run_check(file, engine, "-k", "trains") == (0 if is_proven else 1)
+    shown = capsys.readouterr().out
+    assert f"{verdict:<14}trains as one process does" in shown
+    assert ("RANK_DEPENDENT_UNITS" in shown) == ("experts" in units)
+    assert ("NOT PROVEN    cannot train it, because ranks skip different units" in shown) != is_proven
+
+
+def test_a_model_that_an_engine_cannot_train_fails_the_users_test(file: Path) -> None:
+    """Nothing was judged: the engine refused every plan, because ranks call different experts."""
+    units = "('0.experts.*', '1.experts.*')"
+    file.write_text("import torch\nfrom torch import nn\n" + _ROUTED.replace("UNITS", units))
+    with pytest.raises(AssertionError, match=r"(?s)it is not proven.* NOT PROVEN .* make the module around"):
+        check(f"{file}:Mine", engine="torch.fsdp2", keyword="trains")
+    session = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "shardproof.harness.runner.plugin",
+        "-p",
+        "no:cacheprovider",
+    ]
+    chosen = [
+        "--pyargs",
+        "shardproof.suites.user_model",
+        "--engine",
+        "torch.fsdp2",
+        "--model",
+        f"{file}:Mine",
+    ]
+    done = subprocess.run(
+        [*session, *chosen, "-k", "trains"], cwd=file.parent, capture_output=True, text=True
+    )
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+    assert "NOT PROVEN: torch.fsdp2 in threads:2: cannot train it, because ranks" in done.stdout
+
+
+_UNUSED = GOOD.replace("        self.out =", "        self.spare = nn.Linear(3, 3)\n        self.out =")
+
+
+def test_the_call_that_was_judged_is_shown_beside_the_default(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model with an unused part is trained only with an option, which users do not set by default."""
+    file.write_text(_UNUSED)
+    assert run_check(file, "torch.ddp", "-k", "trains") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "wrapped by DistributedDataParallel(model, find_unused_parameters=True) by default " in shown
+    assert "by default DistributedDataParallel(model): CRASHED: rank" in shown
+    assert "Expected to have finished reduction in the prior iteration" in shown
+    page = (file.parent / "run" / "report.html").read_text()
+    assert "wrapped by    DistributedDataParallel(model, find_unused_parameters=True)" in page
+    assert "an engine that lets parameters have no gradient in a step (UNUSED)" in page
+
+
+_WRAPS = """
+from torch.nn.parallel import DistributedDataParallel as DDP
+def plain(model):
+    return DDP(model)
+def finding(model, mesh):
+    return DDP(model, process_group=mesh.get_group(), find_unused_parameters=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "call"),
+    [
+        (("--with", "find_unused_parameters=False"), 1, "DistributedDataParallel(model)"),
+        (("--wrap", "plain"), 1, "DistributedDataParallel(model)"),
+        (("--wrap", "finding"), 0, "DistributedDataParallel(model, find_unused_parameters=True)"),
+    ],
+)
+def test_a_users_own_call_is_judged(
+    file: Path, options: tuple[str, str], code: int, call: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(_UNUSED)
+    wraps = file.with_name("wraps.py")
+    wraps.write_text(_WRAPS)
+    flag, value = options
+    assert (
+        run_check(file, "torch.ddp", "-k", "trains", flag, f"{wraps}:{value}" if flag == "--wrap" else value)
+        == code
+    )
+    assert f"wrapped by    {call}\n" in capsys.readouterr().out
+
+
+_TEACHER = """
+import copy
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.student, self.head = nn.Linear(6, 4), nn.Linear(4, 4)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.center = nn.Parameter(torch.zeros(4), requires_grad=False)
+    def forward(self, x):
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher.parameters(), self.student.parameters()):
+                slow.data.lerp_(fast.data, 0.1)
+            aim = self.teacher(x) - self.center
+            self.center.data.lerp_(aim.mean(0), 0.5)
+        return (self.head(self.student(x)) - aim).square().mean()
+
+class Mine:
+    def build(self):
+        return Net()
+    def batch(self, generator):
+        return torch.randn(4, 6, generator=generator)
+    def loss(self, output, batch):
+        return output
+    def optimizer(self, params):
+        return torch.optim.SGD([p for p in params if p.requires_grad], lr=0.1, momentum=0.9)
+"""
+
+
+_FORGETS_THE_TEACHER = """
+import torch
+from shardproof import PreparedModel
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+
+class Forgets(PreparedDdp):
+    def __call__(self, *inputs, **named):
+        kept = self.named.center.detach().clone()
+        output = super().__call__(*inputs, **named)
+        with torch.no_grad():
+            self.named.center.copy_(kept)
+        return output
+
+class Mine(DistributedDataParallelEngine):
+    name = "mine"
+    prepared_type = Forgets
+"""
+
+
+def test_frozen_parameters_that_forward_writes_are_each_ranks_own(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A teacher averages its student, and a center the data: once for each forward of its rank."""
+    file.write_text(_TEACHER)
+    model, _ = read_model(f"{file}:Mine", limit_s=60)
+    assert model.facts.written == ("center", "teacher.weight", "teacher.bias")
+    assert run_check(file, "torch.ddp", "-k", "trains or microbatches or resumes or evaluates") == 0
+    assert (
+        "written       center, teacher.weight, teacher.bias: forward changes them" in capsys.readouterr().out
+    )
+    engine = file.with_name("engine.py")
+    engine.write_text(_FORGETS_THE_TEACHER)
+    shutil.rmtree(file.with_name("run"))
+    assert run_check(file, f"{engine}:Mine", "-k", "trains") == 1
+
+
+def test_an_expert_without_a_token_voids_nothing(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The study sees more steps than the case: expert 3 gets its first token after them."""
+    late = "first if len(x) < 4 else nn.functional.silu(self.late(x))"
+    file.write_text(
+        GOOD.replace("        self.out =", "        self.late = nn.Linear(6, 6)\n        self.out =")
+        .replace("hidden = self.normed(x)", f"first = self.normed(x)\n        hidden = {late}")
+        .replace("hidden - hidden.mean(0, keepdim=True)", "hidden")
+        .replace("torch.randn(4, 6", "torch.randn(3 + (generator.initial_seed() == LATE), 6")
+        + f"\nLATE = {microbatch_seed(20_011, step=2, microbatch=0, rank=3)}\n"
+    )
+    assert run_check(file, "torch.ddp", "-k", "trains") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "proven trains as one process does" in shown
+    assert "not proven what no loss reached, as experts without a token: late.weight, late.bias;" in shown
+
+
+_FUSED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.out = nn.Linear(16, 2)
+    def forward(self, x):
+        x = self.first(x)
+        return self.out(x + self.attention(x, x, x, need_weights=False)[0])
+
+class Mine:
+    def build(self):
+        return Net()
+    def batch(self, generator):
+        return torch.randn(4, 5, 6, generator=generator)
+    def loss(self, output, batch):
+        return (output - batch[..., :2]).square().mean()
+    def optimizer(self, params):
+        return torch.optim.AdamW(params, lr=1e-3)
+"""
+
+
+@pytest.mark.parametrize("engine", ["torch.ddp", "torch.fsdp2"])
+def test_elements_without_a_gradient_do_not_hide_their_neighbours(
+    file: Path, engine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Adam makes steps of the rounding in a key's bias, which attention keeps in one tensor with the query's."""
+    file.write_text(_FUSED)
+    assert run_check(file, engine, "-k", "trains or shards") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "proven trains as one process does" in shown
+    assert "weak" not in shown
+
+
+_STALE_AFTER_EVALUATION = """
+from torch.nn.parallel import DistributedDataParallel
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
+
+class Syncs(DistributedDataParallel):
+    def eval(self):
+        self.require_backward_grad_sync = False
+        return super().eval()
+
+class Mine(DistributedDataParallelEngine):
+    name = "mine"
+    def prepare(self, model, plan, mesh):
+        prepared = super().prepare(model, plan, mesh)
+        prepared.module.__class__ = Syncs
+        return prepared
+"""
+
+
+@pytest.mark.parametrize("mode", ["", ".out.eval()"])
+def test_an_evaluation_between_steps_is_judged(
+    file: Path, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An engine that stops synchronising after one is wrong, and parts in evaluation mode stay in it."""
+    if mode:
+        file.write_text(GOOD.replace("return Net()", f"net = Net()\n        net{mode}\n        return net"))
+    engine = file.with_name("engine.py")
+    engine.write_text(_STALE_AFTER_EVALUATION)
+    assert run_check(file, f"{engine}:Mine", "-k", "trains or evaluates") == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "proven trains as one process does" in shown
+    assert "FAILED evaluates and drops forwards between steps: matches the oracle" in shown
+
+
+@pytest.mark.parametrize("engine", ["torch.ddp", "torch.fsdp1", "torch.fsdp2", "reference"])
+def test_right_engines_train_around_evaluations(file: Path, engine: str) -> None:
+    assert run_check(file, engine, "-k", "evaluates") == 0
+
+
+def test_a_model_without_a_loss_in_evaluation_is_not_evaluated(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(
+        GOOD.replace("        return {", "        return self.out(hidden) if not self.training else {", 1)
+    )
+    assert run_check(file, "torch.ddp", "-k", "evaluates or clips") == 0
+    assert "left out      evaluates and drops forwards between steps: in evaluation mode it raises" in (
+        capsys.readouterr().out
+    )
+
+
+_NARROW = """
+import torch
+from torch import nn
+
+class Mine:
+    def build(self):
+        layers = (nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2))
+        return nn.Sequential(nn.Embedding(64, 32), *layers, nn.Linear(32, 64)).bfloat16()
+    def batch(self, generator):
+        return torch.randint(64, (4, 8), generator=generator)
+    def loss(self, output, batch):
+        return nn.functional.cross_entropy(output.float().flatten(0, 1), batch.flatten())
+"""
+
+
+def test_a_pass_that_would_have_missed_much_is_weak(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A parameter of bfloat16 moves by few of its roundings."""
+    file.write_text(_NARROW)
+    assert run_check(file, "torch.fsdp2", "-k", "trains") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(
+        r"weak trains as one process does: an error of [\d.]+% in the (update|gradient) of '", shown
+    )
+    assert "to see less build the model in float32" in shown
+    assert "Conforming: 1 of 1 declared cases proven, in" in shown
+
+
+def test_a_line_for_each_case_shows_the_remaining_time(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_check(file, "torch.ddp", "-k", "trains or clips") == 0
+    shown = capsys.readouterr().out
+    assert " ".join(shown.split()).count("a case that takes longer than") == 1
+    assert re.search(
+        r"1 of 2  torch.ddp in threads:2: trains as one process does: PASSED, .* s; about \d+ s left", shown
+    )
+    assert re.search(r"2 of 2  torch.ddp in threads:2: clips by the norm of the whole: PASSED, .* s\n", shown)
