@@ -42,7 +42,7 @@ from shardproof.engine.adapters.composable import PreparedComposable
 from shardproof.engine.contract import Engine, Grouping, Layout, Plan, PreparedModel
 from shardproof.engine.mutants.all_mutants import MUTANTS
 from shardproof.engine.registry import resolve
-from shardproof.harness.cli.coverage import killed_in
+from shardproof.harness.audit.shipped_mutants import killed_in
 
 _LIMIT_S = 150
 _RANKS = 4

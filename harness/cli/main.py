@@ -2,36 +2,59 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import pkgutil
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 from shardproof.engine.registry import EngineNotFoundError
 from shardproof.harness.cli import commands
 from shardproof.harness.cli.exit_codes import INTERRUPTED, OUR_FAULT, USAGE
-from shardproof.harness.cli.parser import parser
+from shardproof.harness.cli.subcommand import Subcommand
 from shardproof.harness.errors import ShardproofError, UsageError
+from shardproof.harness.records.provenance import version_of
 from shardproof.harness.runner.interruption import interruptible
 from shardproof.harness.runner.launchers import default_worlds, is_launched, join_launcher
+
+
+def parser() -> argparse.ArgumentParser:
+    """Make the parser; it sets ``command`` to a `Subcommand` of one of the files of `commands`."""
+    made = argparse.ArgumentParser(
+        prog="shardproof", description="Judge data-parallel training engines for PyTorch."
+    )
+    made.add_argument("--version", action="version", version=f"shardproof {version_of('shardproof')}")
+    subparsers = made.add_subparsers(required=True, metavar="COMMAND")
+    names = [module.name for module in pkgutil.iter_modules(commands.__path__)]
+    found: dict[str, Subcommand] = {
+        name: import_module(f"{commands.__name__}.{name}").COMMAND for name in names
+    }
+    for name, command in sorted(found.items(), key=lambda item: item[1].place):
+        sub = subparsers.add_parser(name, help=command.help, description=command.run.__doc__)
+        command.add_arguments(sub)
+        sub.set_defaults(command=command)
+    return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code, see `exit_codes`."""
     arguments = parser().parse_args(argv)
-    if arguments.command in {commands.run, commands.check, commands.explore, commands.mutants}:
+    command: Subcommand = arguments.command
+    if command.imports_users_code:
         # A console script does not import modules from the current folder, where users keep their engines.
         sys.path.append(str(Path.cwd()))
-    if arguments.command in {commands.run, commands.check}:
+    if command.fills_launcher:
         arguments.world = arguments.world or default_worlds(os.environ)
     try:
         with interruptible(or_terminated=is_launched(getattr(arguments, "world", None))):
-            if arguments.command in {commands.run, commands.check, commands.mutants}:
+            if command.joins_launcher:
                 seed = getattr(arguments, "schedule_seed", 0)
                 lent = join_launcher(os.environ, arguments.world, seed=seed)
                 if lent is not None:
                     return lent
-            code: int = arguments.command(arguments)
+            return command.run(arguments)
     except BrokenPipeError:
         # The reader of our output has ended, as with `| head`; the files of the run are written.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -45,7 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ShardproofError as error:
         print(f"shardproof: {error}", file=sys.stderr)
         return OUR_FAULT
-    return code
 
 
 if __name__ == "__main__":

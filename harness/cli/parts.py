@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from shardproof.harness.cli.subcommand import RUNS
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import RUN, read_run
 from shardproof.harness.worlds.launched.launcher import LaunchedProcess
-
-_RUNS = Path("conformance")
 
 
 def resolve_parts(arguments: argparse.Namespace) -> None:
@@ -70,9 +69,9 @@ def _choose_last_failed(arguments: argparse.Namespace) -> Path:
 
 
 def _newest() -> Path:
-    runs = sorted((file.stat().st_mtime, file.parent) for file in _RUNS.glob(f"*/{RUN}"))
+    runs = sorted((file.stat().st_mtime, file.parent) for file in RUNS.glob(f"*/{RUN}"))
     if not runs:
         raise UsageError(
-            "--last-failed", expected=f"a run below {_RUNS}/", got="none", hint="naming the folder of a run"
+            "--last-failed", expected=f"a run below {RUNS}/", got="none", hint="naming the folder of a run"
         )
     return runs[-1][1]

@@ -1,19 +1,60 @@
-"""Printing a report: with colours on a terminal, as plain text elsewhere."""
+"""Writing and printing the reports of a run: with colours on a terminal, as plain text elsewhere."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM, NOTHING_JUDGED, OUR_FAULT
+from shardproof.harness.records.record import Verdict
 
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from shardproof.harness.records.run import Run
+
 _NARROWEST, _WIDTH, _WIDEST = 80, 100, 160
 _CELLS = re.compile(r"^ {2}\S.*?(?P<cells>(?: +[-.A-Zk]{1,3})+)$", re.MULTILINE)
+
+
+def show_run(folder: Path, arguments: argparse.Namespace, render: Callable[[Run], str] | None = None) -> int:
+    """Write a run's reports, print it in the selected format, and return the exit code."""
+    from shardproof.harness.records.proof import unjudged
+    from shardproof.reports.summary import Conclusion, conclude, conforms
+    from shardproof.reports.write import write_reports
+
+    run, paths = write_reports(folder)
+    _print(run, folder, paths, arguments, render)
+    if Verdict.ERRORED in {record.verdict for record in run.records}:
+        return OUR_FAULT
+    if conclude(run) is Conclusion.EMPTY:
+        print(*(f"shardproof: {sentence}" for sentence in unjudged(run.records)), sep="\n", file=sys.stderr)
+        return NOTHING_JUDGED
+    return CONFORMS if conforms(run) else DOES_NOT_CONFORM
+
+
+def _print(
+    run: Run,
+    folder: Path,
+    paths: Sequence[Path],
+    arguments: argparse.Namespace,
+    render: Callable[[Run], str] | None,
+) -> None:
+    from shardproof.reports import summary_json, terminal
+
+    if arguments.json:
+        print(summary_json.render(run, folder, paths))
+    elif arguments.quiet:
+        show(terminal.render_causes(run, width=width()))
+    else:
+        show(render(run) if render else terminal.render(run, width=width()))
+        print(*(f"wrote {path}" for path in paths), sep="\n")
 
 
 def width() -> int:

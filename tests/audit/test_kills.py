@@ -29,8 +29,9 @@ from shardproof.harness.audit.marks import (
     read_selection,
     write_selection,
 )
+from shardproof.harness.audit.shipped_mutants import shipped
+from shardproof.harness.cli.commands.mutants import code_of_matrix
 from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM, OUR_FAULT
-from shardproof.harness.cli.mutants import code_of_matrix, shipped
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.reports.kills import render, render_json, render_markdown, summary
 from tests import sample_records

@@ -60,8 +60,10 @@ def test_unmarked(trial: Trial):
 HUNTS = """
 import sys
 from pathlib import Path
-from shardproof.harness.cli.main import main
-from shardproof.harness.cli.mutants import MutantsRequest, Target, run_mutants, shipped
+from shardproof.harness.audit.kill_matrix import Target
+from shardproof.harness.audit.shipped_mutants import shipped
+from shardproof.harness.cli.commands.mutants import run_mutants
+from shardproof.harness.cli.main import main, parser
 
 folder = Path(sys.argv[1])
 engine = "tests.audit.test_mutation_run:Posing"
@@ -71,8 +73,8 @@ targets = (*(t for t in shipped() if t.name in names), posing)
 
 def goes(suite, num_workers):
     out = folder / f"{suite}-out"
-    where = {"suites": (folder / suite,), "worlds": ("threads:2",), "out": out}
-    return run_mutants(MutantsRequest(targets=targets, num_workers=num_workers, **where))
+    options = ["--world", "threads:2", "--out", str(out), "--workers", str(num_workers)]
+    return run_mutants(parser().parse_args(["mutants", *options]), targets, [folder / suite])
 
 print("code of honest", goes("honest", 1))
 print("code of misspelt", goes("misspelt", 0))

@@ -32,8 +32,7 @@ from shardproof import AfterPhase, Law, MemoryKind, Phase, Select, UsageError, W
 from shardproof.engine.contract import Engine, PreparedModel
 from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, resolve, what_is_missing
 from shardproof.harness.cli import exit_codes
-from shardproof.harness.cli.main import main
-from shardproof.harness.cli.parser import parser
+from shardproof.harness.cli.main import main, parser
 from shardproof.harness.laws.tolerance import MULTIPLE
 from shardproof.harness.records.record import Expectations, Record, Verdict, from_json
 from shardproof.harness.records.run import read_run

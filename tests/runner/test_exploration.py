@@ -12,7 +12,7 @@ import pytest
 from shardproof.fixtures.programs.laws import laws_of
 from shardproof.fixtures.programs.training import training_of
 from shardproof.harness.cases.space import Dimension, Program, Space
-from shardproof.harness.cli.explore import read_programs, write_finding
+from shardproof.harness.cli.findings import read_programs, write_finding
 from shardproof.harness.cli.main import main
 from shardproof.harness.records.record import LawRecord, Record, Verdict
 from shardproof.harness.runner.cell import Cell
@@ -111,7 +111,7 @@ def test_a_program_that_fails_as_a_known_one_is_not_new(
     monkeypatch.setattr(Exploration, "judge", judge)
     known = tmp_path / "known.txt"
     known.write_text("clip=inf\n")
-    monkeypatch.setattr("shardproof.harness.cli.explore.KNOWN", (known,))
+    monkeypatch.setattr("shardproof.harness.cli.findings.KNOWN", (known,))
     assert main(["explore", "--engine=torch.fsdp2", "--programs=20", f"--out={tmp_path / 'out'}"]) == 1
     printed = capsys.readouterr().out
     assert "CRASHED" in printed.splitlines()[-1]
@@ -157,7 +157,7 @@ def test_a_script_is_written_for_a_failure_that_it_can_show(law: str, is_shown: 
 def test_explore_draws_schedules_and_watches_on_demand(
     engine: str, effort: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("shardproof.harness.cli.explore.KNOWN", ())
+    monkeypatch.setattr("shardproof.harness.cli.findings.KNOWN", ())
     explore = ["explore", f"--engine=shardproof.engine.mutants.{engine}", "--world=threads:3", "--minutes=0"]
     assert main([*explore, f"--out={tmp_path / 'plain'}"]) == 0
     assert main([*explore, *effort, f"--out={tmp_path / 'with_effort'}"]) == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from campaigns.live_run import LiveRun
-from shardproof.harness.cli import commands
+from shardproof.harness.cli import judged_cases
 from shardproof.harness.cli.exit_codes import INTERRUPTED
 from shardproof.harness.cli.main import main
 from shardproof.harness.records.record import Verdict
@@ -139,8 +139,8 @@ def _select(monkeypatch: pytest.MonkeyPatch, call: Callable[[], int]) -> list[in
         concluded.append(code)
         return 0
 
-    monkeypatch.setattr(commands, "call_pytest", lambda *arguments: call())
-    monkeypatch.setattr(commands, "code_of_run", code_of_run)
+    monkeypatch.setattr(judged_cases, "call_pytest", lambda *arguments: call())
+    monkeypatch.setattr(judged_cases, "code_of_run", code_of_run)
     return concluded
 
 

@@ -15,7 +15,7 @@ from shardproof.fixtures.user_model import USER_MODEL
 from shardproof.harness.cases.batch import ModelBatch, arguments_of, converted, tensors_of
 from shardproof.harness.cases.units import matching_units
 from shardproof.harness.cases.user_model import UserModel
-from shardproof.harness.cli.commands import deadline_for
+from shardproof.harness.cli.commands.check import deadline_for
 from shardproof.harness.runner.user_model import read
 from shardproof.harness.runner.user_model.model_summary import model_summary
 from shardproof.harness.runner.user_model.read import read_model

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from shardproof import TrialSession
-from shardproof.harness.cli.doctor import examine
+from shardproof.harness.cli.machine_examination import examine
 from shardproof.harness.errors import MachineError
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.worlds.machine import machine_fault, require_loopback

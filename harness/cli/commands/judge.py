@@ -5,6 +5,7 @@ Only files are read: no world starts, and no engine is imported. pytest collects
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import tempfile
 from collections import Counter
@@ -15,24 +16,36 @@ from typing import TYPE_CHECKING
 
 from shardproof.harness.cases.case_id import Node
 from shardproof.harness.cli.exit_codes import PYTEST_ENDED
+from shardproof.harness.cli.screen import show_run
+from shardproof.harness.cli.subcommand import Subcommand, add_printed
 from shardproof.harness.errors import HarnessBug, UsageError
 from shardproof.harness.records.record import Footer, Record, RecordKey, Verdict
 from shardproof.harness.records.run import JUDGED, Run, RunWriter, read_run
 from shardproof.harness.runner.invoke import call_pytest, suite_folders
-from shardproof.harness.runner.record_writer import NOT_JUDGED_PROPERTY
 from shardproof.harness.worlds.spec import WorldSpec
 
 if TYPE_CHECKING:  # importing pytest takes a while, and not every command needs it
     import pytest
-
-__all__ = ["judge_again"]
 
 _NO_CASE = "there is no such case"
 _NOT_KEPT = "what passed or was refused is only kept by `run --keep all`"
 _BROKE = "the test of the case ended without a verdict"
 
 
-def judge_again(folder: Path) -> Path:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="DIR", help="folder of the run")
+    add_printed(parser)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Judge again what a run observed, without a world or an engine; writes records and reports below DIR/judged.
+
+    A record that cannot be judged again keeps its verdict and is listed; the exit code is then not 0.
+    """
+    return show_run(_judge_again(Path(arguments.run)), arguments)
+
+
+def _judge_again(folder: Path) -> Path:
     """Judge every record whose observations can be read; returns the folder of the result, which is a run.
 
     The result has one record for each record of the run: the new one, or the old one if there is no new one. An earlier
@@ -61,6 +74,8 @@ class _Outcomes:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the reason in a test's report."""
+        from shardproof.harness.runner.record_writer import NOT_JUDGED_PROPERTY
+
         node = Node.parse(report.nodeid)
         for name, value in report.user_properties:
             if name == NOT_JUDGED_PROPERTY and node is not None:
@@ -154,3 +169,8 @@ def _recounted(footer: Footer, records: Sequence[Record]) -> Footer:
 
 def _name(record: Record) -> str:
     return f"{record.engine} on {record.case} in {record.world}"
+
+
+COMMAND = Subcommand(
+    help="judge the observations of a run again", place=4, add_arguments=_add_arguments, run=_run
+)

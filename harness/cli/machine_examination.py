@@ -1,4 +1,4 @@
-"""The checks of ``shardproof doctor``: each runs what it reports on."""
+"""What a machine can run: the checks of ``shardproof doctor``, each of which runs what it reports on."""
 
 from __future__ import annotations
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from shardproof.harness.cli.screen import show_run
+from shardproof.harness.cli.subcommand import Subcommand, add_printed
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.diff.comparability import ComparedRun
 from shardproof.harness.records.joining import carried, refuse_unlike
@@ -15,10 +18,24 @@ from shardproof.harness.records.record import Footer, Header, Record, RecordKey,
 from shardproof.harness.records.run import Run, RunWriter, read_run, refuse_existing
 from shardproof.harness.verdicts.known_failures import is_refused_throughout
 
-__all__ = ["merge_runs"]
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", metavar="DIR", nargs="+", help="folders of runs")
+    parser.add_argument("--out", metavar="NEW", required=True, help="folder for the merged run")
+    add_printed(parser)
 
 
-def merge_runs(folders: Sequence[Path], out: Path) -> Path:
+def _run(arguments: argparse.Namespace) -> int:
+    """Merge runs with equal settings into one, and write its reports; returns the exit code of a single run of all.
+
+    A run that is damaged or was interrupted, or a missing shard, makes the merged run incomplete.
+    """
+    out = Path(arguments.out)
+    _merge([Path(folder) for folder in arguments.runs], out)
+    return show_run(out, arguments)
+
+
+def _merge(folders: Sequence[Path], out: Path) -> None:
     """Write one run with the records of all; an incomplete run or a missing shard makes it incomplete.
 
     Raises UsageError, before anything is written, for runs that do not belong together.
@@ -36,7 +53,6 @@ def merge_runs(folders: Sequence[Path], out: Path) -> Path:
         records.append(carried(record, folders[place], out, str(place + 1)))
         writer.append(records[-1])
     writer.finish(_footer(runs, records))
-    return out
 
 
 def _refuse_one_folder_twice(folders: Sequence[Path]) -> None:
@@ -167,3 +183,6 @@ def _unused(runs: Sequence[ComparedRun], records: Sequence[Record]) -> Iterator[
         is_refused = is_whole and is_refused_throughout(entry, records)
         stale = [unused for unused in entries if unused.is_stale]
         yield replace((stale or entries)[0], is_stale=bool(stale) or is_refused)
+
+
+COMMAND = Subcommand(help="make one run of many", place=6, add_arguments=_add_arguments, run=_run)

@@ -1,0 +1,1 @@
+"""The commands, a file each: its arguments, and what it does. A new file is a new command."""
