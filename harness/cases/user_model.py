@@ -30,6 +30,7 @@ from torch import nn
 from shardproof.engine.capability import Capability
 from shardproof.engine.import_by_name import load
 from shardproof.harness.cases.batch import Batch, ModelBatch, microbatch_seed
+from shardproof.harness.cases.sync_batch_norm import with_sync_batch_norm
 from shardproof.harness.cases.training import NamedOptimizer
 from shardproof.harness.torch_compat.dispatch import drawing_apart
 
@@ -55,10 +56,12 @@ class ModelFacts:
     ``frozen`` parameters require no gradient; forward changes those that are ``written``, such as the averages of a
     teacher. ``seldom`` ones had no gradient in some pass. ``slow`` ones have gradients
     so small beside their values that plain descent hardly moves them. ``evaluating`` names the modules in evaluation
-    mode, "" for the whole model. ``outside`` names the parts of units that are called without their unit.
-    ``uncounted``, ``not_in_bfloat16``, ``unscaled`` and ``unevaluated`` are the reasons why closed forms, bfloat16, a
-    gradient scaler or an evaluation do not apply to the model; empty if they do. ``sparse`` parameters have sparse
-    gradients. ``is_compiled``: inductor compiles the model, which rank threads of one process cannot do concurrently.
+    mode, "" for the whole model. ``communicates`` is the first call by which the model or its loss communicates with
+    other ranks, and its place; empty if there is none. ``outside`` names the parts of units that are called without
+    their unit. ``uncounted``, ``not_in_bfloat16``, ``unscaled`` and ``unevaluated`` are the reasons why closed forms,
+    bfloat16, a gradient scaler or an evaluation do not apply to the model; empty if they do. ``sparse`` parameters have
+    sparse gradients. ``is_compiled``: inductor compiles the model, which rank threads of one process cannot do
+    concurrently.
     """
 
     frozen: tuple[str, ...] = ()
@@ -66,6 +69,7 @@ class ModelFacts:
     seldom: tuple[str, ...] = ()
     slow: tuple[str, ...] = ()
     evaluating: tuple[str, ...] = ()
+    communicates: str = ""
     outside: tuple[str, ...] = ()
     uncounted: str = ""
     not_in_bfloat16: str = ""
@@ -137,7 +141,7 @@ class UserModel:
             model: object = definition(self.spec).build()
         if not isinstance(model, nn.Module):
             raise TypeError(f"build() returned a {type(model).__name__}, not an nn.Module")
-        return model
+        return with_sync_batch_norm(model)
 
     def num_items(self, *, step: int, microbatch: int, rank: int) -> int:
         """Return 1: each microbatch has the same weight, see [Note: means of means]."""
@@ -167,6 +171,11 @@ def still_parameters(problem: object) -> frozenset[str]:
 def written_by_forward(problem: object) -> frozenset[str]:
     """Return the frozen parameters that forward changes: each rank has its own, as it has buffers of its own."""
     return frozenset(problem.facts.written) if isinstance(problem, UserModel) else frozenset()
+
+
+def is_communicating(problem: object) -> bool:
+    """Return whether a user's model or loss communicates, so that its reference needs all ranks at once."""
+    return isinstance(problem, UserModel) and bool(problem.facts.communicates)
 
 
 def needs_of(problem: object) -> frozenset[Capability]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -101,7 +102,7 @@ def _first_step(training: Training, world_size: int) -> FirstStep:
     dtype = training.convert
     model = cast_module(training.problem.build(), dtype)
     in_order = replace(reordering(0, training.plan, dtype), seed=None)
-    models = OracleModels(model, world_size, in_order, written=written_by_forward(training.problem))
+    models = OracleModels(training.problem, model, world_size, in_order)
     _, contributions = pieces_of_step(training, models, step=0)
     orders = [reordering(k, training.plan, dtype) for k in range(num_reorderings(training.plan))]
     exact = {
@@ -143,9 +144,8 @@ def _with_lagging(
     """
     order = _reference_order(training)
     model = cast_module(training.problem.build(), order.dtype)
-    written = written_by_forward(training.problem)
-    models = OracleModels(model, exact.world_size, order, batches, written)
-    parameters, met = parameters_apart(model, written), exact.initial
+    models = OracleModels(training.problem, model, exact.world_size, order, batches)
+    parameters, met = parameters_apart(model, written_by_forward(training.problem)), exact.initial
     steps = [*exact.steps[:1]]
     for step, seen in enumerate(exact.steps[1:], start=1):
         with torch.no_grad():
@@ -172,7 +172,7 @@ def _exact(
     if not exact.draws or not training.problem.is_widened:
         return exact
     dtype = training.plan.compute_dtype or training.convert or torch.float32
-    return train(training, world_size, EXACT_ORDER, show, batches, drawing_in(dtype))
+    return train(training, world_size, EXACT_ORDER, show, batches, partial(drawing_in, dtype))
 
 
 def _reference_order(training: Training) -> Summation:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,8 +25,10 @@ from shardproof.harness.cases.script import (
     with_gradients,
 )
 from shardproof.harness.cases.training import Problem, Training, loss_weight
+from shardproof.harness.cases.user_model import is_communicating, written_by_forward
 from shardproof.harness.oracle.reduction_orders import Summation
 from shardproof.harness.torch_compat.dtypes import cast, cast_parameters, dense
+from shardproof.harness.worlds.threads.together import Inside, together
 
 __all__ = [
     "Batches",
@@ -38,6 +41,8 @@ __all__ = [
     "parameters_apart",
     "pieces_of_step",
 ]
+
+_T = TypeVar("_T")
 
 
 class Batches:
@@ -59,49 +64,66 @@ class Batches:
         return batch
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankModel:
+    """The model that computes in the place of one rank, and its parameters without those that forward writes."""
+
+    model: nn.Module
+    parameters: Mapping[str, nn.Parameter]
+
+
 class OracleModels:
     """The models of the oracle: the trained model, and for each rank a model that computes in its place.
 
-    The ranks' models share the trained parameters, unless forward and backward compute in another dtype. Each has its
-    own buffers and plain attributes, because forward may change, replace or resize them, and its own parameters of
-    those that are ``written`` by forward.
+    The ranks' models share the trained parameters, unless forward and backward compute in another dtype, or the model
+    communicates, so that all ranks compute at the same time. Each has its own buffers and plain attributes, because
+    forward may change, replace or resize them, and its own parameters of those that are ``written`` by forward.
     """
 
     def __init__(
         self,
+        problem: Problem,
         model: nn.Module,
         world_size: int,
         summation: Summation,
         batches: Batches | None = None,
-        written: frozenset[str] = frozenset(),
     ) -> None:
         self.world_size = world_size
         self.summation = summation
         self.batches = batches
         self.draws = False  # whether a forward or loss has drawn random numbers; only in runs in order
-        self._trained = model
+        self._is_together = is_communicating(problem)
+        self._written = written_by_forward(problem)
         is_cast = summation.compute_dtype is not summation.dtype
         computing = _casting(copy.deepcopy(model), summation.compute_dtype) if is_cast else model
-        self._written = written
-        self.parameters = parameters_apart(computing, written)  # of every rank's model
-        self._of_rank = [_with_own_buffers(computing, self.parameters.values()) for _ in range(world_size)]
-        self.model = self._of_rank[0]  # the model of the rank that is playing
-        self._of_trained = parameters_apart(model, written)
+        shared = [] if self._is_together else parameters_apart(computing, self._written).values()
+        copies = [_with_own_buffers(computing, shared) for _ in range(world_size)]
+        self._of_rank = [
+            RankModel(model=each, parameters=parameters_apart(each, self._written)) for each in copies
+        ]
+        self._of_trained = parameters_apart(model, self._written)
         self.dtypes = {name: parameter.dtype for name, parameter in self._of_trained.items()}
 
+    def each_rank(self, play: Callable[[int], _T], inside: Inside = nullcontext) -> list[_T]:
+        """Call a function for each rank, one after the other, or together if the model communicates."""
+        if self._is_together:
+            return together(self.world_size, play, inside)
+        with inside():
+            return [play(rank) for rank in range(self.world_size)]
+
     @contextmanager
-    def playing(self, rank: int) -> Iterator[None]:
-        """Use the model for one rank in this context, with no gradients in it."""
+    def playing(self, rank: int) -> Iterator[RankModel]:
+        """Yield the model of one rank, with no gradients in it."""
+        found = self._of_rank[rank]
         # Nothing restores .grad after an assignment of None: the gradients for the optimizer are set afterwards.
-        kept = [(p, p.grad) for p in self.parameters.values()]
+        kept = [(p, p.grad) for p in found.parameters.values()]
         with torch.no_grad():
-            for mine, trained in zip(self.parameters.values(), self._of_trained.values(), strict=True):
+            for mine, trained in zip(found.parameters.values(), self._of_trained.values(), strict=True):
                 mine.grad = None
                 if mine is not trained:
                     mine.copy_(trained)
-        self.model = self._of_rank[rank]
         try:
-            yield
+            yield found
         finally:
             for parameter, gradient in kept:
                 parameter.grad = gradient
@@ -120,9 +142,9 @@ class OracleModels:
         return tuple(
             {
                 name: tensor.detach().clone()
-                for name, tensor in changed_by_forward(model, self._written).items()
+                for name, tensor in changed_by_forward(of_rank.model, self._written).items()
             }
-            for model in self._of_rank
+            for of_rank in self._of_rank
         )
 
 
@@ -158,13 +180,16 @@ def _casting(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 class OracleActor(Actor):
     """One rank of one step; ``gradients`` are by (microbatch, parameter), in the parameters' dtype."""
 
-    def __init__(self, models: OracleModels, training: Training, step: int, rank: int) -> None:
+    def __init__(
+        self, models: OracleModels, played: RankModel, training: Training, step: int, rank: int
+    ) -> None:
         self.step = step
         self.num_microbatches = training.schedule.microbatches
         self.weight = loss_weight(training, models.world_size, step)
         self.losses: list[float] = []
         self.gradients: dict[tuple[int, str], torch.Tensor] = {}
         self._models = models
+        self._played = played
         self._problem = training.problem
         self._output_dtype = None
         if models.summation.dtype is not torch.float64 or training.convert is torch.float64:
@@ -179,7 +204,7 @@ class OracleActor(Actor):
         return self._models.summation.prepare(batch)
 
     def part(self, name: str) -> nn.Module:
-        return self._models.model.get_submodule(name)
+        return self._played.model.get_submodule(name)
 
     # Any: a model's inputs and outputs are of any type.
     def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
@@ -211,7 +236,7 @@ class OracleActor(Actor):
     def _take(self, microbatch: int, counted: torch.Tensor | None) -> None:
         if counted is not None:
             self.losses.append(float(counted.detach()))
-        for name, parameter in self._models.parameters.items():
+        for name, parameter in self._played.parameters.items():
             if parameter.grad is not None:
                 found = parameter.grad.to(self._models.dtypes[name])
                 key = (microbatch, name)
@@ -220,7 +245,7 @@ class OracleActor(Actor):
 
     def evaluate(self, microbatch: int, how: Evaluation = Evaluation.NO_GRAD) -> None:
         """Switch the model to eval and back around one forward."""
-        with evaluating(self._models.model), how.context:
+        with evaluating(self._played.model), how.context:
             output = self.forward(microbatch, *self.batch(microbatch).inputs)
             self.losses.append(float(self.loss(microbatch, output)))
 
@@ -293,22 +318,31 @@ class StackedPieces(Mapping[str, torch.Tensor]):
         return len(self._pieces)
 
 
-def pieces_of_step(training: Training, models: OracleModels, step: int) -> tuple[torch.Tensor, Pieces]:
-    """Play the script of a step for each rank; returns losses, and gradients of each microbatch and rank."""
+def pieces_of_step(
+    training: Training, models: OracleModels, step: int, inside: Inside = nullcontext
+) -> tuple[torch.Tensor, Pieces]:
+    """Play the script of a step for each rank; returns losses, and gradients of each microbatch and rank.
+
+    Each thread that plays enters the context that ``inside`` makes.
+    """
     num_microbatches, world_size = training.schedule.microbatches, models.world_size
-    losses = []
-    found: Pieces = {}
-    for rank in range(world_size):
-        actor = OracleActor(models, training, step, rank)
-        with models.playing(rank):
+
+    def play(rank: int) -> OracleActor:
+        with models.playing(rank) as played:
+            actor = OracleActor(models, played, training, step, rank)
             training.script.play(actor)
-        losses.append(torch.tensor(actor.losses, dtype=torch.float64))
+        return actor
+
+    found: Pieces = {}
+    actors = models.each_rank(play, inside)
+    for rank, actor in enumerate(actors):
         for (microbatch, name), gradient in actor.gradients.items():
             if name not in found:
                 is_plain = gradient.layout is torch.strided
                 zeros = gradient.new_zeros(()).expand_as(gradient) if is_plain else torch.zeros_like(gradient)
                 found[name] = [[zeros] * world_size for _ in range(num_microbatches)]
             found[name][microbatch][rank] = gradient
+    losses = [torch.tensor(actor.losses, dtype=torch.float64) for actor in actors]
     return torch.stack(losses, dim=1), found
 
 

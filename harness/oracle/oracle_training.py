@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Protocol, TypeVar
 
 import torch
@@ -34,6 +34,7 @@ from shardproof.harness.oracle.piece_sizes import sizes_of
 from shardproof.harness.oracle.reduction_orders import Summation
 from shardproof.harness.oracle.rounding import rounding_anew
 from shardproof.harness.torch_compat.dtypes import cast_module, dense
+from shardproof.harness.worlds.threads.together import Inside
 
 __all__ = ["KeepTensors", "ShowTensors", "copied", "dense_tensors", "train"]
 
@@ -62,7 +63,7 @@ def train(
     summation: Summation,
     show: ShowTensors,
     batches: Batches | None = None,
-    drawing: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - it holds nothing
+    drawing: Inside = nullcontext,
 ) -> OracleObservation:
     """Run the whole schedule on one model, with the pieces of all ranks one after the other.
 
@@ -73,7 +74,7 @@ def train(
         trained.train_before(training.before, training.origin.ranks.of(world_size), batches)
     initial = show(Quantity.INITIAL, INITIAL_STEP, trained.parameters)
     built = copied(changed_by_forward(trained.model, trained.written))
-    models = OracleModels(trained.model, world_size, summation, batches, trained.written)
+    models = OracleModels(training.problem, trained.model, world_size, summation, batches)
     last = training.schedule.steps - 1
     steps = tuple(trained.step(training, models, step, show) for step in range(last + 1))
     of_ranks = models.buffers()
@@ -104,9 +105,7 @@ def train(
 class _Trained:
     """A model and its optimizer, which are trained in one order of sums."""
 
-    def __init__(
-        self, training: Training, summation: Summation, drawing: AbstractContextManager[object]
-    ) -> None:
+    def __init__(self, training: Training, summation: Summation, drawing: Inside) -> None:
         self.model = cast_module(training.problem.build(), summation.dtype)
         self.written = written_by_forward(training.problem)
         self.parameters = parameters_apart(self.model, self.written)
@@ -120,7 +119,7 @@ class _Trained:
 
     def train_before(self, before: Training, num_ranks: int, batches: Batches | None) -> None:
         """Take the steps of the previous world; a fresh model that loads their state has no gradients."""
-        models = OracleModels(self.model, num_ranks, self._summation, batches, self.written)
+        models = OracleModels(before.problem, self.model, num_ranks, self._summation, batches)
         for step in range(before.schedule.steps):
             self.step(before, models, step, _kept_nowhere)
         self._forget_gradients()
@@ -173,8 +172,13 @@ class _Trained:
         )
 
     def _pieces(self, training: Training, models: OracleModels, step: int) -> tuple[torch.Tensor, Pieces]:
-        with self._drawing, self._disturbing:
-            return pieces_of_step(training, models, step)
+        return pieces_of_step(training, models, step, self._inside)
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Draw and round on the calling thread as this run does."""
+        with self._drawing(), self._disturbing:
+            yield
 
     def _reduce(self, training: Training, contributions: Pieces) -> None:
         for name, pieces in contributions.items():

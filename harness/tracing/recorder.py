@@ -58,6 +58,7 @@ class Recorder:
         self._units: list[str] = []
         self._pending: list[tuple[object, ...]] = []
         self._watcher: Callable[[], None] | None = None
+        self._is_of_model: Callable[[], bool] | None = None
         self._written = hashlib.sha256()
         self._lost: OSError | None = None
         self._lock = threading.Lock()
@@ -72,6 +73,10 @@ class Recorder:
     def name_axes(self, axis_of_group: Mapping[str, str]) -> None:
         """Set which groups are axes of the mesh, by group name."""
         self._axis_of_group.update(axis_of_group)
+
+    def tell_apart(self, is_of_model: Callable[[], bool]) -> None:
+        """Label the calls of forward and backward for which this returns True as the model's own, from now on."""
+        self._is_of_model = is_of_model
 
     @contextmanager
     def during(self, phase: Phase, *, step: int = -1, microbatch: int = -1) -> Iterator[None]:
@@ -241,7 +246,7 @@ class Recorder:
             peer=call.peer,
             is_async=call.is_async,
             wait=None,
-            phase=self._phase,
+            phase=Phase.MODEL if self._is_models() else self._phase,
             step=self._step,
             microbatch=self._microbatch,
             unit=self._units[-1] if self._units else None,
@@ -249,6 +254,10 @@ class Recorder:
             site=call.site,
             group_name=call.group_name,
         )
+
+    def _is_models(self) -> bool:
+        is_within = self._phase in {Phase.FORWARD, Phase.BACKWARD}
+        return is_within and self._is_of_model is not None and self._is_of_model()
 
     def _write(self, line: str = "") -> None:
         """Write a line, after the events before it: one write for both."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -22,7 +23,7 @@ from shardproof.harness.cases.training import (
     Training,
     Watch,
 )
-from shardproof.harness.cases.user_model import UserModel, needs_of
+from shardproof.harness.cases.user_model import UserModel, definition, is_communicating, needs_of
 from shardproof.harness.records.observation import (
     Observation,
     digest,
@@ -31,6 +32,7 @@ from shardproof.harness.records.observation import (
 from shardproof.harness.records.saved_result import arcs_path, observation_path, wrapper_path
 from shardproof.harness.torch_compat.profiler_labels import idle_labels
 from shardproof.harness.tracing.arcs import counting_arcs
+from shardproof.harness.tracing.collectives.model_code import ModelCode
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.census import Census
 from shardproof.harness.tracing.races.fake_cuda import cuda_stand_in
@@ -179,6 +181,8 @@ def _prepare(
             watches.census.measure_process()
         has_memory = Capability.META not in plan.demands
         model = training.problem.build().to(context.device if has_memory else "meta")
+        if is_communicating(training.problem):
+            context.recorder.tell_apart(_code_of(training, model, adapter).is_calling)
         if plan.cut_axis is not None and training.problem.parallelize is not None:
             training.problem.parallelize(model, mesh[plan.cut_axis])
         if watches is not None:
@@ -191,6 +195,11 @@ def _prepare(
             state = training.problem.build().state_dict() if context.rank == 0 else {}
             prepared.materialize(context.device, state)
         return Preparation(prepared, model)
+
+
+def _code_of(training: Training, model: nn.Module, adapter: Engine) -> ModelCode:
+    assert isinstance(training.problem, UserModel)
+    return ModelCode(model, definition(training.problem.spec).loss, [inspect.getsourcefile(type(adapter))])
 
 
 @contextmanager

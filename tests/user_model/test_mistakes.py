@@ -164,33 +164,6 @@ def test_a_mistake_names_what_to_mend(file: Path, old: str, new: str, words: str
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "call"),
-    [
-        (
-            "        return (output",
-            "        if torch.distributed.is_initialized():\n"
-            "            torch.distributed.all_reduce(torch.ones(1))\n        return (output",
-            "all_reduce at mine.py:",
-        ),
-        (
-            "hidden = self.normed(x)",
-            "hidden = torch.cat(torch.distributed.nn.functional.all_gather(self.normed(x))) "
-            "if torch.distributed.is_initialized() else self.normed(x)",
-            "all_gather at mine.py:",
-        ),
-        ("self.out =", "self.norm, self.out = nn.SyncBatchNorm(2),", "'norm' is a SyncBatchNorm"),
-    ],
-)
-def test_no_engine_is_blamed_for_a_model_that_communicates(file: Path, old: str, new: str, call: str) -> None:
-    """As losses of contrast over all ranks do, and means over the tokens of all ranks."""
-    file.write_text("import torch.distributed.nn\n" + GOOD.replace(old, new, 1))
-    with pytest.raises(UsageError) as caught:
-        read_model(f"{file}:Mine", limit_s=60)
-    assert f"communicates: {call}" in str(caught.value)
-    assert "no engine is to blame" in str(caught.value)
-
-
 def test_a_rate_that_warms_up_from_zero_is_no_mistake(file: Path) -> None:
     schedule = (
         "    def scheduler(self, o):\n        return torch.optim.lr_scheduler.LambdaLR(o, lambda n: n / 4)\n"

@@ -17,7 +17,7 @@ from shardproof.harness.laws.communication.bounds import (
     pick,
     when,
 )
-from shardproof.harness.laws.communication.select import LoopStep, Per, Select
+from shardproof.harness.laws.communication.select import NOT_THE_ENGINES, LoopStep, Per, Select
 from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.tracing.ledger import Entry, Ledger, Phase
 
@@ -96,7 +96,9 @@ class FewCalls:
 
     def judge(self, evidence: Evidence) -> Ruling:
         limit = evaluate(self.at_most, evidence.training, evidence.world_size)
-        counts = {rank: sum(e.phase is not Phase.OBSERVE for e in found) for rank, found in ledgers(evidence)}
+        counts = {
+            rank: sum(e.phase not in NOT_THE_ENGINES for e in found) for rank, found in ledgers(evidence)
+        }
         broken = [
             f"rank {rank}: expected at most {limit} collectives in all, got {counts[rank]}; "
             f"{most} of them {entry.op} in {entry.phase} at {entry.site}"

@@ -10,6 +10,7 @@ from shardproof.harness.cases.training import Schedule
 from shardproof.harness.tracing.events import TraceEvent
 from shardproof.harness.tracing.ledger import Entry, Ledger, Op, Phase
 
+NOT_THE_ENGINES = frozenset({Phase.OBSERVE, Phase.MODEL})
 BEFORE_STEPS = -1  # the step of communication in prepare
 NOTHING_OBSERVED = "expected some collective in training, got none: nothing was observed"
 
@@ -59,7 +60,7 @@ class Select:
     """Picks entries: each field narrows, an empty field does not.
 
     ``steps`` takes precedence over ``window``. ``microbatches`` are ``Microbatches`` or indices. Entries of
-    phase OBSERVE belong to the harness and are picked only when ``phases`` names it.
+    phase OBSERVE belong to the harness, those of MODEL to the model; they are picked only when ``phases`` names them.
     """
 
     ops: tuple[Op, ...] = ()
@@ -147,7 +148,7 @@ class Select:
         return (
             self._covers_step(entry.step)
             and (not self.ops or entry.op in self.ops)
-            and (entry.phase in self.phases if self.phases else entry.phase is not Phase.OBSERVE)
+            and (entry.phase in self.phases if self.phases else entry.phase not in NOT_THE_ENGINES)
             and (not self.dtypes or entry.dtype in self.dtypes)
             and self.axis in {None, entry.axis}
             and self.group_size in {None, len(entry.group)}
@@ -158,4 +159,4 @@ class Select:
 
 def shows_nothing(ledger: Ledger) -> bool:
     """Return whether a ledger has no entry of a training, so that it proves nothing."""
-    return all(entry.phase is Phase.OBSERVE for entry in ledger)
+    return all(entry.phase in NOT_THE_ENGINES for entry in ledger)

@@ -37,7 +37,10 @@ def _lines(model: UserModel, optimizer: UserOptimizer | None) -> Iterator[tuple[
     parameters = _number(len(sizes), "parameter")
     yield "model", f"{_number(sum(sizes), 'element')} in {parameters}, which communicate as {units}"
     dtypes = "float64" if model.is_widened else "the model's own dtypes, with the noise of their rounding"
-    yield "reference", f"one process, in {dtypes}"
+    communicates = model.facts.communicates
+    yield "reference", f"{'all ranks at once' if communicates else 'one process'}, in {dtypes}"
+    if communicates:
+        yield "communicates", f"{communicates}; what the model sends itself is not counted as the engine's"
     yield "optimizer", "optimizer() of the model" if optimizer else f"{model.default_optimizer}, the default"
     still = [name for name in model.idle if name not in model.facts.frozen]
     if model.facts.frozen:

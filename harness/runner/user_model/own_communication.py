@@ -1,7 +1,8 @@
 """Finds out whether a user's model or loss communicates between ranks, as losses over all ranks' rows do.
 
-One process then computes another loss than the ranks, whatever the engine does. So such a model is refused: no engine
-is to blame. It is called once as the first of two ranks, in a group that moves no data, so the numbers mean nothing.
+One process then computes another loss than the ranks, whatever the engine does. So the reference of such a model runs
+all ranks at once. The model is called here as the first of two ranks, in a group that moves no data, so the numbers
+mean nothing. To ask for the number of ranks counts as communication: a loss may be scaled by it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from shardproof.harness.cases.batch import arguments_of
 from shardproof.harness.cases.draws import Seeds
+from shardproof.harness.cases.sync_batch_norm import BatchNormOverRanks
 from shardproof.harness.cases.user_model import UserModel
 from shardproof.harness.worlds.threads.process_group import BACKEND, register_threads_backend
 
@@ -39,13 +40,14 @@ _KINDS = (
     "recv",
     "barrier",
 )
+_NUMBERS = ("get_rank", "get_world_size")
 
 
 def own_communication(problem: UserModel) -> str:
     """Return the first call by which the model or its loss communicates, and its place; empty if there is none."""
     model = problem.build()
     for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
+        if isinstance(module, BatchNormOverRanks):
             return f"{name!r} is a SyncBatchNorm"
     batch = problem.batch(step=0, microbatch=0, rank=0)
     args, kwargs = arguments_of(batch.inputs)
@@ -73,8 +75,10 @@ def _noting_calls() -> Iterator[list[str]]:
     # Any: what a profile function is called with.
     def see(frame: FrameType, event: str, argument: Any) -> None:
         name = frame.f_code.co_name
-        if event == "call" and frame.f_code.co_filename in _INTERFACES and name.startswith(_KINDS):
-            found.append(f"{name}{_place(frame)}")
+        if event == "call" and frame.f_code.co_filename in _INTERFACES:
+            is_asked = name in _NUMBERS and frame.f_back is not None and not _is_torchs(frame.f_back)
+            if is_asked or name.startswith(_KINDS):
+                found.append(f"{name}{_place(frame)}")
 
     sys.setprofile(see)
     try:
@@ -83,10 +87,14 @@ def _noting_calls() -> Iterator[list[str]]:
         sys.setprofile(None)
 
 
+def _is_torchs(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_OF_TORCH)
+
+
 def _place(frame: FrameType) -> str:
     """Return the line outside torch that led to a call."""
     caller: FrameType | None = frame
-    while caller is not None and caller.f_code.co_filename.startswith(_OF_TORCH):
+    while caller is not None and _is_torchs(caller):
         caller = caller.f_back
     if caller is None:
         return ""

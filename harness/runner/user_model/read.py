@@ -28,6 +28,7 @@ from shardproof.harness.runner.user_model.own_communication import own_communica
 from shardproof.harness.runner.user_model.study import ModelStudy, called, study
 from shardproof.harness.tracing.codec import UNREADABLE, decode, encode
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
+from shardproof.harness.worlds.threads.together import together
 
 _LONGEST_ANSWER = 2**24
 _METHODS = ("build", "batch", "loss")
@@ -115,15 +116,14 @@ def facts_of(spec: str) -> ModelStudy:
     model = _built_alike(problem)
     units = matching_units(model, _patterns(defined))
     _check_batches(problem)
-    _check_shapes(problem, model)
-    if found := own_communication(problem):
-        raise ValueError(
-            f"the model or its loss communicates: {found}. Ranks then compute a loss over all of their rows, and the "
-            "reference, on one process, another: no engine is to blame for the difference, and none can be judged by "
-            "it; try the loss of one rank's rows, and BatchNorm for SyncBatchNorm"
-        )
     optimizer = UserOptimizer(spec=spec, digest=digest) if has_optimizer else None
-    return study(problem, units, outline_of(model), optimizer)
+    communicates = own_communication(problem)
+
+    def of_rank(rank: int = 0) -> ModelStudy:
+        _check_shapes(problem, model)
+        return study(problem, units, outline_of(model), optimizer, communicates)
+
+    return together(1, of_rank)[0] if communicates else of_rank()
 
 
 def _check_names(defined: type) -> None:

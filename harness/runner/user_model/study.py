@@ -73,8 +73,12 @@ def study(
     units: tuple[str, ...],
     outline: Iterable[TensorOutline],
     optimizer: UserOptimizer | None,
+    communicates: str,
 ) -> ModelStudy:
-    """Find out by a few steps whether float64 can stand for the model, what it uses, and what it demands."""
+    """Find out by a few steps whether float64 can stand for the model, what it uses, and what it demands.
+
+    ``communicates`` is the call by which it communicates, if it does: it is then studied as a world of one rank.
+    """
     is_narrow, changes_buffers, written = _first_step(problem, optimizer)
     wanted: bool | None = getattr(definition(problem.spec), "float64", None)
     is_widened = not is_narrow if wanted is None else wanted
@@ -106,7 +110,7 @@ def study(
         is_widened=is_widened,
         idle=tuple(_idle(found)),
         demands=frozenset(demands),
-        facts=replace(facts, written=written),
+        facts=replace(facts, written=written, communicates=communicates),
     )
     return ModelStudy(model=model, has_optimizer=optimizer is not None, pass_s=pass_s)
 
