@@ -25,7 +25,7 @@ from shardproof.harness.runner.training_request import Identities, Request
 from shardproof.harness.verdicts.case import Case
 from shardproof.harness.verdicts.judgement import Judgement, judge
 from shardproof.harness.worlds.machine import machine_fault
-from shardproof.harness.worlds.output import printed
+from shardproof.harness.worlds.output import ANY_OUTPUT, LEFT_FILES, printed
 from shardproof.harness.worlds.spec import WorldKind
 
 __all__ = ["Source", "TrialSession"]
@@ -104,7 +104,7 @@ class TrialSession:
             ledger=found.ledger,
             outcomes=judgement.outcomes,
             hang=judgement.hang,
-            output="" if is_quiet else printed(self._observations.folder(request)),
+            output=printed(self._observations.folder(request), name=LEFT_FILES if is_quiet else ANY_OUTPUT),
             observation="" if is_quiet and not self._keeps_all else self._observations.name(request),
             command=" ".join((command, *self._effort.options(found.seed))),
             duration_s=round(time.monotonic() - started, 4),

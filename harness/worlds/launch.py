@@ -31,6 +31,7 @@ from shardproof.harness.worlds.outcome import (
 )
 from shardproof.harness.worlds.processes.host_handle import HostHandle
 from shardproof.harness.worlds.processes.leaked_processes import LeakedProcesses
+from shardproof.harness.worlds.processes.left_files import LeftFiles
 from shardproof.harness.worlds.rank import journal_path
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
@@ -81,6 +82,7 @@ class World:
         )
         self._hosts: list[Host] = []
         self._leaked = LeakedProcesses(())
+        self._left = None if self._cluster else LeftFiles(folder)
         self.is_usable = True
         try:
             for share in shares:
@@ -89,6 +91,7 @@ class World:
             self._await_ready()
         except BaseException:
             self._kill()
+            self._release()
             raise
 
     def run(self, body: Callable[..., Any], *args: Any, folder: Path, seed: int | None = None) -> WorldResult:
@@ -149,6 +152,7 @@ class World:
             ranks=ranks,
             folder=folder,
             environment={**given, "MASTER_PORT": str(port)},
+            temporary=self._left.environment if self._left else {},
             store=self._store.port if self._store else None,
         )
         return HostHandle(host) if found is None or ranks == (0,) else RemoteHost(host, found.links[ranks[0]])
@@ -267,6 +271,8 @@ class World:
         for host in self._hosts:
             host.release()
         self._hosts.clear()
+        if self._left is not None:
+            self._left.close()
 
 
 class WorldPool:

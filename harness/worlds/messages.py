@@ -30,12 +30,14 @@ class HostSpec:
     """One process of a world: the world, the ranks that live in it, and a folder for its store and stacks.
 
     ``environment`` is what launchers give a rank. Ranks meet at ``store``, a port of its MASTER_ADDR; None for a file.
+    ``temporary`` are the variables that name the temporary folder of the world.
     """
 
     world: WorldSpec
     ranks: tuple[int, ...]
     folder: Path
     environment: Mapping[str, str] = field(default_factory=dict)
+    temporary: Mapping[str, str] = field(default_factory=dict)
     store: int | None = None
 
     @property

@@ -10,6 +10,8 @@ from pathlib import Path
 from shardproof.harness.regular_file import open_regular
 
 SUFFIX = ".output"
+ANY_OUTPUT = f"*{SUFFIX}"
+LEFT_FILES = f"left behind{SUFFIX}"  # what lists the files that ranks left; the others hold what they printed
 # Characters of a record: enough for a few tracebacks. The files contain the rest.
 _LIMIT = 8_000
 
@@ -33,11 +35,11 @@ def drop_empty(file: Path) -> None:
         file.unlink()
 
 
-def printed(folder: Path, *, limit: int = _LIMIT) -> str:
-    """Return the output that worlds kept in ``folder``, the last ``limit`` characters of each process."""
+def printed(folder: Path, *, limit: int = _LIMIT, name: str = ANY_OUTPUT) -> str:
+    """Return the output that worlds kept in ``folder``, the last ``limit`` characters of each file of this name."""
     parts = []
     # A rank may have created a pipe there.
-    for file in sorted(path for path in folder.rglob(f"*{SUFFIX}") if path.is_file()):
+    for file in sorted(path for path in folder.rglob(name) if path.is_file()):
         size = file.stat().st_size
         with open_regular(file) as stream:
             stream.seek(max(0, size - limit))

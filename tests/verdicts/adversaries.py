@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -84,6 +86,15 @@ def _abort_when_groups_are_destroyed() -> None:
     dist.destroy_process_group = lambda *_: os.abort()
 
 
+def _leave_files() -> None:
+    with tempfile.NamedTemporaryFile(delete=False, suffix=".cache") as file:
+        file.write(bytes(100))
+    Path("/dev/shm", f"left-{os.getpid()}").write_bytes(bytes(200))
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "gone").write_bytes(bytes(300))
+
+
+leaves_files = Averages(at_last=_leave_files)
 leaves_a_detached_child = Averages(
     at_last=lambda: _kept.append(subprocess.Popen(SLEEP, start_new_session=True))
 )

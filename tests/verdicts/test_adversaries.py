@@ -192,3 +192,16 @@ def test_loaders_with_workers_are_refused_where_ranks_are_threads(session: Trial
     assert record.verdict is Verdict.CRASHED
     assert "expected num_workers=0 where ranks are threads of one process" in record.headline
     assert judging.judged(session, engine, PROCESSES, TWO_STEPS).verdict is Verdict.PASSED
+
+
+@pytest.mark.parametrize("world", [THREADS, PROCESSES])
+def test_files_that_a_rank_leaves_are_named(session: TrialSession, world: str) -> None:
+    record = judged(session, "leaves_files", world)
+    assert record.verdict is Verdict.PASSED, record.headline
+    found = re.search(
+        r"^left behind:\nin the temporary folder: '\w+\.cache' \(100 bytes\)\n"
+        r"in shared memory:.* '(left-\d+)' \(200 bytes\)",
+        record.output,
+    )
+    assert found, record.output
+    Path("/dev/shm", found[1]).unlink()

@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -53,6 +54,8 @@ def host_main(connection: Connection, spec: HostSpec) -> None:
     adopt_orphans()  # a child that leaves the group, and whose parent has ended, stays below its host
     start_afresh()
     redirect_output(spec.output_file)
+    os.environ.update(spec.temporary)
+    tempfile.tempdir = None  # the fork server's may have been used
     with spec.stack_file.open("w") as stacks:
         faulthandler.enable(stacks, all_threads=True)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
