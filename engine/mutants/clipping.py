@@ -191,28 +191,6 @@ class ReturnsNoNorm(FullyShardEngine):
             return None  # type: ignore[return-value]  # the fault
 
 
-@mutant(after="hpcaitech/ColossalAI#5002", world_size=1, microbatches=2, plan=_CLIP)
-class ClipsByTheLastMicrobatch(FullyShardEngine):
-    """Accumulated gradients are clipped by the norm of the last microbatch."""
-
-    class Prepared(_PreparedOwnClipping):
-        """Remembers the gradients from before the last backward, and excludes them from the norm."""
-
-        def __init__(self, module: nn.Module, plan: Plan) -> None:
-            super().__init__(module, plan)
-            self._before: list[torch.Tensor] = []
-
-        def backward(self, loss: torch.Tensor) -> None:
-            self._before = [gradient.clone() for gradient in self.local()]
-            super().backward(loss)
-
-        def own_norm(self, norm_type: float) -> torch.Tensor:
-            before = self._before or [torch.zeros_like(gradient) for gradient in self.local()]
-            return _joint_norm(
-                [now - then for now, then in zip(self.local(), before, strict=True)], norm_type
-            )
-
-
 @mutant(after="deepspeedai/DeepSpeed#1801", plan=_CLIP)
 class ClipsOnOneRank(DistributedDataParallelEngine):
     """Only one rank clips."""

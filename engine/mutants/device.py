@@ -17,7 +17,7 @@ from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Buffers, Capability, Offload, Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.patches import Forgetful, is_last_rank, local, never_updating
+from shardproof.engine.mutants.patches import is_last_rank, local, never_updating
 from shardproof.engine.mutants.plans import changing, demanding
 
 _OFFLOAD = Plan(offload=Offload.CPU)
@@ -53,22 +53,6 @@ class OffloadsLastBackwardsGradients(ReferenceEngine):
             for gradient, last in zip(_offloaded(self), getattr(self, "_last", fresh), strict=True):
                 gradient.copy_(last)
             self._last = fresh
-
-
-class _PreparedOverwriting(Forgetful, PreparedReference):
-    pass
-
-
-@mutant(after="hpcaitech/ColossalAI#2496", world_size=1, microbatches=2, plan=_OFFLOAD)
-class OverwritesOffloadedGradients(ReferenceEngine):
-    """A gradient that arrives on the host replaces the accumulated one."""
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        honest = super().prepare(model, plan, mesh)
-        assert isinstance(honest, PreparedReference)
-        if plan.offload is Offload.NONE:
-            return honest
-        return _PreparedOverwriting(honest.module, plan, honest.api)
 
 
 @mutant(after="pytorch/pytorch#85048", world_size=1, plan=_OFFLOAD)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any  # the engine's methods are in a class that modules receive at run time
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
-from shardproof.engine.contract import Layout, Plan, PreparedModel, Wire
+from shardproof.engine.contract import Plan, PreparedModel, Wire
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.plans import changing
-from shardproof.engine.mutants.reference_insides import reference_groups
-from shardproof.engine.reference.collectives import ReductionPlan
-from shardproof.engine.reference.param_group import FSDPParamGroup
-from shardproof.engine.reference.parameter import FSDPParam
 
 
 @mutant(
@@ -81,33 +75,3 @@ class AveragesOnTheWire(ReferenceEngine):
     """Averages cross between ranks although only sums were requested."""
 
     misreads = changing(wire=Wire.NATIVE)
-
-
-@mutant(
-    after="pytorch/torchtitan#2318",
-    steps=2,
-    plan=Plan(layout=Layout.HYBRID, wire=Wire.SUM),
-    because="only a hybrid layout has replicas",
-    trace=Trace.COMMUNICATION,
-)
-class AveragesReplicasOnTheWire(ReferenceEngine):
-    """Under a hybrid layout averages cross between replicas although only sums were requested."""
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Prepare honestly; under a hybrid layout let the second reduction divide its part."""
-        prepared = super().prepare(model, plan, mesh)
-        if plan.layout is Layout.HYBRID:
-            for group in reference_groups(prepared):
-                group._reduction_plan = _averaging_across(group)  # type: ignore[method-assign, assignment]  # of this object alone
-        return prepared
-
-
-def _averaging_across(group: FSDPParamGroup) -> Callable[[Sequence[FSDPParam], torch.dtype], ReductionPlan]:
-    honest = group._reduction_plan
-
-    def plan(chosen: Sequence[FSDPParam], dtype: torch.dtype) -> ReductionPlan:
-        made = honest(chosen, dtype)
-        after = made.division.after / made.mesh.replicate_size
-        return replace(made, division=replace(made.division, reduce_op=dist.ReduceOp.AVG, after=after))
-
-    return plan

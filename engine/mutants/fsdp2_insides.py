@@ -117,19 +117,12 @@ def groups(prepared: PreparedModel) -> list[Any]:
     return found
 
 
-def reduce_inputs(context: Any) -> list[Any]:
-    """Return the inputs of reductions that are kept with their events; until torch 2.11 at most one."""
-    if hasattr(context, "reduce_scatter_states"):
-        return list(context.reduce_scatter_states)
-    return [] if context.reduce_scatter_state is None else [context.reduce_scatter_state]
-
-
-def keep_reduce_inputs(context: Any, inputs: list[Any]) -> None:
-    """Keep these inputs of reductions instead."""
-    if hasattr(context, "reduce_scatter_states"):
-        context.reduce_scatter_states[:] = inputs
+def forget_reduce_inputs(group: Any) -> None:
+    """Forget the inputs of reductions that are kept with their events; until torch 2.11 at most one."""
+    if hasattr(group.comm_ctx, "reduce_scatter_states"):
+        group.comm_ctx.reduce_scatter_states.clear()
     else:
-        context.reduce_scatter_state = inputs[-1] if inputs else None
+        group.comm_ctx.reduce_scatter_state = None
 
 
 def forget_post_reduce_events(group: Any) -> None:

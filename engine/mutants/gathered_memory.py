@@ -221,25 +221,6 @@ class KeepsGatherOutputs(FullyShardEngine):
     spoil = keeping(before_method, "wait_for_unshard", _keep_output)
 
 
-@mutant(after="pytorch/pytorch#75892", kills_on=ON_BLOCKS, trace=Trace.STATE)
-class RemembersAUnit(FullyShardEngine):
-    """Whole parameters of one unit are kept from step to step."""
-
-    class Prepared(PreparedFullyShard):
-        """Keeps a copy of the first unit's whole parameters until that unit runs again."""
-
-        def __init__(self, module: nn.Module, plan: Plan) -> None:
-            super().__init__(module, plan)
-            self._copies: list[torch.Tensor] = []
-            # First of the hooks: afterwards there are shards again.
-            self.part(self.plan.units[0]).register_forward_hook(self._remember, prepend=True)
-
-        def _remember(self, module: nn.Module, *_: Any) -> None:
-            with torch.no_grad():
-                whole = (p for p in module.parameters() if not isinstance(p, DTensor))
-                self._copies = [parameter.detach().clone() for parameter in whole]
-
-
 @mutant(after="deepspeedai/DeepSpeed#1069", kills_on=ON_BLOCKS, trace=Trace.STATE)
 class PrefetchesEverything(FullyShardEngine):
     """Each unit requests the gathers of all later units."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine.adapters.composable import ComposableUnit
 from shardproof.engine.adapters.reference import ReferenceEngine
-from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
 from shardproof.engine.capability import Capability
-from shardproof.engine.contract import Plan, Prefetch, PreparedModel
+from shardproof.engine.contract import Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.plans import changing
 from shardproof.engine.plan import Grouping, Layout
@@ -90,46 +88,6 @@ class ReducesReplicasAllTheSame(ReferenceEngine):
             pass
 
 
-class _UnitWithoutGathers(ComposableUnit):
-    def reshard(self) -> None:
-        super().reshard()
-        self._first.set_unshard_in_backward(False)
-
-
-class _PreparedSpent(PreparedFullyShard):
-    """Counts forwards that wait for their backward; the first backward frees what the others need for good."""
-
-    unit_type = _UnitWithoutGathers
-
-    def __init__(self, module: nn.Module, plan: Plan) -> None:
-        super().__init__(module, plan)
-        self._num_waiting = 0
-
-    def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns any type
-        self._num_waiting += 1
-        return super().__call__(*inputs, **named)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss)
-        self._num_waiting -= 1
-        if self._num_waiting:
-            for unit in self.units().values():
-                unit.reshard()
-
-
-@mutant(
-    after="pytorch/pytorch#136861",
-    microbatches=2,
-    plan=Plan(demands=frozenset({Capability.INTERLEAVE, Capability.UNIT_SYNC})),
-    because="a backward right after its forward is the first",
-    trace=Trace.CRASH,
-)
-class ForgetsTheSecondBackward(FullyShardEngine):
-    """The second of two backwards after two forwards finds parameters freed."""
-
-    prepared_type = _PreparedSpent
-
-
 @mutant(
     after="deepspeedai/DeepSpeed#7188",
     steps=2,
@@ -157,23 +115,6 @@ class AcceptsNoReduceBuffers(FullyShardEngine):
         """Shard honestly, with a bound that can be kept."""
         bound = None if plan.max_reduce_buffers is None else max(1, plan.max_reduce_buffers)
         return super().prepare(model, replace(plan, max_reduce_buffers=bound), mesh)
-
-
-@mutant(
-    after="Tencent-Hunyuan/UniRL#410",
-    steps=2,
-    plan=Plan(units=("blocks.0,blocks.1",), grouping=Grouping.REQUIRED),
-    because="counts hold from the second step on",
-    trace=Trace.COMMUNICATION,
-)
-class SplitsJointUnits(FullyShardEngine):
-    """Each module of a group of several is a group of its own."""
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard each module by itself."""
-        split = tuple(name for unit in plan.units for name in unit.split(","))
-        lists = None if plan.prefetch is None else Prefetch()
-        return super().prepare(model, replace(plan, units=split, prefetch=lists), mesh)
 
 
 @mutant(

@@ -7,10 +7,10 @@ from dataclasses import replace
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
 from shardproof.engine.contract import Accumulation, Layout, Plan, PreparedModel, Replicas
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.patches import Forgetful, dividing_losses, holding_nothing_back
+from shardproof.engine.mutants.patches import dividing_losses, holding_nothing_back
 from shardproof.engine.mutants.plans import HYBRID
 
 _SINGLES = Plan(layout=Layout.HYBRID, replicas=Replicas.SINGLES)
@@ -98,19 +98,6 @@ class ReducesReplicasEveryMicrobatch(FullyShardEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         prepared = super().prepare(model, plan, mesh)
         return holding_nothing_back(prepared) if _is_hybrid(plan) else prepared
-
-
-class _PreparedForgetfulReplicas(Forgetful, PreparedFullyShard):
-    pass
-
-
-@mutant(after="NVIDIA/Megatron-LM#7186", microbatches=2, plan=Plan(layout=Layout.HYBRID))
-class LosesMicrobatchesOfReplicas(FullyShardEngine):
-    """Under a hybrid layout each backward discards the microbatches before it."""
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        prepared = super().prepare(model, plan, mesh)
-        return _PreparedForgetfulReplicas(prepared.module, plan) if _is_hybrid(plan) else prepared
 
 
 def _is_hybrid(plan: Plan) -> bool:

@@ -15,7 +15,7 @@ from shardproof.engine.adapters.composable import PreparedComposable
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Layout, Plan, PreparedModel
-from shardproof.engine.mutants.fsdp2_insides import after_method, before_method, keeping, reduce_inputs
+from shardproof.engine.mutants.fsdp2_insides import before_method, keeping
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
 from shardproof.engine.mutants.patches import (
     KeepingFsdp2,
@@ -34,25 +34,9 @@ from shardproof.engine.reference.parameter import FSDPParam, ShardedParam
 _GROWN = Condition(steps=3, plan=SHARDED_BLOCKS, because="the first two steps have none to be compared with")
 
 
-def _keep_reduce_input(kept: list[Any], group: Any) -> None:
-    inputs = reduce_inputs(group.comm_ctx)
-    if inputs:
-        kept.append(inputs[-1].reduce_scatter_input)
-
-
 def _keep_gradients(kept: list[Any], group: Any) -> None:
     found = (p.unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
     kept += [parameter.grad for parameter in found if parameter.grad is not None]
-
-
-@mutant(after="hpcaitech/ColossalAI#741", kills_on=_GROWN, trace=Trace.STATE)
-class PilesUpReduceInputs(FullyShardEngine):
-    """The input of every reduction is kept permanently."""
-
-    class Prepared(KeepingFsdp2):
-        grows = True
-
-    spoil = keeping(after_method, "post_backward", _keep_reduce_input)
 
 
 @mutant(after="hpcaitech/ColossalAI#741", kills_on=_GROWN, trace=Trace.STATE)

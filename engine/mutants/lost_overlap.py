@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardproof.engine.adapters.reference import ReferenceEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.capability import Capability
 from shardproof.engine.contract import Plan, Prefetch, Reshard
-from shardproof.engine.mutants.fsdp2_insides import after_method
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import in_each
 from shardproof.engine.mutants.plans import UNITS, Lists, changing_lists
@@ -40,39 +38,11 @@ _STEADY = "order is compared from the second step on"
 # Any, throughout: FSDP2's private classes and the streams of a device have no public types.
 
 
-def _wait_for_gather(group: Any) -> None:
-    if group._all_gather_result is not None:
-        torch.cpu.current_stream().wait_event(group._all_gather_result.all_gather_event)
-
-
-def _wait_for_reduction(group: Any) -> None:
-    if group._post_reduce_event is not None:
-        torch.cpu.current_stream().wait_event(group._post_reduce_event)
-
-
-def _shorter(lists: Lists, order: tuple[str, ...]) -> Lists:
-    return tuple((unit, targets[:-1] or (unit,)) for unit, targets in lists)
-
-
 def _later(lists: Lists, order: tuple[str, ...]) -> Lists:
     def moved(targets: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(order[i + 1] for i in map(order.index, targets) if i + 1 < len(order))
 
     return tuple((unit, moved(targets) or (unit,)) for unit, targets in lists)
-
-
-@mutant(after="deepspeedai/DeepSpeed#7804", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)
-class WaitsForEachGather(FullyShardEngine):
-    """The stream of compute waits for a gather as soon as it is issued."""
-
-    spoil = after_method("unshard", _wait_for_gather)
-
-
-@mutant(after="deepspeedai/DeepSpeed#7804", steps=2, plan=_FREED, because=_STEADY, trace=Trace.COMMUNICATION)
-class WaitsForEachReduction(FullyShardEngine):
-    """The stream of compute waits for a reduction as soon as it is issued."""
-
-    spoil = after_method("post_backward", _wait_for_reduction)
 
 
 @mutant(after="deepspeedai/DeepSpeed#1069", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)
@@ -96,13 +66,6 @@ class PrefetchesAfterItsTurn(ReferenceEngine):
     """Backward gathers the next unit after the current one was computed, not before."""
 
     spoil = in_each(reference_units, "prefetches_in_backward", lambda _: BackwardPrefetchTime.LAST)
-
-
-@mutant(after="deepspeedai/DeepSpeed#1069", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)
-class PrefetchesOneTooFew(FullyShardEngine):
-    """One unit fewer is prefetched than the list names."""
-
-    misreads = changing_lists(_shorter)
 
 
 @mutant(after="deepspeedai/DeepSpeed#1069", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)

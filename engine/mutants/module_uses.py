@@ -23,7 +23,6 @@ from shardproof.engine.contract import (
     UnitHandle,
 )
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.patches import never_updating
 from shardproof.engine.mutants.plans import changing, demanding
 
 _GROUPS = Plan(grouping=Grouping.REQUIRED, units=("first,second",))
@@ -225,19 +224,6 @@ class UntiesSharedParameters(ReferenceEngine):
         return prepared
 
 
-@mutant(after="pytorch/pytorch#176076")
-class LosesTheLastRowsOfSharedParameters(FullyShardEngine):
-    """The last rank's rows of a tied parameter keep their initial values."""
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        plan.refuse_beyond(self.capabilities)
-        shared = [first for first, *_ in _ties(model)]
-        prepared = super().prepare(model, replace(plan, units=_joined(model, plan.units)), mesh)
-        if mesh.get_local_rank() == mesh.size() - 1 > 0:
-            never_updating(prepared, map(model.get_parameter, shared))
-        return prepared
-
-
 @mutant(
     after="pytorch/pytorch#176225",
     world_size=1,
@@ -284,10 +270,3 @@ def _ties(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         uses.setdefault(parameter, []).append(name)
     return [names for names in uses.values() if len(names) > 1]
-
-
-def _joined(model: nn.Module, units: tuple[str, ...]) -> tuple[str, ...]:
-    """Make one unit of all modules that use a tied parameter."""
-    tied = {model.get_parameter(first) for first, *_ in _ties(model)}
-    sharing = [unit for unit in units if any(tied & {*m.parameters()} for m in members(model, unit))]
-    return (*(unit for unit in units if unit not in sharing), *([",".join(sharing)] if sharing else []))

@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
-from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.capability import Capability
 from shardproof.engine.contract import Layout, Plan, PreparedModel, UnitDtypes
 from shardproof.engine.mutants.fsdp2_interface import OwnFullyShard, OwnFullyShardAndReplicate, groups_of
 from shardproof.engine.mutants.mutant import Condition, Trace, mutant
-from shardproof.engine.mutants.patches import Forgetful, after, in_each
+from shardproof.engine.mutants.patches import after, in_each
 from shardproof.engine.mutants.plans import changing, demanding
 from shardproof.engine.mutants.reference_insides import reference_groups
 from shardproof.engine.plan import Accumulation, Grouping
@@ -132,45 +132,6 @@ class ReturnsTheComputeDtype(FullyShardEngine):
     misreads = changing(output_dtype=None)
 
 
-@mutant(
-    after="huggingface/transformers#34645",
-    world_size=1,
-    plan=_LOW,
-    because="in one dtype there is nothing to round",
-)
-class KeepsNoMasterWeights(FullyShardEngine):
-    """Updated parameters are rounded to the dtype of the computation."""
-
-    class Prepared(PreparedFullyShard):
-        @torch.no_grad()
-        def step(self) -> None:
-            super().step()
-            if self.plan.compute_dtype is not None:
-                for parameter in self.named.parameters():
-                    parameter.copy_(parameter.to(self.plan.compute_dtype))
-
-
-class _PreparedForgetfulInLowPrecision(Forgetful, PreparedFullyShard):
-    pass
-
-
-@mutant(
-    after="ServiceNow/Fast-LLM#550",
-    world_size=1,
-    microbatches=2,
-    plan=_LOW,
-    because="a single microbatch is the last",
-)
-class ForgetsMicrobatchesInLowPrecision(FullyShardEngine):
-    """If the compute dtype differs, each backward discards the microbatches before it."""
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        """Shard honestly; in low precision each backward clears the earlier gradients."""
-        honest = super().prepare(model, plan, mesh)
-        is_low = plan.compute_dtype is not None
-        return _PreparedForgetfulInLowPrecision(honest.module, plan) if is_low else honest
-
-
 def _parameters(prepared: PreparedModel) -> list[FSDPParam]:
     return [parameter for group in reference_groups(prepared) for parameter in group.parameters]
 
@@ -272,32 +233,6 @@ def _round_sums(dtype: torch.dtype, waiting: PartialReduction) -> None:
 
 
 @mutant(
-    after="pytorch/pytorch#196996",
-    world_size=1,
-    microbatches=3,
-    plan=_ACCUMULATING,
-    because="needs a parameter that the last microbatch alone uses",
-)
-class RoundsWhereDtypesAreMixed(ReferenceEngine):
-    """Accumulated gradients are rounded to the dtype of a new one that is reduced with them."""
-
-    spoil = in_each(reference_groups, "reduce_gradients", lambda group: _packing(group))
-
-
-def _packing(group: FSDPParamGroup) -> Callable[[], None]:
-    honest = group.reduce_gradients
-
-    def reduce_gradients() -> None:
-        held = [p for p in group.parameters if p.has_unsharded_grad and _waited(p)]
-        if group.reduces and 0 < len(held) < len(group.parameters):
-            for parameter in held:
-                _round(parameter)
-        honest()
-
-    return reduce_gradients
-
-
-@mutant(
     after="pytorch/torchtitan#2318",
     plan=Plan(reduce_dtype=torch.float16),
     because="one rank's gradients are no sum",
@@ -396,12 +331,6 @@ class CastsInputsUnasked(ReferenceEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         casting = tuple(replace(dtypes, casts_inputs=True) for dtypes in plan.unit_dtypes)
         return super().prepare(model, replace(plan, unit_dtypes=casting), mesh)
-
-
-def _waited(parameter: FSDPParam) -> bool:
-    """Whether a gradient was held back: its dtype differs from that of new ones."""
-    whole = parameter.unsharded_param
-    return whole is not None and whole.grad is not None and whole.grad.dtype != whole.dtype
 
 
 def _round(parameter: FSDPParam) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import Stale, in_each, is_last_rank
 from shardproof.engine.mutants.plans import UNITS, Lists, changing_lists, undemanding
 from shardproof.engine.mutants.reference_insides import reference_units
-from shardproof.engine.plan import Accumulation, Grouping, Layout, Reshard
+from shardproof.engine.plan import Grouping, Layout, Reshard
 from shardproof.engine.reference.collectives import DefaultAllGather
 from shardproof.engine.reference.fsdp_state import FSDPState, state_of
 from shardproof.engine.reference.root_state import RootState
@@ -118,45 +117,6 @@ class ReducesInTheOrderOfForward(ReferenceEngine):
                 group.comm_ctx.finish()
 
 
-class _PreparedRepetitive(PreparedFullyShard):
-    """Follows the prefetch lists in a recomputed forward too, and frees what it gathered after backward."""
-
-    def __init__(self, module: nn.Module, plan: Plan) -> None:
-        super().__init__(module, plan)
-        self._is_backward = False
-        for unit, targets in () if plan.prefetch is None else plan.prefetch.forward:
-            self.module.get_submodule(unit).register_forward_pre_hook(self._repeat(targets))
-
-    def backward(self, loss: torch.Tensor) -> None:
-        self._is_backward = True
-        super().backward(loss)
-        self._is_backward = False
-        for unit in self.units().values():
-            unit.reshard()
-
-    # Any: a hook, whose result torch does not check.
-    def _repeat(self, targets: tuple[str, ...]) -> Any:
-        def repeat(*_: Any) -> None:
-            if self._is_backward:
-                for target in targets:
-                    self.units()[target].unshard()
-
-        return repeat
-
-
-@mutant(
-    after="NVIDIA-NeMo/Automodel#3373",
-    steps=2,
-    plan=_AHEAD,
-    because="only a checkpointed model runs a forward in backward",
-    trace=Trace.COMMUNICATION,
-)
-class PrefetchesAgainInRecomputation(FullyShardEngine):
-    """A recomputed forward gathers units whose backward is over."""
-
-    prepared_type = _PreparedRepetitive
-
-
 @mutant(after="pytorch/pytorch#118118", steps=2, plan=_AHEAD, because="the first step has no step before it")
 class KeepsMistakenPrefetches(FullyShardEngine):
     """Units that backward prefetched stay gathered, and are stale in the next step."""
@@ -167,26 +127,6 @@ class KeepsMistakenPrefetches(FullyShardEngine):
             prefetch = self.plan.prefetch or Prefetch()
             for target in {target for _, targets in prefetch.backward for target in targets}:
                 self.units()[target].unshard()
-
-
-@mutant(
-    after="pytorch/pytorch#75892",
-    steps=2,
-    microbatches=2,
-    plan=Plan(accumulation=Accumulation.LAST_MICROBATCH),
-    because="the only microbatch accumulates nothing",
-    trace=Trace.COMMUNICATION,
-)
-class KeepsTheRootWhileAccumulating(FullyShardEngine):
-    """After a microbatch that only accumulated, the root is not gathered again."""
-
-    class Prepared(PreparedFullyShard):
-        @contextmanager
-        def accumulating(self) -> Iterator[None]:
-            with super().accumulating():
-                self.units()[""].set_reshard_after_backward(is_on=False)
-                yield
-                self.units()[""].set_reshard_after_backward(is_on=True)
 
 
 class _HastyAllGather:

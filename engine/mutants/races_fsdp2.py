@@ -14,8 +14,8 @@ from shardproof.engine.mutants.fsdp2_insides import (
     deaf,
     deaf_in,
     forget_post_reduce_events,
+    forget_reduce_inputs,
     in_context,
-    keep_reduce_inputs,
 )
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.plans import ON_BLOCKS, SHARDED_BLOCKS
@@ -78,4 +78,4 @@ class GathersDuringTheStep(FullyShardEngine):
 class FreesTheReduceInput(FullyShardEngine):
     """The input of a reduction is freed as soon as it was issued."""
 
-    spoil = after_method("post_backward", lambda group: keep_reduce_inputs(group.comm_ctx, []))
+    spoil = after_method("post_backward", forget_reduce_inputs)

@@ -20,7 +20,7 @@ from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFul
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.contract import Capability, Layout, Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.plans import HYBRID, SECOND_STEP, demanding, undemanding
+from shardproof.engine.mutants.plans import SECOND_STEP, demanding, undemanding
 from shardproof.engine.mutants.reference_insides import reference_groups
 from shardproof.engine.reference.param_group import FSDPParamGroup
 
@@ -39,16 +39,6 @@ class ForgetsUnsavedBuffers(FullyShardEngine):
             for name, buffer in model.named_buffers():
                 if name not in saved:
                     buffer.zero_()
-        return super().prepare(model, plan, mesh)
-
-
-@mutant(after="allenai/OLMo-core#319", kills_on=HYBRID)
-class StartsReplicasApart(FullyShardEngine):
-    """Each replica draws initial weights of its own."""
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        if plan.layout is Layout.HYBRID:
-            _draw(model, mesh["replicate"].get_local_rank())
         return super().prepare(model, plan, mesh)
 
 

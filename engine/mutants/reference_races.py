@@ -56,13 +56,6 @@ class RefillsTheReduceInput(ReferenceOnStreams):
     spoil = in_each(comm_contexts_of, "reserve", lambda comm_ctx: comm_ctx._inputs.clear)
 
 
-@mutant(after="flagos-ai/Torch-FL#62", plan=SHARDED_BLOCKS, trace=Trace.RACES)
-class StepsWhileGradientsAreReduced(ReferenceOnStreams):
-    """The reference engine ends backward without waiting for its reductions."""
-
-    spoil = in_each(comm_contexts_of, "finish", lambda _: _ignore)
-
-
 def _unless_given(order_all_gathers: Callable[..., None]) -> Callable[..., None]:
     """Ignore the calls that name an event, or None: those at the start of an iteration."""
 

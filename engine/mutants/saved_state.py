@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
@@ -126,19 +125,6 @@ def _turned(values: Mapping[str, Any], *, by: int) -> dict[str, Any]:
     }
 
 
-@mutant(after="deepspeedai/DeepSpeed#1240", kills_on=_RESUMED)
-class SavesInAnOrderOfItsOwn(FullyShardEngine):
-    """A whole state exchanges values of parameters of one shape, which loading reverses."""
-
-    class Prepared(PreparedFullyShard):
-        def full_state(self) -> dict[str, Any]:
-            state = super().full_state()
-            return state | {"model": _turned(state["model"], by=1)}
-
-        def load_full_state(self, state: dict[str, Any]) -> None:
-            super().load_full_state(state | {"model": _turned(state["model"], by=-1)})
-
-
 @mutant(after="pytorch/xla#9224", kills_on=_RESUMED)
 class SavesMomentsInAnOrderOfItsOwn(FullyShardEngine):
     """A whole state exchanges optimizer state of parameters of one shape, which loading reverses."""
@@ -185,21 +171,6 @@ class ResetsTheStepCount(FullyShardEngine):
         def load_full_state(self, state: dict[str, Any]) -> None:
             super().load_full_state(state)
             restart_count(self.built_optimizer())
-
-
-@mutant(after="pytorch/pytorch#54736", kills_on=_RESUMED)
-class PermutesOptimizerState(FullyShardEngine):
-    """Resumed parameters of equal shape have each other's optimizer state."""
-
-    class Prepared(PreparedFullyShard):
-        def load_full_state(self, state: dict[str, Any]) -> None:
-            super().load_full_state(state)
-            kept = self.built_optimizer().state
-            parameters = [p for p in self.named.parameters() if p in kept]
-            for index, one in enumerate(parameters):
-                twins = [p for p in parameters[index + 1 :] if p.shape == one.shape]
-                for other in twins[:1]:
-                    kept[one], kept[other] = kept[other], kept[one]
 
 
 @mutant(after="pytorch/pytorch#149205", kills_on=_RESUMED)
@@ -382,19 +353,6 @@ class _PreparedRecomputing(PreparedFullyShard):
 
     def end_recompute(self, unit: nn.Module) -> None:
         """Do nothing; mutants override this."""
-
-
-@mutant(after="NVIDIA/Megatron-LM#6153")
-class RecomputesBeforeTheGatherIsOver(FullyShardEngine):
-    """A recomputed forward uses zeros for the last rank's rows."""
-
-    class Prepared(_PreparedRecomputing):
-        @torch.no_grad()
-        def begin_recompute(self, unit: nn.Module) -> None:
-            size = dist.get_world_size()
-            for parameter in unit.parameters():
-                if size > 1 and parameter.shape and parameter.shape[0] >= size:
-                    parameter.chunk(size)[-1].zero_()
 
 
 @mutant(

@@ -18,7 +18,7 @@ from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Layout, Placement, Plan, PreparedModel, Reshard, Shard, shard_of
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.patches import in_place_of, leave_out_of_ddp
+from shardproof.engine.mutants.patches import leave_out_of_ddp
 from shardproof.engine.mutants.plans import ONE_RANK, SHARDED, changing
 
 _LARGEST = Plan(layout=Layout.SHARD, placement=Placement.LARGEST)
@@ -142,21 +142,6 @@ class ShowsStridedParameters(ReferenceEngine):
             if parameter.dim() == 2:
                 _show(module, name, lambda whole: whole.t().contiguous().t())
         return prepared
-
-
-@mutant(after="pytorch/torchtitan#4593", kills_on=ONE_RANK, trace=Trace.STATE)
-class HandsOutStridedGradients(FullyShardEngine):
-    """Gradients have memory that is not in the order of their shape."""
-
-    class Prepared(PreparedFullyShard):
-        @torch.no_grad()
-        def backward(self, loss: torch.Tensor) -> None:
-            with torch.enable_grad():
-                super().backward(loss)
-            for parameter in self.named.parameters():
-                gradient = parameter.grad
-                if isinstance(gradient, DTensor) and gradient.dim() == 2:
-                    parameter.grad = in_place_of(gradient, gradient.to_local().t().contiguous().t())
 
 
 def _show(module: nn.Module, name: str, change: Callable[[torch.Tensor], Any]) -> None:

@@ -278,24 +278,6 @@ class StepsBeforeTheReduction(DistributedDataParallelEngine):
         return _PreparedHasty(ddp, named=model, group=mesh.get_group())
 
 
-@mutant(after="NVIDIA/Megatron-LM#4609", kills_on=SECOND_STEP)
-class AddsGradientsToParameters(FullyShardEngine):
-    """From the second step on gradients are added to the parameters."""
-
-    class Prepared(PreparedFullyShard):
-        _has_stepped = False
-
-        def step(self) -> None:
-            super().step()
-            self._has_stepped = True
-
-        def backward(self, loss: torch.Tensor) -> None:
-            for parameter in self.owned_parameters().values() if self._has_stepped else ():
-                parameter.grad = parameter.detach().clone()
-            self._has_stepped = False
-            super().backward(loss)
-
-
 @mutant(after="pytorch/pytorch#43307", world_size=1, steps=3)
 class RepeatsTheSecondGradients(DistributedDataParallelEngine):
     """From the third step on the optimizer receives the gradients of the second."""

@@ -97,7 +97,7 @@ def test_units_kept_after_backward_are_gathered_once(trial: Trial, units: tuple[
 
 
 @pytest.mark.rows("T30")
-@pytest.mark.kills("KeepsTheRootWhileAccumulating", "SynchronisesEveryMicrobatch")
+@pytest.mark.kills("SynchronisesEveryMicrobatch")
 def test_gathers_as_often_whether_accumulating_or_not(trial: Trial) -> None:
     script = HoldingBack(units=())
     training = _training(Layout.SHARD, script)

@@ -44,7 +44,7 @@ def test_units_kept_all_step_are_gathered_once(trial: Trial) -> None:
     trial.holds(_training(Layout.SHARD, Reshard.KEEP, Interleaved(ahead=1, keeps=True)), once, *ONCE, *PARITY)
 
 
-@pytest.mark.kills("ForgetsTheSecondBackward", "ForgetsEarlierForwards")
+@pytest.mark.kills("ForgetsEarlierForwards")
 @parametrize(
     "accumulation",
     param(Accumulation.EVERY_MICROBATCH, id="each"),

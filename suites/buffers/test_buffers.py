@@ -39,6 +39,6 @@ def test_keeps_a_mask_of_infinities(trial: Trial) -> None:
 
 
 @pytest.mark.worlds(EVEN)
-@pytest.mark.kills("StartsReplicasApart", "ForgetsUnsavedBuffers")
+@pytest.mark.kills("ForgetsUnsavedBuffers")
 def test_starts_all_replicas_from_the_model_it_is_given(trial: Trial) -> None:
     trial.holds(train(NORMALISED, layout=Layout.HYBRID, demands=OWN), *PARITY)

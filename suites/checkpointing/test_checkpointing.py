@@ -46,7 +46,7 @@ class GathersOfFreedUnits:
         HELD,
         1,
         id="held-reentrant",
-        kills=("GathersAgainAfterARecompute", "RecomputesBeforeTheGatherIsOver"),
+        kills="GathersAgainAfterARecompute",
     ),
     param(CHECKPOINTED, HOLDING, 1, id="holding", kills="GathersOnceMoreInBackward"),
     param(
@@ -54,7 +54,7 @@ class GathersOfFreedUnits:
         GROUPS,
         0,
         id="groups",
-        kills=("GathersWhatBackwardDoesWithout", "RecomputesBeforeTheGatherIsOver"),
+        kills="GathersWhatBackwardDoesWithout",
     ),
 )
 def test_freed_parameters_are_gathered_once_for_recompute_and_backward(
@@ -72,7 +72,7 @@ def test_freed_parameters_are_gathered_once_for_recompute_and_backward(
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.rows("T16", "T26")
-@pytest.mark.kills("CountsRecomputedGradientsTwice", "RecomputesBeforeTheGatherIsOver")
+@pytest.mark.kills("CountsRecomputedGradientsTwice")
 @parametrize(
     "problem, units",
     param(CHECKPOINTED, HELD, id="held"),

@@ -57,7 +57,7 @@ def test_leaves_small_gradients_alone(trial: Trial) -> None:
     trial.holds(_training(Layout.NATIVE, Clip(max_norm=PLENTY)), *PARITY)
 
 
-@pytest.mark.kills("ClipsByTheLastMicrobatch", "NeverClips")
+@pytest.mark.kills("NeverClips")
 def test_clips_what_all_microbatches_accumulated(trial: Trial) -> None:
     trial.holds(_training(Layout.NATIVE, Clip(max_norm=LIMITS[2.0]), microbatches=3), *PARITY)
 

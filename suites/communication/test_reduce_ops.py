@@ -30,7 +30,7 @@ def test_replicas_are_reduced_by_sums(trial: Trial) -> None:
 
 
 @pytest.mark.rows("C28")
-@pytest.mark.kills("AveragesOnTheWire", "AveragesReplicasOnTheWire")
+@pytest.mark.kills("AveragesOnTheWire")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 def test_shards_of_replicas_are_reduced_by_sums_twice(trial: Trial) -> None:
     trial.holds(

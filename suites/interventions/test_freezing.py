@@ -61,7 +61,7 @@ def test_sends_what_trains_of_a_unit_alone(trial: Trial) -> None:
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.kills("WaitsForEachReduction", "WaitsWhereItReduces")
+@pytest.mark.kills("WaitsWhereItReduces")
 @parametrize("problem", CHAIN, CHECKPOINTED_CHAIN)
 def test_reduces_while_backward_goes_on_around_what_is_frozen(trial: Trial, problem: Problem) -> None:
     script = Freezes(parts=(BLOCK,), steps=(1, 3), evaluates=True)

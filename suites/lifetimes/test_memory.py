@@ -45,7 +45,6 @@ of_four = pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 of_buffers = pytest.mark.kills("KeepsGatherOutputs")
 of_prefetches = pytest.mark.kills("PrefetchesEverything")
 of_a_pass = pytest.mark.kills("KeepsUnitsUntilBackwardEnds")
-of_reductions = pytest.mark.kills("PilesUpReduceInputs")
 
 
 @of_a_pass
@@ -99,7 +98,7 @@ def test_the_policy_says_what_forward_leaves_gathered(
     )
 
 
-@pytest.mark.kills("RemembersAUnit", "LeaksAfterBackward")
+@pytest.mark.kills("LeaksAfterBackward")
 @pytest.mark.worlds(SEVERAL)
 @parametrize(
     "plan",
@@ -216,15 +215,15 @@ def test_gradients_of_replicas_exist_twice_at_most(trial: Trial) -> None:
 @pytest.mark.worlds(TOGETHER)
 @parametrize(
     "plan, problem, optimizer, schedule",
-    param(FREED, CHAIN, SGD, ONE, id="shard", marks=of_reductions),
+    param(FREED, CHAIN, SGD, ONE, id="shard"),
     param(KEPT, CHAIN, ADAMW, ONE, id="kept-adamw"),
     param(PAIRS, CHAIN, SGD, ONE, id="pairs", marks=of_four),
     param(HYBRID, CHAIN, SGD, ONE, id="hybrid", marks=of_four),
     param(REPLICATED, CHAIN, SGD, ONE, id="replicate"),
     param(FREED, CHECKPOINTED_CHAIN, SGD, ONE, id="checkpointed"),
-    param(HELD_BACK, CHAIN, SGD, THREE, id="held-back", marks=of_reductions),
-    param(ON_HOST, CHAIN, ADAMW, ONE, id="host", marks=of_reductions),
-    param(FREED, CHAIN, SGD, IN_BACKWARD, id="optimizer-in-backward", marks=of_reductions),
+    param(HELD_BACK, CHAIN, SGD, THREE, id="held-back"),
+    param(ON_HOST, CHAIN, ADAMW, ONE, id="host"),
+    param(FREED, CHAIN, SGD, IN_BACKWARD, id="optimizer-in-backward"),
     param(EXPERTS, MIXTURE, SGD, ONE, id="experts", marks=of_four),
 )
 def test_no_step_leaves_more_than_the_one_before(

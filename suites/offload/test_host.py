@@ -35,7 +35,7 @@ def test_shards_leave_the_device(trial: Trial, offload: Offload) -> None:
 
 
 @pytest.mark.rows("T10", "R07")
-@pytest.mark.kills("OverwritesOffloadedGradients", "OffloadsLastBackwardsGradients")
+@pytest.mark.kills("OffloadsLastBackwardsGradients")
 def test_adds_microbatches_on_the_host(trial: Trial) -> None:
     trial.holds(train(MLP_UNEVEN, offload=Offload.CPU, microbatches=3, script=NotesForms()), *LAWS)
 

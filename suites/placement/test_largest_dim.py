@@ -19,7 +19,6 @@ from shardproof.suites.training import train
     "ReassemblesAlongTheFirstDim",
     "KeepsWholeOptimizerState",
     "ShowsStridedParameters",
-    "HandsOutStridedGradients",
 )
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.worlds(POWERS_OF_TWO)  # so that the ranks divide each largest dim

@@ -27,9 +27,7 @@ def _training(problem: Problem, reduce_dtype: torch.dtype | None = torch.float32
 
 
 @pytest.mark.rows("C08")
-@pytest.mark.kills(
-    "HalvesOneUnit", "ForgetsMicrobatchesInLowPrecision", "IgnoresTheComputeDtype", "SumsInsteadOfAveraging"
-)
+@pytest.mark.kills("HalvesOneUnit", "IgnoresTheComputeDtype", "SumsInsteadOfAveraging")
 @pytest.mark.worlds(SEVERAL)
 @parametrize("problem", MLP_UNEVEN, TRANSFORMER)
 def test_computes_in_bfloat16_and_reduces_in_float32(trial: Trial, problem: Problem) -> None:
@@ -42,7 +40,7 @@ def test_computes_in_bfloat16_and_reduces_in_float32(trial: Trial, problem: Prob
     )
 
 
-@pytest.mark.kills("IgnoresTheComputeDtype", "HalvesOneUnit", "ForgetsMicrobatchesInLowPrecision")
+@pytest.mark.kills("IgnoresTheComputeDtype", "HalvesOneUnit")
 @pytest.mark.worlds(SEVERAL)
 def test_gathers_and_reduces_in_the_compute_dtype_when_asked_for_nothing_else(trial: Trial) -> None:
     in_bfloat16 = Dtype(select=Select(phases=(Phase.FORWARD, Phase.BACKWARD)), dtype="bfloat16")

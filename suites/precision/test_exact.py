@@ -53,14 +53,14 @@ def test_reduces_in_float16_without_overflow(trial: Trial) -> None:
 
 
 @pytest.mark.rows("C08")
-@pytest.mark.kills("AccumulatesInBfloat16", "KeepsNoMasterWeights")
+@pytest.mark.kills("AccumulatesInBfloat16")
 @parametrize("offload", Offload.NONE, Offload.CPU, ids=["device", "host"])
 def test_accumulates_in_the_dtype_of_the_reduction(trial: Trial, offload: Offload) -> None:
     trial.holds(_training(EXACT_WIDE, offload=offload, **IN_FLOAT32), *PARITY)
 
 
 @pytest.mark.rows("C04")
-@pytest.mark.kills("RoundsWhereDtypesAreMixed", "AccumulatesInBfloat16")
+@pytest.mark.kills("AccumulatesInBfloat16")
 def test_reduces_fresh_and_accumulated_gradients_together(trial: Trial) -> None:
     unused = frozenset({Capability.UNUSED})
     trial.holds(_training(EXACT_LATE, units=(), demands=unused, **IN_FLOAT32), *PARITY)

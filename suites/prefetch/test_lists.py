@@ -69,7 +69,6 @@ JOINTLY = (
         kills=(
             "NeverPrefetches",
             "PrefetchesOneTooFar",
-            "PrefetchesAgainInRecomputation",
             "FreesUnitsTogether",
         ),
     ),
@@ -127,7 +126,7 @@ def test_lists_hold_inside_checkpoints(trial: Trial) -> None:
 
 
 @pytest.mark.rows("C17")
-@pytest.mark.kills("NeverPrefetches", "SplitsJointUnits")
+@pytest.mark.kills("NeverPrefetches")
 @pytest.mark.worlds(SEVERAL)
 def test_groups_of_several_modules_prefetch_like_one(trial: Trial) -> None:
     training = _training(CHAIN, Prefetch.by_distance(JOINT, backward=1), JOINT)

@@ -30,8 +30,8 @@ OVERLAPS_IN_BACKWARD = Overlaps(select=GATHERS_IN_BACKWARD, but_for=(ROOT, LAST)
 SCATTERS = Overlaps(select=REDUCE_SCATTERS, but_for=(FIRST, ROOT))
 # Across replicas the scattered result is reduced once more: a turn later, if the host waits for it.
 REDUCTIONS = Overlaps(select=ALL_REDUCES, but_for=(UNITS[1], FIRST, ROOT))
-of_waits = pytest.mark.kills("WaitsForEachGather", "WaitsWhereItGathers")
-of_lists = pytest.mark.kills("NeverPrefetches", "PrefetchesOneTooFew", "PrefetchesTheUnitAfterNext")
+of_waits = pytest.mark.kills("WaitsWhereItGathers")
+of_lists = pytest.mark.kills("NeverPrefetches", "PrefetchesTheUnitAfterNext")
 
 
 @of_waits
@@ -77,7 +77,7 @@ def test_no_more_than_the_next_unit_is_gathered_unasked(trial: Trial) -> None:
     trial.holds(_training(), ahead, *PARITY)
 
 
-@pytest.mark.kills("WaitsForEachReduction", "WaitsWhereItReduces", "ReducesInTheOrderOfForward")
+@pytest.mark.kills("WaitsWhereItReduces", "ReducesInTheOrderOfForward")
 @pytest.mark.rows("C13")
 @parametrize(
     "layout, laws",

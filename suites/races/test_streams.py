@@ -29,7 +29,6 @@ of_one_unit = pytest.mark.kills(
     "GathersDuringTheStep",
     "ReducesBeforeTheCut",
     "GathersWhileTheStepWrites",
-    "StepsWhileGradientsAreReduced",
     "ReadsGathersUnderWay",
     "TakesReductionsAsDone",
 )

@@ -18,7 +18,7 @@ TWO_GROUPS = ("token", "head")
 
 @pytest.mark.worlds(SEVERAL)  # with one rank, no row is the last rank's
 @pytest.mark.rows("T27")
-@pytest.mark.kills("UntiesSharedParameters", "LosesTheLastRowsOfSharedParameters", "SplitsTiedModules")
+@pytest.mark.kills("UntiesSharedParameters", "SplitsTiedModules")
 @parametrize("reshard", param(Reshard.AFTER_FORWARD, id="freed"), param(Reshard.KEEP, id="kept"))
 def test_every_row_of_a_tied_parameter_learns(trial: Trial, reshard: Reshard) -> None:
     trial.holds(train_sharded(TIED, ADAMW, units=ONE_GROUP, reshard=reshard), *LAWS)
@@ -33,7 +33,7 @@ def test_a_parameter_tied_within_the_root_learns_from_both_uses(trial: Trial, la
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.rows("T28")
-@pytest.mark.kills("UntiesSharedParameters", "LosesTheLastRowsOfSharedParameters")
+@pytest.mark.kills("UntiesSharedParameters")
 def test_a_parameter_tied_over_two_groups_is_refused_or_learns_from_both(trial: Trial) -> None:
     trial.holds(train_sharded(TIED, units=TWO_GROUPS), *LAWS, refusal=Refusal.ALLOWED)
 
