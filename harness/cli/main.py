@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code, see `exit_codes`."""
+    _open_closed_streams()
     arguments = parser().parse_args(argv)
     command: Subcommand = arguments.command
     if command.imports_users_code:
@@ -68,6 +69,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ShardproofError as error:
         print(f"shardproof: {error}", file=sys.stderr)
         return OUR_FAULT
+
+
+def _open_closed_streams() -> None:
+    """Let standard streams that the caller closed lead nowhere; else the first files that open take their numbers."""
+    for mode, name in zip("rww", ("stdin", "stdout", "stderr"), strict=True):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # the lowest free number
+            os.set_inheritable(nowhere, True)
+            setattr(sys, name, open(nowhere, mode))  # noqa: SIM115  # until the process ends
 
 
 if __name__ == "__main__":

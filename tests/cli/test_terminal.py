@@ -134,3 +134,12 @@ def test_a_reader_that_ends_early_gets_no_traceback() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(timeout=110) == 3
+
+
+def test_closed_streams_are_not_taken_by_files_of_the_run(tmp_path: Path) -> None:
+    """Python leaves the numbers of closed streams free, and the socket of the fork server took the first of them."""
+    script = 'exec "$0" "$@" <&- >&-'
+    words = [*_arguments(tmp_path / "run"), "--json"]
+    command = ["sh", "-c", script, sys.executable, "-m", "shardproof", *words]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=110, check=False)
+    assert (done.returncode, done.stderr.strip()) == (1, "")
