@@ -31,7 +31,7 @@ class Breadth(Enum):
     """Which pairs of mutant and case are run."""
 
     MARKED = "marked"  # each case runs on the mutants that its marks name
-    ONCE = "once"  # each mutant runs on the first case whose marks name it; other cases do not run
+    ONCE = "once"  # each mutant runs on the cheapest case whose marks name it; other cases do not run
     ALL = "all"  # each case runs on every mutant, and must kill those that its marks name
 
 

@@ -122,7 +122,7 @@ class MutationPlugin:
             check_names(cases, self._run.engines)
             by_case = [self._pairs_of(case) for case in cases]
             if self._run.breadth is Breadth.ONCE:
-                by_case = [*_first_cases(by_case)]
+                by_case = [*_cheapest_cases(by_case, self._run.worlds)]
             wanted = self._wanted(by_case, items)
         except UsageError as error:
             refuse(config, items, error)
@@ -191,14 +191,25 @@ class MutationPlugin:
         return found
 
 
-def _first_cases(by_case: Sequence[_CasePairs]) -> Iterator[_CasePairs]:
-    """Keep the first case of each mutant, and only cases with a pair."""
-    seen: set[str] = set()
+def _cheapest_cases(by_case: Sequence[_CasePairs], worlds: Sequence[str]) -> Iterator[_CasePairs]:
+    """Keep one pair of each mutant, and only cases with a pair.
+
+    The first worlds are the cheapest; of their cases the one that names most mutants, which then share its oracle.
+    """
+
+    def cost(of_case: _CasePairs, pair: Pair) -> tuple[int, int]:
+        place = worlds.index(pair.world) if pair.world in worlds else len(worlds)
+        return place, -len(of_case.pairs)
+
+    ordered = sorted(
+        ((cost(of_case, pair), pair) for of_case in by_case for pair in of_case.pairs),
+        key=lambda found: found[0],
+    )
+    chosen = {pair.mutant: pair for _, pair in reversed(ordered)}
     for of_case in by_case:
-        new = tuple(pair for pair in of_case.pairs if pair.mutant not in seen)
-        seen |= {pair.mutant for pair in new}
-        if new or of_case.elsewhere:
-            yield replace(of_case, pairs=new)
+        kept = tuple(pair for pair in of_case.pairs if chosen[pair.mutant] is pair)
+        if kept or of_case.elsewhere:
+            yield replace(of_case, pairs=kept)
 
 
 def _marks_of_parameters(definition: pytest.Item) -> list[PytestMark]:

@@ -32,7 +32,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     breadth = parser.add_mutually_exclusive_group()
     for flag, chosen, text in (
         ("--full", Breadth.ALL, "every mutant on every case, not only on those that name it"),
-        ("--quick", Breadth.ONCE, "every mutant on one case, the first that names it"),
+        ("--quick", Breadth.ONCE, "every mutant on one case, the cheapest that names it"),
     ):
         breadth.add_argument(flag, dest="breadth", action="store_const", const=chosen, help=text)
 
