@@ -68,6 +68,7 @@ class Capability(Enum):
     CHECKPOINTS = "writes checkpoints in its own format, and reads them on the same number of ranks"
     RESIZED_CHECKPOINTS = "reads its own checkpoints on another number of ranks"
     PARAMETER_SHAPES = "passes the optimizer parameters with as many dims as the model's"
+    SEVERAL_OPTIMIZERS = "lets several optimizers update parts of the model"
     OWN_BUFFERS = "keeps on each rank the buffers of its own forwards"
     # The caller controls one unit.
     UNIT_STATE = "reports and changes whether a unit is gathered"

@@ -33,6 +33,7 @@ _OF_ANY_CALL = frozenset(
         Capability.RANK_DEPENDENT,
         Capability.RANK_DEPENDENT_UNITS,
         Capability.SPARSE_GRADIENTS,
+        Capability.SEVERAL_OPTIMIZERS,
         Capability.STATE,
         Capability.UNUSED,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from shardproof.harness.records.proof import is_proof, unproven
 from shardproof.harness.records.record import LeftOut, Record, Verdict, VisibleError
@@ -52,9 +52,9 @@ def _block(run: Run, engine: str, world: str, records: Sequence[Record]) -> str:
     lines += _wrapping(records)
     lines += _proven(passed)
     lines += _precision(passed)
-    lines += [_line("not declared", text) for text in _undeclared(records)]
+    lines += _undeclared(records)
     lines += [_line("not run", "; ".join(map(_promise, not_run)))] if not_run else []
-    lines += [_line("left out", f"{_promise(out)}: {one_line(out.why)}") for out in left_out]
+    lines += _alike(("left out", _promise(out), one_line(out.why)) for out in left_out)
     lines += [_line("not proven", "; ".join((*_unreached(passed), *_beyond(run, world))))]
     lines += _failures(broken)
     # Not wrapped, so that it can be copied.
@@ -63,13 +63,17 @@ def _block(run: Run, engine: str, world: str, records: Sequence[Record]) -> str:
 
 
 def _failures(broken: Sequence[Record]) -> Iterator[str]:
-    """Yield each cause once, with the promises that it breaks."""
-    alike: dict[tuple[str, str], list[str]] = {}
-    for record in broken:
-        cause = (str(record.verdict), one_line(record.headline, limit=400))
-        alike.setdefault(cause, []).append(_promise(record))
-    for (verdict, headline), promises in alike.items():
-        yield _line(verdict, f"{'; '.join(promises)}: {headline}")
+    """Return each cause once, with the promises that it breaks."""
+    return _alike((str(r.verdict), _promise(r), one_line(r.headline, limit=400)) for r in broken)
+
+
+def _alike(found: Iterable[tuple[str, str, str]]) -> Iterator[str]:
+    """Yield a line for each word and cause, with all promises that share them."""
+    promises: dict[tuple[str, str], list[str]] = {}
+    for word, promise, cause in found:
+        promises.setdefault((word, cause), []).append(promise)
+    for (word, cause), those in promises.items():
+        yield _line(word, f"{'; '.join(those)}: {cause}")
 
 
 def _wrapping(records: Sequence[Record]) -> Iterator[str]:
@@ -107,13 +111,9 @@ def _promise(case: Record | LeftOut) -> str:
 
 
 def _undeclared(records: Sequence[Record]) -> Iterator[str]:
-    """Yield the capabilities that the engine does not declare, with the promises that need them."""
-    promises: dict[str, list[str]] = {}
-    for record in records:
-        if record.verdict is Verdict.UNSUPPORTED:
-            promises.setdefault(one_line(record.headline.partition(";")[0]), []).append(_promise(record))
-    for needs, which in promises.items():
-        yield f"{'; '.join(which)}: {needs}"
+    """Return the capabilities that the engine does not declare, with the promises that need them."""
+    refused = [record for record in records if record.verdict is Verdict.UNSUPPORTED]
+    return _alike(("not declared", _promise(r), one_line(r.headline.partition(";")[0])) for r in refused)
 
 
 def _precision(passed: Sequence[Record]) -> list[str]:

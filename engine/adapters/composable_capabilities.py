@@ -47,6 +47,7 @@ COMPOSABLE_CAPABILITIES = frozenset(
         Capability.STATE,
         Capability.SHARED_STATE,
         Capability.PARAMETER_SHAPES,
+        Capability.SEVERAL_OPTIMIZERS,
         Capability.OWN_BUFFERS,
         Capability.UNIT_STATE,
         Capability.UNIT_SYNC,

@@ -58,6 +58,7 @@ class DistributedDataParallelEngine(Engine):
             Capability.LOSS_SCALE,
             Capability.COMPARES_RANKS,
             Capability.PARAMETER_SHAPES,
+            Capability.SEVERAL_OPTIMIZERS,
             Capability.DATA_PARALLEL,
             *_OF_NEWER_RELEASES,
         }

@@ -85,6 +85,7 @@ class ZeroRedundancyEngine(DistributedDataParallelEngine):
     name = "torch.zero1"
     # It accepts parameters of one dtype only, and a model with complex parameters has others too.
     capabilities = DistributedDataParallelEngine.capabilities - {
+        Capability.SEVERAL_OPTIMIZERS,
         Capability.COMPLEX,
         Capability.PIPELINE,
         Capability.REPLICATE,

@@ -27,9 +27,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardproof.engine.capability import Capability
+from shardproof.engine.capability import Capability, UnsupportedError
 from shardproof.engine.import_by_name import load
 from shardproof.harness.cases.batch import Batch, ModelBatch, microbatch_seed
+from shardproof.harness.cases.own_step import SeveralOptimizers
 from shardproof.harness.cases.sync_batch_norm import with_sync_batch_norm
 from shardproof.harness.cases.training import NamedOptimizer
 from shardproof.harness.torch_compat.dispatch import drawing_apart
@@ -91,6 +92,7 @@ class UserModel:
 
     ``units`` are the names that the user's patterns match, and ``idle`` the parameters that the loss never reaches. A
     case does not require that its training moves the ``still`` parameters; it compares them like all others.
+    ``has_step``: its class has ``step()`` in place of ``loss()``.
     ``demands`` are the capabilities that the model needs of every engine, such as parameters without a gradient.
     ``is_widened``: the model runs in float64, and neither it nor its optimizer asks for fewer bits than float32.
     ``outline`` lists the model's tensors for callers that need no values: the judging process never runs users' code.
@@ -105,6 +107,7 @@ class UserModel:
     still: tuple[str, ...] = ()
     demands: frozenset[Capability] = frozenset()
     facts: ModelFacts = field(default=ModelFacts(), compare=False)
+    has_step: bool = False
     is_exact: bool = False
     is_widened: bool = True
     parallelize: None = None
@@ -115,6 +118,11 @@ class UserModel:
     def is_narrow(self) -> bool:
         """Whether some parameter has fewer bits than float32."""
         return any(not t.is_buffer and t.dtype in {"bfloat16", "float16"} for t in self.outline)
+
+    @property
+    def unsplit(self) -> str:
+        """Why a case does not apply that asks for something between forward, backward and update."""
+        return "its step() does forward, backward and update itself" if self.has_step else ""
 
     @property
     def default_optimizer(self) -> Literal["AdamW", "SGD"]:
@@ -162,6 +170,11 @@ class UserModel:
         loss: torch.Tensor = definition(self.spec).loss(output, given)
         return loss
 
+    # Any: what a user's step takes and returns.
+    def own_step(self, model: Any, batch: Any, *optimizers: Any) -> Any:
+        """Run the user's step, which returns its losses."""
+        return definition(self.spec).step(model, batch, *optimizers)
+
 
 def still_parameters(problem: object) -> frozenset[str]:
     """Return the parameters that training need not move; only users' models have any."""
@@ -176,6 +189,11 @@ def written_by_forward(problem: object) -> frozenset[str]:
 def is_communicating(problem: object) -> bool:
     """Return whether a user's model or loss communicates, so that its reference needs all ranks at once."""
     return isinstance(problem, UserModel) and bool(problem.facts.communicates)
+
+
+def is_stepping(problem: object) -> bool:
+    """Return whether a user's model has a training step of its own; see [Note: own steps]."""
+    return isinstance(problem, UserModel) and problem.has_step
 
 
 def needs_of(problem: object) -> frozenset[Capability]:
@@ -211,15 +229,29 @@ def _place(module: nn.Module, path: list[str], tensor: torch.Tensor) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserOptimizer:
-    """The optimizer that a user's model defines; ``digest`` as in `UserModel`."""
+    """The optimizer that a user's model defines; ``digest`` as in `UserModel`.
+
+    ``names`` are those of all parameters, in order, if the model defines ``optimizers(model)``.
+    """
 
     spec: str
     digest: str
     name: str = "own"
+    names: tuple[str, ...] = ()
 
     def __call__(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = definition(self.spec).optimizer(params)
-        return optimizer
+        defined, given = definition(self.spec), list(params)
+        if not self.names:
+            optimizer: torch.optim.Optimizer = defined.optimizer(given)
+            return optimizer
+        if len(given) != len(
+            self.names
+        ):  # pieces of others, in which parts of the model cannot be told apart
+            raise UnsupportedError((Capability.SEVERAL_OPTIMIZERS,))
+        model = nn.Module()
+        for name, parameter in zip(self.names, given, strict=True):
+            _place(model, name.split("."), parameter)
+        return SeveralOptimizers(defined.optimizers(model))
 
 
 class StepSchedules:

@@ -14,7 +14,7 @@ import torch
 
 from shardproof.harness.cases.draws import drawing_in
 from shardproof.harness.cases.training import Training
-from shardproof.harness.cases.user_model import written_by_forward
+from shardproof.harness.cases.user_model import is_stepping, written_by_forward
 from shardproof.harness.oracle.absolute_error import largest_deviation
 from shardproof.harness.oracle.oracle_actor import Batches, OracleModels, parameters_apart, pieces_of_step
 from shardproof.harness.oracle.oracle_noise import noise_of, scales_of
@@ -64,8 +64,11 @@ def run_oracle(
         exact = replace(exact, still=still_elements(training, exact))
         found = noise_of(training, world_size, exact, batches)
         noise = found.noise
-        first = _first_step(training, world_size) if _rounds_coarsely(training, exact, noise) else None
-        steps = _with_lagging(training, exact, keep, batches) if explains else exact.steps
+        has_pieces = not is_stepping(training.problem)  # otherwise a step is whole
+        is_coarse = has_pieces and _rounds_coarsely(training, exact, noise)
+        first = _first_step(training, world_size) if is_coarse else None
+        has_lagging = explains and has_pieces
+        steps = _with_lagging(training, exact, keep, batches) if has_lagging else exact.steps
     is_power_of_two = world_size & (world_size - 1) == 0
     quiet = {p.name for p, deviates_by in noise.items() if p.quantity is Quantity.BUFFER and not deviates_by}
     return replace(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from shardproof.harness.cases.training import LoopOrder, Training
-from shardproof.harness.cases.user_model import StepSchedules, written_by_forward
+from shardproof.harness.cases.user_model import StepSchedules, is_stepping, written_by_forward
 from shardproof.harness.oracle.oracle_actor import (
     Batches,
     OracleModels,
@@ -30,6 +31,7 @@ from shardproof.harness.oracle.oracle_observation import (
     Quantity,
     Tensors,
 )
+from shardproof.harness.oracle.own_steps import train_by_own_steps
 from shardproof.harness.oracle.piece_sizes import sizes_of
 from shardproof.harness.oracle.reduction_orders import Summation
 from shardproof.harness.oracle.rounding import rounding_anew
@@ -69,6 +71,11 @@ def train(
 
     The observation contains what ``show`` returns for each tensor, and no noise.
     """
+    if is_stepping(training.problem):
+        made, rounding = batches or Batches(training.problem), _rounding(training, summation)
+        return train_by_own_steps(
+            training, world_size, summation, show, made, partial(_both, drawing, rounding)
+        )
     trained = _Trained(training, summation, drawing)
     if training.before is not None and training.origin is not None:
         trained.train_before(training.before, training.origin.ranks.of(world_size), batches)
@@ -114,8 +121,7 @@ class _Trained:
         self._schedules = StepSchedules(training.optimizer)
         self._optimizer = self._schedules.factory(list(self.model.parameters()))
         self._summation, self._drawing = summation, drawing
-        is_disturbed = summation.seed is not None and not training.problem.is_widened
-        self._disturbing = rounding_anew(summation.seed or 0) if is_disturbed else nullcontext()
+        self._disturbing = _rounding(training, summation)
 
     def train_before(self, before: Training, num_ranks: int, batches: Batches | None) -> None:
         """Take the steps of the previous world; a fresh model that loads their state has no gradients."""
@@ -172,13 +178,7 @@ class _Trained:
         )
 
     def _pieces(self, training: Training, models: OracleModels, step: int) -> tuple[torch.Tensor, Pieces]:
-        return pieces_of_step(training, models, step, self._inside)
-
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
-        """Draw and round on the calling thread as this run does."""
-        with self._drawing(), self._disturbing:
-            yield
+        return pieces_of_step(training, models, step, partial(_both, self._drawing, self._disturbing))
 
     def _reduce(self, training: Training, contributions: Pieces) -> None:
         for name, pieces in contributions.items():
@@ -200,6 +200,18 @@ class _Trained:
             if isinstance(value, torch.Tensor)
         }
         return dense_tensors(found)
+
+
+def _rounding(training: Training, summation: Summation) -> AbstractContextManager[object]:
+    is_disturbed = summation.seed is not None and not training.problem.is_widened
+    return rounding_anew(summation.seed or 0) if is_disturbed else nullcontext()
+
+
+@contextmanager
+def _both(drawing: Inside, rounding: AbstractContextManager[object]) -> Iterator[None]:
+    """Draw and round on the calling thread as a run does."""
+    with drawing(), rounding:
+        yield
 
 
 def _kept_nowhere(

@@ -24,6 +24,7 @@ _TRAITS = {
         "the optimizer looks at whole parameters",
         "use one that updates each element by itself",
     ),
+    "SEVERAL_OPTIMIZERS": ("it has several optimizers", "use one, with groups of parameters"),
     "SPARSE_GRADIENTS": ("some gradients are sparse", "build the embedding with sparse=False"),
 }
 

@@ -26,6 +26,7 @@ from shardproof.harness.cases.training import Training, loss_weight
 from shardproof.harness.records.observation import Fact
 from shardproof.harness.torch_compat.tensor_bytes import bytes_of
 from shardproof.harness.tracing.ledger import Phase
+from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.training.loss_scale import overflowing
 from shardproof.harness.training.reads import read_shards
 from shardproof.harness.training.watches import Watches
@@ -74,6 +75,15 @@ class EngineActor(Actor):
         self._data_rank = training.plan.data_rank(context.rank, context.size)
         self._seeds = Seeds(step=step, rank=self._data_rank)
 
+    @property
+    def recorder(self) -> Recorder:
+        """The ledger of this rank."""
+        return self._context.recorder
+
+    def seed(self, microbatch: int) -> None:
+        """Seed the random numbers of the next call."""
+        self._seeds.begin(microbatch, self._context.device.type)
+
     def batch(self, microbatch: int) -> Batch:
         """Make the data once, hash it, and put it where the rank computes."""
         if microbatch not in self._batches:
@@ -89,7 +99,7 @@ class EngineActor(Actor):
 
     # Any: a model's inputs and outputs are of any type.
     def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
-        self._seeds.begin(microbatch, self._context.device.type)
+        self.seed(microbatch)
         self._announce(microbatch)
         self.is_at_rest = False
         with self._during(Phase.FORWARD, microbatch):
@@ -106,7 +116,7 @@ class EngineActor(Actor):
     # Any: as above.
     def _loss(self, microbatch: int, output: Any, target: torch.Tensor | None = None) -> torch.Tensor:
         batch = self.batch(microbatch)
-        self._seeds.begin(microbatch, self._context.device.type)
+        self.seed(microbatch)
         with self._during(Phase.FORWARD, microbatch):
             rows = batch if target is None else Rows(inputs=(), target=target)
             return self._training.problem.loss_sum(output, rows) * self.weight

@@ -33,7 +33,7 @@ from shardproof.harness.cases.training import (
     StateForm,
     Training,
 )
-from shardproof.harness.cases.user_model import StepSchedules, written_by_forward
+from shardproof.harness.cases.user_model import StepSchedules, UserModel, is_stepping, written_by_forward
 from shardproof.harness.records.observation import (
     Fact,
     Observation,
@@ -53,6 +53,7 @@ from shardproof.harness.training.handover import (
 )
 from shardproof.harness.training.layout_memory import Form, explained
 from shardproof.harness.training.loss_scale import ScaledSteps
+from shardproof.harness.training.rank_step import OwnStep
 from shardproof.harness.training.reads import calling, read_declared, read_gradients, read_norm, read_shards
 from shardproof.harness.training.watches import Watches
 from shardproof.harness.training.whole_state import changed, copied, difference_of_state, tensors_of
@@ -297,6 +298,8 @@ class _Loop:
 
     def step(self, step: int, *, is_read: bool) -> StepObservation:
         """Play the script, read gradients, update, read parameters."""
+        if is_stepping(self._training.problem):
+            return self._own_step(step, is_read=is_read)
         prepared, recorder, schedule = self.prepared, self._context.recorder, self._training.schedule
         facts, self._facts = self._facts, ()
         scaled, is_skipped = self._scaled, schedule.is_skipped(step)
@@ -348,6 +351,33 @@ class _Loop:
             norm=None if is_skipped else norm,
             facts=(*facts, *actor.tape.facts),
             snapshots=actor.tape.snapshots,
+        )
+
+    def _own_step(self, step: int, *, is_read: bool) -> StepObservation:
+        """Run the user's own step, and read parameters."""
+        problem, facts = self._training.problem, self._facts
+        self._facts = ()
+        assert isinstance(problem, UserModel)
+        actor = EngineActor(self.prepared, self._training, self._context, step, self._inputs, self._watches)
+        own = OwnStep(self.prepared, problem, actor)
+        self._meet(step)
+        with self._context.recorder.during(Phase.BETWEEN, step=step):
+            own.play()
+        self.schedules.step()
+        if self._lifetimes is not None:
+            self._lifetimes.end_step()
+        is_over = step == self._training.schedule.steps - 1
+        with self.reading(step):
+            parameters = self.kept(self.read_parameters()) if is_read or is_over else {}
+        facts, self._facts = (*facts, *self._facts, *actor.tape.facts), ()
+        gradients = self.kept(own.gradients) if is_read else {}
+        return StepObservation(
+            losses=tuple(actor.tape.losses),
+            gradients=gradients,
+            parameters=parameters,
+            norm=None,
+            facts=facts,
+            snapshots={},
         )
 
     def _count(self, actor: EngineActor, moment: CensusTime) -> None:

@@ -35,11 +35,13 @@ def test_trains_as_one_process_does(trial: Trial, own: Own) -> None:
 
 @pytest.mark.kills("KeepsOnlyTheLastMicrobatch", "DoublesGradientsEveryMicrobatch")
 def test_accumulates_microbatches(trial: Trial, own: Own) -> None:
+    trial.applies(unless=own[0].unsplit)
     trial.holds(_training(own, Plan(), microbatches=3), *LAWS)
 
 
 @pytest.mark.kills("KeepsOnlyTheLastMicrobatch")
 def test_accumulates_until_the_last_microbatch(trial: Trial, own: Own) -> None:
+    trial.applies(unless=own[0].unsplit)
     plan = Plan(accumulation=Accumulation.LAST_MICROBATCH)
     trial.holds(_training(own, plan, microbatches=3), *LAWS)
 
@@ -92,6 +94,7 @@ def test_reduces_each_gradient_of_replicas_once(trial: Trial, own: Own) -> None:
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("KeepsWhatItWasAskedToFree")
 def test_frees_shards_after_forward(trial: Trial, own: Own) -> None:
+    trial.applies(unless=own[0].unsplit)
     training = _training(own, Plan(layout=Layout.SHARD, reshard=Reshard.AFTER_FORWARD))
     # Without units all parameters are the root's, which engines may keep.
     at_least = 1 if own[0].units else 0
@@ -102,6 +105,7 @@ def test_frees_shards_after_forward(trial: Trial, own: Own) -> None:
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("FreesWhatItWasAskedToKeep")
 def test_keeps_gathered_until_backward(trial: Trial, own: Own) -> None:
+    trial.applies(unless=own[0].unsplit)
     training = _training(own, Plan(layout=Layout.SHARD, reshard=Reshard.KEEP))
     trial.holds(training, *LAWS, HoldsItsShare(), Nothing(select=GATHERS_IN_BACKWARD))
 
@@ -120,7 +124,7 @@ def test_shards_two_replicas(trial: Trial, own: Own) -> None:
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("NeverClips", "ReturnsNoNorm")
 def test_clips_by_the_norm_of_the_whole(trial: Trial, own: Own) -> None:
-    trial.applies(unless=own[0].facts.unclipped)
+    trial.applies(unless=own[0].unsplit or own[0].facts.unclipped)
     plan = Plan(demands=frozenset({Capability.CLIP}))
     trial.holds(_training(own, plan, clip=Clip(max_norm=0.1)), *LAWS)
 
@@ -136,6 +140,7 @@ def test_scales_losses_and_unscales_gradients(trial: Trial, own: Own) -> None:
 
 @pytest.mark.kills("LosesOptimizerState", "LoadsNoParameters")
 def test_resumes_from_its_state(trial: Trial, own: Own) -> None:
+    trial.applies(unless=own[0].unsplit)
     plan = Plan(units=own[0].units, demands=own[0].demands | {Capability.STATE})
     training = _training(own, plan)
     trial.holds(replace(training, resume=Resume(after_steps=1, plan=training.plan)), *LAWS)
@@ -144,6 +149,7 @@ def test_resumes_from_its_state(trial: Trial, own: Own) -> None:
 @pytest.mark.worlds(AFTER_MORE)
 @pytest.mark.kills("LosesStateInAnotherWorld", "AlignsStateForTheWorldBefore")
 def test_starts_from_what_other_ranks_saved(trial: Trial, own: Own) -> None:
+    trial.applies(unless=own[0].unsplit)
     few_bits = "a step of parameters of so few bits differs by more than what is not loaded"
     trial.applies(unless=few_bits if own[0].is_narrow else "")
     plan = Plan(demands=frozenset({Capability.STATE}))

@@ -38,10 +38,14 @@ def _lines(model: UserModel, optimizer: UserOptimizer | None) -> Iterator[tuple[
     yield "model", f"{_number(sum(sizes), 'element')} in {parameters}, which communicate as {units}"
     dtypes = "float64" if model.is_widened else "the model's own dtypes, with the noise of their rounding"
     communicates = model.facts.communicates
-    yield "reference", f"{'all ranks at once' if communicates else 'one process'}, in {dtypes}"
+    is_together = communicates or model.has_step
+    yield "reference", f"{'all ranks at once' if is_together else 'one process'}, in {dtypes}"
+    if model.has_step:
+        yield "loop", "step() of the model"
     if communicates:
         yield "communicates", f"{communicates}; what the model sends itself is not counted as the engine's"
-    yield "optimizer", "optimizer() of the model" if optimizer else f"{model.default_optimizer}, the default"
+    own = "optimizers()" if optimizer and optimizer.names else "optimizer()"
+    yield "optimizer", f"{own} of the model" if optimizer else f"{model.default_optimizer}, the default"
     still = [name for name in model.idle if name not in model.facts.frozen]
     if model.facts.frozen:
         yield "frozen", _some(model.facts.frozen)

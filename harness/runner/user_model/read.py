@@ -25,15 +25,20 @@ from shardproof.harness.cases.user_model import UserModel, UserOptimizer, defini
 from shardproof.harness.errors import ModelError, UsageError
 from shardproof.harness.runner.user_model.model_summary import model_lines
 from shardproof.harness.runner.user_model.own_communication import own_communication
+from shardproof.harness.runner.user_model.step_study import study_step
 from shardproof.harness.runner.user_model.study import ModelStudy, called, study
 from shardproof.harness.tracing.codec import UNREADABLE, decode, encode
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 from shardproof.harness.worlds.threads.together import together
 
 _LONGEST_ANSWER = 2**24
-_METHODS = ("build", "batch", "loss")
+_METHODS = ("build", "batch")
+_TRAINING = ("loss", "step")  # one of them
 _CALLED, _PLAIN = "called", "plain"
-_READ = {_CALLED: (*_METHODS, "optimizer", "scheduler"), _PLAIN: ("units", "float64")}
+_READ = {
+    _CALLED: (*_METHODS, *_TRAINING, "optimizer", "optimizers", "scheduler"),
+    _PLAIN: ("units", "float64"),
+}
 _NEARLY = 0.85  # as near as "unit" and "optimiser" are
 _SIZES = (3, 3, 4)  # steps, microbatches and ranks whose batches are compared
 _HINT = "see `shardproof check --help` for what a model defines"
@@ -56,7 +61,7 @@ def read_model(spec: str, *, limit_s: float) -> tuple[UserModel, UserOptimizer |
         raise _refusal(spec, f"an answer that cannot be read: {error!r}") from error
     _pass_s[spec] = study.pass_s
     model = replace(study.model, spec=spec)
-    return model, UserOptimizer(spec=spec, digest=model.digest) if study.has_optimizer else None
+    return model, replace(study.optimizer, spec=spec) if study.optimizer else None
 
 
 _pass_s: dict[str, float] = {}  # not part of a model: an equal one may take longer
@@ -103,20 +108,28 @@ def _answer(spec: str) -> bytes:
 def facts_of(spec: str) -> ModelStudy:
     """Study the model in this process, where the model's code runs; `read_model` calls this in another process."""
     defined = called("making it", lambda: definition(spec))
+    has_loss, has_step = (callable(getattr(defined, name, None)) for name in _TRAINING)
     missing = [name for name in _METHODS if not callable(getattr(defined, name, None))]
+    missing += [] if has_loss or has_step else ["loss"]
     if missing:
         raise ValueError(f"{spec.rpartition(':')[2]} without {', '.join(f'{name}()' for name in missing)}")
     source = inspect.getsourcefile(inspect.getmodule(defined.build) or type(defined))
     digest = hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else ""
     _check_names(type(defined))
-    problem = UserModel(spec=spec, name=spec.rpartition(":")[2], digest=digest, units=())
-    has_optimizer = callable(getattr(defined, "optimizer", None))
+    if has_loss and has_step:
+        raise ValueError("loss() and step(): a step computes its losses itself; leave one of them out")
+    problem = UserModel(spec=spec, name=spec.rpartition(":")[2], digest=digest, units=(), has_step=has_step)
+    has_several = callable(getattr(defined, "optimizers", None))
+    has_optimizer = has_several or callable(getattr(defined, "optimizer", None))
     if hasattr(defined, "scheduler") and not has_optimizer:
         raise ValueError("scheduler() without optimizer(), whose steps it follows")
     model = _built_alike(problem)
     units = matching_units(model, _patterns(defined))
     _check_batches(problem)
-    optimizer = UserOptimizer(spec=spec, digest=digest) if has_optimizer else None
+    names = tuple(name for name, _ in model.named_parameters()) if has_several else ()
+    optimizer = UserOptimizer(spec=spec, digest=digest, names=names) if has_optimizer else None
+    if has_step:
+        return study_step(problem, units, outline_of(model), optimizer)
     communicates = own_communication(problem)
 
     def of_rank(rank: int = 0) -> ModelStudy:

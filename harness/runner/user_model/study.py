@@ -61,10 +61,10 @@ Gradients = Mapping[str, torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStudy:
-    """A user's model, whether it has an optimizer of its own, and the seconds that one forward and backward take."""
+    """A user's model, its own optimizer if it has one, and the seconds that one forward and backward take."""
 
     model: UserModel
-    has_optimizer: bool
+    optimizer: UserOptimizer | None
     pass_s: float
 
 
@@ -100,7 +100,7 @@ def study(
     if demands and called("the model's forward", lambda: calls_differ(problem, units)):
         demands.append(Capability.RANK_DEPENDENT_UNITS)
     demands += [Capability.OWN_BUFFERS] if changes_buffers else []
-    demands += [Capability.PARAMETER_SHAPES] if optimizer and _needs_shapes(problem, optimizer) else []
+    demands += [] if optimizer is None else demands_of(optimizer, _with_gradients(problem))
     facts, pass_s = called("a training step", lambda: _facts(problem, units, found))
     demands += [Capability.SPARSE_GRADIENTS] if facts.sparse else []
     model = replace(
@@ -112,7 +112,7 @@ def study(
         demands=frozenset(demands),
         facts=replace(facts, written=written, communicates=communicates),
     )
-    return ModelStudy(model=model, has_optimizer=optimizer is not None, pass_s=pass_s)
+    return ModelStudy(model=model, optimizer=optimizer, pass_s=pass_s)
 
 
 # Any, here and below: the user's code takes and returns what it likes.
@@ -325,7 +325,7 @@ def _noticing_inductor() -> Iterator[list[str]]:
         yield seen
 
 
-def _evaluating(model: nn.Module) -> Iterator[str]:
+def evaluating_modules(model: nn.Module) -> Iterator[str]:
     """Name the modules in evaluation mode that are not below another such, the whole model as ""."""
     found = list[str]()
     for name, module in model.named_modules():
@@ -350,13 +350,24 @@ def _demands(unused: list[frozenset[str]]) -> list[Capability]:
     return demands + ([Capability.RANK_DEPENDENT] if len(set(unused)) > 1 else [])
 
 
-def _needs_shapes(problem: UserModel, optimizer: UserOptimizer) -> bool:
+def _with_gradients(problem: UserModel) -> nn.Module:
+    model = problem.build()
+    _gradients(problem, model, step=0, rank=0)
+    return model
+
+
+def demands_of(optimizer: UserOptimizer, model: nn.Module) -> list[Capability]:
+    """List the capabilities that an engine needs for an optimizer of this model, which has gradients."""
+    if optimizer.names:
+        return [Capability.SEVERAL_OPTIMIZERS]
+    return [Capability.PARAMETER_SHAPES] if _needs_shapes(model, optimizer) else []
+
+
+def _needs_shapes(model: nn.Module, optimizer: UserOptimizer) -> bool:
     """Return whether the optimizer updates flat pieces of the model's parameters unlike the parameters themselves.
 
     Muon takes matrices alone, Adafactor averages over rows and columns, and LAMB divides by the norm of the whole.
     """
-    model = problem.build()
-    _gradients(problem, model, step=0, rank=0)
     if any(_is_sparse(parameter.grad) for parameter in model.parameters()):
         return True  # a part of one has no form of its own
     whole = list(model.parameters())
@@ -410,7 +421,7 @@ def _facts(
         frozen=tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
         seldom=tuple(sorted({name for sizes in found for name, size in sizes.items() if size is None})),
         slow=slow,
-        evaluating=tuple(_evaluating(model)),
+        evaluating=tuple(evaluating_modules(model)),
         outside=tuple(watch.outside),
         uncounted="some gradients are sparse" if sparse else _uncounted(model, units, watch.calls),
         unevaluated=_unevaluated(problem, model, batch),  # before parameters become bfloat16

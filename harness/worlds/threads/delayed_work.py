@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from shardproof.harness.torch_compat.dispatch import copy_all, raw_access
+from shardproof.harness.torch_compat.dispatch import copy_all, hide_from_dynamo, raw_access
 from shardproof.harness.tracing.collectives.call import Call
 from shardproof.harness.worlds.threads.buffer_guard import BufferGuard, is_freed
 from shardproof.harness.worlds.threads.rendezvous import PendingOp, PostedReceive
@@ -138,6 +138,10 @@ class DelayedWork(dist.Work):
 
     def _source_rank(self) -> int:
         return self.source_rank()
+
+
+# A step of the user's that torch compiles reaches it through C++: its checks of memory cannot be traced.
+hide_from_dynamo(DelayedWork.wait)
 
 
 def _deliver(awaited: PendingOp, call: Call) -> None:
