@@ -6,6 +6,7 @@ code elsewhere: the CPU, which is always present, and CUDA, which has torch's tr
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,13 +15,17 @@ import torch.distributed as dist
 from shardproof.harness.errors import UsageError
 
 __all__ = [
+    "await_moment",
     "backends_for",
     "device_of_rank",
     "is_here",
     "make_current",
+    "moment_of",
     "num_devices",
+    "own_stream",
     "require_device",
     "seed_device",
+    "used_here",
 ]
 
 
@@ -85,6 +90,31 @@ def make_current(device: torch.device) -> None:
     """Make an accelerator the process's current one."""
     if device.type != "cpu":
         _module(device.type).set_device(device)
+
+
+def own_stream(device: torch.device) -> None:
+    """Select a device and a new stream of it on the calling thread: all threads share a device's default stream."""
+    if device.type != "cpu":
+        make_current(device)
+        torch.accelerator.set_stream(torch.Stream(device))
+
+
+def moment_of(device: torch.device) -> torch.Event | None:
+    """Return an event after all work that the calling thread has issued to its current stream; None on a CPU."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
+
+
+def await_moment(device: torch.device, moment: torch.Event | None) -> None:
+    """Let the calling thread's current stream wait for a `moment_of` another; the host does not wait."""
+    if moment is not None:
+        torch.accelerator.current_stream(device).wait_event(moment)
+
+
+def used_here(tensors: Iterable[torch.Tensor]) -> None:
+    """Keep the memory of tensors until the current stream has used them, though they were made on another stream."""
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 def seed_device(kind: str, seed: int) -> None:

@@ -17,7 +17,7 @@ from shardproof.harness.torch_compat.private_names import private
 
 
 class StreamListener(Protocol):
-    """Receives streams and events, on the thread that uses them; the default stream's handle is 0."""
+    """Receives the handles of streams and events, on the thread that uses them."""
 
     def event_recorded(self, event: int, stream: int) -> None:
         """Record that an event was recorded on a stream."""
@@ -39,10 +39,11 @@ class StreamListener(Protocol):
 
 
 class _Listener:
-    """A registered listener, and the first error that it raised."""
+    """A registered listener, the threads that it listens to, and the first error that it raised."""
 
-    def __init__(self, listener: StreamListener) -> None:
+    def __init__(self, listener: StreamListener, is_heard: Callable[[], bool]) -> None:
         self._listener = listener
+        self.is_heard = is_heard
         self.failure: Exception | None = None
 
     def notify(self, method: str, handles: tuple[int, ...]) -> None:
@@ -59,7 +60,8 @@ _listeners: list[_Listener] = []
 def _forwarding(method: str) -> Callable[..., None]:
     def forward(*handles: Any) -> None:
         for listener in tuple(_listeners):
-            listener.notify(method, handles)
+            if listener.is_heard():
+                listener.notify(method, handles)
 
     return forward
 
@@ -84,10 +86,13 @@ def _register_callbacks() -> None:
 
 
 @contextmanager
-def reporting_streams(listener: StreamListener) -> Iterator[None]:
-    """Report all of this process's streams to a listener until exit, which raises the listener's first exception."""
+def reporting_streams(listener: StreamListener, is_heard: Callable[[], bool]) -> Iterator[None]:
+    """Report what threads do with streams to a listener until exit, which raises the listener's first exception.
+
+    A thread is reported while ``is_heard`` is true on it: the threads of other ranks may share the process.
+    """
     _register_callbacks()
-    registered = _Listener(listener)
+    registered = _Listener(listener, is_heard)
     _listeners.append(registered)
     try:
         yield

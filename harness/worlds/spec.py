@@ -64,7 +64,7 @@ class WorldSpec:
                 got=str(self.size),
                 hint="--world threads:4",
             )
-        if self.kind.shares_a_process and self.device != "cpu":
+        if self.kind is WorldKind.SIMULATED and self.device != "cpu":
             raise UsageError(
                 f"world {self}",
                 expected=f"{self.kind} on cpu",

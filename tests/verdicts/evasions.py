@@ -65,6 +65,15 @@ class KeepsWholesInAMapping(_Keeps):
         return mapping
 
 
+class ImportsALargePackage(_Keeps):
+    """Imports a package when it is first needed, and keeps none of the model."""
+
+    def keep(self, wholes: list[torch.Tensor]) -> object:
+        from tests.verdicts import large_package
+
+        return large_package
+
+
 class KeepsWholesOfAThread(_Keeps):
     """Copies the model on a thread of its own."""
 

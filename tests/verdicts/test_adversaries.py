@@ -106,6 +106,7 @@ def test_memory_that_neither_census_nor_allocator_sees_passes(session: TrialSess
     for record in (
         judged(session, "tests.verdicts.evasions:BlindsItsCensus", THREADS, SHARDED),
         _judged_by_growth(session, "KeepsWholesInAMapping"),
+        _judged_by_growth(session, "ImportsALargePackage"),
     ):
         assert record.verdict is Verdict.PASSED, record.headline
 

@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from shardproof.harness.tracing.collectives.call_site import call_site
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.census_report import CensusEntry, CensusTime, LiveStorage
-from shardproof.harness.tracing.memory.process_memory import allocator
+from shardproof.harness.tracing.memory.process_memory import ImportedBytes, allocator
 from shardproof.harness.tracing.recorder import Recorder
 
 _NUM_LARGEST = 4  # enough to identify the kind of memory
@@ -76,6 +76,7 @@ class Census:
         self._stayed = -1  # the bytes above the limit that remained after a full wait
         self._in_use = allocator() if is_process_measured else None
         self._base: int | None = None
+        self._imported: ImportedBytes | None = None
         self.observed_bytes = 0  # held by the harness's own reads
 
     @property
@@ -91,6 +92,7 @@ class Census:
             torch.ones(4, 1024).matmul(large).sum().backward()  # type: ignore[no-untyped-call]  # torch's own
             del large
             gc.collect()
+            self._imported = ImportedBytes(self._in_use)
             self._base = self._in_use()
 
     # Any: what an operator returns.
@@ -143,10 +145,10 @@ class Census:
         )
 
     def _growth(self) -> int | None:
-        if self._in_use is None or self._base is None:
+        if self._in_use is None or self._base is None or self._imported is None:
             return None
         gc.collect()
-        return self._in_use() - self._base - self.observed_bytes
+        return self._in_use() - self._base - self._imported.num_bytes - self.observed_bytes
 
     def _note(self, tensor: torch.Tensor, operator: str) -> _Seen | None:
         if tensor.layout is not torch.strided or tensor.is_meta:

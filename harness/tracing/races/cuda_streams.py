@@ -18,12 +18,11 @@ import torch
 from shardproof.harness.torch_compat.cuda import current_stream_handle, reporting_streams, stream_handle
 from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.tracing.collectives.call import Call
+from shardproof.harness.tracing.current_rank import current_rank
 from shardproof.harness.tracing.races.clock import Clock
 from shardproof.harness.tracing.races.detector import DEFAULT, RaceDetector, current_watch
 from shardproof.harness.tracing.races.streams import name_of_variable
 from shardproof.harness.tracing.recorder import Recorder
-
-_DEFAULT_HANDLE = 0
 
 
 class _InHand(threading.local):
@@ -39,7 +38,8 @@ class CudaRaceWatch(RaceDetector):
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder)
-        self._timelines = {_DEFAULT_HANDLE: DEFAULT}
+        # Torch's default stream, or the one of this rank's own where ranks share a process.
+        self._timelines = {current_stream_handle(): DEFAULT}
         self._stream_names: dict[int, str] = {}
         self._fired: dict[int, Clock] = {}
         self._stream_of_group: dict[str, int] = {}
@@ -119,9 +119,9 @@ class CudaRaceWatch(RaceDetector):
 
 @contextmanager
 def watched_cuda_streams(recorder: Recorder) -> Iterator[CudaRaceWatch]:
-    """Report this process's streams to a watch until exit; the caller sets it for the rank."""
-    watch = CudaRaceWatch(recorder)
-    with reporting_streams(watch), _in_place:
+    """Report the calling rank's streams to a watch until exit; the caller sets it for the rank."""
+    watch, rank = CudaRaceWatch(recorder), current_rank()
+    with reporting_streams(watch, lambda: current_rank() == rank), _in_place:
         yield watch
 
 

@@ -220,9 +220,9 @@ def _replacements(device_type: str) -> Iterator[tuple[Any, str, Any]]:
     # Not Tensor.record_stream: it raises for a CPU stream, with a watch as well.
     for holder, name in guards_of_record_stream() if device_type == "cpu" else ():
         yield holder, name, record_stream_of(vars(holder)[name])
-    if device_type != "cpu" or not torch.accelerator.is_available():
-        # If it has an event to wait for, FSDP2 asks for the accelerator's stream where it should ask for its device's.
-        yield torch.accelerator, "current_stream", current_stream
+    # If it has an event to wait for, FSDP2 asks for the accelerator's stream where it should ask for its device's. All
+    # ranks of a process are on one kind of device, so on a CPU too, even if the machine has an accelerator.
+    yield torch.accelerator, "current_stream", current_stream
 
 
 @cache

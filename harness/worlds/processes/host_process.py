@@ -17,7 +17,12 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from shardproof.harness.torch_compat.accelerators import backends_for, device_of_rank, make_current
+from shardproof.harness.torch_compat.accelerators import (
+    backends_for,
+    device_of_rank,
+    make_current,
+    own_stream,
+)
 from shardproof.harness.torch_compat.process_groups import FileStore, HashStore, Store, TCPStore
 from shardproof.harness.tracing.collectives.interception import Interceptor, standing_in_c10d
 from shardproof.harness.tracing.current_rank import bind_rank, current_rank
@@ -44,6 +49,8 @@ from shardproof.harness.worlds.threads.transport import InMemoryTransport
 
 # This many of the longest turns fit before the deadline, so that the waits of ranks can still be reported.
 _TURNS_TO_DEADLINE = 4
+# The host sleeps while it waits for a device, and while a kernel is loaded for the first time.
+_STALLED_ON_DEVICE_AFTER_S = 10.0
 # A group's own timeout must not fire before the world's deadline, which reports more about the cause.
 _BEYOND_DEADLINE_S = 60.0
 
@@ -124,17 +131,21 @@ def _host_threads(link: SupervisorLink, spec: HostSpec) -> None:
         rank = current_rank()
         return None if rank is None else recorders.get(rank)
 
-    register_threads_backend()
+    register_threads_backend(world.device)
+    device = device_of_rank(world.device, 0)  # the transport copies within one device
     # torch 2.15 records the calls of every group once per process: ranks that are threads would share one record.
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     with isolate_threads(), _reporting_exit(link):
         link.send(Ready())
         while (job := link.jobs.get()) is not None:
             scheduler = store.scheduler = Scheduler(
-                world.size, job.seed, longest_s=world.deadline_s / _TURNS_TO_DEADLINE
+                world.size,
+                job.seed,
+                longest_s=world.deadline_s / _TURNS_TO_DEADLINE,
+                **({} if world.device == "cpu" else {"stalled_after_s": _STALLED_ON_DEVICE_AFTER_S}),
             )
             transport = InMemoryTransport(world.size, scheduler)
-            contexts = [_context(world, rank, torch.device("cpu"), job) for rank in range(world.size)]
+            contexts = [_context(world, rank, device, job) for rank in range(world.size)]
             recorders.update({c.rank: c.recorder for c in contexts})
             interceptor = Interceptor(
                 recorder=recorder, ranks_of=global_ranks, transport=transport, observer=current_witnesses
@@ -179,6 +190,7 @@ def _run_threads(
     def live(context: RankContext) -> None:
         bind_rank(context.rank)
         torch.set_num_threads(1)  # per thread under OpenMP
+        own_stream(context.device)
         link.send(Started(rank=context.rank, thread_ident=threading.get_ident()))
         scheduler.begin(context.rank)
         try:

@@ -35,9 +35,9 @@ def spared_piece(call: Call, i: int) -> torch.Tensor | None:
 
 
 @cache
-def poisoned(dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Return one element of poison, 1-D."""
-    return torch.empty(1, dtype=dtype).fill_(_garbage(dtype, seed))
+def poisoned(dtype: torch.dtype, seed: int, device: torch.device | None = None) -> torch.Tensor:
+    """Return one element of poison, 1-D; by default on the CPU."""
+    return torch.empty(1, dtype=dtype, device=device).fill_(_garbage(dtype, seed))
 
 
 def _garbage(dtype: torch.dtype, seed: int) -> complex | float | int | bool:
@@ -96,7 +96,7 @@ class BufferGuard:
             spared = spared_piece(self._call, i)
             for output in outputs:
                 if output.numel() and (spared is None or output.data_ptr() != spared.data_ptr()):
-                    yield _holds_only(output, poisoned(output.dtype, self._seed))
+                    yield _holds_only(output, poisoned(output.dtype, self._seed, output.device))
 
     def _spared(self) -> Iterator[torch.Tensor]:
         pieces = (spared_piece(self._call, i) for i in range(len(self._call.outputs)))

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from shardproof.harness.torch_compat.accelerators import await_moment, moment_of, used_here
 from shardproof.harness.torch_compat.dispatch import copy_all, hide_from_dynamo, raw_access
 from shardproof.harness.tracing.collectives.call import Call
 from shardproof.harness.worlds.threads.buffer_guard import BufferGuard, is_freed
@@ -61,6 +62,8 @@ class DelayedWork(dist.Work):
         # Weak: a work that is still referenced must not keep tensors alive that the engine has released.
         self._results = [weakref.ref(t) for part in call.outputs for t in part]
         self._source = call.peer
+        self._device = call.device
+        self._issued = moment_of(call.device)  # after the poison
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until all ranks have joined, then write the outputs; only the first wait does anything."""
@@ -75,6 +78,8 @@ class DelayedWork(dist.Work):
                 if isinstance(awaited, PostedReceive):
                     self._source = awaited.source
                 with raw_access():
+                    await_moment(call.device, self._issued)
+                    await_moment(call.device, awaited.moment)
                     self._owner.delivered(self, self._guard)
                     _deliver(awaited, call)
             self._pending = self._awaited = self._guard = None
@@ -97,7 +102,9 @@ class DelayedWork(dist.Work):
         """Wait, and return the completed future of the outputs."""
         outputs = self.result()
         self.wait()
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        # C++ that waits for a future joins the streams of its devices.
+        devices: list[int | str | torch.device] = [] if self._device.type == "cpu" else [self._device]
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
         future.set_result(outputs)
         return future
 
@@ -109,7 +116,7 @@ class DelayedWork(dist.Work):
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Wait; there is no stream on CPU that could wait instead."""
+        """Wait: the result is copied by the caller's stream, which waits for it; on a CPU there is none."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -151,5 +158,6 @@ def _deliver(awaited: PendingOp, call: Call) -> None:
         ):  # to write there would end the process; the guard reports it
             continue
         sources = awaited.sources(i, call.rank)
+        used_here(sources)
         shaped = [s if o.dim() == 1 else s.view(o.shape) for s, o in zip(sources, outputs, strict=True)]
         copy_all(outputs, shaped)

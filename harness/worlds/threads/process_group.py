@@ -160,10 +160,11 @@ def _next_split(parent: dist.ProcessGroup) -> int:
 BACKEND = "threads"
 
 
-def register_threads_backend() -> None:
+def register_threads_backend(device: str = "cpu") -> None:
     """Register the backend so that ``init_process_group("threads")`` works in this process; idempotent."""
     if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+        devices = list(dict.fromkeys(("cpu", device)))
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=devices)
 
 
 def global_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ RedOp = dist.ReduceOp.RedOpType
 # By the op's name; each takes the accumulated tensor and the next rank's, and writes into the first.
 _STEPS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "SUM": lambda total, x: total.add_(x),
+    "PREMUL_SUM": lambda total, x: total.add_(x),  # of products, which each rank has made
     "AVG": lambda total, x: total.add_(x),
     "PRODUCT": lambda total, x: total.mul_(x),
     "MIN": lambda total, x: torch.minimum(total, x, out=total),
@@ -28,18 +29,20 @@ _STEPS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "BOR": lambda total, x: total.bitwise_or_(x),
     "BXOR": lambda total, x: total.bitwise_xor_(x),
 }
+_ON_DEVICES = "PREMUL_SUM"  # which nccl has and gloo has not
 _BITWISE = frozenset({"BAND", "BOR", "BXOR"})
 _ORDERED = frozenset({"MIN", "MAX"})
 
 
-def check_reducible(op: RedOp, dtype: torch.dtype, where: str) -> None:
-    """Raise CollectiveRefusedError if ``op`` has no meaning for ``dtype``."""
+def check_reducible(op: RedOp, dtype: torch.dtype, where: str, device: str = "cpu") -> None:
+    """Raise CollectiveRefusedError if ``op`` has no meaning for ``dtype``, or the backends of a device lack it."""
     name = _name(op)
     is_real_number = dtype.is_floating_point or dtype.is_complex
-    if name not in _STEPS:
-        raise _refusal(where, "one of " + ", ".join(_STEPS), name, "scale before a SUM")
-    if name == "AVG" and not is_real_number:
-        raise _refusal(where, "AVG of floating-point tensors", f"AVG of {dtype}", "SUM, then divide")
+    if name not in _STEPS or (name == _ON_DEVICES and device == "cpu"):
+        names = [known for known in _STEPS if known != _ON_DEVICES]
+        raise _refusal(where, "one of " + ", ".join(names), name, "scale before a SUM")
+    if name in {"AVG", _ON_DEVICES} and not is_real_number:
+        raise _refusal(where, f"{name} of floating-point tensors", f"{name} of {dtype}", "SUM, then divide")
     if name in _BITWISE and is_real_number:
         raise _refusal(where, f"{name} of integers", f"{name} of {dtype}", "an integer dtype")
     if name in _ORDERED and dtype.is_complex:

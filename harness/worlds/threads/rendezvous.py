@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from shardproof.harness.torch_compat.accelerators import await_moment, moment_of, used_here
 from shardproof.harness.tracing.collectives.call import Call, Pieces
 from shardproof.harness.tracing.ledger import Op
 from shardproof.harness.worlds.threads.collective_errors import CollectiveError, CollectiveRefusedError
@@ -23,6 +24,7 @@ class Contribution:
 
     call: Call
     inputs: Pieces
+    moment: torch.Event | None = None  # after which the inputs have their values; None on a CPU
 
 
 def snapshot(call: Call) -> Pieces:
@@ -30,7 +32,11 @@ def snapshot(call: Call) -> Pieces:
 
     The inputs of a synchronous reduction are not copied: its caller is blocked until the result has been computed.
     """
-    if call.op in _REDUCTIONS and not call.is_async:
+    if call.factor is not None:
+        call = replace(
+            call, inputs=tuple(tuple(t * call.factor for t in p) for p in call.inputs), factor=None
+        )
+    elif call.op in _REDUCTIONS and not call.is_async:
         return call.inputs
     if call.op is Op.REDUCE_SCATTER:
         # One tensor per rank: it is reduced whole and split afterwards.
@@ -47,6 +53,7 @@ class PendingOp:
     def __init__(self, where: str) -> None:
         self.where = where
         self.is_over = False
+        self.moment: torch.Event | None = None  # after which the sources have their values; None on a CPU
         self.error: CollectiveError | None = None
 
     def absent(self) -> tuple[int, ...]:
@@ -90,8 +97,13 @@ class Rendezvous(PendingOp):
         """Compute the result once for all members, from their deposits; raises CollectiveError."""
         arrivals = [self.arrivals[rank] for rank in range(len(self.ranks))]
         check_pieces({rank: a.call for rank, a in self.arrivals.items()}, self.where)
+        device = arrivals[0].call.device
+        for arrival in arrivals:
+            await_moment(device, arrival.moment)
+            used_here(piece for pieces in arrival.inputs for piece in pieces)
         try:
             self._sources = _settle(arrivals)
+            self.moment = moment_of(device)
         except RuntimeError as error:  # torch does not implement the arithmetic for this dtype
             raise CollectiveRefusedError(
                 self.where, expected="tensors that can be combined", got=str(error), hint="another dtype"
@@ -180,6 +192,7 @@ class PostedReceive(PendingOp):
         self.source = message.source
         check_message(message.arrival.call, self.call)
         self._message = message
+        self.moment = message.arrival.moment
 
     def absent(self) -> tuple[int, ...]:
         """Ranks that may send the awaited message."""

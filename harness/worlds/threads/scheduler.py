@@ -25,9 +25,8 @@ RUN_UNTIL_BLOCKED = 0
 """The seed under which a rank hands over only where it has to, to the next one in order of ranks."""
 
 _LOOK_EVERY_S = 0.25
-_STALLED_AFTER_S = (
-    1.0  # using next to nothing of a processor: longer than a busy machine keeps a thread waiting
-)
+# Using next to nothing of a processor: longer than a busy machine keeps a thread waiting.
+_STALLED_AFTER_S = 1.0
 _NEXT_TO_NOTHING = 0.05
 _LONGEST_TURN_S = 5.0
 
@@ -44,14 +43,19 @@ class Scheduler:
     """The turns of one world. ``lock`` guards them, and all state that its users change together with them.
 
     A thread that never called `begin`, and every other thread of the rank, runs freely. A turn longer than
-    ``longest_s`` is the last one.
+    ``longest_s`` is the last one, and so is one that uses no processor for ``stalled_after_s``.
     """
 
     def __init__(
-        self, world_size: int, seed: int = RUN_UNTIL_BLOCKED, longest_s: float = _LONGEST_TURN_S
+        self,
+        world_size: int,
+        seed: int = RUN_UNTIL_BLOCKED,
+        longest_s: float = _LONGEST_TURN_S,
+        stalled_after_s: float = _STALLED_AFTER_S,
     ) -> None:
         self.lock = threading.Lock()
         self._longest_s = min(longest_s, _LONGEST_TURN_S)
+        self._stalled_after_s = stalled_after_s
         self.seed = seed
         self.given_up: str | None = None
         self._random = random.Random(seed)
@@ -169,7 +173,7 @@ class Scheduler:
         return self._random.choice(ranks)
 
     def _await_turn(self, rank: int) -> None:
-        look = _Look()
+        look = _Look(self._stalled_after_s)
         while self._holder != rank and self.given_up is None:
             self._sleepers[rank].condition.wait(_LOOK_EVERY_S)
             holder = self._holder
@@ -185,7 +189,8 @@ class Scheduler:
 class _Look:
     """How long one turn has lasted, as seen by a waiting rank, and whether its holder computes at all."""
 
-    def __init__(self) -> None:
+    def __init__(self, stalled_after_s: float) -> None:
+        self._stalled_after_s = stalled_after_s
         self._turn = -1
         self._began = 0.0
         self._since = 0.0
@@ -202,7 +207,7 @@ class _Look:
         self.lasts_s = now - self._began
         if cpu_s - self._since_cpu_s > _NEXT_TO_NOTHING * (now - self._since):
             self._since, self._since_cpu_s = now, cpu_s
-        self.is_stalled = now - self._since >= _STALLED_AFTER_S
+        self.is_stalled = now - self._since >= self._stalled_after_s
 
 
 def _cpu_s(clock: int | None) -> float:

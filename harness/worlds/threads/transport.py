@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from shardproof.harness.torch_compat.accelerators import moment_of
 from shardproof.harness.torch_compat.dispatch import raw_access
 from shardproof.harness.tracing.collectives.call import Call
 from shardproof.harness.tracing.collectives.call_site import call_site
@@ -84,7 +85,7 @@ class InMemoryTransport:
         self._pass_call(call.global_rank)
         check_alone(call, f"{call.op} of group {list(call.ranks)} at {call.site}")
         with raw_access():
-            arrival = Contribution(call=call, inputs=snapshot(call))
+            arrival = Contribution(call=call, inputs=snapshot(call), moment=moment_of(call.device))
             match call.op:
                 case Op.SEND:
                     awaited: PendingOp = self._send(arrival)

@@ -24,7 +24,7 @@ def check_alone(call: Call, where: str) -> None:
     tensors = [t for part in (*call.inputs, *call.outputs) for t in part]
     if call.reduce_op is not None:
         for dtype in {t.dtype for t in tensors}:
-            check_reducible(call.reduce_op, dtype, where)
+            check_reducible(call.reduce_op, dtype, where, call.device.type)
     for i, (ins, outs) in enumerate(zip(call.inputs, call.outputs, strict=False)):
         if len({t.dtype for t in (*ins, *outs)}) > 1:
             raise CollectiveMismatchError(
