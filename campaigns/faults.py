@@ -130,7 +130,7 @@ class Live:
 
 
 def campaign(num_faults: int, seed: int, folder: Path) -> list[Fault]:
-    """Do so many faults; returns every fault tried, those whose target never came included."""
+    """Inject this number of faults; returns every fault tried, those whose target never came included."""
     rng = random.Random(seed)
     done: list[Fault] = []
     num_cut = int(num_faults * _DAMAGE_SHARE)

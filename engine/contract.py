@@ -189,7 +189,7 @@ class PreparedModel:
         self.module = module
         self.named = module if named is None else named
         self._optimizer: torch.optim.Optimizer | None = None
-        self._given: Mapping[str, nn.Parameter] = {}
+        self._optimized: Mapping[str, nn.Parameter] = {}
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model takes and returns anything
         """Run forward on this rank's microbatch."""
@@ -204,13 +204,13 @@ class PreparedModel:
     def optimizer(self, factory: OptimizerFactory) -> None:
         """Build the optimizer over the parameters that this rank owns; may refuse the plan."""
         # Later, modules may show other parameters, for example while gathered.
-        self._given = self._named_parameters()
-        self._optimizer = factory(self._given.values())
+        self._optimized = self._named_parameters()
+        self._optimizer = factory(self._optimized.values())
 
     def optimizer_in_backward(self, factory: OptimizerFactory) -> None:
         """Build an optimizer for each parameter; a hook steps it in backward, and `step` then does nothing."""
-        self._given = dict(self._named_parameters())
-        self._optimizer = _InBackward((p for p in self._given.values() if p.requires_grad), factory)
+        self._optimized = dict(self._named_parameters())
+        self._optimizer = _InBackward((p for p in self._optimized.values() if p.requires_grad), factory)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward from a scalar loss."""
@@ -335,7 +335,7 @@ class PreparedModel:
 
     def owned_parameters(self) -> Mapping[str, nn.Parameter]:
         """Return the parameters that the optimizer updates, under the original names; the other reads use them."""
-        return self._given or self._named_parameters()
+        return self._optimized or self._named_parameters()
 
     def local_parameters(self) -> Mapping[str, Shard]:
         """Read this rank's shard of every parameter, under the original names; never communicates."""
@@ -394,8 +394,8 @@ class Engine(ABC):
     known_as: ClassVar[str] = ""
     """The known engine that this one is derived from; it shares that engine's known failures."""
     call: ClassVar[Callable[..., Any] | None] = None
-    """The function that wraps a model and takes what is `given`; None if the adapter passes none on."""
-    given: Mapping[str, Any] = MappingProxyType({})
+    """The function that wraps a model and takes the `call_options`; None if the adapter passes none on."""
+    call_options: Mapping[str, Any] = MappingProxyType({})
     """The user's options of that call, which take the place of the plan's."""
     decided_by: ClassVar[Mapping[str, frozenset[Capability]]] = MappingProxyType({})
     """The capabilities that an option takes from a plan, by the option's name."""

@@ -61,7 +61,7 @@ def with_options(engine: Engine, options: Mapping[str, Any]) -> Engine:
             raise ValueError(f"{call.__name__}() has no option {name!r}{hint}")
     decided = frozenset[Capability]().union(*(engine.decided_by.get(name, ()) for name in of_call))
     made = copy(engine)  # a name may be of an object that others use too
-    made.given, made.capabilities = of_call, engine.capabilities - decided
+    made.call_options, made.capabilities = of_call, engine.capabilities - decided
     return made
 
 

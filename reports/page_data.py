@@ -40,13 +40,13 @@ def pieces(evidence: Iterable[str]) -> Iterator[str]:
 
 
 # Any: JSON.
-def index(matrix: Matrix, ordered: Sequence[Record], found: Sequence[Cause]) -> dict[str, Any]:
+def index(matrix: Matrix, ordered: Sequence[Record], causes: Sequence[Cause]) -> dict[str, Any]:
     """Return the data of each record that is shown before it is opened: cell, verdict, headline, time and search words.
 
     Records are in the order of ``ordered``; a record is a list of numbers that point into the other lists.
     """
     numbers = {id(record): number for number, record in enumerate(ordered)}
-    causes = {id(record): number for number, cause in enumerate(found) for record in cause.records}
+    cause_numbers = {id(record): number for number, cause in enumerate(causes) for record in cause.records}
     verdicts = {verdict: number for number, verdict in enumerate(MARKS)}
     texts = _Texts()
     suites: list[dict[str, Any]] = []
@@ -69,7 +69,7 @@ def index(matrix: Matrix, ordered: Sequence[Record], found: Sequence[Cause]) -> 
                         texts.number(one_line(record.headline)),
                         texts.number(duration(record.duration_s)),
                         texts.number(_words(record)),
-                        causes.get(id(record), -1),
+                        cause_numbers.get(id(record), -1),
                     ]
             row += 1
     return {

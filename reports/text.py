@@ -98,6 +98,6 @@ def ranks(members: Iterable[int]) -> str:
     return f"rank {spelt}" if spelt.isdecimal() else f"ranks {spelt}"
 
 
-def versions(found: Mapping[str, str]) -> str:
+def versions(releases: Mapping[str, str]) -> str:
     """Format names with versions in one line."""
-    return ", ".join(f"{name} {version}" for name, version in found.items())
+    return ", ".join(f"{name} {version}" for name, version in releases.items())

@@ -34,13 +34,13 @@ class Claims:
     ``ledger`` returns this rank's communication so far.
     """
 
-    def __init__(self, given: InterfaceBench) -> None:
-        self.rank = given.rank
-        self.size = given.size
-        self.ranks = range(given.size)
-        self.device = given.device
-        self.ledger = given.ledger
-        self._note = given.note
+    def __init__(self, bench: InterfaceBench) -> None:
+        self.rank = bench.rank
+        self.size = bench.size
+        self.ranks = range(bench.size)
+        self.device = bench.device
+        self.ledger = bench.ledger
+        self._note = bench.note
 
     # Any: values of the interface under test, plain or nested.
     def same(self, subject: str, got: Any, expected: Any) -> None:
@@ -136,9 +136,9 @@ class _OnABench(Exercise):
     bench: Callable[[InterfaceBench], Claims]
 
     def play(self, actor: Actor) -> None:
-        given: InterfaceBench | None = actor.bench()
-        if given is not None:
-            self.body(self.bench(given), *self.arguments)
+        bench: InterfaceBench | None = actor.bench()
+        if bench is not None:
+            self.body(self.bench(bench), *self.arguments)
         EachMicrobatch().play(actor)
 
 

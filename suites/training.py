@@ -42,6 +42,6 @@ def train(
 
 
 # Any: as for `train`.
-def train_sharded(problem: Problem, *optimizer: NamedOptimizer, **asked: Any) -> Training:
+def train_sharded(problem: Problem, *optimizer: NamedOptimizer, **plan: Any) -> Training:
     """Make a training whose parameters are sharded, each of its units gathered separately by default."""
-    return train(problem, *optimizer, **{"layout": Layout.SHARD, "grouping": Grouping.REQUIRED, **asked})
+    return train(problem, *optimizer, **{"layout": Layout.SHARD, "grouping": Grouping.REQUIRED, **plan})

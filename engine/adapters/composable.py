@@ -169,11 +169,11 @@ def apply_plan(
     plan: Plan,
     mesh: DeviceMesh,
     shape: Layout,
-    given: Mapping[str, Any] = MappingProxyType({}),
+    call_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Prepare the model with the engine; ``shape`` decides which of the interface's two functions to call.
 
-    Options that were ``given`` take the place of the plan's.
+    ``call_options`` take the place of the plan's.
     """
     if shape is Layout.REPLICATE:
         plan.refuse_options_of_shards()
@@ -197,7 +197,7 @@ def apply_plan(
         policy = _precision(api, plan, unit)
         is_replicated = shape is Layout.REPLICATE or unit in plan.replicated
         apply, own = (api.replicate, {}) if is_replicated else (api.fully_shard, of_shards)
-        asked = {"mp_policy": policy, **options, **own, **given}
+        asked = {"mp_policy": policy, **options, **own, **call_options}
         apply(modules[0] if len(modules) == 1 else list(modules), **asked)
     if plan.roots is Roots.EACH_UNIT:
         api.share_comm_ctx([_first(model, unit) for unit in plan.units])

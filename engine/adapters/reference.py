@@ -90,7 +90,7 @@ class ReferenceEngine(Engine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard or replicate every unit of the plan, then the root."""
         plan.refuse_beyond(self.capabilities)
-        apply_plan(_API, model, plan, mesh, plan.layout, self.given)
+        apply_plan(_API, model, plan, mesh, plan.layout, self.call_options)
         return self.adopt(model, model, plan)
 
     def adopt(self, module: nn.Module, model: nn.Module, plan: Plan) -> PreparedModel:

@@ -81,7 +81,7 @@ class DistributedDataParallelEngine(Engine):
             "bucket_cap_mb": None if plan.bucket_bytes is None else plan.bucket_bytes / 2**20,
             **_buffer_options(plan),
             **self.options,
-            **self.given,
+            **self.call_options,
         }
         return self.adopt(DistributedDataParallel(model, **asked), model, plan)
 

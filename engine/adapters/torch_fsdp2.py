@@ -107,7 +107,7 @@ class FullyShardEngine(Engine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         plan.refuse_beyond(self.capabilities)
-        apply_plan(FSDP2_API, model, plan, mesh, Layout.SHARD, self.given)
+        apply_plan(FSDP2_API, model, plan, mesh, Layout.SHARD, self.call_options)
         return self.adopt(model, model, plan)
 
     def adopt(self, module: nn.Module, model: nn.Module, plan: Plan) -> PreparedModel:

@@ -40,7 +40,7 @@ class ReplicateEngine(Engine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         plan.refuse_beyond(self.capabilities)
-        apply_plan(FSDP2_API, model, plan, mesh, Layout.REPLICATE, self.given)
+        apply_plan(FSDP2_API, model, plan, mesh, Layout.REPLICATE, self.call_options)
         return self.adopt(model, model, plan)
 
     def adopt(self, module: nn.Module, model: nn.Module, plan: Plan) -> PreparedModel:

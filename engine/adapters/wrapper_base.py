@@ -116,10 +116,10 @@ class PreparedWrapper(PreparedModel, ABC):
     def optimizer(self, factory: OptimizerFactory) -> None:
         """Build it over the parameters that the root shows, including its own flat one, under the model's names."""
         names = {parameter: name for name, parameter in self.named.named_parameters()}
-        self._given = {
+        self._optimized = {
             names.get(parameter, name): parameter for name, parameter in self._root.named_parameters()
         }
-        self._optimizer = factory(self._given.values())
+        self._optimizer = factory(self._optimized.values())
 
     def wrapper(self) -> WrapperNames:
         return self._names
@@ -207,7 +207,7 @@ class WrapperEngine(Engine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap every unit of the plan, then the root."""
         plan.refuse_beyond(self.capabilities)
-        return self.adopt(_open(self.names, model, plan, mesh, self.given), model, plan)
+        return self.adopt(_open(self.names, model, plan, mesh, self.call_options), model, plan)
 
     def adopt(self, module: nn.Module, model: nn.Module, plan: Plan) -> PreparedModel:
         return self.prepared_type(module, model, self.names)
@@ -215,7 +215,7 @@ class WrapperEngine(Engine):
 
 # Any: options are any values, and the result is the engine's wrapper.
 def _open(
-    names: WrapperNames, model: nn.Module, plan: Plan, mesh: DeviceMesh, given: Mapping[str, Any]
+    names: WrapperNames, model: nn.Module, plan: Plan, mesh: DeviceMesh, call_options: Mapping[str, Any]
 ) -> Any:
     """Wrap every unit of the plan, then the root; return the root's wrapper."""
     if plan.layout is Layout.REPLICATE:
@@ -234,7 +234,7 @@ def _open(
         "forward_prefetch": options.forward_prefetch,
         "limit_all_gathers": options.limit_all_gathers,
         **_ranks(plan, mesh, by_groups=options.by_groups),
-        **given,
+        **call_options,
     }
     wrap = partial(names.FullyShardedDataParallel, **asked)
     root = wrap(model, auto_wrap_policy=names.CustomPolicy(lambda module: module in units))

@@ -118,12 +118,13 @@ class GroupReduceScatter(_AllocatesInGroup):
 class PendingAllGather:
     """A gather in flight. Without ``work`` there is nothing to wait for.
 
-    ``kept`` is the source of its input copy: memory of another stream, which must not be freed before the gather ends.
+    ``kept_shard`` is the source of its input copy: memory of another stream, which must not be freed before the gather
+    ends.
     """
 
     output: torch.Tensor
     work: dist.Work | None
-    kept: torch.Tensor | None = None
+    kept_shard: torch.Tensor | None = None
 
 
 def foreach_all_gather(
@@ -131,18 +132,18 @@ def foreach_all_gather(
     output: torch.Tensor,
     group: dist.ProcessGroup,
     all_gather: AllGather,
-    kept: torch.Tensor | None,
+    kept_shard: torch.Tensor | None,
 ) -> PendingAllGather:
     """Fill this rank's part of ``output`` with its shards, or the part kept from an earlier gather; gather the rest."""
     source = output.chunk(group.size())[group.rank()] if output.numel() else output
-    if kept is None:
+    if kept_shard is None:
         layout.copy_in(source)
     else:
-        source.copy_(kept)
+        source.copy_(kept_shard)
     work = None
     if source.numel():
         work = all_gather(output_tensor=output, input_tensor=source, group=group, async_op=True)
-    return PendingAllGather(output, work, kept)
+    return PendingAllGather(output, work, kept_shard)
 
 
 def copy_own_shards(layout: ParamLayout, memory: UnshardedMemory, device: torch.device) -> PendingAllGather:

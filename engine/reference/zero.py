@@ -41,7 +41,7 @@ class Reduction:
 
     piece: OwnPiece
     work: dist.Work
-    given: torch.Tensor
+    inputs: torch.Tensor
     total: torch.Tensor
 
 
@@ -164,10 +164,10 @@ class Zero2:
 
     def reduction(self, piece: OwnPiece) -> Reduction:
         """Start to sum a gradient over the ranks, each of which is sent its piece; frees the gradient."""
-        given, total = self.by_rank(piece), piece.parameter.new_empty(piece.length)
-        work = _reduce_scatter(total, given, group=self._group, async_op=True)
+        inputs, total = self.by_rank(piece), piece.parameter.new_empty(piece.length)
+        work = _reduce_scatter(total, inputs, group=self._group, async_op=True)
         piece.parameter.grad = None
-        return Reduction(piece, work, given, total)
+        return Reduction(piece, work, inputs, total)
 
     def by_rank(self, piece: OwnPiece) -> torch.Tensor:
         """Return a copy of a gradient, flat and padded, that begins with the piece of rank 0."""

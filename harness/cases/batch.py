@@ -46,7 +46,7 @@ class Rows:
 class ModelBatch:
     """The return value of a user's ``batch()``: a mapping of keyword arguments, a tuple, or one argument."""
 
-    given: Any
+    value: Any
 
     @property
     def inputs(self) -> tuple[ModelBatch]:
@@ -59,9 +59,9 @@ class ModelBatch:
     @property
     def arguments(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """Positional and keyword arguments of forward."""
-        if isinstance(self.given, Mapping):
-            return (), self.given
-        return (tuple(self.given), {}) if isinstance(self.given, tuple | list) else ((self.given,), {})
+        if isinstance(self.value, Mapping):
+            return (), self.value
+        return (tuple(self.value), {}) if isinstance(self.value, tuple | list) else ((self.value,), {})
 
 
 def arguments_of(inputs: Sequence[Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -74,7 +74,7 @@ def arguments_of(inputs: Sequence[Any]) -> tuple[tuple[Any, ...], Mapping[str, A
 def tensors_of(batch: Batch) -> Iterator[torch.Tensor]:
     """Yield every tensor of a batch, always in the same order."""
     if isinstance(batch, ModelBatch):
-        yield from tensors_in(batch.given)
+        yield from tensors_in(batch.value)
     else:
         yield from (*batch.inputs, batch.target)
 
@@ -82,7 +82,7 @@ def tensors_of(batch: Batch) -> Iterator[torch.Tensor]:
 def converted(batch: Batch, convert: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
     """Return a batch of the same form in which every tensor is converted."""
     if isinstance(batch, ModelBatch):
-        return ModelBatch(given=_converted(batch.given, convert))
+        return ModelBatch(value=_converted(batch.value, convert))
     return Rows(inputs=tuple(map(convert, batch.inputs)), target=convert(batch.target))
 
 

@@ -161,12 +161,12 @@ class UserModel:
         make = definition(self.spec).batch
         with _seeded(seed):
             takes_generator = bool(inspect.signature(make).parameters)
-            return ModelBatch(given=make(torch.Generator().manual_seed(seed)) if takes_generator else make())
+            return ModelBatch(value=make(torch.Generator().manual_seed(seed)) if takes_generator else make())
 
     # Any: the output is the model's return value.
     def loss_sum(self, output: Any, batch: Batch) -> torch.Tensor:
         """Return the user's mean loss over the microbatch."""
-        given = batch.given if isinstance(batch, ModelBatch) else batch
+        given = batch.value if isinstance(batch, ModelBatch) else batch
         loss: torch.Tensor = definition(self.spec).loss(output, given)
         return loss
 

@@ -62,9 +62,9 @@ class KeptOracle:
         self.path.unlink(missing_ok=True)
 
 
-def kept_oracle(folder: Path, *asked: str) -> KeptOracle:
+def kept_oracle(folder: Path, *digests: str) -> KeptOracle:
     """Return the path of an oracle in a folder, by the training, this machine, and the installed packages."""
-    return KeptOracle(folder / _digest([*(text.encode() for text in asked), _environment()]))
+    return KeptOracle(folder / _digest([*(text.encode() for text in digests), _environment()]))
 
 
 @cache

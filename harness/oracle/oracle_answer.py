@@ -98,7 +98,7 @@ def _answer(training: Training, world_size: int, path: Path, explains: bool) -> 
     torch.compiler.set_stance("force_eager")  # the reference is computed by the model's own code
     try:
         with TensorWriter(path) as writer:
-            writer.finish(_plain(run_oracle(training, world_size, writer.kept, explains=explains)))
+            writer.finish(_plain(run_oracle(training, world_size, writer.keep, explains=explains)))
     except Exception as raised:
         error = machine_fault(raised) or raised
         fields = [str(arg) for arg in error.args] if isinstance(error, ShardproofError) else []

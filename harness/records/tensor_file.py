@@ -86,7 +86,7 @@ class TensorWriter:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def kept(self, tensors: Mapping[str, _T]) -> Mapping[str, _T]:
+    def keep(self, tensors: Mapping[str, _T]) -> Mapping[str, _T]:
         """Write the large ones of these tensors; returns a mapping that reads them again, and can be in the tree."""
         plain = {
             name: self.leaf(tensor) if _is_large(tensor) else _copied(tensor)
@@ -97,7 +97,7 @@ class TensorWriter:
         return mapped
 
     def leaf(self, value: Any) -> dict[str, Any]:
-        """Write a tensor, and return its representation; for tensors of a mapping from `kept`, the same again."""
+        """Write a tensor, and return its representation; for tensors of a mapping from `keep`, the same again."""
         if isinstance(value, _MappedTensors):
             return value.plain
         if not isinstance(value, torch.Tensor):
@@ -136,11 +136,11 @@ class _ReadFile:
             else bytearray(file.read(end))
         )
 
-    def tree(self, found: dict[str, Any]) -> Any:
+    def tree(self, plain: dict[str, Any]) -> Any:
         """Return an object of the tree, or the tensor that it represents."""
-        if found.keys() != {_LEAF}:
-            return found
-        start, dtype, shape = _place(found, len(self._data))
+        if plain.keys() != {_LEAF}:
+            return plain
+        start, dtype, shape = _place(plain, len(self._data))
         return _tensor(self._data, start, dtype, shape)
 
 
@@ -152,16 +152,16 @@ class _MappedFile:
         self._file = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._file)
 
-    def tree(self, found: dict[str, Any]) -> Any:
+    def tree(self, plain: dict[str, Any]) -> Any:
         """Return an object of the tree; the large tensors in it remain representations."""
-        if found.keys() == {_LEAF}:
-            start, dtype, shape = _place(found, self._end)
+        if plain.keys() == {_LEAF}:
+            start, dtype, shape = _place(plain, self._end)
             num_bytes = prod(shape) * dtype.itemsize
             if num_bytes >= _MAPPED_BYTES:
-                return found
+                return plain
             return _tensor(bytearray(os.pread(self._file, num_bytes, start)), 0, dtype, shape)
-        is_large = any(isinstance(value, dict) and value.keys() == {_LEAF} for value in found.values())
-        return _MappedTensors(found, self) if is_large else found
+        is_large = any(isinstance(value, dict) and value.keys() == {_LEAF} for value in plain.values())
+        return _MappedTensors(plain, self) if is_large else plain
 
     def mapped(self, leaf: dict[str, Any]) -> torch.Tensor:
         """Map a tensor: writing into it does not change the file."""

@@ -126,7 +126,7 @@ class Hunt:
     seed: int = 0
     num_judged: int = 0
     verdicts: dict[str, int] = field(default_factory=dict)
-    seen: set[Combination] = field(default_factory=set)
+    combinations_seen: set[Combination] = field(default_factory=set)
     findings: list[ShrunkFailure] = field(default_factory=list)
     pioneers: dict[Program, int] = field(default_factory=dict)
     progress: list[Progress] = field(default_factory=list)
@@ -144,7 +144,7 @@ class Hunt:
             return None
         symptom = symptom_of(record)
         if symptom is None:
-            self.seen |= self.exploration.space.combinations_in(program)
+            self.combinations_seen |= self.exploration.space.combinations_in(program)
             if len(self.exploration.arcs) > num_arcs:
                 self.pioneers = {**dict(list(self.pioneers.items())[1 - _LATEST :]), program: _NEIGHBOURS}
             return None
@@ -191,7 +191,9 @@ class Hunt:
             left = None if left is None else left - 1
             finding = self.check(program)
             self.progress.append(
-                Progress(time.monotonic(), self.num_judged, len(self.seen), len(self.exploration.arcs))
+                Progress(
+                    time.monotonic(), self.num_judged, len(self.combinations_seen), len(self.exploration.arcs)
+                )
             )
             if finding is not None:
                 yield finding
@@ -199,7 +201,7 @@ class Hunt:
 
     def _programs(self, rng: random.Random) -> Iterator[Program]:
         space = self.exploration.space.without(finding.program for finding in self.findings)
-        yield from space.cover(rng.randrange(2**32), unseen=space.combinations - self.seen)
+        yield from space.cover(rng.randrange(2**32), unseen=space.combinations - self.combinations_seen)
         while True:
             yield space.draw(rng)
             if self.pioneers:

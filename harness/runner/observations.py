@@ -194,23 +194,23 @@ def _has_left_state(training: Training, cell: Cell, world: WorldSpec, place: Pat
 
 
 def drop_oldest(
-    held: dict[_Key, _Held], num_bytes: Callable[[_Held], int], most_bytes: int, most: int | None = None
+    cache: dict[_Key, _Held], num_bytes: Callable[[_Held], int], most_bytes: int, most: int | None = None
 ) -> list[tuple[_Key, int]]:
     """Drop the oldest entries until the rest is small enough; returns them, with the bytes of each.
 
     The newest is kept whatever its size.
     """
     dropped = []
-    total = sum(map(num_bytes, held.values()))
-    while len(held) > 1 and (total > most_bytes or (most is not None and len(held) > most)):
-        oldest = next(iter(held))
-        dropped.append((oldest, num_bytes(held.pop(oldest))))
+    total = sum(map(num_bytes, cache.values()))
+    while len(cache) > 1 and (total > most_bytes or (most is not None and len(cache) > most)):
+        oldest = next(iter(cache))
+        dropped.append((oldest, num_bytes(cache.pop(oldest))))
         total -= dropped[-1][1]
     return dropped
 
 
 def _bytes_observed(trained: tuple[Scheduled, ...]) -> int:
-    shards = (s for seen in trained for rank in seen.kept.ranks for s in rank.initial.values())
+    shards = (s for seen in trained for rank in seen.saved.ranks for s in rank.initial.values())
     return sum(shard.tensor.nbytes for shard in shards)
 
 

@@ -26,7 +26,7 @@ class Scheduled(NamedTuple):
     """The results of a world under the schedule of one seed."""
 
     seed: int
-    kept: SavedResult
+    saved: SavedResult
 
 
 # Any: the body's own arguments.
@@ -58,7 +58,7 @@ def run_schedules(
 
 
 def schedule_folders(folder: Path) -> tuple[Path, ...]:
-    """List the folders in which `run_schedules` kept observations, in the order of seeds."""
+    """List the folders in which `run_schedules` saved observations, in the order of seeds."""
     found = (path for path in folder.glob("schedule-*") if path.name.partition("-")[2].isdecimal())
     others = sorted(found, key=lambda path: int(path.name.partition("-")[2]))
     return (folder, *others)
@@ -84,12 +84,12 @@ def _drop_repetitions(places: list[Path]) -> None:
 
 
 def _is_repetition(place: Path, first_place: Path, first: SavedResult) -> bool:
-    kept = load_kept(place)
+    saved = load_kept(place)
     ranks = [o.rank for o in first.ranks]
     return (
-        kept.result.is_clean
-        and len(kept.ranks) == len(first.ranks)
-        and kept.ledgers == first.ledgers
+        saved.result.is_clean
+        and len(saved.ranks) == len(first.ranks)
+        and saved.ledgers == first.ledgers
         and all(_is_same_file(observation_path(place, r), observation_path(first_place, r)) for r in ranks)
     )
 

@@ -124,9 +124,9 @@ class TrialSession:
         declared, lacks = engine.capabilities, engine.lacks_in(world)
         oracle = self._oracle(request)
         found: list[_Judged] = []
-        for seed, kept in self._observations.under(self._effort.seeds(training, world), request):
+        for seed, saved in self._observations.under(self._effort.seeds(training, world), request):
             judged = partial(
-                judge, case, declared, kept, oracle, lacks=lacks, simulated=request.num_simulated
+                judge, case, declared, saved, oracle, lacks=lacks, simulated=request.num_simulated
             )
             judgement = judged()
             # See [Note: what a kept oracle may decide].
@@ -136,12 +136,12 @@ class TrialSession:
                 judgement = judged()
             if _is_unexplained(judgement, request):
                 judgement = self._explained(judgement, case, request, seed, declared)
-            is_of_before = training.origin is not None and len(kept.result.outcomes) != world.size
+            is_of_before = training.origin is not None and len(saved.result.outcomes) != world.size
             if is_of_before and judgement.verdict is not Verdict.UNSUPPORTED:
-                where = f"in the world before, of {len(kept.result.outcomes)} rank(s): "
+                where = f"in the world before, of {len(saved.result.outcomes)} rank(s): "
                 judgement = replace(judgement, headline=where + judgement.headline)
-            ledger = summarize(kept.ledgers_by_rank)
-            found.append(_Judged(judgement=judgement, seed=seed, ledger=ledger, wrapper=kept.wrapper))
+            ledger = summarize(saved.ledgers_by_rank)
+            found.append(_Judged(judgement=judgement, seed=seed, ledger=ledger, wrapper=saved.wrapper))
             if judgement.verdict is not Verdict.PASSED:
                 break
         return found[-1] if found[-1].judgement.verdict is not Verdict.PASSED else found[0]
@@ -163,7 +163,7 @@ class TrialSession:
         self._observations.keep(watching)
         (again, *_) = self._observations.under((seed,), watching)
         of_the_watch = replace(case, training=watched, laws=())  # only its laws are judged again
-        second = judge(of_the_watch, declared, again.kept, self._oracle(request))
+        second = judge(of_the_watch, declared, again.saved, self._oracle(request))
         races = [law for law in second.laws if law.law == NoRaces().name and not law.held]
         if not races:
             return judgement

@@ -63,7 +63,7 @@ class EngineActor(Actor):
         self.num_microbatches = training.schedule.microbatches
         data_size = training.plan.data_size(context.size)
         self.weight = 1.0 if context.is_simulated else loss_weight(training, data_size, step)
-        self.tape = StepLog()
+        self.log = StepLog()
         self._prepared = prepared
         self._training = training
         self._context = context
@@ -170,14 +170,14 @@ class EngineActor(Actor):
     def look(self, moment: str) -> None:
         """Read parameters, and the state of units if the plan requires that they can be read."""
         with self._context.recorder.during(Phase.OBSERVE, step=self.step):
-            self.tape.snapshots[moment] = read_shards(self._prepared, "shown_parameters")
+            self.log.snapshots[moment] = read_shards(self._prepared, "shown_parameters")
             if Capability.UNIT_STATE in self._training.plan.demands:
                 for name, unit in self._prepared.units().items():
                     state = "unsharded" if unit.is_unsharded() else "sharded"
-                    self.tape.facts.append(Fact(moment=moment, subject=f"unit {name!r}", value=state))
+                    self.log.facts.append(Fact(moment=moment, subject=f"unit {name!r}", value=state))
 
     def note(self, subject: str, value: object) -> None:
-        self.tape.facts.append(Fact(moment="", subject=subject, value=str(value)))
+        self.log.facts.append(Fact(moment="", subject=subject, value=str(value)))
 
     def hold(self, name: str, *tensors: Any) -> None:
         """Pass the tensors among the values to the memory watches."""
@@ -224,7 +224,7 @@ class EngineActor(Actor):
     def _keep(self, loss: torch.Tensor) -> None:
         # An observation: here the harness, not the engine, makes the host wait for a number.
         with self._context.recorder.during(Phase.OBSERVE, step=self.step):
-            self.tape.losses.append(float(loss.detach()))
+            self.log.losses.append(float(loss.detach()))
 
     @contextmanager
     def _during(self, phase: Phase, microbatch: int) -> Iterator[None]:

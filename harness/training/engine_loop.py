@@ -110,7 +110,7 @@ def train(
         assert before is not None
         loop.start_from(before, training.origin.form)
     with loop.reading():
-        initial = loop.kept(loop.read_parameters()) if is_read else {}
+        initial = loop.keep(loop.read_parameters()) if is_read else {}
     steps = []
     for step in range(training.schedule.steps):
         if training.resume is not None and step == training.resume.after_steps:
@@ -194,7 +194,7 @@ class _Loop:
         """Hash of all data so far."""
         return self._inputs.hexdigest()
 
-    def kept(self, shards: dict[str, _S]) -> dict[str, _S]:
+    def keep(self, shards: dict[str, _S]) -> dict[str, _S]:
         """Report the memory that the harness itself holds from now on to the census, if there is one."""
         if self._census is not None:
             self._census.observed_bytes += sum(
@@ -322,7 +322,7 @@ class _Loop:
                 norm = read_norm(prepared, schedule.clip.max_norm, schedule.clip.norm_type)
         with self.reading(step):
             gradients = (
-                self.kept(self._but_written(read_gradients(prepared))) if is_read and not is_skipped else {}
+                self.keep(self._but_written(read_gradients(prepared))) if is_read and not is_skipped else {}
             )
         with recorder.during(Phase.STEP, step=step):
             if schedule.order is LoopOrder.ZERO_THEN_STEP:
@@ -340,17 +340,17 @@ class _Loop:
                 self._lifetimes.end_step()
         with self.reading(step):
             is_over = step == schedule.steps - 1
-            parameters = self.kept(self.read_parameters()) if is_read or is_over else {}
+            parameters = self.keep(self.read_parameters()) if is_read or is_over else {}
             facts, self._facts = (*facts, *self._facts), ()
             if scaled is not None:
                 facts = (*facts, Fact(moment="", subject=LOSS_SCALE, value=str(scaled.scale)))
         return StepObservation(
-            losses=tuple(actor.tape.losses),
+            losses=tuple(actor.log.losses),
             gradients=gradients,
             parameters=parameters,
             norm=None if is_skipped else norm,
-            facts=(*facts, *actor.tape.facts),
-            snapshots=actor.tape.snapshots,
+            facts=(*facts, *actor.log.facts),
+            snapshots=actor.log.snapshots,
         )
 
     def _own_step(self, step: int, *, is_read: bool) -> StepObservation:

@@ -97,7 +97,7 @@ class Pipeline(PreparedModel):
                 losses=losses if is_last else None,
                 return_outputs=False,
             )
-        actor.tape.losses.extend(float(loss.detach()) for loss in losses)
+        actor.log.losses.extend(float(loss.detach()) for loss in losses)
 
     def optimizer(self, factory: OptimizerFactory) -> None:
         for prepared in self._prepared:

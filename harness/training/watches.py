@@ -34,11 +34,11 @@ class Watches:
 
 @contextmanager
 def watching(
-    asked: frozenset[Watch], recorder: Recorder, device_type: str = "cpu", *, census: Census | None = None
+    watches: frozenset[Watch], recorder: Recorder, device_type: str = "cpu", *, census: Census | None = None
 ) -> Iterator[Watches]:
     """Watch the memory operations of the calling thread's rank, and their streams on a device, until exit."""
-    streams = watched_streams(recorder, device_type) if Watch.RACES in asked else nullcontext()
-    lifetimes = MemoryTracker(recorder) if Watch.LIFETIMES in asked else None
+    streams = watched_streams(recorder, device_type) if Watch.RACES in watches else nullcontext()
+    lifetimes = MemoryTracker(recorder) if Watch.LIFETIMES in watches else None
     with streams as races:
         witnesses = [watch for watch in (races, lifetimes) if watch is not None]
         with observing_operators(*witnesses, made=None if census is None else census.made) as mode:

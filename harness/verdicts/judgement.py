@@ -70,7 +70,7 @@ class Judgement:
 def judge(
     case: Case,
     declared: Set[Capability],
-    kept: SavedResult,
+    saved: SavedResult,
     oracle: Callable[[], OracleObservation],
     *,
     lacks: str = "",
@@ -79,25 +79,25 @@ def judge(
     """Judge every rank of one case; an undeclared capability turns the question into *was it refused?*
 
     So does what the world ``lacks``. ``oracle`` is called only if there are numbers to compare: a hang or a crash is
-    judged without it, and so at once. ``simulated``: so many ranks, of which ``kept`` has some; their numbers mean
+    judged without it, and so at once. ``simulated``: so many ranks, of which ``saved`` has some; their numbers mean
     nothing, and the oracle is asked for shapes alone.
     """
-    if kept.damage:
-        return _judge_damage(kept)
+    if saved.damage:
+        return _judge_damage(saved)
     undeclared = case.training.needs - declared
     if undeclared or lacks:
-        return _judge_refusal(lacks or ", ".join(sorted(c.name for c in undeclared)), kept)
+        return _judge_refusal(lacks or ", ".join(sorted(c.name for c in undeclared)), saved)
     if case.refusal is not Refusal.WRONG:
-        refused = _judge_loud_refusal(case, kept)
+        refused = _judge_loud_refusal(case, saved)
         if refused is not None:
             return refused
-    if kept.refusals:
-        rank, words = min(kept.refusals.items())
+    if saved.refusals:
+        rank, words = min(saved.refusals.items())
         headline = f"rank {rank} refused a plan that the engine declares it can honour: {words}"
-        return Judgement(verdict=Verdict.CRASHED, headline=headline, outcomes=_outcome_records(kept.result))
-    if not kept.result.is_clean:
-        return judge_failure(kept)
-    return _judge_laws(case, kept, oracle(), simulated)
+        return Judgement(verdict=Verdict.CRASHED, headline=headline, outcomes=_outcome_records(saved.result))
+    if not saved.result.is_clean:
+        return judge_failure(saved)
+    return _judge_laws(case, saved, oracle(), simulated)
 
 
 def implied(training: Training) -> tuple[Law, ...]:
@@ -108,39 +108,41 @@ def implied(training: Training) -> tuple[Law, ...]:
     return (*_IMPLIED, *scaled, *((MemoryIsExplained(),) if training.is_counted else ()), *watched)
 
 
-def _judge_damage(kept: SavedResult) -> Judgement:
+def _judge_damage(saved: SavedResult) -> Judgement:
     """Report the ranks whose files were damaged; the end of a rank comes first, because it may be the reason."""
-    cause = causal(kept.result)
+    cause = causal(saved.result)
     verdict = Verdict.FAILED if cause is None else Verdict.CRASHED
     if isinstance(cause, TimedOut):
         verdict = Verdict.HUNG
     parts = [] if cause is None else [_describe(cause)]
-    headline = "; ".join((*parts, *kept.damage, *kept.result.leaks))
-    return Judgement(verdict=verdict, headline=headline, outcomes=_outcome_records(kept.result))
+    headline = "; ".join((*parts, *saved.damage, *saved.result.leaks))
+    return Judgement(verdict=verdict, headline=headline, outcomes=_outcome_records(saved.result))
 
 
-def _judge_refusal(needs: str, kept: SavedResult) -> Judgement:
+def _judge_refusal(needs: str, saved: SavedResult) -> Judgement:
     """Judge whether every rank refused before training; anything else fails, also a crash on the way."""
-    outcomes = _outcome_records(kept.result)
-    ranks = {o.rank for o in kept.result.outcomes}
+    outcomes = _outcome_records(saved.result)
+    ranks = {o.rank for o in saved.result.outcomes}
     num_ranks = len(ranks)
-    if len(kept.refusals) == num_ranks and kept.result.is_clean:
-        headline = f"needs {needs}; refused with {kept.refusals[0]}"
+    if len(saved.refusals) == num_ranks and saved.result.is_clean:
+        headline = f"needs {needs}; refused with {saved.refusals[0]}"
         return Judgement(verdict=Verdict.UNSUPPORTED, headline=headline, outcomes=outcomes)
     # A rank that was stopped before its first call, as by a signal, did not go ahead.
-    is_stuck = any(isinstance(o, TimedOut) and not kept.ledgers_by_rank[o.rank] for o in kept.result.outcomes)
-    if kept.refusals and len(kept.refusals) < num_ranks and not (is_stuck or _ends_badly(kept.result)):
-        others = sorted(ranks - set(kept.refusals))
+    is_stuck = any(
+        isinstance(o, TimedOut) and not saved.ledgers_by_rank[o.rank] for o in saved.result.outcomes
+    )
+    if saved.refusals and len(saved.refusals) < num_ranks and not (is_stuck or _ends_badly(saved.result)):
+        others = sorted(ranks - set(saved.refusals))
         headline = (
-            f"needs {needs}; refused on rank(s) {sorted(kept.refusals)} with {min(kept.refusals.items())[1]}, "
+            f"needs {needs}; refused on rank(s) {sorted(saved.refusals)} with {min(saved.refusals.items())[1]}, "
             f"while rank(s) {others} went ahead"
         )
         return Judgement(verdict=Verdict.FAILED, headline=headline, outcomes=outcomes)
-    if kept.result.is_clean:
+    if saved.result.is_clean:
         headline = f"accepted a plan that needs {needs}, which it does not declare, without a word"
         return Judgement(verdict=Verdict.UNSUPPORTED_SILENT, headline=headline, outcomes=outcomes)
-    failure = judge_failure(kept)
-    instead = "refused, and then" if kept.refusals else "instead of refusing before training"
+    failure = judge_failure(saved)
+    instead = "refused, and then" if saved.refusals else "instead of refusing before training"
     headline = f"needs {needs}, which it does not declare; {instead}: {failure.headline}"
     return replace(failure, headline=headline)
 
@@ -152,18 +154,18 @@ def _ends_badly(result: WorldResult) -> bool:
     )
 
 
-def _judge_loud_refusal(case: Case, kept: SavedResult) -> Judgement | None:
+def _judge_loud_refusal(case: Case, saved: SavedResult) -> Judgement | None:
     """Judge whether an engine that may or must refuse did so on every rank; None if it may train and did."""
-    outcomes = _outcome_records(kept.result)
-    words = {**kept.refusals, **_raised(kept.result)}
+    outcomes = _outcome_records(saved.result)
+    words = {**saved.refusals, **_raised(saved.result)}
     if not words:
-        if case.refusal is Refusal.ALLOWED or not kept.result.is_clean:
+        if case.refusal is Refusal.ALLOWED or not saved.result.is_clean:
             return None
         headline = "went on with a plan that has no right outcome, without a word"
         return Judgement(verdict=Verdict.FAILED, headline=headline, outcomes=outcomes)
-    if kept.result.leaks or _ends_badly(kept.result):
-        return judge_failure(kept)  # which a refusal does not excuse
-    first, ahead = min(words.items())[1], _went_ahead(kept, words.keys())
+    if saved.result.leaks or _ends_badly(saved.result):
+        return judge_failure(saved)  # which a refusal does not excuse
+    first, ahead = min(words.items())[1], _went_ahead(saved, words.keys())
     if ahead:
         headline = f"refused on rank(s) {sorted(words)} while rank(s) {ahead} went ahead: {first}"
         return Judgement(verdict=Verdict.FAILED, headline=headline, outcomes=outcomes)
@@ -171,16 +173,16 @@ def _judge_loud_refusal(case: Case, kept: SavedResult) -> Judgement | None:
     return Judgement(verdict=Verdict.PASSED, headline=headline, outcomes=outcomes)
 
 
-def _went_ahead(kept: SavedResult, refused: Set[int]) -> list[int]:
+def _went_ahead(saved: SavedResult, refused: Set[int]) -> list[int]:
     """Return the ranks that did not refuse, except those stopped before a call that a refusing rank never made.
 
     A world is stopped when its first rank raises: a rank that is no further may have been about to raise too.
     """
-    ledgers = kept.ledgers_by_rank
+    ledgers = saved.ledgers_by_rank
     calls = Counterparts(ledgers)
     return [
         o.rank
-        for o in kept.result.outcomes
+        for o in saved.result.outcomes
         if o.rank not in refused
         and not (
             isinstance(o, Abandoned)
@@ -198,38 +200,38 @@ def _raised(result: WorldResult) -> dict[int, str]:
     }
 
 
-def judge_failure(kept: SavedResult) -> Judgement:
+def judge_failure(saved: SavedResult) -> Judgement:
     """Return the cause of the failure of a world; ledgers explain more than a signal or an error."""
-    cause = causal(kept.result)
-    outcomes = _outcome_records(kept.result)
+    cause = causal(saved.result)
+    outcomes = _outcome_records(saved.result)
     if cause is None:
-        headline = "; ".join(kept.result.leaks)
+        headline = "; ".join(saved.result.leaks)
         return Judgement(verdict=Verdict.FAILED, headline=headline, outcomes=outcomes)
     if isinstance(cause, TimedOut) and cause.is_after_result:
-        headline = "; ".join((_describe(cause), *kept.result.leaks))
+        headline = "; ".join((_describe(cause), *saved.result.leaks))
         return Judgement(verdict=Verdict.HUNG, headline=headline, outcomes=outcomes)
     is_hang = isinstance(cause, TimedOut) or (isinstance(cause, Raised) and cause.kind in TRANSPORT_ERRORS)
     if not is_hang and not (isinstance(cause, Raised) and cause.is_symptom):
-        return _judge_crash(kept, cause)
-    ledgers = kept.ledgers_by_rank
-    hang = analyse_hang(kept.result.outcomes, ledgers)
+        return _judge_crash(saved, cause)
+    ledgers = saved.ledgers_by_rank
+    hang = analyse_hang(saved.result.outcomes, ledgers)
     mismatch = first_disagreement(ledgers)
     if isinstance(cause, Raised) and cause.kind == _MISMATCH:
         verdict, headline = Verdict.FAILED, cause.message
     elif mismatch is not None:
         verdict, headline = Verdict.FAILED, f"{mismatch} (then: {_describe(cause)})"
     elif is_hang:
-        verdict, headline = Verdict.HUNG, _describe_hang(kept.result, hang)
+        verdict, headline = Verdict.HUNG, _describe_hang(saved.result, hang)
     else:
         verdict, headline = Verdict.CRASHED, _describe(cause)
     return Judgement(verdict=verdict, headline=headline, outcomes=outcomes, hang=hang)
 
 
-def _judge_crash(kept: SavedResult, cause: Outcome) -> Judgement:
+def _judge_crash(saved: SavedResult, cause: Outcome) -> Judgement:
     """Return the cause of a crash: the first disagreement of ranks, unless the engine raised an error of its own."""
-    ledgers = kept.ledgers_by_rank
+    ledgers = saved.ledgers_by_rank
     mismatch = first_disagreement(ledgers)
-    harm = harm_in(kept.ledgers)  # memory that was freed or overwritten too early may have crashed the rank
+    harm = harm_in(saved.ledgers)  # memory that was freed or overwritten too early may have crashed the rank
     is_own = isinstance(cause, Raised) and not is_in_passage(cause.traceback)
     is_cut_off = isinstance(cause, Died) and not cause.is_after_result
     verdict, causes = Verdict.CRASHED, [_describe(cause)]
@@ -238,17 +240,17 @@ def _judge_crash(kept: SavedResult, cause: Outcome) -> Judgement:
     causes += [f"before that {found}" for found in (harm, mismatch if is_own else None) if found]
     return Judgement(
         verdict=verdict,
-        headline="; ".join((*causes, *kept.result.leaks)),
-        outcomes=_outcome_records(kept.result),
-        hang=analyse_hang(kept.result.outcomes, ledgers) if mismatch or is_cut_off else None,
+        headline="; ".join((*causes, *saved.result.leaks)),
+        outcomes=_outcome_records(saved.result),
+        hang=analyse_hang(saved.result.outcomes, ledgers) if mismatch or is_cut_off else None,
     )
 
 
-def _judge_laws(case: Case, kept: SavedResult, oracle: OracleObservation, simulated: int) -> Judgement:
+def _judge_laws(case: Case, saved: SavedResult, oracle: OracleObservation, simulated: int) -> Judgement:
     evidence = Evidence(
         training=case.training,
-        world_size=simulated or len(kept.ranks),
-        ranks=kept.ranks,
+        world_size=simulated or len(saved.ranks),
+        ranks=saved.ranks,
         oracle=oracle,
     )
     reason = None if simulated else incomparable_because(evidence)

@@ -21,9 +21,9 @@ STEP = "parameters after one step"
 class Bench(Claims):
     """One rank with the names of an engine's interface."""
 
-    def __init__(self, given: InterfaceBench) -> None:
-        super().__init__(given)
-        self.api = given.prepared.composable()
+    def __init__(self, bench: InterfaceBench) -> None:
+        super().__init__(bench)
+        self.api = bench.prepared.composable()
 
     # Any: modules gain methods, and cases test the options.
     def shard(self, model: nn.Module, units: tuple[str, ...] = UNITS, **options: Any) -> Any:

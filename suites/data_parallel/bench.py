@@ -14,9 +14,9 @@ from shardproof.suites.expect import Claims, expects_of
 class Bench(Claims):
     """One rank with an engine's own class; ``api`` is the engine's ``DistributedDataParallel``."""
 
-    def __init__(self, given: InterfaceBench) -> None:
-        super().__init__(given)
-        self.api = given.prepared.data_parallel()
+    def __init__(self, bench: InterfaceBench) -> None:
+        super().__init__(bench)
+        self.api = bench.prepared.data_parallel()
 
     # Any: engines have no common base class, and cases test the options.
     def wrap(self, module: nn.Module, **options: Any) -> Any:

@@ -53,7 +53,7 @@ def test_a_transformer_of_both_accumulates(trial: Trial, replicated: tuple[str, 
 
 @pytest.mark.kills("LosesOptimizerState")
 @parametrize("replicated", ("blocks.0",), ("",), ids=["block", "root"])
-def test_a_state_has_units_of_both(trial: Trial, replicated: tuple[str, ...]) -> None:
+def test_state_covers_sharded_and_replicated_units(trial: Trial, replicated: tuple[str, ...]) -> None:
     after = _training(TRANSFORMER, replicated).plan
     training = _training(TRANSFORMER, replicated, resume=Resume(after_steps=1, plan=after))
     trial.holds(training, MatchesOracle(), HoldsItsShare(), RanksAgree())

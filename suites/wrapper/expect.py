@@ -21,9 +21,9 @@ STEP = "parameters after one step"
 class Bench(Claims):
     """One rank with an engine's own interface; ``api`` is the engine's ``FullyShardedDataParallel``."""
 
-    def __init__(self, given: InterfaceBench) -> None:
-        super().__init__(given)
-        self.names = given.prepared.wrapper()
+    def __init__(self, bench: InterfaceBench) -> None:
+        super().__init__(bench)
+        self.names = bench.prepared.wrapper()
         self.api = self.names.FullyShardedDataParallel
 
     # Any: engines have no common base class, and cases test the options.

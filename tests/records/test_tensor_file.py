@@ -51,11 +51,11 @@ def test_a_mapped_file_is_mapped_anew_each_time(tmp_path: Path) -> None:
 def test_tensors_are_kept_before_they_change(tmp_path: Path) -> None:
     large, small = LARGE.clone(), torch.ones(2)
     with TensorWriter(tmp_path / "f") as writer:
-        kept = [writer.kept({"large": large, "small": small}) for _ in range(2)]
+        kept = [writer.keep({"large": large, "small": small}) for _ in range(2)]
         large.zero_()
         small.zero_()
         assert torch.equal(kept[0]["large"] + kept[1]["small"][0], LARGE + 1)
-        kept.append(writer.kept({"large": LARGE, "small": torch.ones(2)}))
+        kept.append(writer.keep({"large": LARGE, "small": torch.ones(2)}))
         writer.finish({"kept": kept})
     for found in read_tree(tmp_path / "f")["kept"]:
         assert torch.equal(found["large"], LARGE)

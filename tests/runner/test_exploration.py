@@ -68,7 +68,7 @@ def test_finds_pairs_once_and_then_sees_all_others() -> None:
     found = list(hunt.run(until=time.monotonic() + 60, num_programs=300))
     assert len(found) == 1, "the other value of a is the same failure"
     assert {str(f.program) for f in hunt.findings} == {"a=1,c=1", "a=2,c=1"}
-    assert hunt.seen == {
+    assert hunt.combinations_seen == {
         c for c in SMALL.combinations if not {("c", "1")} < c or dict(c).get("a", "0") == "0"
     }
 
@@ -80,7 +80,7 @@ def test_a_vacuous_program_is_no_finding_and_shows_no_combination() -> None:
         hunt.exploration, "judge", lambda p: replace(judge(p), verdict=Verdict.VACUOUS, headline="still")
     )
     assert hunt.check(SMALL.program({"a": "1"})) is None
-    assert (hunt.findings, hunt.seen, hunt.verdicts) == ([], set(), {"VACUOUS": 1})
+    assert (hunt.findings, hunt.combinations_seen, hunt.verdicts) == ([], set(), {"VACUOUS": 1})
 
 
 def test_found_programs_are_read_with_comments(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def _fails_under_seed_2(context: RankContext, training: Training) -> str | None:
 def test_exploring_stops_at_a_failing_world(tmp_path: Path) -> None:
     run_schedules(THREADS, range(5), _fails_under_seed_2, TRAINING, folder=tmp_path)
     assert [s.seed for s in load_schedules(tmp_path)] == [0, 2]
-    assert not load_schedules(tmp_path)[1].kept.result.is_clean
+    assert not load_schedules(tmp_path)[1].saved.result.is_clean
 
 
 def test_an_early_read_of_a_result_is_named_by_a_watched_run(session: TrialSession) -> None:

@@ -217,7 +217,7 @@ def test_the_model_that_ships_is_described_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "args", "kwargs"),
+    ("value", "args", "kwargs"),
     [
         ({"x": 1}, (), {"x": 1}),
         ((1, 2), (1, 2), {}),
@@ -226,20 +226,20 @@ def test_the_model_that_ships_is_described_as_it_is() -> None:
     ],
 )
 def test_a_batch_becomes_the_arguments_of_forward(
-    given: object, args: tuple[object, ...], kwargs: object
+    value: object, args: tuple[object, ...], kwargs: object
 ) -> None:
-    assert arguments_of(ModelBatch(given=given).inputs) == (args, kwargs)
+    assert arguments_of(ModelBatch(value=value).inputs) == (args, kwargs)
 
 
 def test_every_tensor_of_a_tree_is_converted() -> None:
     batch = ModelBatch(
-        given={"a": (torch.ones(1), [torch.ones(2), None]), "b": {"c": torch.ones(3)}, "d": "x"}
+        value={"a": (torch.ones(1), [torch.ones(2), None]), "b": {"c": torch.ones(3)}, "d": "x"}
     )
     doubled = converted(batch, torch.Tensor.double)
     assert [(t.numel(), t.dtype) for t in tensors_of(doubled)] == [(n, torch.float64) for n in (1, 2, 3)]
     assert isinstance(doubled, ModelBatch)
-    assert doubled.given["a"][1][1] is None
-    assert doubled.given["d"] == "x"
+    assert doubled.value["a"][1][1] is None
+    assert doubled.value["d"] == "x"
 
 
 def test_data_and_model_are_the_same_each_time() -> None:

@@ -127,7 +127,7 @@ class _Proxy:
             inputs = with_gradients(inputs)
         if self._script.by_keyword:
             (rows,) = inputs
-            inputs = (ModelBatch(given={"rows": rows}),)
+            inputs = (ModelBatch(value={"rows": rows}),)
         return self._actor.forward(microbatch, *inputs, part=part)
 
     def backward(self, microbatch: int, loss: torch.Tensor, *, is_counted: bool = True) -> None:

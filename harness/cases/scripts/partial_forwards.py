@@ -98,7 +98,7 @@ class TrunkTwiceOnOddSteps:
 class Backwards(Enum):
     """How several losses go backward."""
 
-    AT_ONCE = "their sum, once"
+    AT_ONCE = "one backward, of the sum of the losses"
     ONE_BY_ONE = "each by itself, the first one first"
 
 

@@ -94,7 +94,7 @@ def _run(arguments: argparse.Namespace) -> int:
     verdicts = ", ".join(f"{n} {verdict}" for verdict, n in sorted(hunt.verdicts.items()))
     print(
         f"{hunt.num_judged} programs in {time.monotonic() - started:.0f} s: {verdicts}; "
-        f"{len(hunt.seen)} of {len(space.combinations)} combinations seen; "
+        f"{len(hunt.combinations_seen)} of {len(space.combinations)} combinations seen; "
         f"{len(exploration.arcs)} arcs of the engine run; {num_new} new failures in {out}"
     )
     # A known program that fails here may have failed on another engine.

@@ -36,12 +36,12 @@ class DeadlockDetector:
 
     world_size: int
     scheduler: Scheduler
-    left: set[int] = field(default_factory=set)
+    departed: set[int] = field(default_factory=set)
     _waiters: dict[Waiter, None] = field(default_factory=dict)
     _threads: dict[int, set[int]] = field(default_factory=dict)
     _homes: dict[int, int] = field(default_factory=dict)
 
-    def seen(self, rank: int) -> None:
+    def note_thread(self, rank: int) -> None:
         """Record that the calling thread communicates for ``rank``."""
         thread = threading.get_ident()
         self._threads.setdefault(rank, set()).add(thread)
@@ -68,9 +68,9 @@ class DeadlockDetector:
 
     def resolve(self) -> None:
         """Fail the operations that can never complete, and release the threads that wait for them."""
-        left = frozenset(self.left)
+        departed = frozenset(self.departed)
         stuck = list(self._waiters) if self._is_deadlock() else []
-        stuck = stuck or [w for w in self._waiters if left and w.awaited.is_unsatisfiable(left)]
+        stuck = stuck or [w for w in self._waiters if departed and w.awaited.is_unsatisfiable(departed)]
         if not stuck:
             return
         table = self._table()
@@ -85,12 +85,14 @@ class DeadlockDetector:
             self.release(awaited)
 
     def _is_deadlock(self) -> bool:
-        if len(self._waiters) + len(self.left) < self.world_size:  # the usual case, decided without a loop
+        if (
+            len(self._waiters) + len(self.departed) < self.world_size
+        ):  # the usual case, decided without a loop
             return False
         blocked = {w.thread for w in self._waiters}
         alive = {t.ident for t in threading.enumerate()}
         return all(
-            rank in self.left
+            rank in self.departed
             or (self._homes.get(rank) in blocked and (self._threads[rank] & alive) <= blocked)
             for rank in range(self.world_size)
         )
@@ -103,6 +105,7 @@ class DeadlockDetector:
         }
         for rank in range(self.world_size):
             rows.setdefault(
-                rank, f"  rank {rank} has returned" if rank in self.left else f"  rank {rank} is computing"
+                rank,
+                f"  rank {rank} has returned" if rank in self.departed else f"  rank {rank} is computing",
             )
         return "\n".join(rows[rank] for rank in sorted(rows))

@@ -60,7 +60,7 @@ class PendingOp:
         """Global ranks that have not arrived."""
         raise NotImplementedError
 
-    def is_unsatisfiable(self, left: frozenset[int]) -> bool:
+    def is_unsatisfiable(self, departed: frozenset[int]) -> bool:
         """Return whether the ranks that have left make completion impossible."""
         raise NotImplementedError
 
@@ -114,9 +114,9 @@ class Rendezvous(PendingOp):
         """Members that have not deposited their call."""
         return tuple(g for rank, g in enumerate(self.ranks) if rank not in self.arrivals)
 
-    def is_unsatisfiable(self, left: frozenset[int]) -> bool:
+    def is_unsatisfiable(self, departed: frozenset[int]) -> bool:
         """Return whether at least one missing member has left."""
-        return not left.isdisjoint(self.absent())
+        return not departed.isdisjoint(self.absent())
 
     def sources(self, i: int, rank: int) -> Sequence[torch.Tensor]:
         """Return a member's part of the result."""
@@ -164,9 +164,9 @@ class Message(PendingOp):
         call = self.arrival.call
         return () if call.peer is None else (call.ranks[call.peer],)
 
-    def is_unsatisfiable(self, left: frozenset[int]) -> bool:
+    def is_unsatisfiable(self, departed: frozenset[int]) -> bool:
         """Return whether its destination, the only possible receiver, has left."""
-        return left.issuperset(self.absent())
+        return departed.issuperset(self.absent())
 
     def sources(self, i: int, rank: int) -> Sequence[torch.Tensor]:
         """Return nothing: a send has no results."""
@@ -201,9 +201,9 @@ class PostedReceive(PendingOp):
             return tuple(g for rank, g in enumerate(ranks) if rank != self.call.rank)
         return () if self.source is None else (ranks[self.source],)
 
-    def is_unsatisfiable(self, left: frozenset[int]) -> bool:
+    def is_unsatisfiable(self, departed: frozenset[int]) -> bool:
         """Return whether all sources have left."""
-        return left.issuperset(self.absent())
+        return departed.issuperset(self.absent())
 
     def sources(self, i: int, rank: int) -> Sequence[torch.Tensor]:
         """Return the tensors of the message."""

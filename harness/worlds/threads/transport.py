@@ -118,7 +118,7 @@ class InMemoryTransport:
     def leave(self, rank: int) -> None:
         """Record that a rank's body has returned: it makes no more calls."""
         with self._lock:
-            self._detector.left.add(rank)
+            self._detector.departed.add(rank)
             self._detector.resolve()
 
     def abort(self, reason: BaseException | str) -> None:
@@ -224,7 +224,7 @@ class InMemoryTransport:
     def _enter(self, call: Call) -> None:
         if self._abandoned is not None:
             raise WorldAbandonedError(self._abandoned)
-        self._detector.seen(call.global_rank)
+        self._detector.note_thread(call.global_rank)
 
     def _finish(self, awaited: PendingOp, error: CollectiveError | None) -> None:
         awaited.error = error
@@ -236,7 +236,7 @@ class InMemoryTransport:
             if not awaited.is_over:
                 if self._abandoned is not None:
                     raise WorldAbandonedError(self._abandoned)
-                self._detector.seen(call.global_rank)
+                self._detector.note_thread(call.global_rank)
                 self._sleep(awaited, call, timeout_s)
             error = awaited.error
         if error is not None:
