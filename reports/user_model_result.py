@@ -53,6 +53,7 @@ def _block(run: Run, engine: str, world: str, records: Sequence[Record]) -> str:
     lines += _proven(passed)
     lines += _precision(passed)
     lines += _undeclared(records)
+    lines += _known(records)
     lines += [_line("not run", "; ".join(map(_promise, not_run)))] if not_run else []
     lines += _alike(("left out", _promise(out), one_line(out.why)) for out in left_out)
     lines += [_line("not proven", "; ".join((*_unreached(passed), *_beyond(run, world))))]
@@ -116,6 +117,16 @@ def _undeclared(records: Sequence[Record]) -> Iterator[str]:
     return _alike(("not declared", _promise(r), one_line(r.headline.partition(";")[0])) for r in refused)
 
 
+def _known(records: Sequence[Record]) -> Iterator[str]:
+    """Return the failures that the user's file of known failures excuses."""
+    excused = [record for record in records if record.verdict is Verdict.KNOWN_FAILURE]
+    return _alike(
+        ("known", _promise(r), f"{one_line(r.expectation.reason)} ({one_line(r.expectation.link)})")
+        for r in excused
+        if r.expectation is not None
+    )
+
+
 def _precision(passed: Sequence[Record]) -> list[str]:
     """Format the smallest error that every proven case would have detected, and the tensor that came closest."""
     shares: dict[tuple[str, str], VisibleError] = {}
@@ -166,4 +177,12 @@ def _beyond(run: Run, world: str) -> Iterator[str]:
 
 
 def _line(word: str, text: str) -> str:
-    return textwrap.fill(text, _WIDTH, initial_indent=f"  {word:<14}", subsequent_indent=_INDENT)
+    # A link stays in one piece, so that it can be followed.
+    filled = textwrap.TextWrapper(
+        _WIDTH,
+        initial_indent=f"  {word:<14}",
+        subsequent_indent=_INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return filled.fill(text)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -12,13 +14,15 @@ from shardproof.harness.cases.training import Training
 from shardproof.harness.cases.user_model import needs_of
 from shardproof.harness.errors import HarnessBug, LostHostError, UnreadableError
 from shardproof.harness.laws.law import Law
-from shardproof.harness.records.record import Record, Verdict, to_json
+from shardproof.harness.records.provenance import today
+from shardproof.harness.records.record import Expectations, Record, Verdict, to_json
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.plugin import EXPECTATIONS
 from shardproof.harness.runner.record_writer import LEFT_OUT_PROPERTY, NOT_JUDGED_PROPERTY, RECORD_PROPERTY
 from shardproof.harness.runner.session import TrialSession
 from shardproof.harness.verdicts.case import Case, Refusal
-from shardproof.harness.verdicts.known_failures import expected
+from shardproof.harness.verdicts.known_failures import expected, named_defect
+from shardproof.harness.verdicts.known_failures_file import read
 
 __all__ = ["Trial"]
 
@@ -35,6 +39,7 @@ class Trial:
         self._item = item
         self._lacks = lacks  # what the case needs and the world lacks
         self._expectations = item.config.stash[EXPECTATIONS]
+        self._defects = _known_defects(item.path.with_name("known_defects.toml"))
 
     @property
     def world_size(self) -> int:
@@ -89,7 +94,7 @@ class Trial:
             pytest.fail(f"not judged again: {error}", pytrace=False)
         except LostHostError as error:
             pytest.exit(str(error), returncode=pytest.ExitCode.INTERRUPTED)
-        return expected(judged, self._expectations)
+        return named_defect(expected(judged, self._expectations), self._defects)
 
     def _report(self, record: Record) -> None:
         """Attach the record to the test, and end the test as the verdict asks."""
@@ -110,6 +115,12 @@ class Trial:
             file = os.path.relpath(self._item.path, folder)
             return replace(node, nodeid="::".join((file, node.nodeid.partition("::")[2]))).command
         return check_command(model.removeprefix(f"{folder}{os.sep}"), node)
+
+
+@cache
+def _known_defects(file: Path) -> Expectations | None:
+    """Read the defects of released engines that a suite's cases may meet, depending on the model."""
+    return read(file, today=today()) if file.is_file() else None
 
 
 def _explain(record: Record) -> str:

@@ -97,6 +97,20 @@ def expected(record: Record, expectations: Expectations | None) -> Record:
     return record if record.verdict.is_conforming else _unexcused(record, live, concerned)
 
 
+def named_defect(record: Record, defects: Expectations | None) -> Record:
+    """Prepend a known defect of the engine's release to the headline of a failure that shows it; excuses nothing.
+
+    Of cases with a user's model: whether it meets a defect depends on the model.
+    """
+    if defects is None or record.verdict.is_conforming or record.expectation is not None:
+        return record
+    for entry in defects.entries:
+        if entry.verdict is record.verdict and _concerns(entry, record) and not _unnamed(entry, record):
+            known = f"known defect of {record.engine_version}: {entry.reason} ({entry.link})"
+            return replace(record, headline=f"{known}; {record.headline}")
+    return record
+
+
 def is_expired(entry: Expectation, today: str) -> bool:
     """Return whether the last day of an expectation is past."""
     return today > entry.expiry  # both ISO 8601, which sorts as dates do
@@ -152,9 +166,17 @@ def _concerns(entry: Expectation, record: Record) -> bool:
 
 
 def _unnamed(entry: Expectation, record: Record) -> list[str]:
-    """Return what an expectation does not cover of a record: broken laws, or the headline if no law was judged."""
-    seen = [law.law for law in record.laws if not law.held] or [record.headline]
-    return [text for text in seen if entry.shows and not any(matches(glob, text) for glob in entry.shows)]
+    """Return what an expectation does not cover of a record: broken laws, or the headline if no law was judged.
+
+    A glob matches a law by its name, or by its name, a colon and what it found.
+    """
+    found = {law.law: f"{law.law}: {law.summary}" for law in record.laws if not law.held}
+    seen = found or {record.headline: record.headline}
+    return [
+        name
+        for name, whole in seen.items()
+        if entry.shows and not any(matches(glob, text) for glob in entry.shows for text in (name, whole))
+    ]
 
 
 def _unexcused(record: Record, live: Sequence[Expectation], concerned: Sequence[Expectation]) -> Record:

@@ -13,6 +13,7 @@ import pytest
 from shardproof.engine.registry import shipped_mutants
 from shardproof.harness.cases.batch import microbatch_seed
 from shardproof.harness.cli.check_in_tests import check
+from shardproof.harness.cli.main import main
 from shardproof.harness.runner.user_model.read import read_model
 from tests.user_model.models import GOOD, LOSS, run_check, with_optimizer
 
@@ -31,6 +32,27 @@ def test_a_right_engine_is_proven(file: Path, capsys: pytest.CaptureFixture[str]
     }
     assert 0 < precise["gradient"] < 1
     assert 0 < precise["update"] < 10
+
+
+def test_a_known_defect_is_named_and_a_known_failure_excused(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(GOOD.replace(LOSS, with_optimizer("torch.optim.SGD(p, lr=0.1)")))
+    assert run_check(file, "torch.ddp", "-k", "resumes or trains") == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "CRASHED resumes from its state: known defect of torch" in shown
+    assert "SGD without momentum has none. (https://github.com/" in shown
+    known = file.with_name("known.toml")
+    known.write_text(
+        '[[expectation]]\nengine = "torch.ddp"\ncase = "user_model/*test_resumes*"\nverdict = "CRASHED"\n'
+        'shows = "*Expected device*"\nreason = "We do not resume."\nlink = "https://example.org/1"\n'
+        "expiry = 2099-01-01\n"
+    )
+    out = str(file.with_name("again"))
+    options = ["--engine", "torch.ddp", "-k", "resumes or trains", "--expectations", str(known), "--out", out]
+    assert main(["check", f"{file}:Mine", *options]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "known resumes from its state: We do not resume. (https://example.org/1)" in shown
 
 
 def test_a_case_that_does_not_apply_is_listed_with_the_reason(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from shardproof.harness.verdicts.known_failures import (
     expected,
     fit,
     matches,
+    named_defect,
     unused,
 )
 from shardproof.harness.verdicts.known_failures_file import SHIPPED, find, read
@@ -36,6 +38,25 @@ def known(*entries: Expectation) -> Expectations:
 
 
 # A verdict, expected
+
+
+def test_a_failure_that_shows_a_known_defect_names_it_and_stays_one() -> None:
+    record = a_record(laws=(LawRecord(law="matches the oracle", held=False, summary="it moved"),))
+    shown = named_defect(record, known(an_entry(shows=("matches the oracle: *moved",))))
+    assert (shown.verdict, shown.expectation) == (record.verdict, None)
+    assert (
+        shown.headline
+        == f"known defect of torch 2.13.0+cpu: {ENTRY.reason} ({ENTRY.link}); {record.headline}"
+    )
+    assert named_defect(record, known(an_entry(shows=("matches the oracle: *stayed",)))) == record
+    assert named_defect(a_record(Verdict.PASSED), known(ENTRY)) == a_record(Verdict.PASSED)
+
+
+def test_known_defects_are_those_of_cases_with_a_users_model() -> None:
+    source = (SUITES / "user_model/test_user_model.py").read_text()
+    cases = [f"user_model/test_user_model.py::{name}[Mine]" for name in re.findall(r"def (test_\w+)", source)]
+    for entry in read(SUITES / "user_model/known_defects.toml", today=date(2026, 1, 1)).entries:
+        assert any(matches(entry.case, case) for case in cases)
 
 
 def test_a_known_failure_keeps_its_evidence() -> None:

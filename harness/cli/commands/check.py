@@ -31,10 +31,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         option.add_to(parser.add_argument)
     add_cases(parser, deadline_s=None, deadline="grows with the model")
     options.ORACLES.add_to(parser.add_argument)
+    parser.add_argument(
+        "--expectations",
+        metavar="FILE",
+        help="failures of this model that are known, which then do not count (default: none)",
+    )
     add_effort(parser)
     add_printed(parser)
-    # Raw verdicts: known failures of other models do not apply to this one.
-    parser.set_defaults(suite=["user_model"], case=None, expectations=None, no_expectations=True)
+    parser.set_defaults(suite=["user_model"], case=None)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -52,6 +56,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from shardproof.reports.user_model_result import render
 
     check_temporary_folder()
+    # The failures that are known of shipped cases are not those of this model.
+    arguments.no_expectations = arguments.expectations is None
     arguments.engine = wrapped_engines(arguments.engine, vars(arguments)["with"], arguments.wrap)
     _refuse_mistakes(arguments)
     spec = absolute(arguments.model)
