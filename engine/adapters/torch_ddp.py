@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.engine.contract import Capability, Engine, Plan, PreparedModel
 
-# Since torch 2.15.
+# Since torch 2.15, by pytorch#196651.
 _OF_NEWER_RELEASES = {Capability.FINALIZE} if hasattr(DistributedDataParallel, "finalize_backward") else set()
 
 
@@ -99,6 +99,6 @@ def _buffer_options(plan: Plan) -> dict[str, Any]:
     """Keep DDP from broadcasting rank 0's buffers before each forward, if the plan asks for it."""
     if Capability.OWN_BUFFERS not in plan.demands:
         return {}
-    # torch 2.13 renamed the option, and warns about the old name.
+    # torch 2.13 renamed the option, and warns about the old name (pytorch#178054).
     names = inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}

@@ -54,9 +54,10 @@ CAPABILITIES = (
 def _set_divide_factor(module: FSDPModule, factor: float, num_shards: int) -> None:
     """Make one unit divide by ``factor``.
 
-    For a factor other than the number of shards, FSDP2 reduce-scatters with PREMUL_SUM, which only NCCL supports:
-    a CPU needs plain sums that are divided afterwards. With one shard there is no reduce-scatter, so that op is not
-    used, and forcing plain sums would trigger the double division of torch 2.13.
+    For a factor other than the number of shards, FSDP2 reduce-scatters with PREMUL_SUM, which only NCCL supports
+    (pytorch#129286): a CPU needs plain sums that are divided afterwards (pytorch#155915). With one shard there is no
+    reduce-scatter, so that op is not used, and forcing plain sums would trigger the double division of torch 2.13
+    (pytorch#167178).
     """
     assert isinstance(module, nn.Module)
     # Read the device from the mesh: parameters without memory are on no device yet.

@@ -17,7 +17,7 @@ from shardproof.engine.reference.param_layout import ParamLayout, UnshardedMemor
 from shardproof.engine.reference.parameter import FSDPParam
 from shardproof.engine.reference.torch_private import allocated_by
 
-# torch 2.13 renamed the flat collectives and deprecated these names; older releases have only these.
+# torch 2.13 renamed the flat collectives and deprecated these names (pytorch#186123); older releases have only these.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

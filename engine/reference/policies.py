@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
-    """torch's policy with its field since 2.15: a function that chooses how one parameter computes.
+    """torch's policy with its field since 2.15 (pytorch#196576): a function that chooses how one parameter computes.
 
     Called once for each parameter of a call; it returns the parameter's own dtype, ``param_dtype``, or None for the
     latter.

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-# torch 2.13 renamed the flat collectives and deprecated these names; older releases have only these.
+# torch 2.13 renamed the flat collectives and deprecated these names (pytorch#186123); older releases have only these.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -78,7 +78,7 @@ class FairscaleEngine(Engine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap every unit of the plan, then the root."""
         plan.refuse_beyond(self.capabilities)
-        # It calls functions that torch has since renamed.
+        # It calls collectives that torch 2.13 renamed (pytorch#186123), and older functions that are deprecated.
         warnings.filterwarnings("ignore", category=FutureWarning, message=".*deprecated")
         warnings.filterwarnings("ignore", category=UserWarning, message="TypedStorage is deprecated")
         group = mesh.get_group()

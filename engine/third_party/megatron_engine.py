@@ -145,7 +145,7 @@ def _classes(model: nn.Module, plan: Plan) -> list[type[nn.Module]]:
 
 def _expect_warnings() -> None:
     """Ignore warnings of these engines, permanently: ranks that are threads share the warning filters."""
-    # They call functions that torch has since renamed.
+    # They call collectives that torch 2.13 renamed (pytorch#186123).
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated")
     # Its device is the CPU, not the current accelerator.
     logging.getLogger("megatron_fsdp.megatron_fsdp").setLevel(logging.ERROR)

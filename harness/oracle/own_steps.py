@@ -94,7 +94,7 @@ class SteppingRank:
         assert isinstance(batch, ModelBatch)
         model = ModelInStep(self.model, torch.Tensor.backward, (self.model,))
         optimizers = [OptimizerInStep(part, self._step, self._zero_grad) for part in parts_of(self.optimizer)]
-        self.losses = list(losses_in(problem.own_step(model, batch.given, *optimizers)))
+        self.losses = list(losses_in(problem.own_step(model, batch.value, *optimizers)))
 
     # Any: as autograd calls a hook.
     def _arrived(self, name: str, gradients: tuple[Any, ...]) -> tuple[torch.Tensor]:

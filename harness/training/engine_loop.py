@@ -254,7 +254,7 @@ class _Loop:
         with refusing():
             successor.optimizer(self.schedules.factory)
         if fresh is None:
-            # If gradients exist, torch assumes that a new optimizer already has its state.
+            # If gradients exist, torch assumes that a new optimizer already has its state (pytorch#140898).
             successor.zero_grad(set_to_none=True)
             with torch.no_grad():
                 for parameter in successor.owned_parameters().values():
@@ -368,11 +368,11 @@ class _Loop:
             self._lifetimes.end_step()
         is_over = step == self._training.schedule.steps - 1
         with self.reading(step):
-            parameters = self.kept(self.read_parameters()) if is_read or is_over else {}
-        facts, self._facts = (*facts, *self._facts, *actor.tape.facts), ()
-        gradients = self.kept(own.gradients) if is_read else {}
+            parameters = self.keep(self.read_parameters()) if is_read or is_over else {}
+        facts, self._facts = (*facts, *self._facts, *actor.log.facts), ()
+        gradients = self.keep(own.gradients) if is_read else {}
         return StepObservation(
-            losses=tuple(actor.tape.losses),
+            losses=tuple(actor.log.losses),
             gradients=gradients,
             parameters=parameters,
             norm=None,

@@ -40,9 +40,9 @@ class OwnStep:
             for part in parts_of(prepared.built_optimizer())
         ]
         self._actor.seed(0)
-        losses = self._problem.own_step(model, batch.given, *optimizers)
+        losses = self._problem.own_step(model, batch.value, *optimizers)
         with self._actor.recorder.during(Phase.OBSERVE, step=self._actor.step):
-            self._actor.tape.losses += losses_in(losses)
+            self._actor.log.losses += losses_in(losses)
 
     # Any: a model takes and returns any values.
     def _forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -37,7 +37,8 @@ from shardproof.harness.worlds.outcome import (
 from shardproof.harness.worlds.output import SUFFIX
 from shardproof.harness.worlds.processes.stacks import is_in_passage
 
-# The error of worlds of threads that explains what the engine did; gloo hangs or computes garbage instead.
+# The error of worlds of threads that explains what the engine did. For sizes that differ, gloo only names bytes
+# (gloo#456); nccl hangs, or computes garbage (nccl#1417).
 _MISMATCH = "CollectiveMismatchError"
 
 _IMPLIED: tuple[Law, ...] = (

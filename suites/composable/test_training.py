@@ -95,7 +95,7 @@ def test_the_first_rank_saves_and_loads_for_all(bench: Bench, is_cut: bool) -> N
         parameter.grad = parameter.detach().clone()
     optimizer = torch.optim.Adam(model.parameters())
     optimizer.step()
-    optimizer.zero_grad()  # otherwise torch assumes that a fresh optimizer already has its state
+    optimizer.zero_grad()  # else torch takes a fresh optimizer for one with state, pytorch#140898
     moments = _moments(optimizer)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state, expected = get_model_state_dict(model, options=options), whole(model)

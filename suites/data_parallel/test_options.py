@@ -44,7 +44,7 @@ def test_buffers_are_those_of_the_first_rank_where_asked_for(bench: Bench, is_as
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     name = (
         "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    )  # before torch 2.13
+    )  # before torch 2.13, pytorch#178054
     options: dict[str, Any] = {} if is_asked else {name: False}
     root = bench.wrap(tower(), **options)
     for _ in range(2):

@@ -87,7 +87,7 @@ def _form(id: str, kind: StateDictType, config: OptimStateDictConfig, mutant: st
     return param(kind, config, id=id, kills=mutant)
 
 
-# While torch gathers optimizer state, its timers are per process.
+# While torch gathers optimizer state, its timers are per process (pytorch#108290).
 @pytest.mark.api("StateDictType", "FullOptimStateDictConfig", "ShardedOptimStateDictConfig")
 @pytest.mark.worlds(APART)
 @parametrize(

@@ -117,7 +117,7 @@ def _functions_that_wait() -> Iterator[tuple[Any, str, Any]]:
 
     yield torch.futures, "collect_all", lambda futures: _collect_all(come(futures))
     yield torch.futures, "wait_all", lambda futures: _wait_all(come(futures))
-    # Since torch 2.15 a hook in the middle of backward may end it.
+    # Since torch 2.15 a hook in the middle of backward may end it (pytorch#196651).
     if (end := getattr(DistributedDataParallel, "finalize_backward", None)) is not None:
 
         def finalize_backward(module: DistributedDataParallel) -> None:

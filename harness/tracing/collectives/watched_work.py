@@ -14,7 +14,7 @@ import torch.distributed as dist
 from shardproof.harness.tracing.collectives.futures import late_future
 
 # How many works stay alive after Python has released them: C++ may still hold the pointer of one, and without its
-# Python half that work would never complete.
+# Python half that work would never complete; torch's own tests keep such works too (pytorch#79176).
 _NUM_KEPT = 64
 
 # Any: the value of a future. Called with a work when its future is taken; returns a function that reads the value after

@@ -17,10 +17,10 @@ files, other processes, and memory that an engine maps or frees by itself.
 
 Memory that the harness makes to observe is not counted, and neither are the user's tensors that the loop holds.
 
-[Note: late release] Over gloo a worker thread holds a work, with its tensors, until some time after the wait for it. A
-reference cycle keeps memory until Python collects it. The engine causes neither. So a count above the size that the
-layout explains is repeated: after a collection, and then every few milliseconds up to a bound. An engine that holds
-only its share is counted once.
+[Note: late release] Over gloo a worker thread holds a work, with its tensors, until some time after the wait for it
+(pytorch#179291). A reference cycle keeps memory until Python collects it. The engine causes neither. So a count above
+the size that the layout explains is repeated: after a collection, and then every few milliseconds up to a bound. An
+engine that holds only its share is counted once.
 """
 
 from __future__ import annotations

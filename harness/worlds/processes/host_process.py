@@ -133,7 +133,8 @@ def _host_threads(link: SupervisorLink, spec: HostSpec) -> None:
 
     register_threads_backend(world.device)
     device = device_of_rank(world.device, 0)  # the transport copies within one device
-    # torch 2.15 records the calls of every group once per process: ranks that are threads would share one record.
+    # torch 2.15 records the calls of every group once per process, see pytorch#189363: ranks that are threads would
+    # share one record.
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     with isolate_threads(), _reporting_exit(link):
         link.send(Ready())

@@ -3,8 +3,8 @@
 [Note: leaving] A script that has reached its last line waits for its non-daemon threads, runs its exit hooks, and ends
 with a status. An engine can hang or crash in each of these after correct results, and a user then waits for a job that
 never ends. So a host does the same. It does not finalize the interpreter: threads of a backend that still run in C++
-sometimes crash there, through no fault of an engine, and multiprocessing's and torch's own launchers leave by
-`os._exit` too. Hooks of modules that the fork server imported do not run, because they belong to the server.
+sometimes crash there, through no fault of an engine (pytorch#179291), and multiprocessing's and torch's own launchers
+leave by `os._exit` too. Hooks of modules that the fork server imported do not run, because they belong to the server.
 
 A host sends `Leaving` first and `Done` last. An exit status of zero proves nothing by itself: a hook that calls
 `os._exit(0)` hides all later hooks. Then the host waits until its supervisor dismisses it. So the processes that it
