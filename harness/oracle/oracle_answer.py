@@ -25,6 +25,7 @@ from shardproof.harness.oracle.oracle_observation import (
 )
 from shardproof.harness.oracle.piece_sizes import PieceSizes
 from shardproof.harness.records.tensor_file import TensorWriter, dtype_name, dtype_of, read_tree
+from shardproof.harness.torch_compat.accelerators import hide_accelerators
 from shardproof.harness.worlds.machine import machine_fault
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 
@@ -95,6 +96,7 @@ def _failure(training: Training, got: str) -> HarnessBug:
 
 def _answer(training: Training, world_size: int, path: Path, explains: bool) -> bytes:
     """Write the oracle to a file; returns an exception of the model as JSON."""
+    hide_accelerators()
     torch.compiler.set_stance("force_eager")  # the reference is computed by the model's own code
     try:
         with TensorWriter(path) as writer:

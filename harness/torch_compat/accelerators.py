@@ -6,6 +6,7 @@ code elsewhere: the CPU, which is always present, and CUDA, which has torch's tr
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +19,7 @@ __all__ = [
     "await_moment",
     "backends_for",
     "device_of_rank",
+    "hide_accelerators",
     "is_here",
     "make_current",
     "moment_of",
@@ -87,9 +89,28 @@ def device_of_rank(kind: str, local_rank: int) -> torch.device:
 
 
 def make_current(device: torch.device) -> None:
-    """Make an accelerator the process's current one."""
+    """Make an accelerator the calling thread's current one, and let it compute float32 in full.
+
+    cuDNN computes convolutions and recurrent cells in TF32 by default, which has ten bits of mantissa.
+    """
     if device.type != "cpu":
         _module(device.type).set_device(device)
+        torch.backends.cudnn.allow_tf32 = False
+
+
+# The variables by which drivers are told what a process may see; "" is nothing.
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
+
+
+def hide_accelerators() -> None:
+    """Hide all accelerators from this process, which has not used one: the CPU is then the same on every machine.
+
+    Engines ask torch which accelerator is there, and take its streams, its pinned memory and its meshes for those of a
+    model on the CPU.
+    """
+    found = torch.accelerator.current_accelerator()
+    of_vendor = [] if found is None else [f"{found.type.upper()}_VISIBLE_DEVICES"]
+    os.environ.update(dict.fromkeys((*_VISIBLE, *of_vendor), ""))
 
 
 def own_stream(device: torch.device) -> None:
@@ -118,6 +139,9 @@ def used_here(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def seed_device(kind: str, seed: int) -> None:
-    """Seed the generator of the current device, unless it is the CPU, whose generator is the default one."""
-    if kind != "cpu":
+    """Seed the generator of the current device, unless it is the CPU, whose generator is the default one.
+
+    A generator whose use is being captured into a graph of CUDA takes no seed.
+    """
+    if kind != "cpu" and not (kind == "cuda" and torch.cuda.is_current_stream_capturing()):
         _module(kind).manual_seed(seed)

@@ -112,7 +112,9 @@ def _device_of(context: RankContext, adapter: Engine) -> AbstractContextManager[
 
 
 def _drive(context: RankContext, training: Training, adapter: Engine, before: Path | None) -> None:
-    is_measured = Watch.ALLOCATOR in training.watch and not context.shares_a_process
+    # On a device the heap holds the driver's context and none of the parameters.
+    has_heap = context.device.type == "cpu" and not context.shares_a_process
+    is_measured = Watch.ALLOCATOR in training.watch and has_heap
     census = Census(context.recorder, is_process_measured=is_measured) if training.is_counted else None
     schedule = training.schedule
     with (

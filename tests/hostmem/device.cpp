@@ -6,6 +6,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <set>
@@ -23,6 +24,12 @@ std::atomic<c10::StreamId> num_streams = 0;
 
 c10::DeviceIndex index_of(c10::Device device) {
   return device.has_index() ? device.index() : device_of_thread;
+}
+
+// As drivers do: a variable hides the devices of a process.
+c10::DeviceIndex num_visible() noexcept {
+  const auto* shown = std::getenv("HOSTMEM_VISIBLE_DEVICES");
+  return shown != nullptr && *shown == '\0' ? 0 : kNumDevices;
 }
 
 struct DeviceAllocator final : c10::Allocator {
@@ -90,7 +97,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 
   c10::DeviceIndex deviceCount() const noexcept override {
-    return kNumDevices;
+    return num_visible();
   }
 
   c10::DeviceCapability getDeviceCapability(c10::Device) const override {
@@ -157,7 +164,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 
   bool isAvailable() const override {
-    return true;
+    return num_visible() > 0;
   }
 
   bool hasPrimaryContext(c10::DeviceIndex) const override {
@@ -165,7 +172,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 
   c10::DeviceIndex deviceCount() const override {
-    return kNumDevices;
+    return num_visible();
   }
 
   c10::DeviceIndex getCurrentDevice() const override {

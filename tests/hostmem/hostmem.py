@@ -137,7 +137,7 @@ class _Device:
         self.manual_seed = self.manual_seed_all = torch.default_generator.manual_seed
 
     def is_available(self) -> bool:
-        return True
+        return self.device_count() > 0
 
     is_initialized = is_available
 
@@ -145,7 +145,7 @@ class _Device:
         return False
 
     def device_count(self) -> int:
-        return 2
+        return 0 if os.environ.get("HOSTMEM_VISIBLE_DEVICES") == "" else 2
 
     def set_device(self, device: Any) -> None:
         torch.accelerator.set_device_index(torch.device(_NAME, device) if isinstance(device, int) else device)

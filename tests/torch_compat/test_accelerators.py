@@ -32,7 +32,8 @@ STATE = "zero/test_offload.py::test_trains_the_same_model_from_the_host[adamw-m3
 SHARDS = "offload/test_host.py::test_shards_leave_the_device[pinned]"
 BUFFERS = "composable/test_training.py::test_steps_leave_nothing_to_a_collector"
 GRAPHS = "gpu/test_cuda.py::test_a_replayed_graph_equals_the_eager_step"
-WORLD = "processes:2:hostmem"
+WORLD, THREADS = "processes:2:hostmem", "threads:2:hostmem"
+DIVIDED = "parity/test_divide_factor.py::test_divides_sums_of_shards_by_more_than_the_ranks[before-and-after]"
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +56,9 @@ def on_path(hostmem: Any) -> str:
 
 def test_a_world_may_be_on_any_device() -> None:
     assert str(WorldSpec.parse("processes:2:npu")) == "processes:2:npu"
+    assert str(WorldSpec.parse("threads:2:npu")) == "threads:2:npu"
     with pytest.raises(UsageError, match="processes:2:npu"):
-        WorldSpec.parse("threads:2:npu")
+        WorldSpec.parse("simulated:2:npu")
     assert is_here("cpu")
     assert backends_for("cpu") == "gloo"
 
@@ -160,36 +162,60 @@ def test_require_device_knows_the_cpu() -> None:
     require_device("cpu")
 
 
-def _node(engine: str, case: str) -> str:
+def _node(engine: str, world: str, case: str) -> str:
     """Name a case as pytest does: engine and world come before its own parameters."""
     function, _, parameters = case.removesuffix("]").partition("[")
-    return f"suites/{function}[{'-'.join(filter(None, (f'{engine}@{WORLD}', parameters)))}]"
+    return f"suites/{function}[{'-'.join(filter(None, (f'{engine}@{world}', parameters)))}]"
 
 
 def test_cases_and_mutants_on_host_memory(on_path: str, tmp_path: Path) -> None:
-    honest = dict.fromkeys((PARITY, SHARE, RACES, PINNED), Verdict.PASSED) | {GRAPHS: Verdict.UNSUPPORTED}
+    passed = dict.fromkeys((PARITY, SHARE, RACES), Verdict.PASSED)
+    honest = passed | {PINNED: Verdict.PASSED, GRAPHS: Verdict.UNSUPPORTED}
     replicas = dict.fromkeys((SHARE, PINNED), Verdict.UNSUPPORTED)
     expected = {
-        "torch.ddp": honest | replicas,
-        "torch.fsdp2": honest | {BUFFERS: Verdict.PASSED, SHARDS: Verdict.PASSED},
-        "reference.zero2": {STATE: Verdict.PASSED},
-        "reference": honest | {BUFFERS: Verdict.PASSED},  # which once left buffers where they were
-        SUMMING: {PARITY: Verdict.FAILED},
-        RACING: {RACES: Verdict.FAILED},
-        UNPINNED: {PINNED: Verdict.FAILED},
-        LEFT: {STATE: Verdict.FAILED},
-        KEPT: {SHARDS: Verdict.FAILED},
+        ("torch.ddp", WORLD): honest | replicas,
+        ("torch.fsdp2", WORLD): honest | {BUFFERS: Verdict.PASSED, SHARDS: Verdict.PASSED},
+        ("reference.zero2", WORLD): {STATE: Verdict.PASSED},
+        ("reference", WORLD): honest | {BUFFERS: Verdict.PASSED},  # which once left buffers where they were
+        (SUMMING, WORLD): {PARITY: Verdict.FAILED},
+        (RACING, WORLD): {RACES: Verdict.FAILED},
+        (UNPINNED, WORLD): {PINNED: Verdict.FAILED},
+        (LEFT, WORLD): {STATE: Verdict.FAILED},
+        (KEPT, WORLD): {SHARDS: Verdict.FAILED},
+        ("torch.ddp", THREADS): passed | {SHARE: Verdict.UNSUPPORTED},
+        ("torch.fsdp2", THREADS): passed | {DIVIDED: Verdict.PASSED, PINNED: Verdict.PASSED},
+        ("reference", THREADS): passed | {DIVIDED: Verdict.PASSED, SHARDS: Verdict.PASSED},
+        (SUMMING, THREADS): {PARITY: Verdict.FAILED},
+        (RACING, THREADS): {RACES: Verdict.FAILED},
+        (KEPT, THREADS): {SHARDS: Verdict.FAILED},
+        # On the CPU of a machine that has an accelerator, whose streams torch offers.
+        ("torch.fsdp2", "threads:2"): {RACES: Verdict.PASSED},
     }
-    pairs = [(engine, case) for engine, verdicts in expected.items() for case in verdicts]
-    chosen = [*(f"--engine={engine}" for engine in expected), f"--world={WORLD}", f"--out={tmp_path / 'run'}"]
-    nodes = [_node(engine, case) for engine, case in pairs]
-    options = ("-m", "pytest", "-q", "-pno:cacheprovider", *chosen, *nodes)
-    done = python(*options, limit_s=300, PYTHONPATH=on_path)
-    records = {(record.engine, record.case): record for record in read_run(tmp_path / "run").records}
-    got = {pair: record.verdict for pair, record in records.items()}
-    assert got == {pair: expected[pair[0]][pair[1]] for pair in pairs}, done.stdout + done.stderr
-    why = records["torch.fsdp2", GRAPHS].headline
+    asked = {(*cell, case): verdict for cell, cases in expected.items() for case, verdict in cases.items()}
+    engines, worlds = (dict.fromkeys(part) for part in zip(*expected, strict=True))
+    chosen = [*(f"--engine={engine}" for engine in engines), *(f"--world={world}" for world in worlds)]
+    nodes = [_node(*place) for place in asked]
+    options = ("-m", "pytest", "-q", "-pno:cacheprovider", *chosen, f"--out={tmp_path / 'run'}", *nodes)
+    done = python(*options, limit_s=380, PYTHONPATH=on_path)
+    records = {(r.engine, r.world, r.case): r for r in read_run(tmp_path / "run").records}
+    got = {place: record.verdict for place, record in records.items()}
+    assert got == asked, done.stdout + done.stderr
+    why = records["torch.fsdp2", WORLD, GRAPHS].headline
     assert why == "needs the device cuda, which this world lacks; not run"
-    assert "streams wait for each other" in records[RACING, RACES].headline, (
-        "seen by the watch, not by numbers"
-    )
+    for world in (WORLD, THREADS):  # seen by the watch, not by numbers
+        assert "streams wait for each other" in records[RACING, world, RACES].headline
+    ledgers = [[c.num_bytes for c in records["reference", w, PARITY].ledger] for w in (WORLD, THREADS)]
+    assert ledgers[0] == ledgers[1] != []
+
+
+HIDDEN = """
+import torch
+from shardproof.harness.torch_compat.accelerators import hide_accelerators
+hide_accelerators()
+print(torch.accelerator.is_available(), torch.accelerator.current_accelerator(check_available=True))
+"""
+
+
+def test_a_world_on_the_cpu_finds_no_accelerator(on_path: str) -> None:
+    done = python("-c", HIDDEN, PYTHONPATH=on_path)
+    assert done.stdout == "False None\n", done.stderr

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from shardproof.harness.torch_compat.accelerators import (
     backends_for,
     device_of_rank,
+    hide_accelerators,
     make_current,
     own_stream,
 )
@@ -61,6 +62,8 @@ def host_main(connection: Connection, spec: HostSpec) -> None:
     adopt_orphans()  # a child that leaves the group, and whose parent has ended, stays below its host
     start_afresh()
     redirect_output(spec.output_file)
+    if spec.world.device == "cpu":
+        hide_accelerators()
     os.environ.update(spec.temporary)
     tempfile.tempdir = None  # the fork server's may have been used
     with spec.stack_file.open("w") as stacks:
