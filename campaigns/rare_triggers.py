@@ -15,31 +15,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import fields
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 from tabulate import tabulate
 
-from shardproof.engine.contract import Plan
 from shardproof.engine.mutants.all_mutants import MUTANTS
-from shardproof.engine.mutants.mutant import Condition, Mutant
+from shardproof.engine.mutants.mutant import Mutant
 from shardproof.fixtures.programs.laws import laws_of
 from shardproof.fixtures.programs.space import SPACE
 from shardproof.fixtures.programs.training import training_of
 from shardproof.harness.cases.space import Program
-from shardproof.harness.cases.training import Training
-from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import read_run
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.engines import describe
 from shardproof.harness.runner.exploration import Exploration
 from shardproof.harness.runner.invoke import suite_folders
-from shardproof.harness.runner.session import TrialSession
-from shardproof.harness.verdicts.case import Case
 from shardproof.harness.worlds.processes.forkserver import warm_up
 from shardproof.harness.worlds.spec import WorldSpec
 from shardproof.suites.combinations.rows import FAMILIES, rows_in
@@ -108,40 +101,12 @@ def _killer(engine: str) -> str:
     suites = [str(folder) for folder in suite_folders() if folder.name != "combinations"]
     with tempfile.TemporaryDirectory() as out:
         where = ["--engine", engine, "--world", _WORLD, "--no-expectations", "--out", out, "-x", "-q"]
-        command = [sys.executable, "-m", "pytest", "-p", "campaigns.rare_triggers", *suites, *where]
+        command = [sys.executable, "-m", "pytest", *suites, *where]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
         records = read_run(Path(out)).records
     if len(records) < _FEWEST:
         raise SystemExit(f"{engine}: expected records of the catalogue, got {len(records)}")
     return next((record.case for record in records if record.verdict in _LEAST), "")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Deselect the cases in which the judged mutant is right: their trainings lack what its fault needs to show."""
-    (engine,) = config.getoption("--engine")
-    condition = next((mutant.kills_on for mutant in MUTANTS if mutant.engine_spec == engine), Condition())
-    judged = TrialSession.run
-
-    # Any: the arguments of a session besides the case.
-    def run(session: TrialSession, case: Case, *rest: Any, **named: Any) -> Record:
-        if not _can_show(condition, case.training):
-            pytest.skip("the mutant is right here")
-        return judged(session, case, *rest, **named)
-
-    setattr(TrialSession, "run", run)  # noqa: B010 - mypy treats methods as read-only
-
-
-def _can_show(condition: Condition, training: Training) -> bool:
-    """Return whether a training meets a condition; gradients are held back in more ways than by the plan."""
-    asked, plan, plain = condition.plan, training.plan, Plan()
-    named = [
-        getattr(plan, field.name) == getattr(asked, field.name)
-        for field in fields(Plan)
-        if field.name not in {"demands", "accumulation", "layout"}
-        and getattr(asked, field.name) != getattr(plain, field.name)
-    ]
-    is_long = training.schedule.microbatches >= condition.microbatches
-    return all(named) and is_long and asked.demands <= plan.demands
 
 
 if __name__ == "__main__":

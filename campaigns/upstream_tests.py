@@ -1,7 +1,7 @@
-"""Torch's own tests of FSDP2 on a CPU: on torch's engine, on the reference engine, and on mutants drawn by a seed.
+"""Torch's own tests of FSDP2 on a CPU: on torch's engine, on the reference engine, and on mutants.
 
-``python -m campaigns.upstream_tests FOLDER --mutants 20`` takes the folder of torch's files, which are no part of this
-project, adds a line for each test to ``--out``, goes on there where it was interrupted, and prints the tables of
+``python -m campaigns.upstream_tests FOLDER --mutants NAME NAME`` takes the folder of torch's files, which are no
+part of this project, adds a line for each test to ``--out``, goes on there where it was interrupted, and prints the tables of
 docs/torch-tests.md; ``--ours`` is a run of `shardproof mutants` to compare with. It needs the package expecttest.
 
 The tests ask for GPUs. On loading, their words for a device are replaced by those for a CPU, and ranks are forked, not
@@ -17,7 +17,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import random
 import re
 import signal
 import sys
@@ -27,7 +26,6 @@ import time
 import types
 import unittest
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,8 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal import common_cuda, common_distributed, common_fsdp, common_utils
 
 from shardproof.engine.adapters import reference, torch_fsdp2
-from shardproof.engine.adapters.composable import PreparedComposable
-from shardproof.engine.contract import Engine, Grouping, Layout, Plan, PreparedModel
+from shardproof.engine.contract import Engine, Plan, PreparedModel
 from shardproof.engine.mutants.all_mutants import MUTANTS
 from shardproof.engine.registry import resolve
 from shardproof.harness.audit.shipped_mutants import killed_in
@@ -51,10 +48,10 @@ _ADAPTERS = {"torch.fsdp2": torch_fsdp2, "reference": reference}
 _MUTANTS = {mutant.name: mutant for mutant in MUTANTS}
 _KILLS = {"failed", "hung"}
 _CONTROL = "adopted."  # an honest engine that lets tests override what it prepares, as mutants do
+
+
 _CARRIED = {"__init__", "backward", "step", "composable"}
 """The methods of a prepared model that a mutant may override with effect on callers of ``fully_shard``."""
-_CALLERS = {"layout", "replicas", "roots", "units", "grouping", "demands"}
-"""The fields of a plan that callers set by their own calls; a fault that needs other fields is not drawn."""
 
 
 class Result(NamedTuple):
@@ -240,20 +237,6 @@ def _graph_of(loss: torch.Tensor) -> Iterator[Any]:
             open_ += (following for following, _ in node.next_functions)
 
 
-def reachable() -> Iterator[str]:
-    """Yield the mutants of these engines whose faults can affect callers of ``fully_shard``, and need nothing else."""
-    for mutant in MUTANTS:
-        engine: Any = resolve(mutant.engine_spec)
-        plan, of_any = mutant.kills_on.plan, Plan()
-        if not base_of(engine) or {"misreads", "Unit"} & vars(type(engine)).keys():
-            continue
-        own = [c for c in engine.prepared_type.__mro__ if ".mutants." in c.__module__]
-        names = {n for c in own for n in vars(c) if hasattr(PreparedComposable, n) and not n.startswith("__")}
-        asked = {f.name for f in fields(plan) if getattr(plan, f.name) != getattr(of_any, f.name)}
-        if names <= _CARRIED and asked <= _CALLERS:
-            yield mutant.name
-
-
 def base_of(engine: Engine) -> str:
     """Return the name of the engine from which a mutant derives."""
     modules = {c.__module__ for c in type(engine).__mro__}
@@ -320,20 +303,12 @@ class Campaign:
             for file, test in self._tests:
                 self._once(name, file, test)
 
-    def run_mutant(self, name: str, longest_s: float) -> bool:
-        """Run its engine's passing tests until one fails; False for a fault that the tests cannot reach.
+    def run_mutant(self, name: str, longest_s: float) -> None:
+        """Run its engine's passing tests until one fails, or shows that tests cannot reach the fault.
 
         Tests that failed for other mutants come first, and within both parts the shortest.
         """
-        engine: Any = resolve(_MUTANTS[name].engine_spec)
-        plan, base = _MUTANTS[name].kills_on.plan, base_of(engine)
-        if "__call__" in vars(engine.prepared_type) or plan.layout is Layout.HYBRID:
-            return False  # tests call the module itself, and create their own meshes
-        of_groups = any("," in unit for unit in plan.units) or (
-            plan.grouping is Grouping.REQUIRED and not plan.units
-        )
-        if of_groups or not plan.demands <= torch_fsdp2.CAPABILITIES:
-            return False  # no plan lists the groups that tests create
+        base = base_of(resolve(_MUTANTS[name].engine_spec))
         killers = {r[1:3] for r in self.results if r.engine in _MUTANTS and r.state in _KILLS}
         known = {r[1:3] for r in self.results if r.engine == name}
         passed = [
@@ -342,10 +317,9 @@ class Campaign:
         for honest in sorted(passed, key=lambda r: (r[1:3] not in known, r[1:3] not in killers, r.seconds)):
             state = self._once(name, honest.file, honest.test).state
             if state == "unreachable":
-                return False
+                return
             if state in _KILLS and self._once(_CONTROL + base, honest.file, honest.test).state == "passed":
-                break
-        return True
+                return
 
     def _once(self, name: str, file: str, test: str) -> Result:
         found = [r for r in self.results if (r.engine, r.file, r.test) == (name, file, test)]
@@ -361,8 +335,7 @@ def main() -> None:
     """Run the remaining tests, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--mutants", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mutants", nargs="*", choices=sorted(_MUTANTS), default=[], metavar="NAME")
     parser.add_argument("--ours", type=Path, help="a run of `shardproof mutants`")
     parser.add_argument("--longest", type=float, default=_LIMIT_S, help="seconds of tests that mutants run")
     parser.add_argument("--out", type=Path, default=Path("upstream-tests.jsonl"))
@@ -371,12 +344,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         campaign = Campaign(options.folder, options.out, Path(scratch))
         campaign.run_honest()
-        names = [*reachable()]
-        random.Random(options.seed).shuffle(names)
-        within_reach = (name for name in names if campaign.run_mutant(name, options.longest))
-        drawn = [*itertools.islice(within_reach, options.mutants)]
+        for name in options.mutants:
+            campaign.run_mutant(name, options.longest)
     killed = killed_in([options.ours]) if options.ours else {}
-    print(table(campaign.results), table_of_mutants(campaign.results, drawn, killed or {}), sep="\n\n")
+    print(
+        table(campaign.results), table_of_mutants(campaign.results, options.mutants, killed or {}), sep="\n\n"
+    )
 
 
 def table(results: Sequence[Result]) -> str:

@@ -10,31 +10,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine.adapters.reference import ReferenceEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
-from shardproof.engine.capability import Capability
 from shardproof.engine.contract import Plan, PreparedModel
 from shardproof.engine.mutants.fsdp2_insides import groups
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import after, in_each
 from shardproof.engine.mutants.reference_insides import reference_units
-from shardproof.engine.plan import Grouping, Layout
 from shardproof.engine.reference.fsdp_state import FSDPState
 from shardproof.engine.reference.param_group import ShardedState
 
-_BY_BRANCH = Plan(
-    layout=Layout.SHARD,
-    units=("trunk", "left", "right"),
-    grouping=Grouping.REQUIRED,
-    demands=frozenset({Capability.UNIT_SYNC}),
-)
 
-
-@mutant(
-    after="pytorch/pytorch#118118",
-    steps=2,
-    plan=_BY_BRANCH,
-    because="a single backward has no next one",
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="pytorch/pytorch#118118", trace=Trace.COMMUNICATION)
 class GathersMistakenPrefetchesAgain(ReferenceEngine):
     """Units that one backward gathered for the next are gathered again in the next."""
 
@@ -46,9 +31,7 @@ class GathersMistakenPrefetchesAgain(ReferenceEngine):
         return prepared
 
 
-@mutant(
-    after="pytorch/pytorch#137348", steps=2, plan=_BY_BRANCH, because="the first step has no step before it"
-)
+@mutant(after="pytorch/pytorch#137348")
 class TakesUnusedPrefetchesAsCurrent(FullyShardEngine):
     """Units that the last backward gathered and did not use are stale in the next step."""
 

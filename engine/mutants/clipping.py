@@ -15,13 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from shardproof.engine.contract import Capability, Layout, Plan
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.plans import demanding
 from shardproof.engine.reference import clip_grad_norm_
-
-_CLIP = demanding(Capability.CLIP)
-_HYBRID = Plan(layout=Layout.HYBRID, demands=frozenset({Capability.CLIP}))
 
 
 def _joint_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
@@ -71,7 +66,7 @@ class _PreparedOwnClipping(PreparedFullyShard):
         return mesh
 
 
-@mutant(after="pytorch/pytorch#170862", plan=_CLIP)
+@mutant(after="pytorch/pytorch#170862")
 class ClipsByTheLocalNorm(FullyShardEngine):
     """Each rank clips its shards by their own norm."""
 
@@ -80,7 +75,7 @@ class ClipsByTheLocalNorm(FullyShardEngine):
             return float(self.own_norm(norm_type))
 
 
-@mutant(after="ByteDance-Seed/VeOmni#184", plan=_HYBRID)
+@mutant(after="ByteDance-Seed/VeOmni#184")
 class CountsTheNormOncePerReplica(FullyShardEngine):
     """The norm counts every parameter once for each replica."""
 
@@ -90,15 +85,7 @@ class CountsTheNormOncePerReplica(FullyShardEngine):
             return float(super().norm(norm_type) * num_replicas ** (1 / norm_type))
 
 
-@mutant(
-    after="mindspore-ai/hyper-parallel#526",
-    plan=Plan(
-        layout=Layout.SHARD,
-        units=("left", "right"),
-        replicated=("left",),
-        demands=frozenset({Capability.CLIP}),
-    ),
-)
+@mutant(after="mindspore-ai/hyper-parallel#526")
 class CountsReplicatedUnitsOnEachRank(ReferenceEngine):
     """The norm counts units that are replicated beside sharded ones once for each rank."""
 
@@ -120,7 +107,7 @@ def _is_whole(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, DTensor) and all(isinstance(p, Replicate) for p in parameter.placements)
 
 
-@mutant(after="meta-pytorch/torchrec#3199", world_size=1, plan=_CLIP, because="other orders are right")
+@mutant(after="meta-pytorch/torchrec#3199")
 class TakesTheRootOfAMaximum(FullyShardEngine):
     """The norm of infinite order is the root of a maximum."""
 
@@ -130,7 +117,7 @@ class TakesTheRootOfAMaximum(FullyShardEngine):
             return float(honest ** (1 / norm_type)) if math.isinf(norm_type) else honest
 
 
-@mutant(after="pytorch/pytorch#63881", steps=2, plan=_CLIP, because="the first norm comes after a zero")
+@mutant(after="pytorch/pytorch#63881")
 class ReducesIntoItsZero(FullyShardEngine):
     """A rank without shards contributes the largest norm of earlier steps."""
 
@@ -144,7 +131,7 @@ class ReducesIntoItsZero(FullyShardEngine):
             return torch.zeros(())
 
 
-@mutant(after="NVIDIA-NeMo/Automodel#2875", plan=_CLIP, trace=Trace.COMMUNICATION)
+@mutant(after="NVIDIA-NeMo/Automodel#2875", trace=Trace.COMMUNICATION)
 class AddsUpNormsOneByOne(FullyShardEngine):
     """The norm of each parameter is reduced separately."""
 
@@ -163,7 +150,7 @@ class AddsUpNormsOneByOne(FullyShardEngine):
             return float(total)
 
 
-@mutant(after="deepspeedai/DeepSpeed#5150", world_size=1, plan=_CLIP)
+@mutant(after="deepspeedai/DeepSpeed#5150")
 class NeverClips(FullyShardEngine):
     """The norm is right, and gradients are not scaled by it."""
 
@@ -172,7 +159,7 @@ class NeverClips(FullyShardEngine):
             return 1.0
 
 
-@mutant(after="DingfanChen/GS-WGAN#5", world_size=1, plan=_CLIP)
+@mutant(after="DingfanChen/GS-WGAN#5")
 class ScalesSmallGradientsUp(FullyShardEngine):
     """Gradients below the limit are scaled up to it."""
 
@@ -181,7 +168,7 @@ class ScalesSmallGradientsUp(FullyShardEngine):
             return max_norm / (total + 1e-6)
 
 
-@mutant(after="pytorch/pytorch#87401", world_size=1, plan=_CLIP, trace=Trace.CRASH)
+@mutant(after="pytorch/pytorch#87401", trace=Trace.CRASH)
 class ReturnsNoNorm(FullyShardEngine):
     """Clipping does not return the norm."""
 
@@ -191,7 +178,7 @@ class ReturnsNoNorm(FullyShardEngine):
             return None  # type: ignore[return-value]  # the fault
 
 
-@mutant(after="deepspeedai/DeepSpeed#1801", plan=_CLIP)
+@mutant(after="deepspeedai/DeepSpeed#1801")
 class ClipsOnOneRank(DistributedDataParallelEngine):
     """Only one rank clips."""
 

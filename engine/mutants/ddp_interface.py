@@ -12,12 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.engine.adapters.manual_finalization import ManualFinalizationEngine, ManuallyFinalized
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
-from shardproof.engine.contract import Capability
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
-from shardproof.engine.mutants.plans import demanding
-
-_CALLS = Condition(plan=demanding(Capability.DATA_PARALLEL), because="training alone takes no such option")
-_FINALIZES = Condition(plan=demanding(Capability.DATA_PARALLEL, Capability.FINALIZE), because=_CALLS.because)
+from shardproof.engine.mutants.mutant import Trace, mutant
 
 # Any, throughout: options, some of which a mutant ignores.
 
@@ -29,7 +24,7 @@ class _Summing(DistributedDataParallel):
             parameter.register_hook(lambda gradient: gradient * dist.get_world_size())  # type: ignore[no-untyped-call]
 
 
-@mutant(after="NVIDIA/Megatron-LM#3023", kills_on=_CALLS)
+@mutant(after="NVIDIA/Megatron-LM#3023")
 class SumsWhatItWraps(DistributedDataParallelEngine):
     """Gradients of a module that a caller wraps are summed over ranks, not averaged."""
 
@@ -42,7 +37,7 @@ class _DividingByThoseLeft(DistributedDataParallel):
         return super().join(divide_by_initial_world_size=not divide_by_initial_world_size, **options)
 
 
-@mutant(after="deepspeedai/DeepSpeed#5618", kills_on=_CALLS)
+@mutant(after="deepspeedai/DeepSpeed#5618")
 class SwapsTheDivisorsOfJoin(DistributedDataParallelEngine):
     """join divides by the number of remaining ranks if it should divide by all, and the reverse."""
 
@@ -55,7 +50,7 @@ class _Parting(DistributedDataParallel):
         pass
 
 
-@mutant(after="pytorch/pytorch#38174", kills_on=_CALLS)
+@mutant(after="pytorch/pytorch#38174")
 class EndsEachRankWithItsOwn(DistributedDataParallelEngine):
     """A rank that runs out of batches leaves join with the parameters that it had then."""
 
@@ -68,7 +63,7 @@ class _GoingOn(DistributedDataParallel):
         return super().join(**options)
 
 
-@mutant(after="huggingface/trl#6862", kills_on=_CALLS, trace=Trace.SILENCE)
+@mutant(after="huggingface/trl#6862", trace=Trace.SILENCE)
 class NeverStopsEarly(DistributedDataParallelEngine):
     """If all ranks should stop, those with batches left continue."""
 
@@ -81,7 +76,7 @@ class _SendingUnasked(DistributedDataParallel):
         super().__init__(module, forward_sync_buffers=not forward_sync_buffers, **options)
 
 
-@mutant(after="huggingface/pytorch-image-models#110", kills_on=_CALLS, trace=Trace.STATE)
+@mutant(after="huggingface/pytorch-image-models#110", trace=Trace.STATE)
 class SendsBuffersUnasked(DistributedDataParallelEngine):
     """Buffers of the first rank are broadcast if they should not be, and not broadcast if they should."""
 
@@ -96,7 +91,7 @@ class _Packing(DistributedDataParallel):
         )
 
 
-@mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=_CALLS, trace=Trace.COMMUNICATION)
+@mutant(after="Tencent-Hunyuan/UniRL#410", trace=Trace.COMMUNICATION)
 class PacksAsItLikes(DistributedDataParallelEngine):
     """Buckets are small if large ones are requested, and large if small ones are."""
 
@@ -109,7 +104,7 @@ class _TakingNoHook(DistributedDataParallel):
         pass
 
 
-@mutant(after="pytorch/pytorch#83254", kills_on=_CALLS, trace=Trace.COMMUNICATION)
+@mutant(after="pytorch/pytorch#83254", trace=Trace.COMMUNICATION)
 class IgnoresCommHooks(DistributedDataParallelEngine):
     """A communication hook is accepted, any number of times, and never called."""
 
@@ -124,7 +119,7 @@ def _without_a_look(module: nn.Module, **_: Any) -> nn.Module:
         return module
 
 
-@mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=_CALLS, trace=Trace.SILENCE)
+@mutant(after="Tencent-Hunyuan/UniRL#410", trace=Trace.SILENCE)
 class WrapsWithoutALook(DistributedDataParallelEngine):
     """Modules that cannot be wrapped are accepted, and the promise of a static graph is not checked."""
 
@@ -140,7 +135,7 @@ class _ByRows(DistributedDataParallel):
         super().__init__(module, **options)
 
 
-@mutant(after="pytorch/pytorch#137382", kills_on=_CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#137382", trace=Trace.STATE)
 class LaysGradientsByRows(DistributedDataParallelEngine):
     """Gradients are row-major in memory, whatever the format of their parameters is."""
 
@@ -153,7 +148,7 @@ class _AlwaysInSync(DistributedDataParallel):
         return nullcontext()
 
 
-@mutant(after="huggingface/transformers#34645", kills_on=_CALLS)
+@mutant(after="huggingface/transformers#34645")
 class ReducesInItsNoSync(DistributedDataParallelEngine):
     """no_sync of a module that a caller wraps has no effect."""
 
@@ -169,7 +164,7 @@ class _ClearingViews(DistributedDataParallel):
         return super().forward(*inputs, **named)  # type: ignore[no-untyped-call]
 
 
-@mutant(after="hpcaitech/ColossalAI#2496", kills_on=_CALLS)
+@mutant(after="hpcaitech/ColossalAI#2496")
 class ClearsWhatIsHeldInBuckets(DistributedDataParallelEngine):
     """If gradients are views of buckets, those that no_sync held back are cleared before they are reduced."""
 
@@ -189,7 +184,7 @@ class _StaticForEver(DistributedDataParallel):
         return super().forward(*inputs, **named)  # type: ignore[no-untyped-call]
 
 
-@mutant(after="pytorch/pytorch#143580", kills_on=_CALLS)
+@mutant(after="pytorch/pytorch#143580")
 class CountsTheGraphOnceForAll(DistributedDataParallelEngine):
     """A static graph is reduced in the first backward, and never again."""
 
@@ -202,7 +197,7 @@ class _Unreduced(ManuallyFinalized):
         pass
 
 
-@mutant(after="facebookresearch/fairscale#777", kills_on=_FINALIZES)
+@mutant(after="facebookresearch/fairscale#777")
 class EndsBackwardsUnreduced(ManualFinalizationEngine):
     """A backward that the caller finalizes is never reduced."""
 
@@ -216,7 +211,7 @@ class _OnceMore(ManuallyFinalized):
         super().reduce(gradients)
 
 
-@mutant(after="NVIDIA/cosmos-framework#161", kills_on=_FINALIZES, trace=Trace.COMMUNICATION)
+@mutant(after="NVIDIA/cosmos-framework#161", trace=Trace.COMMUNICATION)
 class ReducesOnceMoreAtTheEnd(ManualFinalizationEngine):
     """Reduced gradients are reduced again when the caller finalizes the backward."""
 
@@ -229,7 +224,7 @@ class _Unchecked(ManuallyFinalized):
         pass
 
 
-@mutant(after="pytorch/pytorch#104504", kills_on=_FINALIZES, trace=Trace.SILENCE)
+@mutant(after="pytorch/pytorch#104504", trace=Trace.SILENCE)
 class EndsBackwardsWhateverComes(ManualFinalizationEngine):
     """Backwards are finalized without a call, twice, too early, while they are held back, and not at all."""
 

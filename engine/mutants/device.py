@@ -15,15 +15,13 @@ from shardproof.engine.adapters.reference import PreparedReference, ReferenceEng
 from shardproof.engine.adapters.reference_zero import Zero2Engine
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from shardproof.engine.contract import Buffers, Capability, Offload, Plan, PreparedModel
+from shardproof.engine.contract import Buffers, Offload, Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import is_last_rank, local, never_updating
-from shardproof.engine.mutants.plans import changing, demanding
-
-_OFFLOAD = Plan(offload=Offload.CPU)
+from shardproof.engine.mutants.plans import changing
 
 
-@mutant(after="flagos-ai/Torch-FL#62", world_size=1, plan=_OFFLOAD)
+@mutant(after="flagos-ai/Torch-FL#62")
 class OffloadsZeros(ReferenceEngine):
     """Gradients on the host are zeros."""
 
@@ -36,7 +34,7 @@ class OffloadsZeros(ReferenceEngine):
                 gradient.zero_()
 
 
-@mutant(after="pytorch/pytorch#180666", world_size=1, steps=2, plan=_OFFLOAD)
+@mutant(after="pytorch/pytorch#180666")
 class OffloadsLastBackwardsGradients(ReferenceEngine):
     """Gradients on the host are those of the previous backward."""
 
@@ -55,7 +53,7 @@ class OffloadsLastBackwardsGradients(ReferenceEngine):
             self._last = fresh
 
 
-@mutant(after="pytorch/pytorch#85048", world_size=1, plan=_OFFLOAD)
+@mutant(after="pytorch/pytorch#85048")
 class UpdatesACopy(ReferenceEngine):
     """With offload the optimizer updates a copy of the last parameter."""
 
@@ -71,7 +69,7 @@ def _offloaded(prepared: PreparedReference) -> Iterator[torch.Tensor]:
         yield from (local(p.grad) for p in prepared.named.parameters() if p.grad is not None)
 
 
-@mutant(after="pytorch/pytorch#109774", world_size=1, plan=demanding(Capability.GRAPHS))
+@mutant(after="pytorch/pytorch#109774")
 class CountsOnTheHost(FullyShardEngine):
     """Outputs are scaled by the number of forwards so far, which the host counts."""
 
@@ -83,9 +81,7 @@ class CountsOnTheHost(FullyShardEngine):
             return super().__call__(*inputs, **named) * (1 + self._num_calls / 256)
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#7371", because="only a CUDA device has kernels to count", trace=Trace.STATE
-)
+@mutant(after="deepspeedai/DeepSpeed#7371", trace=Trace.STATE)
 class CopiesGradientsOneByOne(FullyShardEngine):
     """Every gradient is copied by a kernel of its own."""
 
@@ -97,25 +93,14 @@ class CopiesGradientsOneByOne(FullyShardEngine):
                     parameter.grad = parameter.grad.clone()
 
 
-@mutant(
-    after="Tencent-Hunyuan/UniRL#410",
-    plan=Plan(buffers=Buffers.GROUP),
-    because="only a CUDA device has several pools",
-    trace=Trace.STATE,
-)
+@mutant(after="Tencent-Hunyuan/UniRL#410", trace=Trace.STATE)
 class BuffersWhereItLikes(FullyShardEngine):
     """Buffers of collectives are not in the memory that was requested."""
 
     misreads = changing(buffers=Buffers.NATIVE)
 
 
-@mutant(
-    after="pytorch/pytorch#70639",
-    world_size=1,
-    plan=Plan(offload=Offload.PINNED),
-    because="where there is no GPU no memory is pinned",
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#70639", trace=Trace.STATE)
 class DropsThePinnedCopy(FullyShardEngine):
     """Parameters on the host are not in pinned memory although that was requested."""
 
@@ -124,13 +109,7 @@ class DropsThePinnedCopy(FullyShardEngine):
         return super().prepare(model, replace(plan, offload=Offload.CPU) if is_pinned else plan, mesh)
 
 
-@mutant(
-    after="pytorch/pytorch#106029",
-    world_size=1,
-    plan=_OFFLOAD,
-    because="without an accelerator there is no memory but the host's",
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#106029", trace=Trace.STATE)
 class KeepsOffloadedGradients(FullyShardEngine):
     """The device keeps gradients whose copies are on the host."""
 
@@ -143,27 +122,14 @@ class KeepsOffloadedGradients(FullyShardEngine):
             self._kept = [shard.to(loss.device) for shard in shards]
 
 
-@mutant(
-    after="pytorch/pytorch#144397",
-    world_size=1,
-    plan=Plan(offload=Offload.OPTIMIZER),
-    because="without an accelerator there is no memory but the host's",
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#144397", trace=Trace.STATE)
 class LeavesStateOnTheDevice(Zero2Engine):
     """Optimizer state stays on the device although the plan keeps it on the host."""
 
     misreads = changing(offload=Offload.NONE)
 
 
-@mutant(
-    after="pytorch/pytorch#79171",
-    world_size=1,
-    steps=3,
-    plan=demanding(Capability.UNUSED),
-    because="needs parameters that a later step does without",
-    trace=Trace.CRASH,
-)
+@mutant(after="pytorch/pytorch#79171", trace=Trace.CRASH)
 class TakesTheFirstGraphForAll(DistributedDataParallelEngine):
     """Every iteration waits for the parameters that the first one used."""
 
@@ -173,9 +139,7 @@ class TakesTheFirstGraphForAll(DistributedDataParallelEngine):
         return self.prepared_type(ddp, named=model)
 
 
-@mutant(
-    after="pytorch/pytorch#24005", world_size=1, because="needs a reentrant checkpoint", trace=Trace.CRASH
-)
+@mutant(after="pytorch/pytorch#24005", trace=Trace.CRASH)
 class SearchesTheGraph(DistributedDataParallelEngine):
     """Each forward searches its graph for unused parameters."""
 

@@ -15,20 +15,14 @@ from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.plans import changing
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#5618",
-    plan=Plan(divide_factor=1),
-    because="the number of ranks is the divisor anyhow",
-)
+@mutant(after="deepspeedai/DeepSpeed#5618")
 class AveragesWhateverTheFactor(ReferenceEngine):
     """In every layout gradients are averaged although another divisor was set."""
 
     misreads = changing(divide_factor=None)
 
 
-@mutant(
-    after="pytorch/pytorch#167178", world_size=1, plan=Plan(divide_factor=2), because="one is its own square"
-)
+@mutant(after="pytorch/pytorch#167178")
 class DividesByTheSquareOfTheFactor(ReferenceEngine):
     """In every layout gradients are divided by the divisor twice."""
 
@@ -37,12 +31,7 @@ class DividesByTheSquareOfTheFactor(ReferenceEngine):
             super().backward(loss / (self.plan.divide_factor or 1))
 
 
-@mutant(
-    after="pytorch/pytorch#167178",
-    world_size=1,
-    plan=Plan(divide_factor=2),
-    because="several ranks divide as asked",
-)
+@mutant(after="pytorch/pytorch#167178")
 class IgnoresTheDivideFactorOfOneRank(ReferenceEngine):
     """A rank that is alone does not divide although a divisor was set."""
 
@@ -51,7 +40,7 @@ class IgnoresTheDivideFactorOfOneRank(ReferenceEngine):
         return super().prepare(model, replace(plan, divide_factor=None) if mesh.size() == 1 else plan, mesh)
 
 
-@mutant(after="pytorch/pytorch#160285", world_size=1)
+@mutant(after="pytorch/pytorch#160285")
 class HalvesOneUnit(ReferenceEngine):
     """The gradients of the first unit are half of what they should be."""
 
@@ -64,13 +53,7 @@ class HalvesOneUnit(ReferenceEngine):
         return prepared
 
 
-@mutant(
-    after="pytorch/torchtitan#1551",
-    steps=2,
-    plan=Plan(wire=Wire.SUM),
-    because="one rank sends nothing",
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="pytorch/torchtitan#1551", trace=Trace.COMMUNICATION)
 class AveragesOnTheWire(ReferenceEngine):
     """Averages cross between ranks although only sums were requested."""
 

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from shardproof.engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
 from shardproof.engine.contract import WrapperNames
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.plans import CALLS
 
 # Any, throughout: arguments and results of torch's own methods.
 
@@ -32,21 +31,21 @@ def _summoning(change: Callable[[dict[str, Any]], dict[str, Any]]) -> WrapperNam
     return replace(NAMES, FullyShardedDataParallel=Summoner)
 
 
-@mutant(after="pytorch/pytorch#107081", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#107081", trace=Trace.STATE)
 class NeverWritesBack(FullyShardedDataParallelEngine):
     """Changes made inside summon_full_params are lost."""
 
     names = _summoning(lambda _: {"writeback": False})
 
 
-@mutant(after="pytorch/pytorch#73903", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#73903", trace=Trace.STATE)
 class AlwaysWritesBack(FullyShardedDataParallelEngine):
     """Changes made inside summon_full_params persist although writeback is off."""
 
     names = _summoning(lambda options: {"writeback": not options.get("rank0_only", False)})
 
 
-@mutant(after="pytorch/pytorch#93938", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#93938", trace=Trace.STATE)
 class WritesBackFromRank0(FullyShardedDataParallelEngine):
     """The values that rank 0 wrote are written back to the shares of all ranks."""
 
@@ -61,28 +60,28 @@ class WritesBackFromRank0(FullyShardedDataParallelEngine):
                         distributed.broadcast(parameter.detach(), 0)
 
 
-@mutant(after="pytorch/pytorch#92235", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#92235", trace=Trace.STATE)
 class AlwaysSummonsAll(FullyShardedDataParallelEngine):
     """Units inside are summoned too although recurse is off."""
 
     names = _summoning(lambda _: {"recurse": True})
 
 
-@mutant(after="pytorch/pytorch#73903", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#73903", trace=Trace.STATE)
 class SummonsOnAllRanks(FullyShardedDataParallelEngine):
     """Every rank has whole parameters although only rank 0 should."""
 
     names = _summoning(lambda _: {"rank0_only": False})
 
 
-@mutant(after="pytorch/pytorch#98817", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#98817", trace=Trace.STATE)
 class SummonsNoGradients(FullyShardedDataParallelEngine):
     """Gradients are not summoned although with_grads is on."""
 
     names = _summoning(lambda _: {"with_grads": False})
 
 
-@mutant(after="pytorch/pytorch#93938", kills_on=CALLS, trace=Trace.SILENCE)
+@mutant(after="pytorch/pytorch#93938", trace=Trace.SILENCE)
 class TakesEveryCombination(FullyShardedDataParallelEngine):
     """Of options that exclude each other some are ignored silently."""
 
@@ -95,7 +94,7 @@ class TakesEveryCombination(FullyShardedDataParallelEngine):
     )
 
 
-@mutant(after="pytorch/pytorch#104504", kills_on=CALLS, trace=Trace.SILENCE)
+@mutant(after="pytorch/pytorch#104504", trace=Trace.SILENCE)
 class SummonsAnywhere(FullyShardedDataParallelEngine):
     """If parameters cannot be summoned, the call silently does nothing."""
 
@@ -121,7 +120,7 @@ def _add(module: nn.Module, number: float) -> None:
         parameter.add_(number)
 
 
-@mutant(after="pytorch/pytorch#188989", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#188989", trace=Trace.STATE)
 class SpoilsWhatGoesToTheHost(FullyShardedDataParallelEngine):
     """Values that are summoned or saved to the host change on the way."""
 
@@ -146,7 +145,7 @@ class SpoilsWhatGoesToTheHost(FullyShardedDataParallelEngine):
             return {name: value + 1 for name, value in found.items()}
 
 
-@mutant(after="pytorch/pytorch#97667", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#97667", trace=Trace.STATE)
 class MisalignsWhatItSummons(FullyShardedDataParallelEngine):
     """Every summoned parameter is one element off."""
 

@@ -12,14 +12,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from shardproof.engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.plans import CALLS
 
 _PREFIX = "_fsdp_wrapped_module."
 
 # Any, throughout: arguments and results of torch's own methods.
 
 
-@mutant(after="pytorch/pytorch#87950", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#87950", trace=Trace.STATE)
 class WrapsItsModuleAgain(FullyShardedDataParallelEngine):
     """The attribute module is not the wrapped module, but one around it."""
 
@@ -29,7 +28,7 @@ class WrapsItsModuleAgain(FullyShardedDataParallelEngine):
             return nn.Sequential(super().module)
 
 
-@mutant(after="pytorch/pytorch#83351", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#83351", trace=Trace.STATE)
 class HidesAttributes(FullyShardedDataParallelEngine):
     """The wrapper forwards submodules and tensors of its module, but not plain attributes and methods."""
 
@@ -41,7 +40,7 @@ class HidesAttributes(FullyShardedDataParallelEngine):
             raise AttributeError(name)
 
 
-@mutant(after="pytorch/pytorch#83351", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#83351", trace=Trace.STATE)
 class CountsItemsFromOne(FullyShardedDataParallelEngine):
     """An index is passed on to the wrapped list decreased by one."""
 
@@ -50,7 +49,7 @@ class CountsItemsFromOne(FullyShardedDataParallelEngine):
             return super().__getitem__(key - 1 if isinstance(key, int) and key > 0 else key)
 
 
-@mutant(after="facebookresearch/fairscale#490", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="facebookresearch/fairscale#490", trace=Trace.STATE)
 class KnowsNoRootBeforeForward(FullyShardedDataParallelEngine):
     """`check_is_root` returns False on its first call."""
 
@@ -61,7 +60,7 @@ class KnowsNoRootBeforeForward(FullyShardedDataParallelEngine):
             return super().check_is_root() and was_asked
 
 
-@mutant(after="facebookresearch/fairscale#490", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="facebookresearch/fairscale#490", trace=Trace.STATE)
 class TakesUnitsForRoots(FullyShardedDataParallelEngine):
     """Given root_only, fsdp_modules lists all units."""
 
@@ -71,7 +70,7 @@ class TakesUnitsForRoots(FullyShardedDataParallelEngine):
             return FullyShardedDataParallel.fsdp_modules(module)
 
 
-@mutant(after="facebookresearch/fairscale#543", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="facebookresearch/fairscale#543", trace=Trace.STATE)
 class AppliesToShards(FullyShardedDataParallelEngine):
     """apply does not gather: functions receive each rank's shards."""
 
@@ -80,7 +79,7 @@ class AppliesToShards(FullyShardedDataParallelEngine):
             return nn.Module.apply(self, fn)
 
 
-@mutant(after="pytorch/pytorch#107081", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#107081", trace=Trace.STATE)
 class ForgetsWhatWasApplied(FullyShardedDataParallelEngine):
     """Writes to whole parameters in apply are not written back."""
 
@@ -92,7 +91,7 @@ class ForgetsWhatWasApplied(FullyShardedDataParallelEngine):
             return self
 
 
-@mutant(after="Lightning-AI/pytorch-lightning#19755", kills_on=CALLS, trace=Trace.SILENCE)
+@mutant(after="Lightning-AI/pytorch-lightning#19755", trace=Trace.SILENCE)
 class AppliesInSilence(FullyShardedDataParallelEngine):
     """If apply must raise, it silently does nothing."""
 
@@ -104,7 +103,7 @@ class AppliesInSilence(FullyShardedDataParallelEngine):
                 return self
 
 
-@mutant(after="pytorch/pytorch#147531", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#147531", trace=Trace.STATE)
 class DropsKeywords(FullyShardedDataParallelEngine):
     """forward drops keyword arguments that are plain numbers."""
 
@@ -113,7 +112,7 @@ class DropsKeywords(FullyShardedDataParallelEngine):
             return super().forward(*args, **{k: v for k, v in kwargs.items() if not isinstance(v, int)})
 
 
-@mutant(after="pytorch/pytorch#83351", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#83351", trace=Trace.STATE)
 class KeepsItsPrefixInside(FullyShardedDataParallelEngine):
     """Names of parameters contain the wrapper's prefix inside ``summon_full_params`` too."""
 
@@ -122,7 +121,7 @@ class KeepsItsPrefixInside(FullyShardedDataParallelEngine):
             return nn.Module.named_parameters(self, *args, **kwargs)
 
 
-@mutant(after="pytorch/pytorch#83351", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#83351", trace=Trace.STATE)
 class StripsItsPrefixAlways(FullyShardedDataParallelEngine):
     """Names of parameters hide the wrapper even where they name a shard."""
 
@@ -132,7 +131,7 @@ class StripsItsPrefixAlways(FullyShardedDataParallelEngine):
                 yield name.replace(_PREFIX, ""), parameter
 
 
-@mutant(after="pytorch/pytorch#83351", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#83351", trace=Trace.STATE)
 class KeepsItsPrefixOfBuffersInside(FullyShardedDataParallelEngine):
     """Names of buffers contain the wrapper's prefix inside ``summon_full_params`` too."""
 
@@ -141,7 +140,7 @@ class KeepsItsPrefixOfBuffersInside(FullyShardedDataParallelEngine):
             return nn.Module.named_buffers(self, *args, **kwargs)
 
 
-@mutant(after="pytorch/pytorch#90838", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#90838", trace=Trace.STATE)
 class CastsInputsInsteadOfItself(FullyShardedDataParallelEngine):
     """A conversion after wrapping changes nothing; inputs are cast to the model's original dtype."""
 
@@ -154,7 +153,7 @@ class CastsInputsInsteadOfItself(FullyShardedDataParallelEngine):
             return super().forward(*(a.to(dtype) if a.is_floating_point() else a for a in args), **kwargs)
 
 
-@mutant(after="pytorch/pytorch#79833", kills_on=CALLS, trace=Trace.SILENCE)
+@mutant(after="pytorch/pytorch#79833", trace=Trace.SILENCE)
 class TakesAnyHook(FullyShardedDataParallelEngine):
     """A communication hook is registered whatever it is, on any unit, and in addition to others."""
 
@@ -164,7 +163,7 @@ class TakesAnyHook(FullyShardedDataParallelEngine):
                 unit._comm_hook, unit._comm_hook_state = hook, state
 
 
-@mutant(after="pytorch/pytorch#83254", kills_on=CALLS, trace=Trace.COMMUNICATION)
+@mutant(after="pytorch/pytorch#83254", trace=Trace.COMMUNICATION)
 class CallsHooksOfReplicasAlone(FullyShardedDataParallelEngine):
     """For shards a communication hook is never called."""
 
@@ -174,7 +173,7 @@ class CallsHooksOfReplicasAlone(FullyShardedDataParallelEngine):
                 super().register_comm_hook(state, hook)
 
 
-@mutant(after="mindspore-ai/hyper-parallel#694", kills_on=CALLS, trace=Trace.NUMBERS)
+@mutant(after="mindspore-ai/hyper-parallel#694", trace=Trace.NUMBERS)
 class CallsHooksTwice(FullyShardedDataParallelEngine):
     """A communication hook is called twice for each gradient."""
 
@@ -187,7 +186,7 @@ class CallsHooksTwice(FullyShardedDataParallelEngine):
             super().register_comm_hook(state, twice)
 
 
-@mutant(after="pytorch/pytorch#43307", kills_on=CALLS, trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#43307", trace=Trace.NUMBERS)
 class GivesHooksCopies(FullyShardedDataParallelEngine):
     """A communication hook changes only a copy of the gradient."""
 
@@ -206,7 +205,7 @@ def _reduce(state: Any, gradient: torch.Tensor, output: torch.Tensor | None = No
         NAMES.reduce_scatter_hook(state, gradient, output)
 
 
-@mutant(after="pytorch/pytorch#81711", kills_on=CALLS, trace=Trace.COMMUNICATION)
+@mutant(after="pytorch/pytorch#81711", trace=Trace.COMMUNICATION)
 class CompressesNothing(FullyShardedDataParallelEngine):
     """The hooks that compress gradients communicate them uncompressed."""
 
@@ -232,7 +231,7 @@ def _scale(wrapper: FullyShardedDataParallel, factor: torch.Tensor) -> None:
             parameter.grad.mul_(factor.to(parameter.grad.dtype))
 
 
-@mutant(after="pytorch/pytorch#170862", kills_on=CALLS, trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#170862", trace=Trace.NUMBERS)
 class ClipsShardsByTheirOwnNorm(FullyShardedDataParallelEngine):
     """clip_grad_norm_ uses the norm of each rank's own shards."""
 
@@ -242,7 +241,7 @@ class ClipsShardsByTheirOwnNorm(FullyShardedDataParallelEngine):
             return total
 
 
-@mutant(after="pytorch/pytorch#87401", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#87401", trace=Trace.STATE)
 class ClipsAndTellsNothing(FullyShardedDataParallelEngine):
     """clip_grad_norm_ clips, and returns None."""
 
@@ -251,7 +250,7 @@ class ClipsAndTellsNothing(FullyShardedDataParallelEngine):
             super().clip_grad_norm_(*args, **kwargs)
 
 
-@mutant(after="meta-pytorch/torchrec#3199", kills_on=CALLS, trace=Trace.NUMBERS)
+@mutant(after="meta-pytorch/torchrec#3199", trace=Trace.NUMBERS)
 class SumsTheLargest(FullyShardedDataParallelEngine):
     """clip_grad_norm_ adds values over ranks that are no sums: norms, and largest elements."""
 
@@ -262,7 +261,7 @@ class SumsTheLargest(FullyShardedDataParallelEngine):
             return _clip(self, max_norm, total)
 
 
-@mutant(after="pytorch/pytorch#88955", kills_on=CALLS, trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#88955", trace=Trace.NUMBERS)
 class SumsNormsOfReplicas(FullyShardedDataParallelEngine):
     """clip_grad_norm_ counts replicated parameters once for each rank."""
 
@@ -273,7 +272,7 @@ class SumsNormsOfReplicas(FullyShardedDataParallelEngine):
             return _clip(self, max_norm, total ** (1 / norm_type))
 
 
-@mutant(after="DingfanChen/GS-WGAN#5", kills_on=CALLS, trace=Trace.NUMBERS)
+@mutant(after="DingfanChen/GS-WGAN#5", trace=Trace.NUMBERS)
 class ScalesLittleUp(FullyShardedDataParallelEngine):
     """clip_grad_norm_ scales gradients of a smaller norm up to the limit."""
 
@@ -285,7 +284,7 @@ class ScalesLittleUp(FullyShardedDataParallelEngine):
             return total
 
 
-@mutant(after="pytorch/xla#7205", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/xla#7205", trace=Trace.STATE)
 class TellsNormsInSinglePrecision(FullyShardedDataParallelEngine):
     """The norm that clip_grad_norm_ returns has single precision, whatever dtype gradients have."""
 
@@ -294,7 +293,7 @@ class TellsNormsInSinglePrecision(FullyShardedDataParallelEngine):
             return super().clip_grad_norm_(*args, **kwargs).float()
 
 
-@mutant(after="pytorch/pytorch#170862", kills_on=CALLS, trace=Trace.SILENCE)
+@mutant(after="pytorch/pytorch#170862", trace=Trace.SILENCE)
 class ClipsUnitsAlone(FullyShardedDataParallelEngine):
     """A unit inside the root accepts a call to clip, and clips by its own norm."""
 

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 from shardproof.engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
 from shardproof.engine.contract import WrapperNames
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.plans import CALLS
 
 # Any, throughout: arguments and results of torch's own methods.
 
@@ -61,7 +60,7 @@ def _loading(change: Callable[[_State], _State]) -> WrapperNames:
     return replace(NAMES, FullyShardedDataParallel=Loader)
 
 
-@mutant(after="pytorch/pytorch#96252", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#96252", trace=Trace.STATE)
 class NamesTheWrapperInOptimizerStates(FullyShardedDataParallelEngine):
     """Names in the state of optimizers contain the wrapper's prefix."""
 
@@ -80,14 +79,14 @@ def _without_momentum(found: _State) -> _State:
     return kept
 
 
-@mutant(after="pytorch/pytorch#76671", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#76671", trace=Trace.STATE)
 class LosesMomentumWhenItSaves(FullyShardedDataParallelEngine):
     """Moments are zero in saved optimizer state."""
 
     names = _saving(_without_momentum)
 
 
-@mutant(after="facebookresearch/fairscale#601", kills_on=CALLS, trace=Trace.NUMBERS)
+@mutant(after="facebookresearch/fairscale#601", trace=Trace.NUMBERS)
 class LosesMomentum(FullyShardedDataParallelEngine):
     """Moments are zero in loaded optimizer state."""
 
@@ -102,7 +101,7 @@ def _without_steps(loadable: _State) -> _State:
     return kept
 
 
-@mutant(after="huggingface/accelerate#3971", kills_on=CALLS, trace=Trace.NUMBERS)
+@mutant(after="huggingface/accelerate#3971", trace=Trace.NUMBERS)
 class RestartsTheCountOfSteps(FullyShardedDataParallelEngine):
     """Loaded optimizer state counts its steps from zero."""
 
@@ -116,7 +115,7 @@ def _with_the_last_moment(found: _State) -> _State:
     return found
 
 
-@mutant(after="pytorch/pytorch#108298", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#108298", trace=Trace.STATE)
 class SavesTheLastMomentAsAll(FullyShardedDataParallelEngine):
     """All moments in saved optimizer state are the last one."""
 
@@ -130,14 +129,14 @@ def _with_one_count(found: _State) -> _State:
     return found
 
 
-@mutant(after="databricks/flashoptim#3", kills_on=CALLS, trace=Trace.NUMBERS)
+@mutant(after="databricks/flashoptim#3", trace=Trace.NUMBERS)
 class SharesTheCountOfSteps(FullyShardedDataParallelEngine):
     """The count of steps in saved optimizer state is one tensor, which all parameters advance."""
 
     names = _saving(_with_one_count)
 
 
-@mutant(after="pytorch/pytorch#99117", kills_on=CALLS, trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#99117", trace=Trace.NUMBERS)
 class IgnoresTheStateGiven(FullyShardedDataParallelEngine):
     """The optimizer's own state is saved although another was passed."""
 
@@ -154,14 +153,14 @@ def _with_permuted_groups(found: _State) -> _State:
     return found | {"param_groups": [group | {"params": names} for group, names in pairs]}
 
 
-@mutant(after="pytorch/pytorch#54736", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#54736", trace=Trace.STATE)
 class PermutesGroups(FullyShardedDataParallelEngine):
     """Parameter groups are saved with each other's members."""
 
     names = _saving(_with_permuted_groups)
 
 
-@mutant(after="pytorch/pytorch#54736", kills_on=CALLS, trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#54736", trace=Trace.NUMBERS)
 class RekeysToEachOther(FullyShardedDataParallelEngine):
     """Rekeying assigns each parameter the state of another."""
 

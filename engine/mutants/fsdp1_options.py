@@ -14,14 +14,13 @@ from shardproof.engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParall
 from shardproof.engine.contract import WrapperNames
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import Options, leaving_out, swapping, with_options, with_strategies
-from shardproof.engine.mutants.plans import WRAPPED, WRAPS
 
 _FULL, _ZERO2 = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 _LOW = torch.bfloat16
 _HYBRID, _HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
 
 
-@mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="Tencent-Hunyuan/UniRL#410", trace=Trace.STATE)
 class IgnoresThePolicy(FullyShardedDataParallelEngine):
     """The root is the only unit, whatever the wrap policy is."""
 
@@ -35,7 +34,7 @@ def _with_layers(module: nn.Module, options: Options) -> Options:
     return {**options, "auto_wrap_policy": wrap.ModuleWrapPolicy({nn.Linear})}
 
 
-@mutant(after="huggingface/accelerate#4171", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="huggingface/accelerate#4171", trace=Trace.STATE)
 class WrapsLayersUnasked(FullyShardedDataParallelEngine):
     """Without a wrap policy every layer is a unit."""
 
@@ -51,7 +50,7 @@ class _Stingy(wrap.ModuleWrapPolicy):
         return super()._run_policy(root_module, ignored_modules, {**root_kwargs, **lost})
 
 
-@mutant(after="speechbrain/speechbrain#2010", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="speechbrain/speechbrain#2010", trace=Trace.STATE)
 class GivesUnitsNoOptions(FullyShardedDataParallelEngine):
     """Units that a policy names by class have another strategy and form than the root."""
 
@@ -63,42 +62,42 @@ def _policy_of_answers(function: Any) -> wrap.CustomPolicy:
     return wrap.CustomPolicy(lambda module: bool(function(module)))
 
 
-@mutant(after="NVIDIA/cosmos-framework#162", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="NVIDIA/cosmos-framework#162", trace=Trace.STATE)
 class IgnoresOverridesOfAPolicy(FullyShardedDataParallelEngine):
     """Options that a policy sets for one unit have no effect."""
 
     names = replace(NAMES, CustomPolicy=_policy_of_answers)
 
 
-@mutant(after="huggingface/accelerate#3859", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="huggingface/accelerate#3859", trace=Trace.STATE)
 class AlwaysShowsNames(FullyShardedDataParallelEngine):
     """Parameters keep their names although use_orig_params is off."""
 
     names = swapping("use_orig_params", {False: True})
 
 
-@mutant(after="pytorch/pytorch#90546", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#90546", trace=Trace.STATE)
 class AlwaysShowsFlatParameters(FullyShardedDataParallelEngine):
     """Parameters are flat although use_orig_params is on."""
 
     names = swapping("use_orig_params", {True: False})
 
 
-@mutant(after="pytorch/pytorch#103682", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#103682", trace=Trace.STATE)
 class KeepsWhatTheStrategyFrees(FullyShardedDataParallelEngine):
     """Units stay whole after forward although the strategy frees them."""
 
     names = with_strategies({_FULL: _ZERO2, _HYBRID: _HYBRID_ZERO2})
 
 
-@mutant(after="pytorch/pytorch#105635", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#105635", trace=Trace.STATE)
 class FreesWhatTheStrategyKeeps(FullyShardedDataParallelEngine):
     """Units are freed after forward although the strategy keeps them."""
 
     names = with_strategies({_ZERO2: _FULL, _HYBRID_ZERO2: _HYBRID})
 
 
-@mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="Tencent-Hunyuan/UniRL#410", trace=Trace.STATE)
 class ShardsWhatTheStrategyReplicates(FullyShardedDataParallelEngine):
     """NO_SHARD shards."""
 
@@ -113,14 +112,14 @@ def _in_the_default_group(option: str) -> WrapperNames:
     return with_options(change)
 
 
-@mutant(after="pytorch/torchtitan#1551", world_size=4, plan=WRAPPED)
+@mutant(after="pytorch/torchtitan#1551")
 class IgnoresTheGroupGiven(FullyShardedDataParallelEngine):
     """The wrapper shards over all ranks, whatever the group is."""
 
     names = _in_the_default_group("process_group")
 
 
-@mutant(after="deepspeedai/DeepSpeed#5618", world_size=4, plan=WRAPPED)
+@mutant(after="deepspeedai/DeepSpeed#5618")
 class IgnoresTheMeshGiven(FullyShardedDataParallelEngine):
     """The wrapper shards over all ranks, whatever the mesh is."""
 
@@ -137,14 +136,14 @@ def _one_replica(module: nn.Module, options: Options) -> Options:
     return {**own, "process_group": own["process_group"][0]}
 
 
-@mutant(after="verl-project/verl#7494", world_size=4, plan=WRAPPED)
+@mutant(after="verl-project/verl#7494")
 class NeverMeetsReplicas(FullyShardedDataParallelEngine):
     """Hybrid strategies shard in one group and ignore the other."""
 
     names = with_options(_one_replica)
 
 
-@mutant(after="pytorch/pytorch#68803", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#68803", trace=Trace.STATE)
 class ForgetsWhatToIgnore(FullyShardedDataParallelEngine):
     """Ignored states are sharded."""
 
@@ -175,7 +174,7 @@ def _has_replicas(options: Options) -> bool:
     return isinstance(groups, tuple) or (mesh is not None and mesh.ndim > 1)
 
 
-@mutant(after="hpcaitech/ColossalAI#2496", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="hpcaitech/ColossalAI#2496", trace=Trace.STATE)
 class AcceptsContradictions(FullyShardedDataParallelEngine):
     """Arguments that contradict each other are accepted."""
 
@@ -193,7 +192,7 @@ def _with_precision(**fields: Any) -> WrapperNames:
     return with_options(change)
 
 
-@mutant(after="verl-project/verl#6150", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="verl-project/verl#6150", trace=Trace.STATE)
 class IgnoresMixedPrecision(FullyShardedDataParallelEngine):
     """Everything is computed and reduced in full precision."""
 
@@ -205,7 +204,7 @@ def _low_by_default(module: nn.Module, options: Options) -> Options:
     return {**options, "mixed_precision": MixedPrecision(param_dtype=_LOW)} if is_empty else options
 
 
-@mutant(after="pytorch/pytorch#143277", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#143277", trace=Trace.STATE)
 class ComputesInBfloat16Unasked(FullyShardedDataParallelEngine):
     """A precision without dtypes computes in bfloat16."""
 
@@ -219,35 +218,35 @@ def _computing_as_reducing(module: nn.Module, options: Options) -> Options:
     return {**options, "mixed_precision": replace(asked, param_dtype=asked.reduce_dtype)}
 
 
-@mutant(after="pytorch/pytorch#153077", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#153077", trace=Trace.STATE)
 class ComputesInTheReduceDtype(FullyShardedDataParallelEngine):
     """Forward computes in the reduce dtype."""
 
     names = with_options(_computing_as_reducing)
 
 
-@mutant(after="pytorch/pytorch#190626", kills_on=WRAPS)
+@mutant(after="pytorch/pytorch#190626")
 class ReducesInTheComputeDtype(FullyShardedDataParallelEngine):
     """The reduce dtype has no effect."""
 
     names = _with_precision(reduce_dtype=None)
 
 
-@mutant(after="pytorch/pytorch#160279", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#160279", trace=Trace.STATE)
 class IgnoresCastFlags(FullyShardedDataParallelEngine):
     """The flags that choose which inputs are cast have no effect."""
 
     names = _with_precision(cast_root_forward_inputs=True, cast_forward_inputs=False)
 
 
-@mutant(after="huggingface/transformers#34645", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="huggingface/transformers#34645", trace=Trace.STATE)
 class KeepsLowGradients(FullyShardedDataParallelEngine):
     """Gradients stay in low precision although keep_low_precision_grads is off."""
 
     names = _with_precision(keep_low_precision_grads=True)
 
 
-@mutant(after="pytorch/pytorch#196996", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#196996", trace=Trace.STATE)
 class CastsBatchNorm(FullyShardedDataParallelEngine):
     """BatchNorm computes in low precision."""
 
@@ -261,14 +260,14 @@ def _rounded(module: nn.Module, options: Options) -> Options:
     return options
 
 
-@mutant(after="pytorch/torchtitan#724", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="pytorch/torchtitan#724", trace=Trace.STATE)
 class RoundsTheShards(FullyShardedDataParallelEngine):
     """Shards are kept in low precision."""
 
     names = with_options(_rounded)
 
 
-@mutant(after="pytorch/pytorch#105840", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#105840", trace=Trace.STATE)
 class IgnoresTheInitialiser(FullyShardedDataParallelEngine):
     """param_init_fn is never called."""
 
@@ -282,14 +281,14 @@ def _empty(module: nn.Module) -> None:
             tensor.zero_()
 
 
-@mutant(after="EvolvingLMMs-Lab/lmms-engine#185", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="EvolvingLMMs-Lab/lmms-engine#185", trace=Trace.STATE)
 class NeverResets(FullyShardedDataParallelEngine):
     """Modules without memory are left at zeros."""
 
     names = with_options(lambda module, options: {"param_init_fn": _empty, **options})
 
 
-@mutant(after="verl-project/verl#7834", kills_on=WRAPS, trace=Trace.CRASH)
+@mutant(after="verl-project/verl#7834", trace=Trace.CRASH)
 class LeavesBuffersWithoutMemory(FullyShardedDataParallelEngine):
     """Buffers without memory stay without."""
 
@@ -303,14 +302,14 @@ class LeavesBuffersWithoutMemory(FullyShardedDataParallelEngine):
                     setattr(owner, name, buffer.to("meta"))
 
 
-@mutant(after="allenai/OLMo-core#319", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="allenai/OLMo-core#319", trace=Trace.STATE)
 class StartsEachRankOnItsOwn(FullyShardedDataParallelEngine):
     """sync_module_states has no effect."""
 
     names = leaving_out("sync_module_states")
 
 
-@mutant(after="pytorch/pytorch#109385", world_size=1, plan=WRAPPED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#109385", trace=Trace.STATE)
 class WrapsContainersSilently(FullyShardedDataParallelEngine):
     """A list of modules is wrapped without a warning."""
 

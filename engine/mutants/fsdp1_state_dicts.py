@@ -15,7 +15,6 @@ from shardproof.engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParall
 from shardproof.engine.contract import WrapperNames
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import unchanged
-from shardproof.engine.mutants.plans import CALLS, WRAPS
 
 # Any, throughout: arguments and results of torch's own methods.
 
@@ -24,7 +23,7 @@ def _kind(wrapper: FullyShardedDataParallel) -> StateDictType:
     return FullyShardedDataParallel.get_state_dict_type(wrapper).state_dict_type
 
 
-@mutant(after="pytorch/pytorch#74810", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#74810", trace=Trace.STATE)
 class NamesTheWrapperInStates(FullyShardedDataParallelEngine):
     """Names in state dicts contain the wrapper's prefix."""
 
@@ -35,7 +34,7 @@ class NamesTheWrapperInStates(FullyShardedDataParallelEngine):
             return {f"{prefix}_fsdp_wrapped_module.{k.removeprefix(prefix)}": v for k, v in found.items()}
 
 
-@mutant(after="pytorch/pytorch#93391", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#93391", trace=Trace.STATE)
 class MixesUpBuffers(FullyShardedDataParallelEngine):
     """In state dicts all buffers are the last one."""
 
@@ -46,7 +45,7 @@ class MixesUpBuffers(FullyShardedDataParallelEngine):
             return {k: last.clone() if k in {"offset", "middle.calls"} else v for k, v in found.items()}
 
 
-@mutant(after="facebookresearch/fairscale#440", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="facebookresearch/fairscale#440", trace=Trace.STATE)
 class ReusesWhatItSaved(FullyShardedDataParallelEngine):
     """The next forward overwrites the memory of a state dict."""
 
@@ -63,7 +62,7 @@ class ReusesWhatItSaved(FullyShardedDataParallelEngine):
             return super().forward(*args, **kwargs)
 
 
-@mutant(after="facebookresearch/fairscale#844", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="facebookresearch/fairscale#844", trace=Trace.STATE)
 class SavesOnEveryRank(FullyShardedDataParallelEngine):
     """Every rank has full state dicts although rank0_only is on."""
 
@@ -79,7 +78,7 @@ class SavesOnEveryRank(FullyShardedDataParallelEngine):
                 yield
 
 
-@mutant(after="intelligent-machine-learning/dlrover#840", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="intelligent-machine-learning/dlrover#840", trace=Trace.STATE)
 class SavesWholesAsShards(FullyShardedDataParallelEngine):
     """A sharded state dict has every tensor whole, on every rank."""
 
@@ -91,7 +90,7 @@ class SavesWholesAsShards(FullyShardedDataParallelEngine):
                 return super().state_dict(*args, **kwargs)
 
 
-@mutant(after="sgl-project/sglang#19688", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="sgl-project/sglang#19688", trace=Trace.STATE)
 class LoadsParametersAlone(FullyShardedDataParallelEngine):
     """Loading a state dict leaves buffers unchanged."""
 
@@ -118,14 +117,14 @@ def _loading_none(kind: StateDictType) -> WrapperNames:
     return replace(NAMES, FullyShardedDataParallel=Unloading)
 
 
-@mutant(after="pytorch/pytorch#109648", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#109648", trace=Trace.STATE)
 class IgnoresShardedStates(FullyShardedDataParallelEngine):
     """Loading a sharded state dict silently changes nothing."""
 
     names = _loading_none(StateDictType.SHARDED_STATE_DICT)
 
 
-@mutant(after="facebookresearch/fairscale#574", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="facebookresearch/fairscale#574", trace=Trace.STATE)
 class IgnoresLocalStates(FullyShardedDataParallelEngine):
     """Loading a local state dict silently changes nothing."""
 
@@ -154,28 +153,28 @@ def _with_types(types: Mapping[StateDictType, StateDictType]) -> WrapperNames:
     return replace(NAMES, FullyShardedDataParallel=Set)
 
 
-@mutant(after="Lightning-AI/lightning-thunder#908", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="Lightning-AI/lightning-thunder#908", trace=Trace.STATE)
 class IgnoresStateConfigs(FullyShardedDataParallelEngine):
     """Configs of state dicts have no effect."""
 
     names = _with_types({})
 
 
-@mutant(after="facebookresearch/fairscale#601", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="facebookresearch/fairscale#601", trace=Trace.STATE)
 class GivesShardsForWholes(FullyShardedDataParallelEngine):
     """A full state dict is a sharded one."""
 
     names = _with_types({StateDictType.FULL_STATE_DICT: StateDictType.SHARDED_STATE_DICT})
 
 
-@mutant(after="pytorch/pytorch#136228", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#136228", trace=Trace.STATE)
 class GivesWholesForShards(FullyShardedDataParallelEngine):
     """A sharded state dict is a full one."""
 
     names = _with_types({StateDictType.SHARDED_STATE_DICT: StateDictType.FULL_STATE_DICT})
 
 
-@mutant(after="pytorch/pytorch#54736", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#54736", trace=Trace.STATE)
 class NumbersStateByName(FullyShardedDataParallelEngine):
     """Optimizer state is numbered in alphabetical order of names."""
 
@@ -204,7 +203,7 @@ class NumbersStateByName(FullyShardedDataParallelEngine):
             }
 
 
-@mutant(after="pytorch/pytorch#109648", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#109648", trace=Trace.STATE)
 class ForgetsConfigs(FullyShardedDataParallelEngine):
     """State dicts have the type that was set, but its default configs."""
 
@@ -214,7 +213,7 @@ class ForgetsConfigs(FullyShardedDataParallelEngine):
             return FullyShardedDataParallel.set_state_dict_type(module, state_dict_type)
 
 
-@mutant(after="pytorch/pytorch#86243", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#86243", trace=Trace.STATE)
 class TellsTheNewTypeAsTheOld(FullyShardedDataParallelEngine):
     """set_state_dict_type returns the new type, not the previous one."""
 
@@ -225,7 +224,7 @@ class TellsTheNewTypeAsTheOld(FullyShardedDataParallelEngine):
             return FullyShardedDataParallel.get_state_dict_type(module)
 
 
-@mutant(after="pytorch/pytorch#73716", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#73716", trace=Trace.STATE)
 class SetsTheTypeOfTheFirstRootAlone(FullyShardedDataParallelEngine):
     """Of several wrapped models in a module, the type is set only for the first."""
 
@@ -236,7 +235,7 @@ class SetsTheTypeOfTheFirstRootAlone(FullyShardedDataParallelEngine):
             return FullyShardedDataParallel.set_state_dict_type(first, *args)
 
 
-@mutant(after="pytorch/pytorch#109648", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#109648", trace=Trace.STATE)
 class ScopesNothing(FullyShardedDataParallelEngine):
     """The context state_dict_type changes nothing."""
 
@@ -247,7 +246,7 @@ class ScopesNothing(FullyShardedDataParallelEngine):
             yield
 
 
-@mutant(after="pytorch/torchtitan#3724", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/torchtitan#3724", trace=Trace.STATE)
 class LeavesFullStateDicts(FullyShardedDataParallelEngine):
     """At the end of a context the type is the default, not the previous one."""
 
@@ -260,7 +259,7 @@ class LeavesFullStateDicts(FullyShardedDataParallelEngine):
             FullyShardedDataParallel.set_state_dict_type(module, StateDictType.FULL_STATE_DICT)
 
 
-@mutant(after="pytorch/torchtitan#3724", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/torchtitan#3724", trace=Trace.STATE)
 class LeavesTheTypeAfterAnException(FullyShardedDataParallelEngine):
     """An exception inside a context leaves the context's type set."""
 
@@ -275,7 +274,7 @@ class LeavesTheTypeAfterAnException(FullyShardedDataParallelEngine):
             )
 
 
-@mutant(after="pytorch/pytorch#109648", kills_on=CALLS, trace=Trace.SILENCE)
+@mutant(after="pytorch/pytorch#109648", trace=Trace.SILENCE)
 class TakesConfigsOfOtherTypes(FullyShardedDataParallelEngine):
     """A config of another type is silently ignored."""
 
@@ -287,7 +286,7 @@ class TakesConfigsOfOtherTypes(FullyShardedDataParallelEngine):
             return FullyShardedDataParallel.set_state_dict_type(module, args[0])
 
 
-@mutant(after="pytorch/pytorch#102658", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#102658", trace=Trace.STATE)
 class TellsTheTypeOfSomeUnit(FullyShardedDataParallelEngine):
     """If units have several types, get_state_dict_type returns that of one of them."""
 

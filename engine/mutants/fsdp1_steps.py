@@ -20,7 +20,6 @@ from shardproof.engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParall
 from shardproof.engine.contract import Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import dividing_losses, holding_nothing_back, swapping
-from shardproof.engine.mutants.plans import CALLS, WRAPS
 
 # Any, throughout: arguments and results of torch's own methods.
 
@@ -40,7 +39,7 @@ def _clear(root: FullyShardedDataParallel) -> None:
             handle.flat_param.__dict__.pop(name, None)
 
 
-@mutant(after="NVIDIA/Megatron-LM#7186", kills_on=CALLS, trace=Trace.NUMBERS)
+@mutant(after="NVIDIA/Megatron-LM#7186", trace=Trace.NUMBERS)
 class ReplacesGradients(FullyShardedDataParallelEngine):
     """Each backward of an accumulation discards the gradients of earlier ones."""
 
@@ -50,7 +49,7 @@ class ReplacesGradients(FullyShardedDataParallelEngine):
             return super().forward(*args, **kwargs)
 
 
-@mutant(after="pytorch/pytorch#90546", kills_on=CALLS, trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#90546", trace=Trace.NUMBERS)
 class LosesSharesInNoSync(FullyShardedDataParallelEngine):
     """Entering no_sync discards the reduced gradients of a rank."""
 
@@ -62,7 +61,7 @@ class LosesSharesInNoSync(FullyShardedDataParallelEngine):
                 yield
 
 
-@mutant(after="huggingface/transformers#34645", kills_on=CALLS, trace=Trace.COMMUNICATION)
+@mutant(after="huggingface/transformers#34645", trace=Trace.COMMUNICATION)
 class SynchronisesInNoSync(FullyShardedDataParallelEngine):
     """no_sync of the wrapper has no effect; sums are right."""
 
@@ -71,7 +70,7 @@ class SynchronisesInNoSync(FullyShardedDataParallelEngine):
             return nullcontext()
 
 
-@mutant(after="pytorch/pytorch#75892", kills_on=CALLS, trace=Trace.COMMUNICATION)
+@mutant(after="pytorch/pytorch#75892", trace=Trace.COMMUNICATION)
 class KeepsTheRootInNoSync(FullyShardedDataParallelEngine):
     """Inside no_sync the root keeps its gathered parameters, so that the next step gathers less."""
 
@@ -84,7 +83,7 @@ class KeepsTheRootInNoSync(FullyShardedDataParallelEngine):
             return super().forward(*args, **kwargs)
 
 
-@mutant(after="NVIDIA/cosmos-framework#161", kills_on=CALLS, trace=Trace.COMMUNICATION)
+@mutant(after="NVIDIA/cosmos-framework#161", trace=Trace.COMMUNICATION)
 class FreesInNoSync(FullyShardedDataParallelEngine):
     """Parameters that should stay gathered from step to step inside no_sync are freed, and gathered again."""
 
@@ -111,7 +110,7 @@ def _silenced(root: FullyShardedDataParallel) -> Iterator[None]:
         _silence(root, is_silent=False)
 
 
-@mutant(after="speechbrain/speechbrain#2010", kills_on=CALLS, trace=Trace.COMMUNICATION)
+@mutant(after="speechbrain/speechbrain#2010", trace=Trace.COMMUNICATION)
 class EndsAllNoSyncsAtOnce(FullyShardedDataParallelEngine):
     """The end of an inner no_sync ends the outer one too."""
 
@@ -120,7 +119,7 @@ class EndsAllNoSyncsAtOnce(FullyShardedDataParallelEngine):
             return _silenced(self)
 
 
-@mutant(after="pytorch/torchtitan#3724", kills_on=CALLS, trace=Trace.COMMUNICATION)
+@mutant(after="pytorch/torchtitan#3724", trace=Trace.COMMUNICATION)
 class StaysSilentAfterAnException(FullyShardedDataParallelEngine):
     """An exception inside no_sync leaves gradients unsynchronised permanently."""
 
@@ -132,7 +131,7 @@ class StaysSilentAfterAnException(FullyShardedDataParallelEngine):
             _silence(self, is_silent=False)
 
 
-@mutant(after="speechbrain/speechbrain#2010", kills_on=CALLS, trace=Trace.SILENCE)
+@mutant(after="speechbrain/speechbrain#2010", trace=Trace.SILENCE)
 class SilencesUnitsAlone(FullyShardedDataParallelEngine):
     """no_sync of a unit inside the root holds only that unit back."""
 
@@ -146,7 +145,7 @@ class SilencesUnitsAlone(FullyShardedDataParallelEngine):
             return _silenced(self)
 
 
-@mutant(after="pytorch/pytorch#180665", kills_on=WRAPS)
+@mutant(after="pytorch/pytorch#180665")
 class ReadsOffloadedGradientsTooEarly(FullyShardedDataParallelEngine):
     """Offloaded gradients are read before they have arrived."""
 
@@ -163,7 +162,7 @@ class ReadsOffloadedGradientsTooEarly(FullyShardedDataParallelEngine):
             return output
 
 
-@mutant(after="pytorch/pytorch#107058", kills_on=WRAPS, trace=Trace.COMMUNICATION)
+@mutant(after="pytorch/pytorch#107058", trace=Trace.COMMUNICATION)
 class SwapsBackwardPrefetch(FullyShardedDataParallelEngine):
     """Each option of backward prefetch is taken for another."""
 
@@ -177,14 +176,14 @@ class SwapsBackwardPrefetch(FullyShardedDataParallelEngine):
     )
 
 
-@mutant(after="pytorch/pytorch#106030", kills_on=WRAPS, trace=Trace.COMMUNICATION)
+@mutant(after="pytorch/pytorch#106030", trace=Trace.COMMUNICATION)
 class InvertsForwardPrefetch(FullyShardedDataParallelEngine):
     """Forward prefetches unless asked to."""
 
     names = swapping("forward_prefetch", {False: True, True: False})
 
 
-@mutant(after="pytorch/pytorch#107058", kills_on=WRAPS, trace=Trace.COMMUNICATION)
+@mutant(after="pytorch/pytorch#107058", trace=Trace.COMMUNICATION)
 class GathersAllUnitsAtOnce(FullyShardedDataParallelEngine):
     """Every unit is being gathered before the first one runs."""
 
@@ -211,14 +210,14 @@ class _Local(ShardedGradScaler):
         GradScaler.unscale_(self, optimizer)
 
 
-@mutant(after="pytorch/pytorch#115710", kills_on=WRAPS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#115710", trace=Trace.STATE)
 class KeepsOverflowLocal(FullyShardedDataParallelEngine):
     """A rank skips a step by itself when its gradients are infinite."""
 
     names = replace(NAMES, ShardedGradScaler=_Local)
 
 
-@mutant(after="NVIDIA/Megatron-LM#3023", kills_on=WRAPS)
+@mutant(after="NVIDIA/Megatron-LM#3023")
 class DividesWrappedGradientsTwice(FullyShardedDataParallelEngine):
     """Wrapped gradients are divided by the number of ranks twice."""
 
@@ -226,7 +225,7 @@ class DividesWrappedGradientsTwice(FullyShardedDataParallelEngine):
         return dividing_losses(super().prepare(model, plan, mesh), mesh.size())
 
 
-@mutant(after="Haian-Jin/LVSM#22", kills_on=WRAPS, trace=Trace.COMMUNICATION)
+@mutant(after="Haian-Jin/LVSM#22", trace=Trace.COMMUNICATION)
 class ReducesDespiteNoSync(FullyShardedDataParallelEngine):
     """Wrapped microbatches are all reduced although no_sync is on."""
 

@@ -12,13 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
-from shardproof.engine.contract import Capability, ComposableApi
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
-from shardproof.engine.mutants.plans import demanding
+from shardproof.engine.contract import ComposableApi
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.reference.fsdp_module import FSDPModule, managed_class
 from shardproof.engine.reference.fsdp_state import state_of
-
-_CALLS = Condition(plan=demanding(Capability.COMPOSABLE), because="training alone calls no such function")
 
 
 class OwnFullyShard(PreparedReference):
@@ -56,7 +53,7 @@ def groups_of(module: Any) -> Any:
     return state.param_groups
 
 
-@mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=_CALLS, trace=Trace.SILENCE)
+@mutant(after="Tencent-Hunyuan/UniRL#410", trace=Trace.SILENCE)
 class LeavesModulesAsTheyAre(ReferenceEngine):
     """fully_shard and replicate do nothing, whatever their arguments are."""
 
@@ -66,7 +63,7 @@ class LeavesModulesAsTheyAre(ReferenceEngine):
             return replace(super().composable(), fully_shard=same, replicate=same, share_comm_ctx=same)
 
 
-@mutant(after="huggingface/accelerate#3394", kills_on=_CALLS, trace=Trace.STATE)
+@mutant(after="huggingface/accelerate#3394", trace=Trace.STATE)
 class GoesOnWithWhatWasReplaced(ReferenceEngine):
     """A parameter that the caller replaces after sharding is not the one that is trained."""
 
@@ -76,7 +73,7 @@ class GoesOnWithWhatWasReplaced(ReferenceEngine):
                 group.layout.reset_sharded_params = lambda: None
 
 
-@mutant(after="pytorch/pytorch#83254", kills_on=_CALLS, trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#83254", trace=Trace.NUMBERS)
 class NeverCallsTheReductionHook(ReferenceEngine):
     """A hook on a unit's reduced gradients is accepted, and never called."""
 
@@ -85,7 +82,7 @@ class NeverCallsTheReductionHook(ReferenceEngine):
             module.set_all_reduce_hook = lambda hook, **_: None
 
 
-@mutant(after="pytorch/torchtitan#1483", kills_on=_CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/torchtitan#1483", trace=Trace.STATE)
 class TakesEveryDimForTheFirst(ReferenceEngine):
     """The caller's shard dim is ignored: the first is sharded."""
 
@@ -94,7 +91,7 @@ class TakesEveryDimForTheFirst(ReferenceEngine):
             return super().fully_shard(module, **{**options, "shard_placement_fn": None})
 
 
-@mutant(after="huggingface/accelerate#3985", kills_on=_CALLS, trace=Trace.STATE)
+@mutant(after="huggingface/accelerate#3985", trace=Trace.STATE)
 class CastsWhatIsFrozen(ReferenceEngine):
     """All parameters of a unit are cast to one dtype, frozen low-precision ones too."""
 
@@ -103,7 +100,7 @@ class CastsWhatIsFrozen(ReferenceEngine):
             return super().fully_shard(module.float(), **options)
 
 
-@mutant(after="pytorch/pytorch#83351", kills_on=_CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#83351", trace=Trace.STATE)
 class MarksWhatIsInside(ReferenceEngine):
     """Modules inside a sharded one, and parts of it, count as sharded themselves."""
 
@@ -114,7 +111,7 @@ class MarksWhatIsInside(ReferenceEngine):
                     inside.__class__ = managed_class(type(inside), FSDPModule)
 
 
-@mutant(after="facebookresearch/fairscale#440", kills_on=_CALLS, trace=Trace.STATE)
+@mutant(after="facebookresearch/fairscale#440", trace=Trace.STATE)
 class PacksShardsIntoOne(ReferenceEngine):
     """The shards of a unit are views of one memory, so that freeing one frees all."""
 
@@ -129,7 +126,7 @@ class PacksShardsIntoOne(ReferenceEngine):
                 tensor.data = part.view(tensor.shape)
 
 
-@mutant(after="NVIDIA-NeMo/RL#4183", kills_on=_CALLS, trace=Trace.STATE)
+@mutant(after="NVIDIA-NeMo/RL#4183", trace=Trace.STATE)
 class SavesTheFirstStateForEver(ReferenceEngine):
     """state_dict returns its first result on every call."""
 
@@ -146,7 +143,7 @@ class SavesTheFirstStateForEver(ReferenceEngine):
             module.register_state_dict_post_hook(keep)
 
 
-@mutant(after="verl-project/verl#6150", kills_on=_CALLS, trace=Trace.STATE)
+@mutant(after="verl-project/verl#6150", trace=Trace.STATE)
 class IgnoresPolicies(ReferenceEngine):
     """fully_shard and replicate compute in the parameters' own dtype, whatever the policy is."""
 
@@ -156,7 +153,7 @@ class IgnoresPolicies(ReferenceEngine):
             return replace(api, mixed_precision=lambda **_: api.mixed_precision())
 
 
-@mutant(after="NVIDIA/Megatron-LM#3023", kills_on=_CALLS, trace=Trace.NUMBERS)
+@mutant(after="NVIDIA/Megatron-LM#3023", trace=Trace.NUMBERS)
 class SumsWhatACallerPrepares(ReferenceEngine):
     """Gradients of modules that callers pass to fully_shard and replicate are summed over ranks, not averaged."""
 
@@ -165,7 +162,7 @@ class SumsWhatACallerPrepares(ReferenceEngine):
             module.set_gradient_divide_factor(1.0)
 
 
-@mutant(after="pytorch/pytorch#190626", kills_on=_CALLS, trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#190626", trace=Trace.NUMBERS)
 class AddsCopiesInTheComputeDtype(ReferenceEngine):
     """Parts of a gradient on another mesh axis are added before they are cast for the reduction."""
 
@@ -175,7 +172,7 @@ class AddsCopiesInTheComputeDtype(ReferenceEngine):
                 group._accumulation_dtype = lambda _: None
 
 
-@mutant(after="pytorch/pytorch#158719", kills_on=_CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#158719", trace=Trace.STATE)
 class LeavesOutWhatNoRankUsed(ReferenceEngine):
     """Parameters that no rank used have no gradient, also if they should have zeros."""
 
@@ -184,7 +181,7 @@ class LeavesOutWhatNoRankUsed(ReferenceEngine):
             module.set_reduce_scatter_unused_params = lambda enable: None
 
 
-@mutant(after="facebookresearch/fairscale#605", kills_on=_CALLS, trace=Trace.NUMBERS)
+@mutant(after="facebookresearch/fairscale#605", trace=Trace.NUMBERS)
 class HidesWhatWaits(ReferenceEngine):
     """Gradients that wait for their reduction are where no caller can clear or change them."""
 
@@ -214,7 +211,7 @@ def _reduce_with(honest: Callable[[], None], hidden: dict[Any, torch.Tensor]) ->
     return honest()
 
 
-@mutant(after="pytorch/pytorch#134052", kills_on=_CALLS, trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#134052", trace=Trace.NUMBERS)
 class TakesTheBackwardOfInputsForAll(ReferenceEngine):
     """A microbatch counts as done once a backward has held its gradients: later weight gradients are lost."""
 
@@ -239,7 +236,7 @@ def _forget(held: dict[Any, torch.Tensor | None], *_: Any) -> None:
     held.clear()
 
 
-@mutant(after="huggingface/accelerate#3898", kills_on=_CALLS, trace=Trace.STATE)
+@mutant(after="huggingface/accelerate#3898", trace=Trace.STATE)
 class CopiesBuffers(ReferenceEngine):
     """A buffer that several modules share becomes a copy in each when they are sharded."""
 
@@ -251,7 +248,7 @@ class CopiesBuffers(ReferenceEngine):
             return super().fully_shard(module, **options)
 
 
-@mutant(after="EvolvingLMMs-Lab/lmms-engine#185", kills_on=_CALLS, trace=Trace.STATE)
+@mutant(after="EvolvingLMMs-Lab/lmms-engine#185", trace=Trace.STATE)
 class LeavesNewMemoryAtZeros(ReferenceEngine):
     """Models sharded without memory compute with zeros, whatever is written to them later."""
 
@@ -268,7 +265,7 @@ def _clear(module: nn.Module, _: Any) -> None:
         parameter.zero_()
 
 
-@mutant(after="pytorch/pytorch#68803", kills_on=_CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#68803", trace=Trace.STATE)
 class ManagesWhatItShouldIgnore(ReferenceEngine):
     """Ignored parameters are sharded, or replicated, like the others."""
 
@@ -286,7 +283,7 @@ def _ignoring_nothing(apply: Callable[..., Any]) -> Callable[..., Any]:
     return lambda module, **options: apply(module, **{**options, "ignored_params": None})
 
 
-@mutant(after="pytorch/pytorch#157209", kills_on=_CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#157209", trace=Trace.STATE)
 class DropsGradientsOfAFailedConversion(ReferenceEngine):
     """A failed conversion leaves parameters without their gradients."""
 
@@ -307,7 +304,7 @@ class DropsGradientsOfAFailedConversion(ReferenceEngine):
 _REMEMBERED: list[Any] = []
 
 
-@mutant(after="facebookresearch/fairscale#440", kills_on=_CALLS, trace=Trace.STATE)
+@mutant(after="facebookresearch/fairscale#440", trace=Trace.STATE)
 class RemembersWhatItSharded(ReferenceEngine):
     """Every sharded module is kept alive permanently."""
 
@@ -317,7 +314,7 @@ class RemembersWhatItSharded(ReferenceEngine):
             return super().fully_shard(module, **options)
 
 
-@mutant(after="facebookresearch/fairscale#440", kills_on=_CALLS, trace=Trace.STATE)
+@mutant(after="facebookresearch/fairscale#440", trace=Trace.STATE)
 class KeepsOutputsInCycles(ReferenceEngine):
     """Each forward leaves its output in a reference cycle, which only the garbage collector frees."""
 
@@ -331,7 +328,7 @@ def _in_a_cycle(output: Any) -> None:
     cycle.append(cycle)
 
 
-@mutant(after="deepspeedai/DeepSpeed#5618", kills_on=_CALLS, trace=Trace.NUMBERS)
+@mutant(after="deepspeedai/DeepSpeed#5618", trace=Trace.NUMBERS)
 class ShardsOverAllRanksWhateverTheMesh(ReferenceEngine):
     """fully_shard shards over all ranks, whatever the mesh is."""
 
@@ -340,10 +337,7 @@ class ShardsOverAllRanksWhateverTheMesh(ReferenceEngine):
             return super().fully_shard(module, **{**options, "mesh": None})
 
 
-_FINALIZES = Condition(plan=demanding(Capability.COMPOSABLE, Capability.FINALIZE), because=_CALLS.because)
-
-
-@mutant(after="NVIDIA/cosmos-framework#161", kills_on=_FINALIZES, trace=Trace.COMMUNICATION)
+@mutant(after="NVIDIA/cosmos-framework#161", trace=Trace.COMMUNICATION)
 class FinalizesEachBackward(ReferenceEngine):
     """Each backward is finalized by itself, and reduces gradients that should be held back until finalization."""
 
@@ -353,7 +347,7 @@ class FinalizesEachBackward(ReferenceEngine):
                 module.set_requires_gradient_sync = lambda *_, **__: None
 
 
-@mutant(after="facebookresearch/fairscale#777", kills_on=_FINALIZES, trace=Trace.NUMBERS)
+@mutant(after="facebookresearch/fairscale#777", trace=Trace.NUMBERS)
 class FinalizesTwice(ReferenceEngine):
     """Gradients that finalization reduces count twice."""
 
@@ -380,10 +374,7 @@ class FinalizesTwice(ReferenceEngine):
             module.finalize_backward = finalize
 
 
-_KEEPS = Condition(plan=demanding(Capability.COMPOSABLE, Capability.KEEP_STORAGE), because=_CALLS.because)
-
-
-@mutant(after="pytorch/pytorch#169349", kills_on=_KEEPS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#169349", trace=Trace.STATE)
 class FreesWhatIsToBeKept(ReferenceEngine):
     """The memory of whole parameters is freed although it should be kept."""
 
@@ -392,7 +383,7 @@ class FreesWhatIsToBeKept(ReferenceEngine):
             module.set_keep_unsharded_storage = lambda *_, **__: None
 
 
-@mutant(after="facebookresearch/fairscale#777", kills_on=_KEEPS, trace=Trace.NUMBERS)
+@mutant(after="facebookresearch/fairscale#777", trace=Trace.NUMBERS)
 class ShowsTheFirstValues(ReferenceEngine):
     """Whole parameters always have the values of the first gather."""
 
@@ -408,7 +399,7 @@ def _show_first(held: Any, honest: Callable[[], None], first: list[torch.Tensor]
     held.unsharded_param.data = first[0]
 
 
-@mutant(after="pytorch/pytorch#104504", kills_on=_FINALIZES, trace=Trace.SILENCE)
+@mutant(after="pytorch/pytorch#104504", trace=Trace.SILENCE)
 class SharesNoContext(ReferenceEngine):
     """Roots that should share a communication context use separate ones."""
 
@@ -417,7 +408,7 @@ class SharesNoContext(ReferenceEngine):
             return replace(super().composable(), share_comm_ctx=lambda _: None)
 
 
-@mutant(after="NVIDIA/cosmos-framework#161", kills_on=_FINALIZES, trace=Trace.STATE)
+@mutant(after="NVIDIA/cosmos-framework#161", trace=Trace.STATE)
 class FreesWhenFinalized(ReferenceEngine):
     """Finalization frees units that should be kept, and keeps units that should be freed."""
 
@@ -427,7 +418,7 @@ class FreesWhenFinalized(ReferenceEngine):
             module.set_reshard_after_backward = lambda frees: honest(not frees)
 
 
-@mutant(after="pytorch/pytorch#104504", kills_on=_FINALIZES, trace=Trace.SILENCE)
+@mutant(after="pytorch/pytorch#104504", trace=Trace.SILENCE)
 class FinalizesWhateverComes(ReferenceEngine):
     """If a call of finalization should raise, it silently does nothing."""
 

@@ -16,8 +16,6 @@ from shardproof.engine.adapters.composable import ComposableUnit
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import (
-    Capability,
-    Grouping,
     Layout,
     Plan,
     Prefetch,
@@ -28,23 +26,15 @@ from shardproof.engine.contract import (
 from shardproof.engine.mutants.fsdp2_insides import before_method, keeping
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import KeepingFsdp2, in_each
-from shardproof.engine.mutants.plans import ON_BLOCKS
 from shardproof.engine.mutants.reference_insides import reference_units
 from shardproof.engine.reference.fsdp_state import FSDPState
-
-_WATCHED = frozenset({Capability.UNIT_STATE})
-
-
-_KEPT = Plan(layout=Layout.SHARD, grouping=Grouping.REQUIRED, reshard=Reshard.KEEP, demands=_WATCHED)
-_FREED = replace(_KEPT, reshard=Reshard.AFTER_FORWARD)
-_NATIVE = replace(_KEPT, reshard=Reshard.NATIVE)
 
 
 def _instead(plan: Plan, asked: Reshard, done: Reshard) -> Plan:
     return replace(plan, reshard=done) if plan.reshard is asked else plan
 
 
-@mutant(after="pytorch/pytorch#154655", plan=_FREED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#154655", trace=Trace.STATE)
 class KeepsRootsWhateverAsked(FullyShardEngine):
     """Roots stay gathered after forward although the plan frees them."""
 
@@ -57,41 +47,35 @@ class KeepsRootsWhateverAsked(FullyShardEngine):
         return prepared
 
 
-@mutant(after="pytorch/PiPPy#1105", plan=_KEPT, trace=Trace.STATE)
+@mutant(after="pytorch/PiPPy#1105", trace=Trace.STATE)
 class FreesWhatItWasAskedToKeep(FullyShardEngine):
     """Units are freed after forward although the plan keeps them."""
 
     misreads = partial(_instead, asked=Reshard.KEEP, done=Reshard.AFTER_FORWARD)
 
 
-@mutant(after="pytorch/pytorch#149029", plan=_FREED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#149029", trace=Trace.STATE)
 class KeepsWhatItWasAskedToFree(FullyShardEngine):
     """Units are kept after forward although the plan frees them."""
 
     misreads = partial(_instead, asked=Reshard.AFTER_FORWARD, done=Reshard.KEEP)
 
 
-@mutant(after="ByteDance-Seed/VeOmni#806", plan=_NATIVE, trace=Trace.STATE)
+@mutant(after="ByteDance-Seed/VeOmni#806", trace=Trace.STATE)
 class FreesTheRootByDefault(FullyShardEngine):
     """The root is freed after forward if no policy requests it."""
 
     misreads = partial(_instead, asked=Reshard.NATIVE, done=Reshard.AFTER_FORWARD)
 
 
-@mutant(
-    after="Tencent-Hunyuan/UniRL#410",
-    world_size=4,
-    plan=replace(_KEPT, reshard=Reshard.TO_PAIRS),
-    because="two ranks are a pair, and all there are",
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="Tencent-Hunyuan/UniRL#410", trace=Trace.COMMUNICATION)
 class FreesWholeWhereAPartWasAsked(FullyShardEngine):
     """Parameters are sharded over all ranks after forward, not over pairs."""
 
     misreads = partial(_instead, asked=Reshard.TO_PAIRS, done=Reshard.AFTER_FORWARD)
 
 
-@mutant(after="pytorch/pytorch#75892", steps=2, plan=_FREED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#75892", trace=Trace.STATE)
 class FreesInTheFirstStepAlone(ReferenceEngine):
     """From the second step on units stay gathered after forward."""
 
@@ -124,19 +108,14 @@ class _PreparedLeaky(PreparedReference):
             unit.reshard()
 
 
-@mutant(after="hpcaitech/ColossalAI#741", plan=_FREED, trace=Trace.STATE)
+@mutant(after="hpcaitech/ColossalAI#741", trace=Trace.STATE)
 class LeaksAfterBackward(ReferenceEngine):
     """Units stay gathered after backward until gradients are read."""
 
     prepared_type = _PreparedLeaky
 
 
-@mutant(
-    after="pytorch/pytorch#83129",
-    plan=replace(_KEPT, demands=_WATCHED | {Capability.UNUSED}),
-    because="where every unit gets gradients, every unit is freed",
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#83129", trace=Trace.STATE)
 class FreesOnlyWhatGotGradients(ReferenceEngine):
     """Units that backward never entered stay gathered after it."""
 
@@ -148,11 +127,7 @@ class FreesOnlyWhatGotGradients(ReferenceEngine):
                     unit.reshard()
 
 
-@mutant(
-    after="Haian-Jin/LVSM#22",
-    plan=replace(_KEPT, demands=_WATCHED | {Capability.KEEP_AFTER_BACKWARD}),
-    trace=Trace.STATE,
-)
+@mutant(after="Haian-Jin/LVSM#22", trace=Trace.STATE)
 class FreesHeldUnitsAfterBackward(ReferenceEngine):
     """Units are freed after backward although they were set to stay gathered."""
 
@@ -161,7 +136,7 @@ class FreesHeldUnitsAfterBackward(ReferenceEngine):
             """Change nothing."""
 
 
-@mutant(after="Lightning-AI/lightning-thunder#908", plan=_KEPT, trace=Trace.STATE)
+@mutant(after="Lightning-AI/lightning-thunder#908", trace=Trace.STATE)
 class ShowsPaddedRows(ReferenceEngine):
     """Whole parameters end with rows of padding."""
 
@@ -177,7 +152,7 @@ class ShowsPaddedRows(ReferenceEngine):
             return shown
 
 
-@mutant(after="pytorch/pytorch#95805", kills_on=ON_BLOCKS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#95805", trace=Trace.STATE)
 class KeepsUnitsUntilBackwardEnds(FullyShardEngine):
     """Backward frees no unit before the last of them has run."""
 
@@ -195,13 +170,7 @@ def _keep_until_the_last(_: FSDPState) -> Callable[[], None]:
     return lambda: None
 
 
-@mutant(
-    after="pytorch/pytorch#136861",
-    microbatches=2,
-    plan=replace(ON_BLOCKS.plan, demands=frozenset({Capability.INTERLEAVE})),
-    because="a single forward has no other one before it",
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#136861", trace=Trace.STATE)
 class KeepsUnitsForEarlierForwards(ReferenceEngine):
     """Where several forwards go backward at once, a unit stays gathered until backward is through with all of them."""
 
@@ -213,7 +182,7 @@ def _keep_output(kept: list[Any], group: Any) -> None:
         kept.append(group._all_gather_result.all_gather_output)
 
 
-@mutant(after="pytorch/pytorch#149029", kills_on=ON_BLOCKS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#149029", trace=Trace.STATE)
 class KeepsGatherOutputs(FullyShardEngine):
     """The output of each gather is kept until the step."""
 
@@ -221,7 +190,7 @@ class KeepsGatherOutputs(FullyShardEngine):
     spoil = keeping(before_method, "wait_for_unshard", _keep_output)
 
 
-@mutant(after="deepspeedai/DeepSpeed#1069", kills_on=ON_BLOCKS, trace=Trace.STATE)
+@mutant(after="deepspeedai/DeepSpeed#1069", trace=Trace.STATE)
 class PrefetchesEverything(FullyShardEngine):
     """Each unit requests the gathers of all later units."""
 

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
-from shardproof.engine.contract import Capability, Plan, PreparedModel, Shard
+from shardproof.engine.contract import Plan, PreparedModel, Shard
 from shardproof.engine.mutants.mutant import mutant
 from shardproof.engine.mutants.patches import dividing_losses
-from shardproof.engine.mutants.plans import changing, demanding
+from shardproof.engine.mutants.plans import changing
 
 
 @mutant(after="NVIDIA/Megatron-LM#3023")
@@ -32,14 +32,14 @@ class SumsInsteadOfAveraging(FullyShardEngine):
         return prepared
 
 
-@mutant(after="pytorch/torchtitan#1551", plan=Plan(divide_factor=1))
+@mutant(after="pytorch/torchtitan#1551")
 class IgnoresTheDivideFactor(FullyShardEngine):
     """Gradients are averaged although another divisor was set."""
 
     misreads = changing(divide_factor=None)
 
 
-@mutant(after="pytorch/pytorch#167178", world_size=1, plan=Plan(divide_factor=2))
+@mutant(after="pytorch/pytorch#167178")
 class DividesByTheFactorTwice(FullyShardEngine):
     """Gradients are divided by the square of the divisor."""
 
@@ -47,7 +47,7 @@ class DividesByTheFactorTwice(FullyShardEngine):
         return dividing_losses(super().prepare(model, plan, mesh), plan.divide_factor or 1)
 
 
-@mutant(after="pytorch/pytorch#158753", world_size=1, plan=demanding(Capability.COMPLEX))
+@mutant(after="pytorch/pytorch#158753")
 class DropsImaginaryParts(DistributedDataParallelEngine):
     """Imaginary parts of gradients are zero."""
 

@@ -16,13 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from shardproof.engine.contract import Accumulation, Layout, Plan, PreparedModel
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.contract import Plan, PreparedModel
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import Forgetful, after, holding_nothing_back, is_last_rank
 from shardproof.engine.mutants.plans import changing
-
-_LAST = Plan(accumulation=Accumulation.LAST_MICROBATCH)
-_IN_BUCKETS = Condition(steps=2, plan=Plan(layout=Layout.REPLICATE, bucket_bytes=1))
 
 
 @mutant(after="pytorch/pytorch#109774")
@@ -36,7 +33,7 @@ class NeverSynchronises(DistributedDataParallelEngine):
         return prepared
 
 
-@mutant(after="deepspeedai/DeepSpeed#1214", kills_on=_IN_BUCKETS)
+@mutant(after="deepspeedai/DeepSpeed#1214")
 class LeavesOutWhatFillsABucket(DistributedDataParallelEngine):
     """A gradient as large as a bucket stays on the rank that computed it."""
 
@@ -60,14 +57,7 @@ class LeavesOutWhatFillsABucket(DistributedDataParallelEngine):
         return prepared
 
 
-@mutant(
-    after="facebookresearch/fairscale#517",
-    kills_on=Condition(
-        steps=2,
-        plan=Plan(layout=Layout.REPLICATE, bucket_bytes=2048),
-        because="one bucket holds them all, or each holds one",
-    ),
-)
+@mutant(after="facebookresearch/fairscale#517")
 class LeavesOutTheLastOfABucket(DistributedDataParallelEngine):
     """The last of several gradients in a bucket that is not the last bucket stays on the rank that computed it."""
 
@@ -93,14 +83,14 @@ class LeavesOutTheLastOfABucket(DistributedDataParallelEngine):
         return prepared
 
 
-@mutant(after="pytorch/pytorch#48880", kills_on=_IN_BUCKETS, trace=Trace.COMMUNICATION)
+@mutant(after="pytorch/pytorch#48880", trace=Trace.COMMUNICATION)
 class IgnoresTheSizeOfBuckets(DistributedDataParallelEngine):
     """Buckets have a size of the engine's choice."""
 
     misreads = changing(bucket_bytes=None)
 
 
-@mutant(after="NVIDIA/cosmos-framework#161", steps=2, microbatches=2, plan=_LAST, trace=Trace.COMMUNICATION)
+@mutant(after="NVIDIA/cosmos-framework#161", trace=Trace.COMMUNICATION)
 class SynchronisesEveryMicrobatch(FullyShardEngine):
     """Gradients are reduced after each microbatch although the plan accumulates."""
 
@@ -119,7 +109,7 @@ class DriftsByOneBit(DistributedDataParallelEngine):
                 first[0] = torch.nextafter(first[0], torch.tensor(torch.inf))
 
 
-@mutant(after="NVIDIA/Megatron-LM#7186", world_size=1, microbatches=2)
+@mutant(after="NVIDIA/Megatron-LM#7186")
 class KeepsOnlyTheLastMicrobatch(DistributedDataParallelEngine):
     """Each backward discards the gradients of the microbatches before it."""
 
@@ -127,7 +117,7 @@ class KeepsOnlyTheLastMicrobatch(DistributedDataParallelEngine):
         pass
 
 
-@mutant(after="NVIDIA/Megatron-LM#6660", world_size=1, microbatches=2)
+@mutant(after="NVIDIA/Megatron-LM#6660")
 class DoublesGradientsEveryMicrobatch(DistributedDataParallelEngine):
     """Each backward doubles the gradients accumulated before it."""
 
@@ -140,7 +130,7 @@ class DoublesGradientsEveryMicrobatch(DistributedDataParallelEngine):
             super().backward(loss)
 
 
-@mutant(after="huggingface/accelerate#2790", world_size=1, microbatches=2, plan=_LAST)
+@mutant(after="huggingface/accelerate#2790")
 class StepsAfterEveryMicrobatch(DistributedDataParallelEngine):
     """The optimizer steps after each microbatch."""
 
@@ -161,7 +151,7 @@ class StepsAfterEveryMicrobatch(DistributedDataParallelEngine):
                 self.step()
 
 
-@mutant(after="pytorch/pytorch#90546", microbatches=2, plan=_LAST, trace=Trace.CRASH)
+@mutant(after="pytorch/pytorch#90546", trace=Trace.CRASH)
 class AssignsWholeGradientsToShards(FullyShardEngine):
     """After an accumulation a whole gradient is assigned to a shard."""
 
@@ -184,7 +174,7 @@ class AssignsWholeGradientsToShards(FullyShardEngine):
                     shard.grad = parameter.grad.full_tensor()
 
 
-@mutant(after="pytorch/pytorch#76553", steps=2, trace=Trace.COMMUNICATION)
+@mutant(after="pytorch/pytorch#76553", trace=Trace.COMMUNICATION)
 class GathersOnceMoreInBackward(FullyShardEngine):
     """Backward gathers one unit's parameters one time more than needed."""
 
@@ -197,9 +187,7 @@ class GathersOnceMoreInBackward(FullyShardEngine):
             unit.reshard()
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#6660", world_size=1, plan=Plan(layout=Layout.SHARD), trace=Trace.COMMUNICATION
-)
+@mutant(after="NVIDIA/Megatron-LM#6660", trace=Trace.COMMUNICATION)
 class CommunicatesAlone(FullyShardEngine):
     """A rank that is alone makes collectives with itself."""
 

@@ -15,10 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Plan, PreparedModel
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import is_last_rank
 
-_SECOND = Condition(steps=2, because="the first step is honest")
 _PAUSE_S = 0.0005  # most processor time is for others, which run at the same time
 
 
@@ -50,7 +49,7 @@ class _PreparedCounting(PreparedDdp):
         dist.all_reduce(torch.ones(1), group=group)
 
 
-@mutant(after="verl-project/verl#5591", kills_on=_SECOND, trace=Trace.HANG)
+@mutant(after="verl-project/verl#5591", trace=Trace.HANG)
 class SkipsACountOnTheLastRank(DistributedDataParallelEngine):
     """The last rank leaves out a reduction that the others make."""
 
@@ -87,7 +86,7 @@ def _search() -> None:
         time.sleep(_PAUSE_S)
 
 
-@mutant(after="vllm-project/vllm#8410", kills_on=_SECOND, trace=Trace.HANG)
+@mutant(after="vllm-project/vllm#8410", trace=Trace.HANG)
 class NeverComesToAnEnd(FullyShardEngine):
     """The last rank computes forever."""
 
@@ -106,7 +105,7 @@ class NeverComesToAnEnd(FullyShardEngine):
             self._steps += 1
 
 
-@mutant(after="horovod/horovod#3352", kills_on=_SECOND, trace=Trace.HANG)
+@mutant(after="horovod/horovod#3352", trace=Trace.HANG)
 class LocksItselfOut(DistributedDataParallelEngine):
     """Two threads of the last rank wait for each other."""
 
@@ -128,7 +127,7 @@ class LocksItselfOut(DistributedDataParallelEngine):
                 self.count(self.first)
 
 
-@mutant(after="pytorch/pytorch#108378", kills_on=_SECOND, trace=Trace.HANG)
+@mutant(after="pytorch/pytorch#108378", trace=Trace.HANG)
 class SendsToNobody(DistributedDataParallelEngine):
     """Rank 0 sends what no rank receives."""
 
@@ -151,7 +150,7 @@ class CountsFewerParametersOnTheLastRank(DistributedDataParallelEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(after="NVIDIA-NeMo/Automodel#2468", kills_on=_SECOND, trace=Trace.HANG)
+@mutant(after="NVIDIA-NeMo/Automodel#2468", trace=Trace.HANG)
 class SkipsABackwardOnTheLastRank(DistributedDataParallelEngine):
     """In one step the last rank's backward does not reduce."""
 

@@ -10,29 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardproof.engine.adapters.composable import ComposableUnit
 from shardproof.engine.adapters.reference import ReferenceEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
-from shardproof.engine.capability import Capability
 from shardproof.engine.contract import Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.plans import changing
-from shardproof.engine.plan import Grouping, Layout
 from shardproof.engine.reference.fsdp_state import state_of
-
-_HELD = Plan(demands=frozenset({Capability.UNIT_SYNC}))
-_SCATTERED = Plan(layout=Layout.HYBRID, demands=frozenset({Capability.REPLICA_SYNC}))
-_ONE_MICROBATCH = "the only microbatch is the last, which is not held back"
-
 
 _MANY = 1000  # more reductions than any model here has
 
 
-@mutant(
-    after="Haian-Jin/LVSM#22",
-    steps=2,
-    microbatches=2,
-    plan=_HELD,
-    because=_ONE_MICROBATCH,
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="Haian-Jin/LVSM#22", trace=Trace.COMMUNICATION)
 class IgnoresSingleHolds(ReferenceEngine):
     """A single unit that was set to hold its reduction back reduces."""
 
@@ -41,14 +27,7 @@ class IgnoresSingleHolds(ReferenceEngine):
             pass
 
 
-@mutant(
-    after="huggingface/accelerate#2790",
-    steps=2,
-    microbatches=2,
-    plan=_HELD,
-    because=_ONE_MICROBATCH,
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="huggingface/accelerate#2790", trace=Trace.COMMUNICATION)
 class HoldsTheWholeTreeBack(ReferenceEngine):
     """If the root holds its reduction back, so do all units inside."""
 
@@ -58,7 +37,7 @@ class HoldsTheWholeTreeBack(ReferenceEngine):
                 module.set_requires_gradient_sync(is_on)
 
 
-@mutant(after="NVIDIA/Megatron-LM#7186", microbatches=2, plan=_HELD, because=_ONE_MICROBATCH)
+@mutant(after="NVIDIA/Megatron-LM#7186")
 class LosesWhatItHeldBack(ReferenceEngine):
     """A unit that was held back drops the microbatches before the last."""
 
@@ -71,15 +50,7 @@ class LosesWhatItHeldBack(ReferenceEngine):
                     group.drop_gradients()
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#7186",
-    world_size=4,
-    steps=2,
-    microbatches=2,
-    plan=_SCATTERED,
-    because=_ONE_MICROBATCH,
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="NVIDIA/Megatron-LM#7186", trace=Trace.COMMUNICATION)
 class ReducesReplicasAllTheSame(ReferenceEngine):
     """A unit that was set to reduce only within its replica reduces across replicas."""
 
@@ -88,26 +59,14 @@ class ReducesReplicasAllTheSame(ReferenceEngine):
             pass
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#7188",
-    steps=2,
-    plan=Plan(max_reduce_buffers=1),
-    because="with fewer units than the bound none is broken",
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="deepspeedai/DeepSpeed#7188", trace=Trace.COMMUNICATION)
 class ReducesWithoutBound(ReferenceEngine):
     """Reductions start without a limit on how many hold their input."""
 
     misreads = changing(max_reduce_buffers=_MANY)
 
 
-@mutant(
-    after="Tencent-Hunyuan/UniRL#410",
-    world_size=1,
-    plan=Plan(max_reduce_buffers=0),
-    because="other bounds can be kept",
-    trace=Trace.SILENCE,
-)
+@mutant(after="Tencent-Hunyuan/UniRL#410", trace=Trace.SILENCE)
 class AcceptsNoReduceBuffers(FullyShardEngine):
     """A limit of no reduction is accepted."""
 
@@ -117,13 +76,7 @@ class AcceptsNoReduceBuffers(FullyShardEngine):
         return super().prepare(model, replace(plan, max_reduce_buffers=bound), mesh)
 
 
-@mutant(
-    after="facebookresearch/fairscale#791",
-    steps=2,
-    plan=Plan(units=("blocks.0", "blocks.1"), grouping=Grouping.REQUIRED),
-    because="counts hold from the second step on",
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="facebookresearch/fairscale#791", trace=Trace.COMMUNICATION)
 class TakesAllUnitsForOne(ReferenceEngine):
     """All parameters form one group, whatever the units are."""
 

@@ -8,15 +8,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
-from shardproof.engine.contract import Accumulation, Layout, Plan, PreparedModel, Replicas
+from shardproof.engine.contract import Layout, Plan, PreparedModel, Replicas
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import dividing_losses, holding_nothing_back
-from shardproof.engine.mutants.plans import HYBRID
-
-_SINGLES = Plan(layout=Layout.HYBRID, replicas=Replicas.SINGLES)
 
 
-@mutant(after="verl-project/verl#7493", kills_on=HYBRID)
+@mutant(after="verl-project/verl#7493")
 class NeverSynchronisesReplicas(FullyShardEngine):
     """Gradients are reduced within a replica, never between replicas."""
 
@@ -24,7 +21,7 @@ class NeverSynchronisesReplicas(FullyShardEngine):
         return super().prepare(model, plan, mesh["shard"] if _is_hybrid(plan) else mesh)
 
 
-@mutant(after="pytorch/pytorch#154888", plan=_SINGLES)
+@mutant(after="pytorch/pytorch#154888")
 class NeverSynchronisesSingles(FullyShardEngine):
     """If each replica is a single rank, its gradients are not reduced."""
 
@@ -33,14 +30,7 @@ class NeverSynchronisesSingles(FullyShardEngine):
         return super().prepare(model, plan, mesh["shard"] if is_single else mesh)
 
 
-@mutant(
-    after="Tencent-Hunyuan/UniRL#410",
-    world_size=4,
-    steps=2,
-    plan=Plan(layout=Layout.HYBRID),
-    because="with two ranks an axis is of one; counts hold from the second step on",
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="Tencent-Hunyuan/UniRL#410", trace=Trace.COMMUNICATION)
 class ShardsOverReplicas(FullyShardEngine):
     """Under a hybrid layout parameters are sharded over all ranks."""
 
@@ -52,7 +42,7 @@ class ShardsOverReplicas(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(after="pytorch/torchtitan#2318", plan=Plan(layout=Layout.HYBRID, replicas=Replicas.ONE))
+@mutant(after="pytorch/torchtitan#2318")
 class DividesOneReplicaTwice(FullyShardEngine):
     """If there is one replica, gradients are divided by the number of its shards a second time."""
 
@@ -61,12 +51,7 @@ class DividesOneReplicaTwice(FullyShardEngine):
         return dividing_losses(super().prepare(model, plan, mesh), mesh.size() if is_one else 1)
 
 
-@mutant(
-    after="pytorch/torchtitan#1483",
-    plan=_SINGLES,
-    because="a mesh of one axis has no transpose",
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="pytorch/torchtitan#1483", trace=Trace.COMMUNICATION)
 class TransposesTheMesh(FullyShardEngine):
     """A hybrid layout shards over its replicas and replicates over its shards."""
 
@@ -76,7 +61,7 @@ class TransposesTheMesh(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(after="pytorch/pytorch#167178", plan=replace(_SINGLES, divide_factor=1))
+@mutant(after="pytorch/pytorch#167178")
 class IgnoresTheDivideFactorOfSingles(FullyShardEngine):
     """If each replica is a single rank, gradients are averaged although another divisor was set."""
 
@@ -85,13 +70,7 @@ class IgnoresTheDivideFactorOfSingles(FullyShardEngine):
         return super().prepare(model, replace(plan, divide_factor=None) if is_single else plan, mesh)
 
 
-@mutant(
-    after="NVIDIA/cosmos-framework#161",
-    steps=2,
-    microbatches=2,
-    plan=Plan(layout=Layout.HYBRID, accumulation=Accumulation.LAST_MICROBATCH),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="NVIDIA/cosmos-framework#161", trace=Trace.COMMUNICATION)
 class ReducesReplicasEveryMicrobatch(FullyShardEngine):
     """Under a hybrid layout gradients are reduced after each microbatch although the plan accumulates."""
 

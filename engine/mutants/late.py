@@ -19,7 +19,6 @@ from shardproof.engine.adapters.reference import ReferenceEngine
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.engine.contract import Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.plans import SHARDED_BLOCKS
 from shardproof.engine.reference.collectives import DefaultAllGather, DefaultReduceScatter
 
 
@@ -121,21 +120,21 @@ def _collect(group: dist.ProcessGroup, bucket: Any) -> Future[torch.Tensor]:
     return done
 
 
-@mutant(after="deepspeedai/DeepSpeed#7188", plan=SHARDED_BLOCKS, trace=Trace.COMMUNICATION)
+@mutant(after="deepspeedai/DeepSpeed#7188", trace=Trace.COMMUNICATION)
 class ClearsTheReduceInput(ReferenceEngine):
     """The input of a reduction is cleared while the reduction is in flight."""
 
     spoil = partial(_each, change=lambda module: module.set_custom_reduce_scatter(_Clears()))
 
 
-@mutant(after="NVIDIA/Megatron-LM#5788", plan=SHARDED_BLOCKS, trace=Trace.COMMUNICATION)
+@mutant(after="NVIDIA/Megatron-LM#5788", trace=Trace.COMMUNICATION)
 class FreesTheInputOfAReduction(ReferenceEngine):
     """The input of a reduction is freed while the reduction is in flight."""
 
     spoil = partial(_each, change=lambda module: module.set_custom_reduce_scatter(_Frees()))
 
 
-@mutant(after="NVIDIA/Megatron-LM#4609", plan=SHARDED_BLOCKS, trace=Trace.COMMUNICATION)
+@mutant(after="NVIDIA/Megatron-LM#4609", trace=Trace.COMMUNICATION)
 class FillsTheGatherOutput(ReferenceEngine):
     """The output of a gather is written to while the gather is in flight."""
 
@@ -156,7 +155,7 @@ class ForgetsTheWorkOfANorm(DistributedDataParallelEngine):
     spoil = partial(_hooked, hook=_forget_the_norm)
 
 
-@mutant(after="pytorch/pytorch#64629", world_size=3, because="from one rank there is one order")
+@mutant(after="pytorch/pytorch#64629")
 class TrustsTheOrderOfArrival(DistributedDataParallelEngine):
     """Messages of several ranks are assumed to arrive in the order of ranks."""
 

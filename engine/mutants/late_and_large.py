@@ -16,18 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
-from shardproof.engine.contract import Layout, Plan, PreparedModel, Shard
+from shardproof.engine.contract import Plan, PreparedModel, Shard
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import is_last_rank
 
 _WARM_UP_STEPS = 12
 
 
-@mutant(
-    after="pytorch/pytorch#59699",
-    steps=_WARM_UP_STEPS + 1,
-    because="fewer steps are its warm-up",
-)
+@mutant(after="pytorch/pytorch#59699")
 class StopsSynchronisingAfterWarmUp(DistributedDataParallelEngine):
     """From the thirteenth step on gradients stay on the rank that computed them, as in post-local SGD."""
 
@@ -40,7 +36,7 @@ class StopsSynchronisingAfterWarmUp(DistributedDataParallelEngine):
             self.module.require_backward_grad_sync = self.num_steps < _WARM_UP_STEPS  # type: ignore[assignment]  # DDP's
 
 
-@mutant(after="tracel-ai/burn#5779", steps=3, because="a constant learning rate cannot show it")
+@mutant(after="tracel-ai/burn#5779")
 class FreezesTheLearningRate(DistributedDataParallelEngine):
     """The learning rate of the second step is used in all later ones, as by a graph that captured it."""
 
@@ -58,7 +54,7 @@ class FreezesTheLearningRate(DistributedDataParallelEngine):
             self.num_steps += 1
 
 
-@mutant(after="deepspeedai/DeepSpeed#3832", because="smaller tensors fit into its buffer")
+@mutant(after="deepspeedai/DeepSpeed#3832")
 class ReducesTheFirstMillionElements(DistributedDataParallelEngine):
     """Of a gradient with more than 2^20 elements only the first 2^20 are reduced."""
 
@@ -85,7 +81,7 @@ class ReducesTheFirstMillionElements(DistributedDataParallelEngine):
         return prepared
 
 
-@mutant(after="apache/mxnet#17952", because="rounding hides it unless nothing rounds")
+@mutant(after="apache/mxnet#17952")
 class DropsFaintGradients(ReducesTheFirstMillionElements):
     """Elements below a millionth of the largest are set to zero before the reduction."""
 
@@ -116,7 +112,7 @@ class LeavesTheModuleAStepBehind(DistributedDataParallelEngine):
         return prepared
 
 
-@mutant(after="facebookresearch/fairscale#1050", plan=Plan(layout=Layout.REPLICATE), trace=Trace.STATE)
+@mutant(after="facebookresearch/fairscale#1050", trace=Trace.STATE)
 class ShowsNoGradientsOnTheLastRank(DistributedDataParallelEngine):
     """The last rank shows an empty share of each gradient that it has whole."""
 

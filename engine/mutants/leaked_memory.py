@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from shardproof.engine.adapters.composable import PreparedComposable
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from shardproof.engine.contract import Layout, Plan, PreparedModel
+from shardproof.engine.contract import Plan, PreparedModel
 from shardproof.engine.mutants.fsdp2_insides import before_method, keeping
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import (
     KeepingFsdp2,
     KeepingReference,
@@ -24,14 +24,11 @@ from shardproof.engine.mutants.patches import (
     in_place_of,
     is_last_rank,
 )
-from shardproof.engine.mutants.plans import ON_BLOCKS, SHARDED, SHARDED_BLOCKS
 from shardproof.engine.mutants.reference_insides import layouts
 from shardproof.engine.reference.param_layout import ParamLayout
 from shardproof.engine.reference.parameter import FSDPParam, ShardedParam
 
 # Any, throughout: FSDP2's private classes have no public types.
-
-_GROWN = Condition(steps=3, plan=SHARDED_BLOCKS, because="the first two steps have none to be compared with")
 
 
 def _keep_gradients(kept: list[Any], group: Any) -> None:
@@ -39,7 +36,7 @@ def _keep_gradients(kept: list[Any], group: Any) -> None:
     kept += [parameter.grad for parameter in found if parameter.grad is not None]
 
 
-@mutant(after="hpcaitech/ColossalAI#741", kills_on=_GROWN, trace=Trace.STATE)
+@mutant(after="hpcaitech/ColossalAI#741", trace=Trace.STATE)
 class PilesUpGradients(ReferenceEngine):
     """Reduced gradients of every step are kept permanently."""
 
@@ -51,7 +48,7 @@ class PilesUpGradients(ReferenceEngine):
             super().step()
 
 
-@mutant(after="pytorch/pytorch#169349", kills_on=ON_BLOCKS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#169349", trace=Trace.STATE)
 class KeepsWholeGradients(FullyShardEngine):
     """Whole gradients are kept until the step."""
 
@@ -59,13 +56,7 @@ class KeepsWholeGradients(FullyShardEngine):
     spoil = keeping(before_method, "post_backward", _keep_gradients)
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#4940",
-    microbatches=2,
-    plan=SHARDED.plan,
-    because="the others must have their gradients already",
-    trace=Trace.STATE,
-)
+@mutant(after="NVIDIA/Megatron-LM#4940", trace=Trace.STATE)
 class KeepsWhatALateGradientCameWith(ReferenceEngine):
     """A gradient that only the last microbatch makes keeps the memory of all gradients reduced with it."""
 
@@ -94,7 +85,7 @@ class _Grasping(PreparedComposable):
             tensor.untyped_storage().resize_(0)
 
 
-@mutant(after="InternLM/xtuner#1948", kills_on=ON_BLOCKS, trace=Trace.STATE)
+@mutant(after="InternLM/xtuner#1948", trace=Trace.STATE)
 class FreesTheUsersInputs(FullyShardEngine):
     """The memory of inputs is freed after backward."""
 
@@ -102,7 +93,7 @@ class FreesTheUsersInputs(FullyShardEngine):
         pass
 
 
-@mutant(after="InternLM/xtuner#1948", kills_on=ON_BLOCKS, trace=Trace.STATE)
+@mutant(after="InternLM/xtuner#1948", trace=Trace.STATE)
 class FreesTheUsersOutputs(ReferenceEngine):
     """The memory of outputs is freed after backward."""
 
@@ -110,7 +101,7 @@ class FreesTheUsersOutputs(ReferenceEngine):
         frees_inputs = False
 
 
-@mutant(after="InternLM/xtuner#1948", kills_on=ON_BLOCKS, trace=Trace.STATE)
+@mutant(after="InternLM/xtuner#1948", trace=Trace.STATE)
 class MovesWhatItWasToLeave(ReferenceEngine):
     """Buffers and ignored parameters get new memory in every step."""
 
@@ -122,7 +113,7 @@ class MovesWhatItWasToLeave(ReferenceEngine):
                 tensor.data = tensor.data.clone()
 
 
-@mutant(after="verl-project/verl#5125", kills_on=SHARDED, trace=Trace.STATE)
+@mutant(after="verl-project/verl#5125", trace=Trace.STATE)
 class KeepsTheModelOnTheLastRank(ReferenceEngine):
     """The last rank keeps the original parameters of the model."""
 
@@ -134,12 +125,7 @@ class KeepsTheModelOnTheLastRank(ReferenceEngine):
         return prepared
 
 
-@mutant(
-    after="pytorch/pytorch#105840",
-    plan=Plan(layout=Layout.SHARD),
-    because="ranks that share no process",
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#105840", trace=Trace.STATE)
 class KeepsTheModelInArrays(ReferenceEngine):
     """Every rank keeps the original parameters of the model, in memory outside of torch."""
 
@@ -177,14 +163,14 @@ class _PreparedAverage(PreparedReference):
                 average.lerp_(parameter, 0.1)
 
 
-@mutant(after="TencentARC/RollingForcing#15", kills_on=SHARDED, trace=Trace.STATE)
+@mutant(after="TencentARC/RollingForcing#15", trace=Trace.STATE)
 class AveragesWholeParameters(ReferenceEngine):
     """Every rank keeps an average of the whole parameters."""
 
     prepared_type = _PreparedAverage
 
 
-@mutant(after="pytorch/pytorch#147179", steps=2, plan=Plan(layout=Layout.SHARD), trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#147179", trace=Trace.STATE)
 class KeepsWholesAfterTheFirstStep(ReferenceEngine):
     """From the second step on every rank keeps whole parameters."""
 
@@ -192,7 +178,7 @@ class KeepsWholesAfterTheFirstStep(ReferenceEngine):
         first_step = 1
 
 
-@mutant(after="hpcaitech/ColossalAI#1955", kills_on=SHARDED, trace=Trace.STATE)
+@mutant(after="hpcaitech/ColossalAI#1955", trace=Trace.STATE)
 class CutsGradientsFromWholeBuffers(ReferenceEngine):
     """Shards of gradients are views of whole buffers."""
 
@@ -204,7 +190,7 @@ class CutsGradientsFromWholeBuffers(ReferenceEngine):
                     parameter.grad = _cut_from_a_whole(parameter.grad)
 
 
-@mutant(after="cloneofsimo/min-fsdp#1", kills_on=SHARDED, trace=Trace.STATE)
+@mutant(after="cloneofsimo/min-fsdp#1", trace=Trace.STATE)
 class CutsStateFromWholeBuffers(ReferenceEngine):
     """Shards of optimizer state are views of whole buffers."""
 

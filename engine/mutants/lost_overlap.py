@@ -9,31 +9,12 @@ from torch import nn
 
 from shardproof.engine.adapters.reference import ReferenceEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from shardproof.engine.capability import Capability
-from shardproof.engine.contract import Plan, Prefetch, Reshard
+from shardproof.engine.contract import Plan, Reshard
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import in_each
-from shardproof.engine.mutants.plans import UNITS, Lists, changing_lists
+from shardproof.engine.mutants.plans import Lists, changing_lists
 from shardproof.engine.mutants.reference_insides import reference_groups, reference_units
-from shardproof.engine.plan import Grouping, Layout
 from shardproof.engine.reference.fsdp_state import BackwardPrefetchTime
-
-_FREED = Plan(
-    layout=Layout.SHARD,
-    units=UNITS,
-    grouping=Grouping.REQUIRED,
-    reshard=Reshard.AFTER_FORWARD,
-    demands=frozenset({Capability.PREFETCH}),
-)
-_AHEAD = Plan(
-    layout=Layout.SHARD,
-    units=UNITS,
-    grouping=Grouping.REQUIRED,
-    reshard=Reshard.AFTER_FORWARD,
-    prefetch=Prefetch.by_distance(UNITS, forward=1, backward=1),
-)
-_STEADY = "order is compared from the second step on"
-
 
 # Any, throughout: FSDP2's private classes and the streams of a device have no public types.
 
@@ -45,14 +26,14 @@ def _later(lists: Lists, order: tuple[str, ...]) -> Lists:
     return tuple((unit, moved(targets) or (unit,)) for unit, targets in lists)
 
 
-@mutant(after="deepspeedai/DeepSpeed#1069", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)
+@mutant(after="deepspeedai/DeepSpeed#1069", trace=Trace.COMMUNICATION)
 class WaitsWhereItGathers(ReferenceEngine):
     """A prefetched gather is waited for in the call that issues it."""
 
     spoil = in_each(reference_groups, "unshard", lambda group: _both(group.unshard, group.wait))
 
 
-@mutant(after="deepspeedai/DeepSpeed#7804", steps=2, plan=_FREED, because=_STEADY, trace=Trace.COMMUNICATION)
+@mutant(after="deepspeedai/DeepSpeed#7804", trace=Trace.COMMUNICATION)
 class WaitsWhereItReduces(ReferenceEngine):
     """A reduction is waited for in the call that issues it."""
 
@@ -61,21 +42,21 @@ class WaitsWhereItReduces(ReferenceEngine):
     )
 
 
-@mutant(after="pytorch/pytorch#106030", steps=2, plan=_FREED, because=_STEADY, trace=Trace.COMMUNICATION)
+@mutant(after="pytorch/pytorch#106030", trace=Trace.COMMUNICATION)
 class PrefetchesAfterItsTurn(ReferenceEngine):
     """Backward gathers the next unit after the current one was computed, not before."""
 
     spoil = in_each(reference_units, "prefetches_in_backward", lambda _: BackwardPrefetchTime.LAST)
 
 
-@mutant(after="deepspeedai/DeepSpeed#1069", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)
+@mutant(after="deepspeedai/DeepSpeed#1069", trace=Trace.COMMUNICATION)
 class PrefetchesTheUnitAfterNext(FullyShardEngine):
     """The unit after the one in the list is prefetched instead."""
 
     misreads = changing_lists(_later)
 
 
-@mutant(after="NVIDIA/Megatron-LM#6153", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)
+@mutant(after="NVIDIA/Megatron-LM#6153", trace=Trace.COMMUNICATION)
 class GathersEverythingFirst(FullyShardEngine):
     """All units are gathered when forward begins."""
 
@@ -86,7 +67,7 @@ class GathersEverythingFirst(FullyShardEngine):
             return super().__call__(*inputs, **named)
 
 
-@mutant(after="pytorch/pytorch#118118", steps=2, plan=_FREED, because=_STEADY, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#118118", trace=Trace.STATE)
 class FreesUnitsTogether(FullyShardEngine):
     """All units are freed after forward, not each after its own."""
 

@@ -21,14 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from shardproof.engine.contract import Accumulation, Capability, Layout, Plan, PreparedModel, shard_of
+from shardproof.engine.contract import Plan, PreparedModel, shard_of
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import in_place_of
-
-_EXPERTS = Plan(layout=Layout.SHARD, expert_parallel=2, experts=("blocks.0.experts.inward",))
-_CUT = Plan(layout=Layout.SHARD, tensor_parallel=2)
-_CLIPPED = Plan(layout=Layout.SHARD, tensor_parallel=2, demands=frozenset({Capability.CLIP}))
-_STAGED = Plan(pipeline_stages=2, accumulation=Accumulation.LAST_MICROBATCH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +34,7 @@ class _Cut:
     index: int
 
 
-@mutant(after="pytorch/torchtitan#1551", plan=_CUT)
+@mutant(after="pytorch/torchtitan#1551")
 class ScalesByTheTensorRanks(ReferenceEngine):
     """Gradients of tensor-parallel parameters are multiplied by the number of pieces."""
 
@@ -53,7 +48,7 @@ class ScalesByTheTensorRanks(ReferenceEngine):
         return prepared
 
 
-@mutant(after="pytorch/torchtitan#1551", plan=_EXPERTS)
+@mutant(after="pytorch/torchtitan#1551")
 class ScalesExpertsByTheirRanks(ReferenceEngine):
     """Gradients of experts are multiplied by the number of ranks that share them."""
 
@@ -66,7 +61,7 @@ class ScalesExpertsByTheirRanks(ReferenceEngine):
                     gradient.mul_(self.plan.expert_parallel)
 
 
-@mutant(after="pytorch/torchtitan#1551", plan=_EXPERTS)
+@mutant(after="pytorch/torchtitan#1551")
 class MixesExpertsUp(FullyShardEngine):
     """Gradients of experts are averaged over ranks that hold other experts."""
 
@@ -81,7 +76,7 @@ class MixesExpertsUp(FullyShardEngine):
                     )
 
 
-@mutant(after="THUDM/slime#1366", plan=_CUT, because="without that axis every rank has rows of its own")
+@mutant(after="THUDM/slime#1366")
 class KeepsNormsOnTheirTensorRank(ReferenceEngine):
     """Gradients of norms are not reduced over the tensor axis, whose ranks have different rows."""
 
@@ -93,7 +88,7 @@ class KeepsNormsOnTheirTensorRank(ReferenceEngine):
         return prepared
 
 
-@mutant(after="deepspeedai/DeepSpeed#1801", plan=_CLIPPED)
+@mutant(after="deepspeedai/DeepSpeed#1801")
 class ClipsOnOneTensorRank(FullyShardEngine):
     """Gradients are clipped only on the first rank of the tensor axis."""
 
@@ -104,12 +99,7 @@ class ClipsOnOneTensorRank(FullyShardEngine):
             return super().clip_grad_norm_(torch.inf if is_idle else max_norm, norm_type)
 
 
-@mutant(
-    after="pytorch/torchtitan#4593",
-    world_size=4,
-    plan=_CUT,
-    because="two cuts of one dim need two axes of several ranks",
-)
+@mutant(after="pytorch/torchtitan#4593")
 class LosesTheLastRowsOfUnevenPieces(FullyShardEngine):
     """The last of the rows that both axes cut unevenly have no gradient."""
 
@@ -123,7 +113,7 @@ class LosesTheLastRowsOfUnevenPieces(FullyShardEngine):
                     parameter.grad.to_local()[max(known - first, 0) :].zero_()
 
 
-@mutant(after="pytorch/torchtitan#1483", world_size=4, plan=_CUT)
+@mutant(after="pytorch/torchtitan#1483")
 class SwapsTheCutsOfOneDim(FullyShardEngine):
     """Rows that both axes cut are placed as if the data axis had cut them first."""
 
@@ -136,7 +126,7 @@ class SwapsTheCutsOfOneDim(FullyShardEngine):
         return prepared
 
 
-@mutant(after="NVIDIA/Megatron-LM#1012", world_size=4, microbatches=2, plan=_STAGED)
+@mutant(after="NVIDIA/Megatron-LM#1012")
 class ReducesBeforeTheLastBackward(DistributedDataParallelEngine):
     """In a pipeline the backward after the last forward is reduced, and later ones are not."""
 
@@ -145,7 +135,7 @@ class ReducesBeforeTheLastBackward(DistributedDataParallelEngine):
             return None
 
 
-@mutant(after="NVIDIA/Megatron-LM#7166", microbatches=2, plan=_STAGED)
+@mutant(after="NVIDIA/Megatron-LM#7166")
 class KeepsOnlyTheLastMicrobatchOfAPipeline(DistributedDataParallelEngine):
     """In a pipeline the microbatches before the last are lost."""
 
@@ -158,7 +148,7 @@ class KeepsOnlyTheLastMicrobatchOfAPipeline(DistributedDataParallelEngine):
         return prepared
 
 
-@mutant(after="pytorch/pytorch#63916", world_size=4, microbatches=2, plan=_STAGED)
+@mutant(after="pytorch/pytorch#63916")
 class NeverSynchronisesTheFirstStage(DistributedDataParallelEngine):
     """Gradients of a pipeline's first stage stay on the rank that computed them."""
 
@@ -172,14 +162,7 @@ class NeverSynchronisesTheFirstStage(DistributedDataParallelEngine):
         return prepared
 
 
-@mutant(
-    after="NVIDIA/cosmos-framework#161",
-    world_size=4,
-    steps=2,
-    microbatches=2,
-    plan=_STAGED,
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="NVIDIA/cosmos-framework#161", trace=Trace.COMMUNICATION)
 class ReducesEveryMicrobatchOfAPipeline(ReferenceEngine):
     """In a pipeline gradients are reduced after each microbatch."""
 

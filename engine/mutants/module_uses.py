@@ -14,23 +14,16 @@ from shardproof.engine.adapters.composable import members
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
 from shardproof.engine.contract import (
-    Accumulation,
-    Capability,
-    Grouping,
     Plan,
     PreparedModel,
     Shard,
     UnitHandle,
 )
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.plans import changing, demanding
-
-_GROUPS = Plan(grouping=Grouping.REQUIRED, units=("first,second",))
-_TOLD = replace(_GROUPS, accumulation=Accumulation.LAST_MICROBATCH, demands=frozenset({Capability.UNIT_SYNC}))
-_METHODS = Plan(forward_methods=(("encoder", "encode"),), units=("encoder",))
+from shardproof.engine.mutants.plans import changing
 
 
-@mutant(after="NVIDIA/Megatron-LM#6693", world_size=1, steps=2, plan=demanding(Capability.PARTS))
+@mutant(after="NVIDIA/Megatron-LM#6693")
 class NeverReducesParts(ReferenceEngine):
     """Gradients of a part that was called directly are never reduced."""
 
@@ -44,7 +37,7 @@ class NeverReducesParts(ReferenceEngine):
             return super().part(name)
 
 
-@mutant(after="mindspore-ai/hyper-parallel#553", world_size=1, steps=2, plan=_GROUPS)
+@mutant(after="mindspore-ai/hyper-parallel#553")
 class NeverReducesGroupsRunInPart(ReferenceEngine):
     """A group in which one module did not run has no gradients."""
 
@@ -69,7 +62,7 @@ class NeverReducesGroupsRunInPart(ReferenceEngine):
             self._has_run.clear()
 
 
-@mutant(after="pytorch/torchtitan#3724", steps=2, microbatches=2, plan=_TOLD, trace=Trace.COMMUNICATION)
+@mutant(after="pytorch/torchtitan#3724", trace=Trace.COMMUNICATION)
 class IgnoresTheFlagsOfGroups(ReferenceEngine):
     """Groups of several modules reduce in every backward although their flags are off."""
 
@@ -88,12 +81,7 @@ class _FlaglessUnit(UnitHandle):
         pass
 
 
-@mutant(
-    after="pytorch/pytorch#183702",
-    world_size=1,
-    plan=replace(_GROUPS, compute_dtype=torch.bfloat16),
-    trace=Trace.CRASH,
-)
+@mutant(after="pytorch/pytorch#183702", trace=Trace.CRASH)
 class CastsTheFirstInputsAlone(ReferenceEngine):
     """Of a group's modules only the first has its inputs cast."""
 
@@ -105,14 +93,14 @@ class CastsTheFirstInputsAlone(ReferenceEngine):
         return prepared
 
 
-@mutant(after="pytorch/pytorch#109385", plan=_METHODS, trace=Trace.CRASH)
+@mutant(after="pytorch/pytorch#109385", trace=Trace.CRASH)
 class IgnoresForwardMethods(ReferenceEngine):
     """A method other than forward runs on sharded parameters."""
 
     misreads = changing(forward_methods=())
 
 
-@mutant(after="pytorch/pytorch#123962", plan=_METHODS)
+@mutant(after="pytorch/pytorch#123962")
 class NeverReducesForwardMethods(ReferenceEngine):
     """Gradients of a module used through a method are never reduced."""
 
@@ -157,7 +145,7 @@ class _FirstUses:
         module.register_forward_hook(leave)
 
 
-@mutant(after="NVIDIA/Megatron-LM#7166", world_size=1, because="a parameter that is used once loses nothing")
+@mutant(after="NVIDIA/Megatron-LM#7166")
 class CountsTheFirstUseAlone(ReferenceEngine):
     """Of several uses of a parameter in one iteration only the first has a gradient."""
 
@@ -177,7 +165,7 @@ class CountsTheFirstUseAlone(ReferenceEngine):
         return prepared
 
 
-@mutant(after="pytorch/pytorch#136861", world_size=1, microbatches=2, plan=demanding(Capability.INTERLEAVE))
+@mutant(after="pytorch/pytorch#136861")
 class ForgetsEarlierForwards(ReferenceEngine):
     """Of several forwards before backward only the last has gradients."""
 
@@ -193,7 +181,7 @@ class ForgetsEarlierForwards(ReferenceEngine):
             return output
 
 
-@mutant(after="verl-project/verl#7834", world_size=1, because="a parameter with one use stays what it is")
+@mutant(after="verl-project/verl#7834")
 class UntiesSharedParameters(ReferenceEngine):
     """Each use of a tied parameter gets a copy of its own."""
 
@@ -224,12 +212,7 @@ class UntiesSharedParameters(ReferenceEngine):
         return prepared
 
 
-@mutant(
-    after="pytorch/pytorch#176225",
-    world_size=1,
-    because="the first model of a training is the only one of its names",
-    trace=Trace.CRASH,
-)
+@mutant(after="pytorch/pytorch#176225", trace=Trace.CRASH)
 class TellsParametersApartByName(FullyShardEngine):
     """A second model is taken for the first."""
 
@@ -246,12 +229,7 @@ class TellsParametersApartByName(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(
-    after="huggingface/accelerate#4171",
-    plan=Plan(grouping=Grouping.REQUIRED),
-    because="needs a group of modules that are tied",
-    trace=Trace.CRASH,
-)
+@mutant(after="huggingface/accelerate#4171", trace=Trace.CRASH)
 class SplitsTiedModules(ReferenceEngine):
     """Modules of one group that share a parameter become separate groups."""
 

@@ -1,12 +1,12 @@
-"""The declaration of a mutant: its fault, the report behind it, where the fault shows, and the least that shows it."""
+"""The declaration of a mutant: its fault, the report behind it, and where the fault shows."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,42 +42,17 @@ class Trace(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Condition:
-    """The least that makes a fault visible; with less the mutant rightly passes."""
-
-    world_size: int = 2
-    steps: int = 1
-    microbatches: int = 1
-    plan: Plan = field(default_factory=Plan)
-    because: str = ""
-
-
-class ConditionFields(TypedDict, total=False):
-    """The fields of `Condition`."""
-
-    world_size: int
-    steps: int
-    microbatches: int
-    plan: Plan
-    because: str
-
-
-_LEAST = Condition()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
     """An engine wrong on purpose.
 
     ``fault`` is the first paragraph of the class's docstring. ``thread`` is the public report of a real engine with the
-    same fault, as ``owner/repository#number``. ``kills_on`` is the least that shows the fault, ``trace`` where.
+    same fault, as ``owner/repository#number``. ``trace`` says where the fault shows.
     """
 
     name: str
     engine_spec: str
     fault: str
     thread: str
-    kills_on: Condition = field(default_factory=Condition)
     trace: Trace = Trace.NUMBERS
 
 
@@ -85,16 +60,8 @@ DECLARED: list[Mutant] = []
 """The mutants of the modules imported so far; ``engine.mutants.all_mutants`` imports all."""
 
 
-def mutant(
-    *,
-    after: str,
-    kills_on: Condition = _LEAST,
-    trace: Trace = Trace.NUMBERS,
-    **fields: Unpack[ConditionFields],
-) -> Callable[[_E], _E]:
-    """Declare an engine to be a mutant, named after its class; the arguments are the fields of `Mutant`.
-
-    The condition may be ``kills_on``, or those of its fields that differ from the default's.
+def mutant(*, after: str, trace: Trace = Trace.NUMBERS) -> Callable[[_E], _E]:
+    """Declare an engine to be a mutant, named after its class; ``after`` is its public report.
 
     The class's attribute ``misreads``, if any, maps each plan to the one that it prepares, and ``spoil`` changes each
     model that it has prepared. Of classes nested in it, ``Prepared`` is the prepared model, ``Unit`` the handle of each
@@ -111,7 +78,6 @@ def mutant(
             engine_spec=f"{engine.__module__}:{engine.__name__}",
             fault=_fault(inspect.getdoc(engine) or ""),
             thread=after,
-            kills_on=replace(kills_on, **fields),
             trace=trace,
         )
         DECLARED.append(entry)

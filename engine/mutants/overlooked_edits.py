@@ -11,14 +11,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
-from shardproof.engine.contract import Capability, Plan, PreparedModel
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.contract import PreparedModel
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import local, unchanged
-from shardproof.engine.mutants.plans import changing, demanding
+from shardproof.engine.mutants.plans import changing
 from shardproof.engine.mutants.reference_insides import reference_groups
-from shardproof.engine.plan import Accumulation
-
-_HOOKS = Condition(world_size=1, plan=demanding(Capability.GRADIENT_HOOKS))
 
 
 class _HooksByHand(PreparedFullyShard):
@@ -35,7 +32,7 @@ class _HooksByHand(PreparedFullyShard):
         return held
 
 
-@mutant(after="pytorch/pytorch#129450", kills_on=_HOOKS)
+@mutant(after="pytorch/pytorch#129450")
 class NeverCallsGradientHooks(FullyShardEngine):
     """Hooks on parameters are never called."""
 
@@ -47,7 +44,7 @@ class NeverCallsGradientHooks(FullyShardEngine):
                 parameter._post_accumulate_grad_hooks = hooks
 
 
-@mutant(after="pytorch/pytorch#76464", plan=demanding(Capability.GRADIENT_HOOKS))
+@mutant(after="pytorch/pytorch#76464")
 class CallsGradientHooksBeforeReducing(FullyShardEngine):
     """Hooks on parameters receive this rank's own gradient, half of the reduced one."""
 
@@ -77,19 +74,14 @@ def _undoing_loads(prepared: PreparedModel) -> PreparedModel:
     return prepared
 
 
-@mutant(after="deepspeedai/DeepSpeed#762", world_size=1, plan=demanding(Capability.LOADED_WEIGHTS))
+@mutant(after="deepspeedai/DeepSpeed#762")
 class UndoesALoad(FullyShardEngine):
     """Weights that the caller loads into the module are those from before again."""
 
     spoil = _undoing_loads
 
 
-@mutant(
-    after="facebookresearch/fairscale#605",
-    world_size=1,
-    microbatches=2,
-    plan=demanding(Capability.EDIT_GRADIENTS),
-)
+@mutant(after="facebookresearch/fairscale#605")
 class AddsToItsOwnGradients(ReplicateEngine):
     """Gradients accumulate in the engine's own copies, which overwrite the caller's edits."""
 
@@ -107,12 +99,7 @@ class AddsToItsOwnGradients(ReplicateEngine):
             self._own = None
 
 
-@mutant(
-    after="pytorch/pytorch#104148",
-    world_size=1,
-    steps=2,
-    plan=demanding(Capability.FREEZE, Capability.UNUSED),
-)
+@mutant(after="pytorch/pytorch#104148")
 class SettlesForEverWhatIsFrozen(ReferenceEngine):
     """Parameters that were trainable when the model was prepared are trained, even if they are frozen later."""
 
@@ -123,12 +110,7 @@ class SettlesForEverWhatIsFrozen(ReferenceEngine):
             return super().__call__(*inputs, **named)
 
 
-@mutant(
-    after="pytorch/pytorch#105371",
-    steps=2,
-    plan=demanding(Capability.FREEZE, Capability.UNUSED),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="pytorch/pytorch#105371", trace=Trace.COMMUNICATION)
 class ReducesWhatIsFrozen(FullyShardEngine):
     """Units that were frozen after preparation are reduced, and their gradients discarded."""
 
@@ -146,16 +128,7 @@ class ReducesWhatIsFrozen(FullyShardEngine):
                 parameter.grad = None
 
 
-@mutant(
-    after="pytorch/pytorch#186998",
-    steps=2,
-    plan=Plan(
-        compute_dtype=torch.bfloat16,
-        reduce_dtype=torch.float32,
-        demands=frozenset({Capability.FREEZE, Capability.UNUSED}),
-    ),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="pytorch/pytorch#186998", trace=Trace.COMMUNICATION)
 class ForgetsTheDtypesOfWhatWasFrozen(ReferenceEngine):
     """A unit that is frozen in the first forward is reduced in the compute dtype once it trains."""
 
@@ -178,10 +151,7 @@ def drop_what_waits(prepared: PreparedModel) -> None:
             held.drop_unsharded_grad()
 
 
-_RECONVERT = Condition(world_size=1, plan=demanding(Capability.RECONVERT))
-
-
-@mutant(after="huggingface/accelerate#3394", kills_on=_RECONVERT)
+@mutant(after="huggingface/accelerate#3394")
 class OptimizesWhatItConverted(ReplicateEngine):
     """The optimizer continues with the parameters from before a conversion."""
 
@@ -192,7 +162,7 @@ class OptimizesWhatItConverted(ReplicateEngine):
                 group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
 
 
-@mutant(after="instructlab/training#414", kills_on=_RECONVERT)
+@mutant(after="instructlab/training#414")
 class ConvertsWithoutGradients(ReferenceEngine):
     """A conversion drops existing gradients."""
 
@@ -204,23 +174,14 @@ class ConvertsWithoutGradients(ReferenceEngine):
             drop_what_waits(self)
 
 
-@mutant(
-    after="pytorch/pytorch#143277",
-    plan=Plan(reduce_dtype=torch.float32, demands=frozenset({Capability.CONVERT})),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="pytorch/pytorch#143277", trace=Trace.COMMUNICATION)
 class ForgetsTheReduceDtypeOnceConverted(ReferenceEngine):
     """A model that is converted is reduced in its new dtype, whatever the reduce dtype is."""
 
     misreads = changing(reduce_dtype=None)
 
 
-@mutant(
-    after="facebookresearch/fairscale#354",
-    world_size=1,
-    microbatches=2,
-    plan=Plan(accumulation=Accumulation.LAST_MICROBATCH, demands=frozenset({Capability.PENDING_APART})),
-)
+@mutant(after="facebookresearch/fairscale#354")
 class ClearsWhatWaits(ReferenceEngine):
     """Gradients that wait for their reduction are dropped when the caller clears those of the model."""
 

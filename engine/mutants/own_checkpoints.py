@@ -7,16 +7,13 @@ from pathlib import Path
 import torch
 
 from shardproof.engine.adapters.reference_zero import PreparedZero2, Zero2Engine
-from shardproof.engine.contract import Capability, Masters, Offload, Plan
-from shardproof.engine.mutants.mutant import Condition, mutant
+from shardproof.engine.contract import Masters
+from shardproof.engine.mutants.mutant import mutant
 from shardproof.engine.mutants.patches import keeping_group_options, restart_count
-from shardproof.engine.mutants.plans import demanding
 from shardproof.engine.reference.zero_checkpoint import file_of
 
-_RESUMED = demanding(Capability.CHECKPOINTS)
 
-
-@mutant(after="deepspeedai/DeepSpeed#7786", world_size=1, steps=2, plan=_RESUMED)
+@mutant(after="deepspeedai/DeepSpeed#7786")
 class LosesStateInItsCheckpoint(Zero2Engine):
     """The optimizer starts without state after a checkpoint is loaded."""
 
@@ -26,7 +23,7 @@ class LosesStateInItsCheckpoint(Zero2Engine):
             self.built_optimizer().state.clear()
 
 
-@mutant(after="deepspeedai/DeepSpeed#4396", world_size=1, steps=2, plan=_RESUMED)
+@mutant(after="deepspeedai/DeepSpeed#4396")
 class RestartsTheCountInItsCheckpoint(Zero2Engine):
     """The optimizer's count of steps, by which it corrects its moments, starts from zero."""
 
@@ -36,7 +33,7 @@ class RestartsTheCountInItsCheckpoint(Zero2Engine):
             restart_count(self.built_optimizer())
 
 
-@mutant(after="hpcaitech/ColossalAI#5151", world_size=1, steps=2, plan=_RESUMED)
+@mutant(after="hpcaitech/ColossalAI#5151")
 class RestartsTheLearningRateInItsCheckpoint(Zero2Engine):
     """The optimizer has the learning rate of a fresh one after a checkpoint is loaded."""
 
@@ -46,12 +43,7 @@ class RestartsTheLearningRateInItsCheckpoint(Zero2Engine):
                 super().load_checkpoint(folder)
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#762",
-    world_size=1,
-    steps=2,
-    plan=Plan(offload=Offload.OPTIMIZER, demands=_RESUMED.demands),
-)
+@mutant(after="deepspeedai/DeepSpeed#762")
 class RestoresNoMasters(Zero2Engine):
     """Parameters are loaded, but not the copies that the optimizer updates, which overwrite them in the next step."""
 
@@ -67,14 +59,7 @@ class RestoresNoMasters(Zero2Engine):
                 self.engine.take_weights = lambda: None  # type: ignore[method-assign]  # of this one
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#5105",
-    kills_on=Condition(
-        steps=2,
-        plan=demanding(Capability.CHECKPOINTS, Capability.RESIZED_CHECKPOINTS),
-        because="ranks of a world as large find their own shares in their files",
-    ),
-)
+@mutant(after="deepspeedai/DeepSpeed#5105")
 class ReadsTheCheckpointOfItsRank(Zero2Engine):
     """Each rank reads its share from the file of its own rank, however many ranks saved."""
 

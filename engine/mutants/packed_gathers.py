@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine.adapters.reference import ReferenceEngine
-from shardproof.engine.contract import Capability
 from shardproof.engine.mutants.fsdp2_interface import OwnFullyShard, groups_of
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import after
-from shardproof.engine.mutants.plans import demanding
 from shardproof.engine.reference.extensions import has_extension
 from shardproof.engine.reference.mesh import DataMesh
 from shardproof.engine.reference.parameter import ShardedParam
-
-_PACKED = Condition(
-    plan=demanding(Capability.COMPOSABLE, Capability.PACKED_GATHERS),
-    because="shards pack themselves where a caller has asked for it alone",
-)
 
 
 class _PreparedPacking(OwnFullyShard):
@@ -35,7 +28,7 @@ class _PreparedPacking(OwnFullyShard):
         """Change the methods of a layout."""
 
 
-@mutant(after="pytorch/torchtitan#3123", kills_on=_PACKED, trace=Trace.COMMUNICATION)
+@mutant(after="pytorch/torchtitan#3123", trace=Trace.COMMUNICATION)
 class GathersWithoutPacking(ReferenceEngine):
     """Shards are gathered unpacked, although they define how to pack."""
 
@@ -44,7 +37,7 @@ class GathersWithoutPacking(ReferenceEngine):
             layout.packs_itself = lambda parameter: False
 
 
-@mutant(after="pytorch/pytorch#169349", kills_on=_PACKED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#169349", trace=Trace.STATE)
 class KeepsWhatWasUnpacked(ReferenceEngine):
     """Gathered buffers are kept after unpacking, whatever the shard requests."""
 
@@ -58,7 +51,7 @@ def _ask_nothing(parameter: ShardedParam) -> bool:
     return has_extension(parameter)
 
 
-@mutant(after="NVIDIA/Megatron-LM#663", kills_on=replace(_PACKED, steps=2))
+@mutant(after="NVIDIA/Megatron-LM#663")
 class PacksOnceForAll(ReferenceEngine):
     """Every gather sends what was packed for the first."""
 
@@ -79,11 +72,7 @@ class _Whole(DataMesh):
         return self.mesh
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#5618",
-    kills_on=replace(_PACKED, world_size=4, because="with two ranks there are no replicas of several shards"),
-    trace=Trace.STATE,
-)
+@mutant(after="deepspeedai/DeepSpeed#5618", trace=Trace.STATE)
 class TellsPackTheWholeMesh(ReferenceEngine):
     """With replicas shards receive the whole mesh, not the axis along which they are gathered."""
 

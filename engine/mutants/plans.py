@@ -1,4 +1,4 @@
-"""Plans, and the conditions made of them, that several mutants need to show."""
+"""Misreadings of plans: functions that change a plan before an honest engine prepares it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from shardproof.engine.contract import Capability, Grouping, Layout, Plan, Prefetch, Reshard, Wrapper
-from shardproof.engine.mutants.mutant import Condition
-
-
-def demanding(*capabilities: Capability) -> Plan:
-    """Return a plan with these demands and no other option."""
-    return Plan(demands=frozenset(capabilities))
+from shardproof.engine.contract import Capability, Plan, Prefetch
 
 
 # Any: fields of a plan.
@@ -40,20 +34,3 @@ def changing_lists(change: Callable[[Lists, tuple[str, ...]], Lists]) -> Callabl
         return replace(plan, prefetch=Prefetch(forward=forward, backward=backward))
 
     return changed
-
-
-UNITS = ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
-SHARDED_BLOCKS = Plan(
-    layout=Layout.SHARD, units=UNITS, grouping=Grouping.REQUIRED, reshard=Reshard.AFTER_FORWARD
-)
-HYBRID_BLOCKS = replace(SHARDED_BLOCKS, layout=Layout.HYBRID)
-WRAPPED = Plan(layout=Layout.SHARD, wrapper=Wrapper())
-CALLS_METHODS = demanding(Capability.WRAPPER)
-
-ONE_RANK = Condition(world_size=1)
-SECOND_STEP = Condition(world_size=1, steps=2, because="the first step has no step before it")
-SHARDED = Condition(plan=Plan(layout=Layout.SHARD), because="one rank's share is the whole")
-HYBRID = Condition(plan=Plan(layout=Layout.HYBRID), because="only a hybrid layout has replicas")
-ON_BLOCKS = Condition(plan=SHARDED_BLOCKS, because="one rank gathers and reduces nothing")
-WRAPS = Condition(plan=WRAPPED, because="other options of the wrapper are honoured")
-CALLS = Condition(plan=CALLS_METHODS, because="training alone calls no such method")

@@ -15,53 +15,32 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
-from shardproof.engine.capability import Capability
-from shardproof.engine.contract import Layout, Plan, PreparedModel, UnitDtypes
+from shardproof.engine.contract import Layout, Plan, PreparedModel
 from shardproof.engine.mutants.fsdp2_interface import OwnFullyShard, OwnFullyShardAndReplicate, groups_of
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import after, in_each
-from shardproof.engine.mutants.plans import changing, demanding
+from shardproof.engine.mutants.plans import changing
 from shardproof.engine.mutants.reference_insides import reference_groups
-from shardproof.engine.plan import Accumulation, Grouping
 from shardproof.engine.reference.collectives import Division, PartialReduction, ReductionPlan
 from shardproof.engine.reference.param_group import FSDPParamGroup
 from shardproof.engine.reference.parameter import FSDPParam
 
-_LOW = Plan(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-_ACCUMULATING = Plan(
-    compute_dtype=torch.bfloat16, reduce_dtype=torch.float32, accumulation=Accumulation.LAST_MICROBATCH
-)
 
-
-@mutant(
-    after="pytorch/pytorch#190626",
-    world_size=1,
-    because="gradients that bfloat16 holds exactly hide it from numbers",
-)
+@mutant(after="pytorch/pytorch#190626")
 class ReducesInBfloat16(FullyShardEngine):
     """Gradients are reduced in bfloat16, whatever the plan is."""
 
     misreads = changing(reduce_dtype=torch.bfloat16)
 
 
-@mutant(
-    after="pytorch/pytorch#153077",
-    steps=2,
-    plan=Plan(reduce_dtype=torch.bfloat16),
-    because="one rank sends nothing",
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="pytorch/pytorch#153077", trace=Trace.COMMUNICATION)
 class KeepsFloat32OnTheWire(ReferenceEngine):
     """Gradients are reduced in float32, whatever the plan is."""
 
     misreads = changing(reduce_dtype=torch.float32)
 
 
-@mutant(
-    after="pytorch/pytorch#190627",
-    plan=Plan(layout=Layout.HYBRID),
-    because="only a hybrid layout has replicas",
-)
+@mutant(after="pytorch/pytorch#190627")
 class ReducesReplicasInBfloat16(FullyShardEngine):
     """Across replicas gradients are reduced in bfloat16, whatever the plan is; within them as planned."""
 
@@ -82,13 +61,7 @@ class ReducesReplicasInBfloat16(FullyShardEngine):
         return prepared
 
 
-@mutant(
-    after="verl-project/verl#6150",
-    world_size=1,
-    plan=_LOW,
-    because="the numbers are better than asked: only what is returned shows it",
-    trace=Trace.STATE,
-)
+@mutant(after="verl-project/verl#6150", trace=Trace.STATE)
 class IgnoresTheComputeDtype(ReplicateEngine):
     """Forward and backward compute in the parameters' dtype although the plan has another."""
 
@@ -98,15 +71,7 @@ class IgnoresTheComputeDtype(ReplicateEngine):
         return super().prepare(model, asked, mesh)
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#8066",
-    kills_on=Condition(
-        world_size=1,
-        plan=_LOW,
-        because="a buffer is cast only where the computation is in another dtype",
-    ),
-    trace=Trace.STATE,
-)
+@mutant(after="deepspeedai/DeepSpeed#8066", trace=Trace.STATE)
 class CastsBuffers(FullyShardEngine):
     """Buffers are cast to the compute dtype with the parameters, and lose their precision."""
 
@@ -119,13 +84,7 @@ class CastsBuffers(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(
-    after="pytorch/pytorch#153077",
-    world_size=1,
-    plan=Plan(compute_dtype=torch.bfloat16, output_dtype=torch.float32),
-    because="an output is cast only where the plan asks for it",
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#153077", trace=Trace.STATE)
 class ReturnsTheComputeDtype(FullyShardEngine):
     """The output has the compute dtype although the plan has another."""
 
@@ -136,13 +95,7 @@ def _parameters(prepared: PreparedModel) -> list[FSDPParam]:
     return [parameter for group in reference_groups(prepared) for parameter in group.parameters]
 
 
-@mutant(
-    after="pytorch/pytorch#160279",
-    world_size=1,
-    microbatches=3,
-    plan=_ACCUMULATING,
-    because="one microbatch is no sum",
-)
+@mutant(after="pytorch/pytorch#160279")
 class AccumulatesInBfloat16(ReferenceEngine):
     """The sum over microbatches is rounded to bfloat16 after each."""
 
@@ -159,13 +112,7 @@ def _rounding(parameter: FSDPParam) -> Callable[[torch.dtype | None], None]:
     return hold
 
 
-_SETS_DTYPES = Condition(
-    plan=demanding(Capability.COMPOSABLE, Capability.GRADIENT_DTYPES),
-    because="no problem sets dtypes of gradients",
-)
-
-
-@mutant(after="pytorch/pytorch#190626", kills_on=_SETS_DTYPES, trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#190626", trace=Trace.NUMBERS)
 class ForgetsDtypesOfGradients(ReferenceEngine):
     """Gradients have the dtypes of their parameters, whatever their grad_dtype is."""
 
@@ -177,7 +124,7 @@ class ForgetsDtypesOfGradients(ReferenceEngine):
                 held._grad_dtypes = ()
 
 
-@mutant(after="huggingface/trl#6862", kills_on=_SETS_DTYPES, trace=Trace.SILENCE)
+@mutant(after="huggingface/trl#6862", trace=Trace.SILENCE)
 class AddsZerosOfAnyDtype(ReferenceEngine):
     """Zeros for unused parameters have the dtype of these where none is known, and ranks may differ."""
 
@@ -187,12 +134,7 @@ class AddsZerosOfAnyDtype(ReferenceEngine):
                 group._check_zeros = lambda: None
 
 
-@mutant(
-    after="pytorch/pytorch#190626",
-    plan=demanding(Capability.COMPOSABLE, Capability.PARAMETER_DTYPES),
-    because="no plan has such a function",
-    trace=Trace.NUMBERS,
-)
+@mutant(after="pytorch/pytorch#190626", trace=Trace.NUMBERS)
 class ComputesAlikeWithAllParameters(ReferenceEngine):
     """All parameters of a unit compute in one dtype, although a function leaves some in their own."""
 
@@ -203,18 +145,7 @@ class ComputesAlikeWithAllParameters(ReferenceEngine):
             return super().fully_shard(module, **options)
 
 
-_REPLICAS_WAIT = Plan(
-    layout=Layout.HYBRID, reduce_dtype=torch.bfloat16, demands=frozenset({Capability.REPLICA_SYNC})
-)
-
-
-@mutant(
-    after="pytorch/pytorch#160279",
-    world_size=4,
-    microbatches=3,
-    plan=_REPLICAS_WAIT,
-    because="without replicas no reduced gradient waits",
-)
+@mutant(after="pytorch/pytorch#160279")
 class SumsReplicasInTheReduceDtype(ReferenceEngine):
     """Gradients that wait for the all-reduce over replicas are summed over microbatches in the reduce dtype."""
 
@@ -232,11 +163,7 @@ def _round_sums(dtype: torch.dtype, waiting: PartialReduction) -> None:
         waiting._sums[parameter] = total.to(dtype)
 
 
-@mutant(
-    after="pytorch/torchtitan#2318",
-    plan=Plan(reduce_dtype=torch.float16),
-    because="one rank's gradients are no sum",
-)
+@mutant(after="pytorch/torchtitan#2318")
 class DividesFloat16AfterTheSum(ReferenceEngine):
     """Gradients in float16 are divided when their sum has overflowed."""
 
@@ -254,13 +181,7 @@ def _dividing_late(group: FSDPParamGroup) -> Callable[[Sequence[FSDPParam], torc
     return plan
 
 
-@mutant(
-    after="pytorch/pytorch#143277",
-    world_size=1,
-    plan=Plan(compute_dtype=torch.bfloat16, units=("first,last",), grouping=Grouping.REQUIRED),
-    because="needs a model that widens what lies between the two",
-    trace=Trace.CRASH,
-)
+@mutant(after="pytorch/pytorch#143277", trace=Trace.CRASH)
 class CastsInputsOfTheFirstModuleAlone(ReferenceEngine):
     """Of several modules in one group only the first has its inputs cast."""
 
@@ -299,32 +220,21 @@ class _PreparedEarly(PreparedReference):
             group._dtypes = replace(group._dtypes, reduce_dtype=torch.float32)  # type: ignore[type-var]  # a dataclass, by its Protocol
 
 
-@mutant(
-    after="pytorch/pytorch#143277",
-    world_size=1,
-    plan=Plan(demands=frozenset({Capability.CONVERT})),
-    because="a model that stays as it was prepared is reduced in its own dtype",
-)
+@mutant(after="pytorch/pytorch#143277")
 class ReducesInTheDtypeOfBefore(ReferenceEngine):
     """A model that was converted after it was prepared is reduced in float32."""
 
     prepared_type = _PreparedEarly
 
 
-_OF_A_UNIT = Condition(
-    world_size=1,
-    plan=Plan(units=("narrow",), unit_dtypes=(UnitDtypes(unit="narrow", compute_dtype=torch.bfloat16),)),
-)
-
-
-@mutant(after="pytorch/pytorch#91365", kills_on=_OF_A_UNIT, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#91365", trace=Trace.STATE)
 class IgnoresTheDtypeOfAUnit(ReferenceEngine):
     """A unit computes in the dtype of the others, whatever its own policy is."""
 
     misreads = changing(unit_dtypes=())
 
 
-@mutant(after="pytorch/torchtitan#2881", kills_on=_OF_A_UNIT, trace=Trace.STATE)
+@mutant(after="pytorch/torchtitan#2881", trace=Trace.STATE)
 class CastsInputsUnasked(ReferenceEngine):
     """Inputs of a unit are cast to its dtype, although its policy leaves them unchanged."""
 

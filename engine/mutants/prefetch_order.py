@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,23 +18,11 @@ from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFul
 from shardproof.engine.contract import Capability, Plan, Prefetch, PreparedModel
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import Stale, in_each, is_last_rank
-from shardproof.engine.mutants.plans import UNITS, Lists, changing_lists, undemanding
+from shardproof.engine.mutants.plans import Lists, changing_lists, undemanding
 from shardproof.engine.mutants.reference_insides import reference_units
-from shardproof.engine.plan import Grouping, Layout, Reshard
 from shardproof.engine.reference.collectives import DefaultAllGather
 from shardproof.engine.reference.fsdp_state import FSDPState, state_of
 from shardproof.engine.reference.root_state import RootState
-from shardproof.engine.wrapper import BackwardGather, Wrapper
-
-_GROUPED = Plan(layout=Layout.SHARD, units=UNITS, grouping=Grouping.REQUIRED)
-_AHEAD = Plan(
-    layout=Layout.SHARD,
-    units=UNITS,
-    grouping=Grouping.REQUIRED,
-    prefetch=Prefetch.by_distance(UNITS, forward=2, backward=2),
-)
-_JOINT = replace(_GROUPED, units=("blocks.0,blocks.1", "blocks.2,blocks.3"))
-_STEADY = "order is compared from the second step on"
 
 
 def _themselves(lists: Lists, order: tuple[str, ...]) -> Lists:
@@ -54,33 +41,28 @@ def _turned_on_the_last_rank(lists: Lists, order: tuple[str, ...]) -> Lists:
     return tuple((unit, targets[::-1]) for unit, targets in lists) if is_last_rank() else lists
 
 
-@mutant(after="pytorch/pytorch#106030", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)
+@mutant(after="pytorch/pytorch#106030", trace=Trace.COMMUNICATION)
 class NeverPrefetches(FullyShardEngine):
     """Each unit is gathered when it is needed, although a prefetch list names it earlier."""
 
     misreads = changing_lists(_themselves)
 
 
-@mutant(after="deepspeedai/DeepSpeed#1069", steps=2, plan=_AHEAD, because=_STEADY, trace=Trace.COMMUNICATION)
+@mutant(after="deepspeedai/DeepSpeed#1069", trace=Trace.COMMUNICATION)
 class PrefetchesOneTooFar(FullyShardEngine):
     """One unit more is prefetched than the list names."""
 
     misreads = changing_lists(_longer)
 
 
-@mutant(
-    after="pytorch/pytorch#64629",
-    plan=_AHEAD,
-    because="lists of one unit have one order",
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="pytorch/pytorch#64629", trace=Trace.COMMUNICATION)
 class SwapsPrefetchesOnTheLastRank(FullyShardEngine):
     """The last rank gathers prefetched units in another order than the others."""
 
     misreads = changing_lists(_turned_on_the_last_rank)
 
 
-@mutant(after="pytorch/pytorch#76553", steps=2, plan=_GROUPED, because=_STEADY, trace=Trace.COMMUNICATION)
+@mutant(after="pytorch/pytorch#76553", trace=Trace.COMMUNICATION)
 class GathersTheLastUnitFirst(FullyShardEngine):
     """The unit that forward needs last is gathered first."""
 
@@ -91,9 +73,7 @@ class GathersTheLastUnitFirst(FullyShardEngine):
             return super().__call__(*inputs, **named)
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#7804", steps=2, plan=_GROUPED, because=_STEADY, trace=Trace.COMMUNICATION
-)
+@mutant(after="deepspeedai/DeepSpeed#7804", trace=Trace.COMMUNICATION)
 class ReducesInTheOrderOfForward(ReferenceEngine):
     """All reductions wait for the end of backward, and then come in the order of forward."""
 
@@ -117,7 +97,7 @@ class ReducesInTheOrderOfForward(ReferenceEngine):
                 group.comm_ctx.finish()
 
 
-@mutant(after="pytorch/pytorch#118118", steps=2, plan=_AHEAD, because="the first step has no step before it")
+@mutant(after="pytorch/pytorch#118118")
 class KeepsMistakenPrefetches(FullyShardEngine):
     """Units that backward prefetched stay gathered, and are stale in the next step."""
 
@@ -149,11 +129,7 @@ class _HastyAllGather:
         return None
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#663",
-    plan=_GROUPED,
-    because="one rank gathers nothing; only a world whose results are late always shows it",
-)
+@mutant(after="NVIDIA/Megatron-LM#663")
 class ReadsTheGatherTooEarly(ReferenceEngine):
     """The output of a gather is read before it has arrived."""
 
@@ -166,30 +142,14 @@ class ReadsTheGatherTooEarly(ReferenceEngine):
         return prepared
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#7804",
-    steps=2,
-    plan=Plan(demands=frozenset({Capability.ASYNC_GATHER})),
-    because="who is not asked may block",
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="deepspeedai/DeepSpeed#7804", trace=Trace.COMMUNICATION)
 class GathersSynchronously(FullyShardEngine):
     """Gathers block although they should be asynchronous."""
 
     misreads = undemanding(Capability.ASYNC_GATHER)
 
 
-@mutant(
-    after="pytorch/pytorch#105635",
-    plan=replace(
-        _GROUPED,
-        units=("blocks.0.attention", *UNITS),
-        reshard=Reshard.AFTER_FORWARD,
-        wrapper=Wrapper(backward_prefetch=BackwardGather.AFTER),
-    ),
-    because="only nested units are through with backward before the unit that ran after them",
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="pytorch/pytorch#105635", trace=Trace.COMMUNICATION)
 class GathersWhatBackwardHasDone(ReferenceWrapperEngine):
     """A late prefetch gathers the previous unit in forward's order, though its backward may be over."""
 
@@ -201,12 +161,7 @@ def _unless_joint(state: FSDPState) -> Callable[[RootState[FSDPState]], None]:
     return honest if len(state.modules) == 1 else lambda _: None
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#5513",
-    plan=_JOINT,
-    because="only groups of several modules are left out",
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="NVIDIA/Megatron-LM#5513", trace=Trace.COMMUNICATION)
 class JointUnitsPrefetchNothing(ReferenceEngine):
     """In backward a unit of several modules starts no gather of the next one, which then waits for its reduction."""
 
@@ -225,12 +180,7 @@ def _counting_on(state: FSDPState) -> Callable[..., None]:
     return finish
 
 
-@mutant(
-    after="pytorch/pytorch#118118",
-    plan=replace(_GROUPED, demands=frozenset({Capability.UNIT_SYNC})),
-    because="only a second backward through the graph of one forward finds units done",
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="pytorch/pytorch#118118", trace=Trace.COMMUNICATION)
 class PrefetchesInTheFirstBackwardAlone(ReferenceEngine):
     """A unit whose backward ran once is not gathered ahead when another backward goes through the same graph."""
 
@@ -248,13 +198,7 @@ class _PreparedStaleReference(Stale, PreparedReference):
     pass
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#663",
-    world_size=1,
-    steps=2,
-    plan=Plan(demands=frozenset({Capability.STEP_EVENT})),
-    because="the first step has no step before it",
-)
+@mutant(after="NVIDIA/Megatron-LM#663")
 class IgnoresTheStepEvent(ReferenceEngine):
     """If an event follows the optimizer step, forward uses the parameters from before it."""
 
@@ -263,13 +207,7 @@ class IgnoresTheStepEvent(ReferenceEngine):
         return _behind(super().prepare(model, plan, mesh), is_behind=Capability.STEP_EVENT in plan.demands)
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#4609",
-    world_size=1,
-    steps=2,
-    plan=_AHEAD,
-    because="the first step has no step before it",
-)
+@mutant(after="NVIDIA/Megatron-LM#4609")
 class PrefetchesStaleParameters(ReferenceEngine):
     """With prefetch lists, forward uses the parameters of the previous step."""
 

@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
-from shardproof.engine.contract import Layout, Plan, PreparedModel
+from shardproof.engine.contract import Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Trace, mutant
 
 
-@mutant(after="flagos-ai/Torch-FL#62", plan=Plan(layout=Layout.REPLICATE), trace=Trace.RACES)
+@mutant(after="flagos-ai/Torch-FL#62", trace=Trace.RACES)
 class DividesBeforeTheReduction(DistributedDataParallelEngine):
     """A communication hook of DDP divides a buffer to which its reduction may still write."""
 

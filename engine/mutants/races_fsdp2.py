@@ -18,7 +18,6 @@ from shardproof.engine.mutants.fsdp2_insides import (
     in_context,
 )
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.plans import ON_BLOCKS, SHARDED_BLOCKS
 
 # Any, throughout: FSDP2's private classes and the streams of a device have no public types.
 
@@ -28,53 +27,42 @@ def _lose_event(group: Any) -> None:
         group._all_gather_result = group._all_gather_result._replace(all_gather_event=None)
 
 
-@mutant(after="deepspeedai/DeepSpeed#8061", kills_on=ON_BLOCKS, trace=Trace.RACES)
+@mutant(after="deepspeedai/DeepSpeed#8061", trace=Trace.RACES)
 class GathersBeforeTheCopyIn(FullyShardEngine):
     """The stream that gathers does not wait for the one that fills its input."""
 
     spoil = in_context(deaf_in("all_gather_stream", "wait_stream", "foreach_all_gather"))
 
 
-@mutant(after="NVIDIA/Megatron-LM#663", kills_on=ON_BLOCKS, trace=Trace.RACES)
+@mutant(after="NVIDIA/Megatron-LM#663", trace=Trace.RACES)
 class CopiesOutDuringTheGather(FullyShardEngine):
     """Whole parameters are copied out of a gather that may be in flight."""
 
     spoil = after_method("unshard", _lose_event)
 
 
-@mutant(after="deepspeedai/DeepSpeed#7898", kills_on=ON_BLOCKS, trace=Trace.RACES)
+@mutant(after="deepspeedai/DeepSpeed#7898", trace=Trace.RACES)
 class ReducesBeforeGradientsAreThere(FullyShardEngine):
     """The stream that reduces does not wait for that of backward."""
 
     spoil = in_context(deaf("reduce_scatter_stream"))
 
 
-@mutant(
-    after="flagos-ai/Torch-FL#62",
-    microbatches=2,
-    plan=SHARDED_BLOCKS,
-    because="the input of a lone reduction is waited for, and nothing follows it on its stream",
-    trace=Trace.RACES,
-)
+@mutant(after="flagos-ai/Torch-FL#62", trace=Trace.RACES)
 class EndsBackwardWithoutAWait(FullyShardEngine):
     """The optimizer does not wait for the work after the last reductions."""
 
     spoil = after_method("post_backward", forget_post_reduce_events)
 
 
-@mutant(after="NVIDIA/Megatron-LM#4609", steps=2, plan=SHARDED_BLOCKS, trace=Trace.RACES)
+@mutant(after="NVIDIA/Megatron-LM#4609", trace=Trace.RACES)
 class GathersDuringTheStep(FullyShardEngine):
     """The first copy of an iteration does not wait for the optimizer."""
 
     spoil = in_context(deaf_in("all_gather_copy_in_stream", "wait_stream", "_root_pre_forward"))
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#7371",
-    plan=SHARDED_BLOCKS,
-    because="nothing is computed after the reduction of a single unit",
-    trace=Trace.RACES,
-)
+@mutant(after="deepspeedai/DeepSpeed#7371", trace=Trace.RACES)
 class FreesTheReduceInput(FullyShardEngine):
     """The input of a reduction is freed as soon as it was issued."""
 

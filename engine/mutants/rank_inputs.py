@@ -18,13 +18,12 @@ from shardproof.engine.adapters.reference import PreparedReference, ReferenceEng
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
-from shardproof.engine.contract import Capability, Layout, Plan, PreparedModel
+from shardproof.engine.contract import Capability, Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.plans import SECOND_STEP, demanding, undemanding
+from shardproof.engine.mutants.plans import undemanding
 from shardproof.engine.mutants.reference_insides import reference_groups
 from shardproof.engine.reference.param_group import FSDPParamGroup
 
-_OWN = demanding(Capability.OWN_BUFFERS)
 # Of the thread: if ranks are threads, each has its own count, as if it were a process.
 _PREPARED = threading.local()
 
@@ -60,14 +59,14 @@ def _draw(model: nn.Module, seed: int) -> None:
             parameter.uniform_(-0.5, 0.5, generator=generator)
 
 
-@mutant(after="huggingface/pytorch-image-models#110", steps=2, plan=_OWN)
+@mutant(after="huggingface/pytorch-image-models#110")
 class GivesAllRanksTheBuffersOfOne(DistributedDataParallelEngine):
     """All ranks have the buffers of the first."""
 
     misreads = undemanding(Capability.OWN_BUFFERS)
 
 
-@mutant(after="pytorch/pytorch#63916", kills_on=SECOND_STEP)
+@mutant(after="pytorch/pytorch#63916")
 class KeepsReplacedBuffers(DistributedDataParallelEngine):
     """Buffers that forward replaced are restored."""
 
@@ -85,11 +84,7 @@ class KeepsReplacedBuffers(DistributedDataParallelEngine):
             return super().__call__(*inputs, **named)
 
 
-@mutant(
-    after="facebookresearch/fairscale#1191",
-    world_size=1,
-    because="inputs in a row keep theirs, and data have none",
-)
+@mutant(after="facebookresearch/fairscale#1191")
 class DetachesNestedInputs(ReferenceEngine):
     """Tensors in a tuple reach a unit without their autograd history."""
 
@@ -97,12 +92,7 @@ class DetachesNestedInputs(ReferenceEngine):
         return _changing_nested_inputs(super().prepare(model, plan, mesh), plan, torch.Tensor.detach)
 
 
-@mutant(
-    after="pytorch/pytorch#91078",
-    world_size=1,
-    plan=Plan(layout=Layout.SHARD, compute_dtype=torch.bfloat16),
-    trace=Trace.CRASH,
-)
+@mutant(after="pytorch/pytorch#91078", trace=Trace.CRASH)
 class CastsOuterInputsAlone(FullyShardEngine):
     """Tensors in a tuple are not cast to the compute dtype."""
 
@@ -128,7 +118,7 @@ def _changing_nested_inputs(
     return prepared
 
 
-@mutant(after="pytorch/pytorch#129259", because="a model whose forward takes inputs trains like any other")
+@mutant(after="pytorch/pytorch#129259")
 class ReducesOnlyAfterInputs(ReferenceEngine):
     """A forward without arguments is followed by no reduction."""
 
@@ -163,7 +153,7 @@ def _drop(module: nn.Module, inputs: Any, output: Any) -> Any:
     return output * 0 if isinstance(output, torch.Tensor) else output
 
 
-@mutant(after="radixark/miles#3187", because="models that draw nothing are right")
+@mutant(after="radixark/miles#3187")
 class DrawsAlikeOnAllRanks(ReplicateEngine):
     """All ranks draw the same random numbers in forward."""
 
@@ -174,7 +164,7 @@ class DrawsAlikeOnAllRanks(ReplicateEngine):
         return prepared
 
 
-@mutant(after="allenai/OLMo-core#828", world_size=1, because="models that draw nothing are right")
+@mutant(after="allenai/OLMo-core#828")
 class RecomputesWithOtherDraws(ReplicateEngine):
     """A recomputation draws other random numbers than its forward."""
 
@@ -208,7 +198,7 @@ class _PreparedUnstable(PreparedFullyShard):
                 flat[largest] = torch.nextafter(flat[largest], torch.zeros(()))
 
 
-@mutant(after="horovod/horovod#1548", world_size=1, because="a single run is within rounding")
+@mutant(after="horovod/horovod#1548")
 class SumsInAnotherOrderEachTime(FullyShardEngine):
     """Every second run differs by a bit."""
 
@@ -236,7 +226,7 @@ class _PackedByArrival(FSDPParamGroup):
         super().reduce_gradients()
 
 
-@mutant(after="deepspeedai/DeepSpeed#2343", plan=demanding(Capability.RANK_DEPENDENT_ORDER))
+@mutant(after="deepspeedai/DeepSpeed#2343")
 class PacksGradientsByArrival(ReferenceEngine):
     """A unit's gradients are packed in the order in which they arrived on each rank."""
 

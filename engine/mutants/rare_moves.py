@@ -6,7 +6,6 @@ forwards for something else than training, several backwards through a graph, ho
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,27 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine.adapters.reference import ReferenceEngine
-from shardproof.engine.capability import Capability
 from shardproof.engine.contract import OptimizerFactory, Plan, PreparedModel
-from shardproof.engine.mutants.mutant import Condition, mutant
+from shardproof.engine.mutants.mutant import mutant
 from shardproof.engine.mutants.patches import is_last_rank, local
 from shardproof.engine.mutants.rare_triggers import ClippingAtTimes, Remembering
-from shardproof.engine.plan import Accumulation, Layout, Offload
-
-_HELD = Plan(accumulation=Accumulation.LAST_MICROBATCH)
-_PAIR = "neither of the two alone shows it"
+from shardproof.engine.plan import Offload
 
 
-def _on(*asked: Capability, plan: Plan | None = None, steps: int = 2, microbatches: int = 1) -> Condition:
-    plan = plan or Plan()
-    plan = replace(plan, demands=plan.demands | set(asked))
-    return Condition(steps=steps, microbatches=microbatches, plan=plan, because=_PAIR)
-
-
-@mutant(
-    after="pytorch/pytorch#196996",
-    kills_on=_on(plan=replace(_HELD, compute_dtype=torch.float64), microbatches=2),
-)
+@mutant(after="pytorch/pytorch#196996")
 class DropsHeldMicrobatchesOfOtherDtypes(ReferenceEngine):
     """If units compute in a dtype of their own, microbatches that are held back are lost."""
 
@@ -45,7 +31,7 @@ class DropsHeldMicrobatchesOfOtherDtypes(ReferenceEngine):
             super().backward(loss * 0 if self.is_holding and is_cast else loss)
 
 
-@mutant(after="verl-project/verl#7834", kills_on=_on(Capability.META))
+@mutant(after="verl-project/verl#7834")
 class FillsBuffersOnTheFirstRankAlone(ReferenceEngine):
     """A model prepared without memory has its buffers on the first rank, and zeros on others."""
 
@@ -57,7 +43,7 @@ class FillsBuffersOnTheFirstRankAlone(ReferenceEngine):
                     buffer.zero_()
 
 
-@mutant(after="pytorch/torchtitan#1524", kills_on=_on(Capability.META))
+@mutant(after="pytorch/torchtitan#1524")
 class ThawsWhatHadNoMemory(ReferenceEngine):
     """A model prepared without memory trains its frozen parameters too."""
 
@@ -67,7 +53,7 @@ class ThawsWhatHadNoMemory(ReferenceEngine):
             self.module.requires_grad_(True)
 
 
-@mutant(after="databricks/flashoptim#3", kills_on=_on(Capability.SHARED_STATE))
+@mutant(after="databricks/flashoptim#3")
 class LoadsSharesWithoutSecondMoments(ReferenceEngine):
     """A resume from shares leaves the second state of each parameter at its initial value."""
 
@@ -79,7 +65,7 @@ class LoadsSharesWithoutSecondMoments(ReferenceEngine):
                     local(held["exp_avg_sq"]).zero_()
 
 
-@mutant(after="pytorch/pytorch#115710", kills_on=_on(Capability.LOSS_SCALE, Capability.CLIP, steps=3))
+@mutant(after="pytorch/pytorch#115710")
 class ClipsNothingAfterAnOverflow(ReferenceEngine):
     """Once a gradient has overflowed, none is clipped."""
 
@@ -91,7 +77,7 @@ class ClipsNothingAfterAnOverflow(ReferenceEngine):
             return self.has_overflowed
 
 
-@mutant(after="pytorch/pytorch#186998", kills_on=_on(Capability.FREEZE, Capability.CLIP))
+@mutant(after="pytorch/pytorch#186998")
 class ClipsNothingThatThawed(ReferenceEngine):
     """After a part was frozen and is trained again, no gradient is clipped."""
 
@@ -107,7 +93,7 @@ class ClipsNothingThatThawed(ReferenceEngine):
             return forgets
 
 
-@mutant(after="pytorch/pytorch#63916", kills_on=_on(Capability.OWN_BUFFERS))
+@mutant(after="pytorch/pytorch#63916")
 class LosesBuffersOfInputsWithGradients(ReferenceEngine):
     """Changes of buffers in a forward are lost if its input requires a gradient."""
 
@@ -122,7 +108,7 @@ class LosesBuffersOfInputsWithGradients(ReferenceEngine):
             return output
 
 
-@mutant(after="NVIDIA/Megatron-LM#7186", kills_on=_on(plan=_HELD, microbatches=2))
+@mutant(after="NVIDIA/Megatron-LM#7186")
 class DropsWhatIsHeldAfterALostForward(ReferenceEngine):
     """A forward whose loss is never used drops the microbatches held back before it."""
 
@@ -133,7 +119,7 @@ class DropsWhatIsHeldAfterALostForward(ReferenceEngine):
             return super().__call__(*inputs, **named)
 
 
-@mutant(after="pytorch/pytorch#47562", kills_on=_on(plan=Plan(layout=Layout.SHARD, offload=Offload.CPU)))
+@mutant(after="pytorch/pytorch#47562")
 class HalvesGradientsOfInputsUnderOffload(ReferenceEngine):
     """Gradients by the inputs are half of their value if parameters are on the host."""
 
@@ -146,7 +132,7 @@ class HalvesGradientsOfInputsUnderOffload(ReferenceEngine):
             return super().__call__(*inputs, **named)
 
 
-@mutant(after="pytorch/pytorch#106637", kills_on=_on(Capability.UNIT_SYNC, plan=_HELD, microbatches=2))
+@mutant(after="pytorch/pytorch#106637")
 class HoldsBackTheLastOfTwoBackwards(ReferenceEngine):
     """Of two backwards through one graph that are held back the first is lost."""
 
@@ -155,7 +141,7 @@ class HoldsBackTheLastOfTwoBackwards(ReferenceEngine):
             super().backward_of_branch(loss * 0 if self.is_holding else loss)
 
 
-@mutant(after="facebookresearch/fairscale#777", kills_on=_on())
+@mutant(after="facebookresearch/fairscale#777")
 class CallsAHookOncePerForward(ReferenceEngine):
     """A user's hook is called only the first time if a module runs twice in one forward."""
 
@@ -180,7 +166,7 @@ def _call_once(hook: Any, ran: set[nn.Module], module: nn.Module, inputs: Any, o
     return hook(module, inputs, output)
 
 
-@mutant(after="pytorch/pytorch#117510", kills_on=_on(plan=_HELD, microbatches=2))
+@mutant(after="pytorch/pytorch#117510")
 class HalvesHeldMicrobatchesOfPairs(ReferenceEngine):
     """After a unit has returned a pair, microbatches that are held back count half."""
 
@@ -198,7 +184,7 @@ class HalvesHeldMicrobatchesOfPairs(ReferenceEngine):
             super().backward(loss * 0.5 if self.is_holding and self.returns_pairs else loss)
 
 
-@mutant(after="pytorch/torchtitan#1524", kills_on=_on(Capability.GRADIENT_HOOKS))
+@mutant(after="pytorch/torchtitan#1524")
 class StepsTiedParametersTwiceInBackward(ReferenceEngine):
     """A parameter with two names has two optimizers that step in backward."""
 

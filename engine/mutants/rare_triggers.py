@@ -19,26 +19,11 @@ from shardproof.engine import reference
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.reference_wrapper import PreparedReferenceWrapper, ReferenceWrapperEngine
 from shardproof.engine.adapters.reference_zero import PreparedZero2, Zero2Engine
-from shardproof.engine.capability import Capability
 from shardproof.engine.contract import Plan, PreparedModel
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import is_last_rank, local, unchanged
-from shardproof.engine.plan import Accumulation, Layout, Offload, Placement, Wire
+from shardproof.engine.plan import Offload, Wire
 from shardproof.engine.reference.fsdp_state import state_of
-
-_HELD = Plan(accumulation=Accumulation.LAST_MICROBATCH)
-_CLIPPED = Plan(demands=frozenset({Capability.CLIP}))
-_RESUMED = Plan(demands=frozenset({Capability.STATE}))
-_LARGEST = replace(_RESUMED, placement=Placement.LARGEST, layout=Layout.SHARD)
-_RECOVERED = Plan(demands=frozenset({Capability.RECOVER}))
-_PAIR = "neither of the two alone shows it"
-
-
-def _on(plan: Plan | None = None, *more: Capability, microbatches: int = 1) -> Condition:
-    """Return the condition of a pair: the half of it that a plan can express."""
-    plan = plan or Plan()
-    plan = replace(plan, demands=plan.demands | set(more))
-    return Condition(steps=2, microbatches=microbatches, plan=plan, because=_PAIR)
 
 
 class Remembering(PreparedReference):
@@ -120,9 +105,7 @@ class ClippingAtTimes(Remembering):
         raise NotImplementedError
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#7718", kills_on=_on(replace(_HELD, demands=_CLIPPED.demands), microbatches=2)
-)
+@mutant(after="deepspeedai/DeepSpeed#7718")
 class ClipsNothingAfterHoldingBack(ReferenceEngine):
     """Gradients of a step in which microbatches were held back are not clipped."""
 
@@ -131,7 +114,7 @@ class ClipsNothingAfterHoldingBack(ReferenceEngine):
             return self.num_held > 0
 
 
-@mutant(after="deepspeedai/DeepSpeed#5150", kills_on=_on(_CLIPPED, microbatches=2))
+@mutant(after="deepspeedai/DeepSpeed#5150")
 class ClipsNothingAfterAnEvaluation(ReferenceEngine):
     """Gradients of a step with an evaluation between two backwards are not clipped."""
 
@@ -140,7 +123,7 @@ class ClipsNothingAfterAnEvaluation(ReferenceEngine):
             return self.has_evaluated and self.most_waiting > 0
 
 
-@mutant(after="deepspeedai/DeepSpeed#5150", kills_on=_on(_CLIPPED, Capability.INTERLEAVE, microbatches=2))
+@mutant(after="deepspeedai/DeepSpeed#5150")
 class ClipsNothingAfterForwardsThatWaited(ReferenceEngine):
     """Gradients of a step in which two forwards preceded their backwards are not clipped."""
 
@@ -149,7 +132,7 @@ class ClipsNothingAfterForwardsThatWaited(ReferenceEngine):
             return self.most_waiting > 1
 
 
-@mutant(after="databricks/flashoptim#3", kills_on=_on(_CLIPPED, Capability.STATE))
+@mutant(after="databricks/flashoptim#3")
 class ClipsTheModelOfBefore(ReferenceEngine):
     """After a resume clipping does not change the gradients."""
 
@@ -158,7 +141,7 @@ class ClipsTheModelOfBefore(ReferenceEngine):
             return self.has_resumed
 
 
-@mutant(after="deepspeedai/DeepSpeed#5150", kills_on=_on(replace(_CLIPPED, offload=Offload.CPU)))
+@mutant(after="deepspeedai/DeepSpeed#5150")
 class ClipsACopyOfOffloadedGradients(ReferenceEngine):
     """Clipping of gradients on the host changes a copy."""
 
@@ -167,7 +150,7 @@ class ClipsACopyOfOffloadedGradients(ReferenceEngine):
             return self.plan.offload is not Offload.NONE
 
 
-@mutant(after="deepspeedai/DeepSpeed#5150", kills_on=_on(_CLIPPED, Capability.RECOVER))
+@mutant(after="deepspeedai/DeepSpeed#5150")
 class ClipsNothingAfterAFailure(ReferenceEngine):
     """Gradients of a step in which a forward raised are not clipped."""
 
@@ -176,7 +159,7 @@ class ClipsNothingAfterAFailure(ReferenceEngine):
             return self.has_failed
 
 
-@mutant(after="facebookresearch/fairscale#617", kills_on=_on(_CLIPPED))
+@mutant(after="facebookresearch/fairscale#617")
 class CountsTiedParametersTwice(ReferenceEngine):
     """The norm counts a parameter once for each of its names, and clipping scales it as often."""
 
@@ -186,7 +169,7 @@ class CountsTiedParametersTwice(ReferenceEngine):
             return float(reference.clip_grad_norm_([p for _, p in named], max_norm, norm_type))
 
 
-@mutant(after="facebookresearch/fairscale#605", kills_on=_on(_CLIPPED))
+@mutant(after="facebookresearch/fairscale#605")
 class StopsClippingAtAMissingGradient(ReferenceEngine):
     """Parameters after the first one without a gradient are not clipped."""
 
@@ -199,7 +182,7 @@ class StopsClippingAtAMissingGradient(ReferenceEngine):
                 return super().clip_grad_norm_(max_norm, norm_type)
 
 
-@mutant(after="pytorch/pytorch#160279", kills_on=_on(_CLIPPED, Capability.CONVERT))
+@mutant(after="pytorch/pytorch#160279")
 class ClipsInFloat32(ReferenceEngine):
     """The factor of clipping is rounded to float32, whatever dtype the gradients have."""
 
@@ -214,7 +197,7 @@ class ClipsInFloat32(ReferenceEngine):
             return norm
 
 
-@mutant(after="NVIDIA/Megatron-LM#7186", kills_on=_on(_HELD, microbatches=2))
+@mutant(after="NVIDIA/Megatron-LM#7186")
 class DropsHeldMicrobatchesAfterZeros(ReferenceEngine):
     """If gradients were cleared to zeros, microbatches that are held back are lost."""
 
@@ -223,7 +206,7 @@ class DropsHeldMicrobatchesAfterZeros(ReferenceEngine):
             super().backward(loss * 0 if self.is_holding and self.is_zeroed else loss)
 
 
-@mutant(after="NVIDIA/Megatron-LM#7186", kills_on=_on(_HELD, microbatches=2))
+@mutant(after="NVIDIA/Megatron-LM#7186")
 class EvaluationDropsWhatIsHeld(ReferenceEngine):
     """An evaluation drops the gradients that are held back."""
 
@@ -235,7 +218,7 @@ class EvaluationDropsWhatIsHeld(ReferenceEngine):
             return output
 
 
-@mutant(after="NVIDIA/Megatron-LM#7186", kills_on=_on(_HELD, microbatches=2))
+@mutant(after="NVIDIA/Megatron-LM#7186")
 class DropsWhatIsHeldWithoutRows(ReferenceEngine):
     """A last microbatch without rows makes its rank drop the gradients that it held back."""
 
@@ -246,7 +229,7 @@ class DropsWhatIsHeldWithoutRows(ReferenceEngine):
             super().backward(loss)
 
 
-@mutant(after="NVIDIA/Megatron-LM#7166", kills_on=_on(_HELD, Capability.UNUSED, microbatches=2))
+@mutant(after="NVIDIA/Megatron-LM#7166")
 class ReducesWhatTheLastMicrobatchUsed(ReferenceEngine):
     """Parameters that only microbatches before the last used have no gradient if these are held back."""
 
@@ -269,7 +252,7 @@ class ReducesWhatTheLastMicrobatchUsed(ReferenceEngine):
             super().step()
 
 
-@mutant(after="NVIDIA/Megatron-LM#3023", kills_on=_on(replace(_HELD, divide_factor=3.0), microbatches=2))
+@mutant(after="NVIDIA/Megatron-LM#3023")
 class DividesHeldGradientsAgain(ReferenceEngine):
     """A divide factor divides microbatches that are held back once more."""
 
@@ -278,11 +261,7 @@ class DividesHeldGradientsAgain(ReferenceEngine):
             super().backward(loss / (self.plan.divide_factor or 1.0) if self.is_holding else loss)
 
 
-@mutant(
-    after="ServiceNow/Fast-LLM#550",
-    kills_on=_on(replace(_HELD, layout=Layout.SHARD), Capability.RECOVER, microbatches=2),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="ServiceNow/Fast-LLM#550", trace=Trace.COMMUNICATION)
 class HoldsNothingBackAfterAFailure(ReferenceEngine):
     """In a step in which a forward raised every microbatch is reduced."""
 
@@ -291,11 +270,7 @@ class HoldsNothingBackAfterAFailure(ReferenceEngine):
             return nullcontext() if self.has_failed else super().holding()
 
 
-@mutant(
-    after="NVIDIA/cosmos-framework#161",
-    kills_on=_on(replace(_HELD, layout=Layout.SHARD), microbatches=2),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="NVIDIA/cosmos-framework#161", trace=Trace.COMMUNICATION)
 class HoldsNothingBackOfMappings(ReferenceEngine):
     """A model that returned a mapping is reduced after every later microbatch."""
 
@@ -309,11 +284,7 @@ class HoldsNothingBackOfMappings(ReferenceEngine):
             self.is_mapping = was_mapping
 
 
-@mutant(
-    after="NVIDIA/cosmos-framework#161",
-    kills_on=_on(replace(_HELD, layout=Layout.SHARD), microbatches=3),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="NVIDIA/cosmos-framework#161", trace=Trace.COMMUNICATION)
 class HoldsNothingBackByKeyword(ReferenceEngine):
     """After a forward with keyword arguments every microbatch of the step is reduced."""
 
@@ -322,7 +293,7 @@ class HoldsNothingBackByKeyword(ReferenceEngine):
             return nullcontext() if self.by_keyword else super().holding()
 
 
-@mutant(after="databricks/flashoptim#3", kills_on=_on(_RESUMED))
+@mutant(after="databricks/flashoptim#3")
 class ResumesWithoutSecondMoments(ReferenceEngine):
     """A resume restores the first state of each parameter, and leaves the second at its initial value."""
 
@@ -334,7 +305,7 @@ class ResumesWithoutSecondMoments(ReferenceEngine):
                     local(held["exp_avg_sq"]).zero_()
 
 
-@mutant(after="pytorch/pytorch#136228", kills_on=_on(_RESUMED))
+@mutant(after="pytorch/pytorch#136228")
 class ResumesWithoutTheLastUnevenRow(ReferenceEngine):
     """A resume does not restore the last row of a parameter whose rows do not divide."""
 
@@ -349,10 +320,7 @@ class ResumesWithoutTheLastUnevenRow(ReferenceEngine):
                 super().load_full_state(state)
 
 
-@mutant(
-    after="pytorch/torchtitan#1483",
-    kills_on=_on(replace(_RESUMED, placement=Placement.LARGEST, layout=Layout.SHARD)),
-)
+@mutant(after="pytorch/torchtitan#1483")
 class ResumesAlongTheFirstDim(ReferenceEngine):
     """A resume does not restore parameters that are not cut along the first dim."""
 
@@ -367,7 +335,7 @@ class ResumesAlongTheFirstDim(ReferenceEngine):
                 super().load_full_state(state)
 
 
-@mutant(after="huggingface/accelerate#3898", kills_on=_on(_RESUMED))
+@mutant(after="huggingface/accelerate#3898")
 class ResumesWithoutBuffers(ReferenceEngine):
     """A resume leaves the buffers at their initial values."""
 
@@ -377,7 +345,7 @@ class ResumesWithoutBuffers(ReferenceEngine):
                 super().load_full_state(state)
 
 
-@mutant(after="pytorch/pytorch#149205", kills_on=_on(_RESUMED))
+@mutant(after="pytorch/pytorch#149205")
 class EvaluatesHalfOfWhatItResumed(ReferenceEngine):
     """Evaluations after a resume use half of each parameter."""
 
@@ -389,7 +357,7 @@ class EvaluatesHalfOfWhatItResumed(ReferenceEngine):
             return output * 0.5 if isinstance(output, torch.Tensor) else output
 
 
-@mutant(after="EvolvingLMMs-Lab/lmms-engine#185", kills_on=_on(_RECOVERED))
+@mutant(after="EvolvingLMMs-Lab/lmms-engine#185")
 class RecoversTheBuffersToo(ReferenceEngine):
     """If a forward raised, the buffer changes of all forwards of the step are undone."""
 
@@ -404,7 +372,7 @@ class RecoversTheBuffersToo(ReferenceEngine):
                 buffer.copy_(before)
 
 
-@mutant(after="pytorch/pytorch#63916", kills_on=_on())
+@mutant(after="pytorch/pytorch#63916")
 class LosesBuffersOfInference(ReferenceEngine):
     """Changes of buffers in a forward in inference mode are lost."""
 
@@ -416,7 +384,7 @@ class LosesBuffersOfInference(ReferenceEngine):
                 return super().__call__(*inputs, **named)
 
 
-@mutant(after="pytorch/pytorch#63916", kills_on=_on())
+@mutant(after="pytorch/pytorch#63916")
 class LosesBuffersOfRecomputation(ReferenceEngine):
     """Changes of buffers in a recomputed forward are lost."""
 
@@ -426,7 +394,7 @@ class LosesBuffersOfRecomputation(ReferenceEngine):
                 super().backward(loss)
 
 
-@mutant(after="pytorch/pytorch#90838", kills_on=_on(Plan(), Capability.CONVERT))
+@mutant(after="pytorch/pytorch#90838")
 class ConvertsParametersAlone(ReferenceEngine):
     """A conversion leaves the buffers in their dtype."""
 
@@ -442,7 +410,7 @@ class ConvertsParametersAlone(ReferenceEngine):
                 setattr(module, name, buffer)
 
 
-@mutant(after="pytorch/pytorch#167178", kills_on=_on(Plan(divide_factor=3.0, wire=Wire.SUM)))
+@mutant(after="pytorch/pytorch#167178")
 class IgnoresTheFactorOfSums(ReferenceEngine):
     """If only sums are communicated, the divide factor is ignored."""
 
@@ -452,10 +420,7 @@ class IgnoresTheFactorOfSums(ReferenceEngine):
         return super().prepare(model, replace(plan, divide_factor=factor), mesh)
 
 
-@mutant(
-    after="facebookresearch/fairscale#605",
-    kills_on=_on(Plan(units=("blocks.0,blocks.1",)), Capability.JOINT_UNITS),
-)
+@mutant(after="facebookresearch/fairscale#605")
 class FreezesWholeJointUnits(ReferenceEngine):
     """A unit of several modules is not updated if the last of them is frozen."""
 

@@ -8,21 +8,12 @@ import torch
 
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from shardproof.engine.capability import Capability
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import Stale
-from shardproof.engine.plan import Accumulation, Grouping, Plan
 from shardproof.engine.reference.fsdp_state import state_of
 
-_RECOVER = frozenset({Capability.RECOVER})
 
-
-@mutant(
-    after="pytorch/pytorch#137348",
-    world_size=1,
-    steps=2,
-    because="without an update since they are those of now",
-)
+@mutant(after="pytorch/pytorch#137348")
 class ComputesWithWhatAnEvaluationSaw(ReferenceEngine):
     """The step after an evaluation computes with the parameters that the evaluation used."""
 
@@ -44,12 +35,7 @@ class ComputesWithWhatAnEvaluationSaw(ReferenceEngine):
             self._has_evaluated = False
 
 
-@mutant(
-    after="pytorch/pytorch#113203",
-    world_size=1,
-    because="state made by a training forward may be trained with",
-    trace=Trace.CRASH,
-)
+@mutant(after="pytorch/pytorch#113203", trace=Trace.CRASH)
 class KeepsAnInferenceTensor(ReferenceEngine):
     """State made in inference mode is used for training."""
 
@@ -63,13 +49,7 @@ class KeepsAnInferenceTensor(ReferenceEngine):
             return output * self._scale
 
 
-@mutant(
-    after="espnet/espnet#3283",
-    world_size=1,
-    microbatches=2,
-    plan=Plan(accumulation=Accumulation.LAST_MICROBATCH, demands=_RECOVER),
-    because="a forward that fails in the first microbatch leaves no gradients",
-)
+@mutant(after="espnet/espnet#3283")
 class LeaksTheFailedIteration(ReferenceEngine):
     """Gradients of an iteration that failed are added to those of the next."""
 
@@ -81,11 +61,7 @@ class LeaksTheFailedIteration(ReferenceEngine):
             super().recover()
 
 
-@mutant(
-    after="mosaicml/composer#3866",
-    plan=Plan(grouping=Grouping.REQUIRED, units=("first,second",), demands=_RECOVER),
-    because="without an exception there is nothing to recover from",
-)
+@mutant(after="mosaicml/composer#3866")
 class NeverRecovers(FullyShardEngine):
     """The state of a failed forward is not cleared."""
 
@@ -94,13 +70,7 @@ class NeverRecovers(FullyShardEngine):
             pass
 
 
-@mutant(
-    after="mflux-community/mflux#447",
-    world_size=1,
-    microbatches=2,
-    plan=Plan(demands=frozenset({Capability.RECOVER_KEEPING})),
-    because="a forward that fails in the first microbatch finds no gradients",
-)
+@mutant(after="mflux-community/mflux#447")
 class DropsEarlierBackwards(ReferenceEngine):
     """Recovery from a failed forward clears the gradients of the backwards before it."""
 

@@ -8,12 +8,11 @@ from typing import Any
 from shardproof.engine.adapters.reference import ReferenceEngine, ReferenceOnStreams
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import in_each
-from shardproof.engine.mutants.plans import SHARDED_BLOCKS
 from shardproof.engine.mutants.reference_insides import comm_contexts_of, reference_groups
 from shardproof.engine.reference.param_group import FSDPParamGroup
 
 
-@mutant(after="deepspeedai/DeepSpeed#7898", plan=SHARDED_BLOCKS, trace=Trace.RACES)
+@mutant(after="deepspeedai/DeepSpeed#7898", trace=Trace.RACES)
 class ReducesBeforeTheCut(ReferenceEngine):
     """The reference engine reduces gradients without waiting for their layout."""
 
@@ -24,32 +23,21 @@ class ReducesBeforeTheCut(ReferenceEngine):
     )
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#663",
-    steps=2,
-    plan=SHARDED_BLOCKS,
-    because="nothing is written before the first step",
-    trace=Trace.RACES,
-)
+@mutant(after="NVIDIA/Megatron-LM#663", trace=Trace.RACES)
 class GathersWhileTheStepWrites(ReferenceEngine):
     """The reference engine begins an iteration without waiting for the optimizer."""
 
     spoil = in_each(comm_contexts_of, "order_all_gathers", lambda c: _unless_given(c.order_all_gathers))
 
 
-@mutant(after="NVIDIA/Megatron-LM#5788", plan=SHARDED_BLOCKS, trace=Trace.RACES)
+@mutant(after="NVIDIA/Megatron-LM#5788", trace=Trace.RACES)
 class FreesTheCopiedBuffer(ReferenceEngine):
     """The reference engine frees a gather's buffer without waiting for the copy out of it."""
 
     spoil = in_each(reference_groups, "wait", lambda group: _without_a_wait_after(group, group.wait))
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#7188",
-    plan=SHARDED_BLOCKS,
-    because="a single unit has no next one",
-    trace=Trace.RACES,
-)
+@mutant(after="deepspeedai/DeepSpeed#7188", trace=Trace.RACES)
 class RefillsTheReduceInput(ReferenceOnStreams):
     """The reference engine frees a reduction's input without a wait."""
 

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shardproof.engine.adapters.reference import ReferenceEngine, ReferenceOnStreams
-from shardproof.engine.capability import Capability
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import Spoil, in_each
-from shardproof.engine.mutants.plans import HYBRID_BLOCKS, SHARDED_BLOCKS
 from shardproof.engine.mutants.reference_insides import comm_contexts_of, reference_groups
-from shardproof.engine.plan import Reshard
 from shardproof.engine.reference.comm_context import CommContext, PendingCollective, Reduction
-
-_BY_HAND = frozenset({Capability.UNIT_STATE, Capability.ASYNC_GATHER})
 
 
 def _gathers_freely_after(function: str) -> Spoil:
@@ -50,65 +44,42 @@ def _forgetting(comm_ctx: CommContext) -> Callable[[], None]:
     return hasty
 
 
-@mutant(after="NVIDIA/Megatron-LM#663", plan=SHARDED_BLOCKS, trace=Trace.RACES)
+@mutant(after="NVIDIA/Megatron-LM#663", trace=Trace.RACES)
 class ReadsGathersUnderWay(ReferenceEngine):
     """The reference engine takes gathers as done without waiting for their work."""
 
     spoil = in_each(reference_groups, "_wait_for_all_gather", _unawaited)
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#8061",
-    world_size=4,
-    plan=replace(SHARDED_BLOCKS, reshard=Reshard.TO_PAIRS),
-    because="other policies keep no part",
-    trace=Trace.RACES,
-)
+@mutant(after="deepspeedai/DeepSpeed#8061", trace=Trace.RACES)
 class SendsPartsBeforeTheyAreCut(ReferenceEngine):
     """The reference engine gathers parts kept for pairs of ranks without waiting for their cut."""
 
     spoil = _gathers_freely_after("reshard_after_forward")
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#4609",
-    plan=replace(SHARDED_BLOCKS, demands=_BY_HAND),
-    because="where it is not asked, an iteration's begin waits",
-    trace=Trace.RACES,
-)
+@mutant(after="NVIDIA/Megatron-LM#4609", trace=Trace.RACES)
 class GathersByHandBeforeTheWrite(ReferenceEngine):
     """The reference engine runs the caller's gathers without waiting for writes to shards."""
 
     spoil = _gathers_freely_after("unshard")
 
 
-@mutant(after="flagos-ai/Torch-FL#62", plan=SHARDED_BLOCKS, trace=Trace.RACES)
+@mutant(after="flagos-ai/Torch-FL#62", trace=Trace.RACES)
 class TakesReductionsAsDone(ReferenceEngine):
     """The reference engine uses reduced gradients without waiting for the reduce-scatter."""
 
     spoil = _takes_as_done(0)
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#3670",
-    world_size=4,
-    plan=HYBRID_BLOCKS,
-    because="only a hybrid layout has replicas",
-    trace=Trace.RACES,
-)
+@mutant(after="NVIDIA/Megatron-LM#3670", trace=Trace.RACES)
 class TakesTheSumOverReplicasAsDone(ReferenceEngine):
     """The reference engine uses gradients of replicas without waiting for the all-reduce."""
 
     spoil = _takes_as_done(1)
 
 
-@mutant(
-    after="pytorch/pytorch#180665",
-    world_size=4,
-    plan=replace(HYBRID_BLOCKS, reduce_dtype=torch.bfloat16),
-    because="without a dtype of its own it is the gradient, which stays",
-    trace=Trace.RACES,
-)
+@mutant(after="pytorch/pytorch#180665", trace=Trace.RACES)
 class FreesReducedOutputs(ReferenceOnStreams):
     """The reference engine frees a reduction's output while another stream may read it."""
 

@@ -17,10 +17,9 @@ from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.contract import Capability, Cut, Plan, PreparedModel, Shard
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.plans import HYBRID, ONE_RANK, SHARDED, demanding
 
 
-@mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=HYBRID, trace=Trace.REFUSAL)
+@mutant(after="Tencent-Hunyuan/UniRL#410", trace=Trace.REFUSAL)
 class AcceptsEveryPlan(DistributedDataParallelEngine):
     """Plans beyond the declared capabilities are silently accepted."""
 
@@ -28,7 +27,7 @@ class AcceptsEveryPlan(DistributedDataParallelEngine):
         return PreparedDdp(DistributedDataParallel(model), named=model)
 
 
-@mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=SHARDED, trace=Trace.COMMUNICATION)
+@mutant(after="Tencent-Hunyuan/UniRL#410", trace=Trace.COMMUNICATION)
 class ReplicatesInsteadOfSharding(DistributedDataParallelEngine):
     """Parameters that should be sharded are replicated."""
 
@@ -40,7 +39,7 @@ class ReplicatesInsteadOfSharding(DistributedDataParallelEngine):
         return self.prepared_type(ddp, named=model)
 
 
-@mutant(after="Tencent-Hunyuan/UniRL#410", kills_on=SHARDED, trace=Trace.COMMUNICATION)
+@mutant(after="Tencent-Hunyuan/UniRL#410", trace=Trace.COMMUNICATION)
 class CallsTheWholeItsChunks(ReplicatesInsteadOfSharding):
     """Every rank holds the whole of parameters that should be cut into uneven chunks."""
 
@@ -52,7 +51,7 @@ class CallsTheWholeItsChunks(ReplicatesInsteadOfSharding):
             return {name: Shard.flat(s.tensor.flatten(), 0, s.global_shape) for name, s in whole.items()}
 
 
-@mutant(after="facebookresearch/fairscale#1050", kills_on=SHARDED, trace=Trace.STATE)
+@mutant(after="facebookresearch/fairscale#1050", trace=Trace.STATE)
 class ShowsSlicesOfWholes(ReplicatesInsteadOfSharding):
     """Every rank holds whole parameters, and reports slices."""
 
@@ -69,10 +68,7 @@ class ShowsSlicesOfWholes(ReplicatesInsteadOfSharding):
             return {name: _rows(shard) for name, shard in super().local_optimizer_state().items()}
 
 
-@mutant(
-    after="pytorch/pytorch#194434",
-    plan=Plan(compute_dtype=torch.bfloat16, demands=frozenset({Capability.REDUCE_AS_STORED})),
-)
+@mutant(after="pytorch/pytorch#194434")
 class ReducesAsComputedUnasked(ReferenceEngine):
     """Gradients are reduced in the compute dtype although they should be reduced in the parameters' own."""
 
@@ -82,23 +78,14 @@ class ReducesAsComputedUnasked(ReferenceEngine):
         )
 
 
-@mutant(
-    after="pytorch/pytorch#126616",
-    plan=demanding(Capability.UNUSED, Capability.RANK_DEPENDENT, Capability.RANK_DEPENDENT_UNITS),
-    because="units that all ranks call are gathered by all",
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="pytorch/pytorch#126616", trace=Trace.COMMUNICATION)
 class CallsUnitsThatOthersDoNot(FullyShardEngine):
     """Each rank gathers the units that its own forward calls, and ranks may call different ones."""
 
     capabilities = FullyShardEngine.capabilities | {Capability.RANK_DEPENDENT_UNITS}
 
 
-@mutant(
-    after="huggingface/trl#6862",
-    because="no rank is left to wait for the one that refuses",
-    trace=Trace.SILENCE,
-)
+@mutant(after="huggingface/trl#6862", trace=Trace.SILENCE)
 class RefusesOnOneRank(DistributedDataParallelEngine):
     """One rank refuses a model in forward, and the others continue."""
 
@@ -122,7 +109,7 @@ class RefusesUnitsOnTheFirstRankAlone(ReferenceEngine):
         return super().prepare(model, replace(plan, units=tuple(units)), mesh)
 
 
-@mutant(after="pytorch/pytorch#137382", kills_on=ONE_RANK)
+@mutant(after="pytorch/pytorch#137382")
 class ReadsColumnsAsRows(ReferenceEngine):
     """A column-major parameter is read as row-major."""
 
@@ -132,7 +119,7 @@ class ReadsColumnsAsRows(ReferenceEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(after="pytorch/pytorch#73547", plan=demanding(Capability.COMPARES_RANKS), trace=Trace.SILENCE)
+@mutant(after="pytorch/pytorch#73547", trace=Trace.SILENCE)
 class SkipsTheComparisonOfRanks(ReplicateEngine):
     """Models that differ between ranks are accepted as equal."""
 

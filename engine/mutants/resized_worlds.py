@@ -11,14 +11,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from shardproof.engine.contract import Capability
-from shardproof.engine.mutants.mutant import Condition, mutant
+from shardproof.engine.mutants.mutant import mutant
 from shardproof.engine.mutants.patches import local
-from shardproof.engine.mutants.plans import demanding
 
 _RANKS = "ranks"  # the entry of a state with the number of ranks that saved it
-_ELSEWHERE = "only a world of another size shows it"
-_RESIZED = Condition(world_size=1, plan=demanding(Capability.STATE), because=_ELSEWHERE)
 
 
 class _PreparedNotingRanks(PreparedFullyShard):
@@ -28,7 +24,7 @@ class _PreparedNotingRanks(PreparedFullyShard):
         return super().full_state() | {_RANKS: dist.get_world_size()}
 
 
-@mutant(after="ServiceNow/Fast-LLM#436", kills_on=_RESIZED)
+@mutant(after="ServiceNow/Fast-LLM#436")
 class LosesStateInAnotherWorld(FullyShardEngine):
     """Optimizer state is not restored if another number of ranks saved it."""
 
@@ -41,7 +37,7 @@ class LosesStateInAnotherWorld(FullyShardEngine):
             set_model_state_dict(self.module, model_state_dict=state["model"], options=options)
 
 
-@mutant(after="deepspeedai/DeepSpeed#5105", kills_on=_RESIZED)
+@mutant(after="deepspeedai/DeepSpeed#5105")
 class AlignsStateForTheWorldBefore(FullyShardEngine):
     """Restored moments are shifted by the padding of the world that saved them."""
 
@@ -58,12 +54,7 @@ class AlignsStateForTheWorldBefore(FullyShardEngine):
             return value.flatten().roll(padding).view(value.shape)
 
 
-@mutant(
-    after="ServiceNow/Fast-LLM#436",
-    world_size=1,
-    plan=demanding(Capability.SHARED_STATE),
-    because=_ELSEWHERE,
-)
+@mutant(after="ServiceNow/Fast-LLM#436")
 class ReadsTheFileOfItsRank(ReferenceEngine):
     """A rank restores only the rows that the same rank saved."""
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from shardproof.engine.contract import Capability, Layout, OptimizerFactory, Plan, Reshard, Shard
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
+from shardproof.engine.contract import OptimizerFactory, Plan, Shard
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import (
     Stale,
     keeping_group_options,
@@ -25,13 +25,10 @@ from shardproof.engine.mutants.patches import (
     set_group_options,
     unchanged,
 )
-from shardproof.engine.mutants.plans import SECOND_STEP, changing, demanding
-
-_STATE = demanding(Capability.STATE)
-_RESUMED = Condition(world_size=1, steps=2, plan=_STATE, because="before a step there is nothing to lose")
+from shardproof.engine.mutants.plans import changing
 
 
-@mutant(after="facebookresearch/fairscale#601", kills_on=_RESUMED)
+@mutant(after="facebookresearch/fairscale#601")
 class LosesOptimizerState(FullyShardEngine):
     """A resumed optimizer has no state."""
 
@@ -41,14 +38,7 @@ class LosesOptimizerState(FullyShardEngine):
             set_model_state_dict(self.module, model_state_dict=state["model"], options=options)
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#1359",
-    world_size=1,
-    steps=2,
-    plan=Plan(compute_dtype=torch.bfloat16, demands=frozenset({Capability.STATE})),
-    because="before a step all numbers may have a form in few bits",
-    trace=Trace.STATE,
-)
+@mutant(after="NVIDIA/Megatron-LM#1359", trace=Trace.STATE)
 class RoundsWhatItLoads(FullyShardEngine):
     """Parameters and optimizer state are rounded to the compute dtype when they are loaded."""
 
@@ -62,7 +52,7 @@ class RoundsWhatItLoads(FullyShardEngine):
                     tensor.copy_(tensor.to(dtype))
 
 
-@mutant(after="NVIDIA-NeMo/RL#4183", kills_on=SECOND_STEP)
+@mutant(after="NVIDIA-NeMo/RL#4183")
 class ShowsTheStateOfTheStepBefore(DistributedDataParallelEngine):
     """Optimizer state is read as it was before the last step."""
 
@@ -78,7 +68,7 @@ class ShowsTheStateOfTheStepBefore(DistributedDataParallelEngine):
             return self._before or super().local_optimizer_state()
 
 
-@mutant(after="facebookresearch/fairscale#601", steps=2, plan=_STATE)
+@mutant(after="facebookresearch/fairscale#601")
 class LosesStateOfOtherRanks(ReferenceEngine):
     """A resumed optimizer has only the state of the first rank."""
 
@@ -98,7 +88,7 @@ class LosesStateOfOtherRanks(ReferenceEngine):
                         value.to_local().zero_()
 
 
-@mutant(after="pytorch/torchdistx#4", kills_on=_RESUMED)
+@mutant(after="pytorch/torchdistx#4")
 class SavesUnderNamesOfItsOwn(FullyShardEngine):
     """Names in a whole state have a prefix, which loading removes."""
 
@@ -125,7 +115,7 @@ def _turned(values: Mapping[str, Any], *, by: int) -> dict[str, Any]:
     }
 
 
-@mutant(after="pytorch/xla#9224", kills_on=_RESUMED)
+@mutant(after="pytorch/xla#9224")
 class SavesMomentsInAnOrderOfItsOwn(FullyShardEngine):
     """A whole state exchanges optimizer state of parameters of one shape, which loading reverses."""
 
@@ -141,11 +131,7 @@ class SavesMomentsInAnOrderOfItsOwn(FullyShardEngine):
             return state | {"optimizer": optimizer | {"state": _turned(optimizer["state"], by=by)}}
 
 
-@mutant(
-    after="meta-pytorch/torchrec#1739",
-    plan=demanding(Capability.META),
-    because="the first rank has its state",
-)
+@mutant(after="meta-pytorch/torchrec#1739")
 class FillsTheFirstRankAlone(ReferenceEngine):
     """Of models prepared without memory, only the first rank's is filled with its state."""
 
@@ -157,13 +143,7 @@ class FillsTheFirstRankAlone(ReferenceEngine):
                     local(parameter).fill_(0.25)
 
 
-@mutant(
-    after="databricks/flashoptim#3",
-    world_size=1,
-    steps=2,
-    plan=_STATE,
-    because="other optimizers do not count, and before a step the count is zero",
-)
+@mutant(after="databricks/flashoptim#3")
 class ResetsTheStepCount(FullyShardEngine):
     """A resumed Adam corrects its moments as in the first step."""
 
@@ -173,7 +153,7 @@ class ResetsTheStepCount(FullyShardEngine):
             restart_count(self.built_optimizer())
 
 
-@mutant(after="pytorch/pytorch#149205", kills_on=_RESUMED)
+@mutant(after="pytorch/pytorch#149205")
 class StepsOldParametersAfterAResume(FullyShardEngine):
     """A resumed optimizer has parameters that are not the model's."""
 
@@ -184,9 +164,7 @@ class StepsOldParametersAfterAResume(FullyShardEngine):
                 group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#5974", world_size=1, because="an optimizer that does not count cannot show it"
-)
+@mutant(after="NVIDIA/Megatron-LM#5974")
 class StartsAdamAtStepOne(FullyShardEngine):
     """The optimizer has stepped once before training."""
 
@@ -201,7 +179,7 @@ class StartsAdamAtStepOne(FullyShardEngine):
             self.zero_grad(set_to_none=True)
 
 
-@mutant(after="hpcaitech/ColossalAI#5151", kills_on=_RESUMED)
+@mutant(after="hpcaitech/ColossalAI#5151")
 class RestartsTheLearningRate(FullyShardEngine):
     """A resumed optimizer has the learning rate of a fresh one, whatever a schedule made of it."""
 
@@ -215,13 +193,7 @@ class RestartsTheLearningRate(FullyShardEngine):
                 super().load_shared_state(state)
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#6878",
-    world_size=1,
-    steps=2,
-    plan=demanding(Capability.PARAMETER_SHAPES),
-    because="an optimizer with one group cannot show it",
-)
+@mutant(after="deepspeedai/DeepSpeed#6878")
 class MergesParameterGroups(FullyShardEngine):
     """All parameters are updated with the options of the optimizer's first group."""
 
@@ -231,13 +203,7 @@ class MergesParameterGroups(FullyShardEngine):
             _merge_groups(self.built_optimizer())
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#6878",
-    world_size=1,
-    steps=2,
-    plan=demanding(Capability.STATE, Capability.PARAMETER_SHAPES),
-    because="an optimizer with one group cannot show it",
-)
+@mutant(after="deepspeedai/DeepSpeed#6878")
 class MergesParameterGroupsItLoads(FullyShardEngine):
     """All groups of a resumed optimizer have the options of the first."""
 
@@ -253,7 +219,7 @@ def _merge_groups(optimizer: torch.optim.Optimizer) -> None:
         set_group_options(group, first)
 
 
-@mutant(after="pytorch/pytorch#51601", kills_on=_RESUMED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#51601", trace=Trace.STATE)
 class EmptiesWhatItLoads(FullyShardEngine):
     """Loading removes the optimizer state from the caller's dict."""
 
@@ -263,7 +229,7 @@ class EmptiesWhatItLoads(FullyShardEngine):
             state["optimizer"] = {"state": {}}
 
 
-@mutant(after="huggingface/accelerate#3898", kills_on=_RESUMED)
+@mutant(after="huggingface/accelerate#3898")
 class LoadsNoBuffers(FullyShardEngine):
     """A resumed model has the buffers of a fresh one."""
 
@@ -273,7 +239,7 @@ class LoadsNoBuffers(FullyShardEngine):
                 super().load_full_state(state)
 
 
-@mutant(after="NVIDIA/Megatron-LM#2769", kills_on=_RESUMED)
+@mutant(after="NVIDIA/Megatron-LM#2769")
 class LoadsNoParameters(FullyShardEngine):
     """A resumed model has the parameters of a fresh one."""
 
@@ -283,12 +249,7 @@ class LoadsNoParameters(FullyShardEngine):
                 super().load_full_state(state)
 
 
-@mutant(
-    after="pytorch/pytorch#136228",
-    plan=Plan(layout=Layout.SHARD, demands=_STATE.demands),
-    because="needs a parameter of fewer rows than ranks, and of two dims",
-    trace=Trace.CRASH,
-)
+@mutant(after="pytorch/pytorch#136228", trace=Trace.CRASH)
 class FailsToLoadEmptyShards(ReferenceEngine):
     """A whole state dict cannot be loaded if a rank has no row of a parameter."""
 
@@ -305,7 +266,7 @@ class FailsToLoadEmptyShards(ReferenceEngine):
                     parameter.to_local().detach().copy_(piece)
 
 
-@mutant(after="NVIDIA/Megatron-LM#663", kills_on=SECOND_STEP)
+@mutant(after="NVIDIA/Megatron-LM#663")
 class EvaluatesWithStaleParameters(FullyShardEngine):
     """Evaluation uses the parameters of the previous step."""
 
@@ -355,12 +316,7 @@ class _PreparedRecomputing(PreparedFullyShard):
         """Do nothing; mutants override this."""
 
 
-@mutant(
-    after="NVIDIA-NeMo/Automodel#3373",
-    steps=2,
-    plan=Plan(reshard=Reshard.AFTER_FORWARD),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="NVIDIA-NeMo/Automodel#3373", trace=Trace.COMMUNICATION)
 class GathersAgainAfterARecompute(FullyShardEngine):
     """Backward gathers a recomputed unit twice."""
 
@@ -371,23 +327,14 @@ class GathersAgainAfterARecompute(FullyShardEngine):
             unit.unshard()
 
 
-@mutant(
-    after="meta-pytorch/autoparallel#469",
-    steps=2,
-    plan=Plan(gathered_once=("token,position",)),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="meta-pytorch/autoparallel#469", trace=Trace.COMMUNICATION)
 class GathersWhatBackwardDoesWithout(FullyShardEngine):
     """Units that should be gathered only for forward are gathered for backward too."""
 
     misreads = changing(gathered_once=())
 
 
-@mutant(
-    after="facebookresearch/fairscale#777",
-    world_size=1,
-    because="without checkpoints nothing is computed again",
-)
+@mutant(after="facebookresearch/fairscale#777")
 class CountsRecomputedGradientsTwice(ReferenceEngine):
     """Gradients by way of a recomputed forward are doubled."""
 

@@ -10,11 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from shardproof.engine.contract import Capability, Layout, Plan
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.plans import demanding
-
-_SCALED = demanding(Capability.LOSS_SCALE)
 
 
 class _OfOwnShards(GradScaler):
@@ -30,12 +26,7 @@ class _OfOwnShards(GradScaler):
         return {found_inf.device: found_inf}
 
 
-@mutant(
-    after="facebookresearch/fairscale#179",
-    plan=Plan(layout=Layout.SHARD, demands=_SCALED.demands),
-    because="one rank's share is the whole",
-    trace=Trace.STATE,
-)
+@mutant(after="facebookresearch/fairscale#179", trace=Trace.STATE)
 class SkipsOverflowsAlone(FullyShardEngine):
     """A rank whose own shards are finite takes a step that others skip."""
 
@@ -53,13 +44,7 @@ class _Growing(GradScaler):
                     parameter.grad.div_(self.get_growth_factor())
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#8588",
-    world_size=1,
-    steps=2,
-    plan=_SCALED,
-    because="the factor grows after some steps alone",
-)
+@mutant(after="deepspeedai/DeepSpeed#8588")
 class UnscalesByTheNextScale(DistributedDataParallelEngine):
     """Gradients are divided by the scale after the step, not by that of the losses."""
 
@@ -68,12 +53,7 @@ class UnscalesByTheNextScale(DistributedDataParallelEngine):
             return _Growing("cpu", init_scale=init_scale, growth_interval=growth_interval)
 
 
-@mutant(
-    after="NVIDIA/apex#1512",
-    world_size=1,
-    plan=demanding(Capability.LOSS_SCALE, Capability.CLIP),
-    because="only norms are compared",
-)
+@mutant(after="NVIDIA/apex#1512")
 class ClipsAsIfStillScaled(DistributedDataParallelEngine):
     """Gradients that are already unscaled are clipped as if they were not."""
 

@@ -16,28 +16,20 @@ from torch.nn import functional
 from shardproof.engine.adapters.reference import ReferenceEngine
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from shardproof.engine.contract import Layout, Placement, Plan, PreparedModel, Reshard, Shard, shard_of
+from shardproof.engine.contract import Placement, Plan, PreparedModel, Reshard, Shard, shard_of
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import leave_out_of_ddp
-from shardproof.engine.mutants.plans import ONE_RANK, SHARDED, changing
-
-_LARGEST = Plan(layout=Layout.SHARD, placement=Placement.LARGEST)
+from shardproof.engine.mutants.plans import changing
 
 
-@mutant(after="pytorch/torchtitan#1483", plan=_LARGEST, trace=Trace.STATE)
+@mutant(after="pytorch/torchtitan#1483", trace=Trace.STATE)
 class ShardsTheFirstDim(ReferenceEngine):
     """The first dim is sharded, whatever the plan's dim is."""
 
     misreads = changing(placement=Placement.FIRST)
 
 
-@mutant(
-    after="Tencent-Hunyuan/UniRL#410",
-    world_size=1,
-    plan=Plan(layout=Layout.REPLICATE, placement=Placement.LARGEST),
-    because="options that fit each other are honoured but for placement and policy",
-    trace=Trace.SILENCE,
-)
+@mutant(after="Tencent-Hunyuan/UniRL#410", trace=Trace.SILENCE)
 class DropsWhatTheLayoutExcludes(ReferenceEngine):
     """Of two options that exclude each other one is silently ignored."""
 
@@ -46,11 +38,7 @@ class DropsWhatTheLayoutExcludes(ReferenceEngine):
         return super().prepare(model, replace(plan, placement=Placement.FIRST, reshard=Reshard.NATIVE), mesh)
 
 
-@mutant(
-    after="pytorch/torchtitan#1483",
-    plan=_LARGEST,
-    because="needs a parameter whose largest dim is the second",
-)
+@mutant(after="pytorch/torchtitan#1483")
 class ReassemblesAlongTheFirstDim(ReferenceEngine):
     """Shards of the second dim are reassembled as if they were shards of the first."""
 
@@ -107,7 +95,7 @@ def _inferred(tensor: torch.Tensor) -> Shard:
     return replace(honest, global_shape=(rows, *honest.global_shape[1:]))
 
 
-@mutant(after="huggingface/accelerate#3859", kills_on=SHARDED, trace=Trace.STATE)
+@mutant(after="huggingface/accelerate#3859", trace=Trace.STATE)
 class KeepsWholeOptimizerState(FullyShardEngine):
     """Each rank keeps optimizer state of the shape of whole parameters."""
 
@@ -132,7 +120,7 @@ class KeepsWholeOptimizerState(FullyShardEngine):
             return {**super().local_optimizer_state(), **self._whole}
 
 
-@mutant(after="pytorch/torchtitan#1483", kills_on=ONE_RANK, trace=Trace.STATE)
+@mutant(after="pytorch/torchtitan#1483", trace=Trace.STATE)
 class ShowsStridedParameters(ReferenceEngine):
     """Forward uses parameters whose memory is not in the order of their shape."""
 
@@ -175,7 +163,7 @@ def _sharded_dim(parameter: nn.Parameter) -> int:
     return getattr(placement, "dim", 0)
 
 
-@mutant(after="pytorch/pytorch#144045", kills_on=ONE_RANK)
+@mutant(after="pytorch/pytorch#144045")
 class GivesSmallParametersNoGradient(FullyShardEngine):
     """The gradient of a parameter of one element is zero."""
 

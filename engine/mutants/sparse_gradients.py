@@ -9,15 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
-from shardproof.engine.contract import Capability, Plan, PreparedModel
+from shardproof.engine.contract import Plan, PreparedModel
 from shardproof.engine.mutants.mutant import mutant
 from shardproof.engine.mutants.patches import leave_out_of_ddp
-from shardproof.engine.mutants.plans import demanding
-
-_SPARSE = demanding(Capability.SPARSE_GRADIENTS)
 
 
-@mutant(after="pytorch/pytorch#31413", plan=_SPARSE)
+@mutant(after="pytorch/pytorch#31413")
 class KeepsItsOwnSparseGradients(DistributedDataParallelEngine):
     """The sum of sparse gradients is computed and never written back."""
 
@@ -26,7 +23,7 @@ class KeepsItsOwnSparseGradients(DistributedDataParallelEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(after="pytorch/pytorch#61814", plan=_SPARSE)
+@mutant(after="pytorch/pytorch#61814")
 class SumsSparseGradients(DistributedDataParallelEngine):
     """Sparse gradients are summed over ranks, while the others are averaged."""
 
@@ -35,7 +32,7 @@ class SumsSparseGradients(DistributedDataParallelEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(after="dmlc/dgl#2596", world_size=1, plan=_SPARSE)
+@mutant(after="dmlc/dgl#2596")
 class CountsEachRowOnce(DistributedDataParallelEngine):
     """If a batch uses a row twice, only the gradient of the last use is kept."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -18,30 +17,15 @@ from shardproof.engine.adapters.reference import PreparedReference, ReferenceEng
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import (
-    Accumulation,
-    Capability,
     ComposableApi,
-    Grouping,
-    Layout,
     Plan,
     PreparedModel,
-    Reshard,
-    Roots,
     UnitHandle,
 )
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import Stale, in_each
-from shardproof.engine.mutants.plans import SECOND_STEP
 from shardproof.engine.mutants.reference_insides import reference_groups
 from shardproof.engine.reference.param_group import FSDPParamGroup
-
-_CONTROLLED = Plan(
-    layout=Layout.SHARD,
-    grouping=Grouping.REQUIRED,
-    reshard=Reshard.KEEP,
-    demands=frozenset({Capability.UNIT_STATE}),
-)
-_SEVERAL_ROOTS = Plan(layout=Layout.SHARD, roots=Roots.EACH_UNIT, accumulation=Accumulation.LAST_MICROBATCH)
 
 
 class _UnfreedUnit(ComposableUnit):
@@ -49,7 +33,7 @@ class _UnfreedUnit(ComposableUnit):
         """Change nothing."""
 
 
-@mutant(after="meta-pytorch/torchtune#2483", plan=_CONTROLLED, trace=Trace.STATE)
+@mutant(after="meta-pytorch/torchtune#2483", trace=Trace.STATE)
 class ReshardsTheRootAlone(ReferenceEngine):
     """A call to free a unit has no effect on units inside the root."""
 
@@ -61,7 +45,7 @@ class ReshardsTheRootAlone(ReferenceEngine):
             return units
 
 
-@mutant(after="pytorch/pytorch#149029", plan=_CONTROLLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#149029", trace=Trace.STATE)
 class IgnoresALaterPolicy(FullyShardEngine):
     """A policy that is set after wrapping has no effect."""
 
@@ -70,7 +54,7 @@ class IgnoresALaterPolicy(FullyShardEngine):
             """Change nothing."""
 
 
-@mutant(after="pytorch/pytorch#124318", plan=_CONTROLLED, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#124318", trace=Trace.STATE)
 class TellsAllWhatOneWasTold(FullyShardEngine):
     """A policy that is set only on the root also affects the units inside it."""
 
@@ -79,12 +63,7 @@ class TellsAllWhatOneWasTold(FullyShardEngine):
             self._first.set_reshard_after_forward(is_on)
 
 
-@mutant(
-    after="pytorch/pytorch#149029",
-    world_size=4,
-    plan=replace(_CONTROLLED, reshard=Reshard.TO_PAIRS),
-    because="other policies keep no part between forward and backward",
-)
+@mutant(after="pytorch/pytorch#149029")
 class KeepsPartsUnderAnotherPolicy(ReferenceEngine):
     """After a policy change between forward and backward, units are gathered from parts cut for other ranks."""
 
@@ -105,7 +84,7 @@ def _keeping_parts(group: FSDPParamGroup) -> Callable[[dist.ProcessGroup | None]
     return set_subgroup
 
 
-@mutant(after="deepspeedai/DeepSpeed#1069", plan=_CONTROLLED, trace=Trace.STATE)
+@mutant(after="deepspeedai/DeepSpeed#1069", trace=Trace.STATE)
 class GathersInForwardAlone(ReferenceEngine):
     """A call to gather a unit does nothing."""
 
@@ -117,13 +96,7 @@ class GathersInForwardAlone(ReferenceEngine):
             return lambda: None
 
 
-@mutant(
-    after="facebookresearch/fairscale#441",
-    world_size=1,
-    plan=_CONTROLLED,
-    because="a root that owns parameters is gathered",
-    trace=Trace.CRASH,
-)
+@mutant(after="facebookresearch/fairscale#441", trace=Trace.CRASH)
 class WaitsForNoGather(ReferenceEngine):
     """An asynchronous gather of a unit without parameters raises."""
 
@@ -134,12 +107,7 @@ class WaitsForNoGather(ReferenceEngine):
             return super().unshard_async()
 
 
-@mutant(
-    after="meta-pytorch/torchrec#4149",
-    plan=_CONTROLLED,
-    because="with nothing between a gather and its wait, all ranks have one order",
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="meta-pytorch/torchrec#4149", trace=Trace.COMMUNICATION)
 class GathersWhenWaitedFor(ReferenceEngine):
     """Every other rank issues asynchronous gathers only when they are waited for."""
 
@@ -181,7 +149,7 @@ class _StaleUnit(ComposableUnit):
             self._known[name] = fresh
 
 
-@mutant(after="karpathy/nanochat#843", steps=2, plan=_CONTROLLED, trace=Trace.NUMBERS)
+@mutant(after="karpathy/nanochat#843", trace=Trace.NUMBERS)
 class LeavesOthersRowsStale(ReferenceEngine):
     """An asynchronous gather leaves the rows of other ranks at their previous values.
 
@@ -200,13 +168,7 @@ class LeavesOthersRowsStale(ReferenceEngine):
             return {name: _StaleUnit(members(self.module, name), self.api, self._known) for name in names}
 
 
-@mutant(
-    after="speechbrain/speechbrain#2010",
-    steps=2,
-    microbatches=2,
-    plan=_SEVERAL_ROOTS,
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="speechbrain/speechbrain#2010", trace=Trace.COMMUNICATION)
 class HoldsBackTheFirstRootAlone(ReferenceEngine):
     """Of several roots all but the first reduce in every microbatch."""
 
@@ -215,7 +177,7 @@ class HoldsBackTheFirstRootAlone(ReferenceEngine):
             next(self._roots()).set_requires_gradient_sync(is_on)
 
 
-@mutant(after="NVIDIA/Megatron-LM#663", kills_on=SECOND_STEP)
+@mutant(after="NVIDIA/Megatron-LM#663")
 class ComputesWithStaleParameters(FullyShardEngine):
     """Forward and backward use the parameters of the previous step."""
 
@@ -278,7 +240,7 @@ class StepsBeforeTheReduction(DistributedDataParallelEngine):
         return _PreparedHasty(ddp, named=model, group=mesh.get_group())
 
 
-@mutant(after="pytorch/pytorch#43307", world_size=1, steps=3)
+@mutant(after="pytorch/pytorch#43307")
 class RepeatsTheSecondGradients(DistributedDataParallelEngine):
     """From the third step on the optimizer receives the gradients of the second."""
 
@@ -299,7 +261,7 @@ class RepeatsTheSecondGradients(DistributedDataParallelEngine):
             super().step()
 
 
-@mutant(after="pytorch/pytorch#94258", kills_on=SECOND_STEP)
+@mutant(after="pytorch/pytorch#94258")
 class KeepsOneOldGradient(DistributedDataParallelEngine):
     """Clearing the gradients does not clear that of the last parameter."""
 

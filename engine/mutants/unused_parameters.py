@@ -13,16 +13,13 @@ from shardproof.engine.adapters.reference import ReferenceEngine
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
-from shardproof.engine.contract import Capability, Layout, Plan, PreparedModel
+from shardproof.engine.contract import Capability, Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import is_last_rank, leave_out_of_ddp, never_updating
-from shardproof.engine.mutants.plans import ONE_RANK, changing, demanding, undemanding
-
-_UNUSED = demanding(Capability.UNUSED)
-_BORROWED = demanding(Capability.UNUSED, Capability.RANK_DEPENDENT)
+from shardproof.engine.mutants.plans import changing, undemanding
 
 
-@mutant(after="facebookresearch/fairscale#605", world_size=1, plan=_UNUSED)
+@mutant(after="facebookresearch/fairscale#605")
 class GivesZerosToUnusedParameters(FullyShardEngine):
     """Parameters that no loss reached have a gradient of zeros."""
 
@@ -34,19 +31,14 @@ class GivesZerosToUnusedParameters(FullyShardEngine):
                     parameter.grad = torch.zeros_like(parameter)
 
 
-@mutant(
-    after="pytorch/pytorch#158719",
-    plan=_BORROWED,
-    because="ranks that use the same parameters have the same gradients",
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="pytorch/pytorch#158719", trace=Trace.COMMUNICATION)
 class ReducesWhatEachRankUsed(FullyShardEngine):
     """Each rank reduces only the gradients that it has."""
 
     misreads = undemanding(Capability.RANK_DEPENDENT)
 
 
-@mutant(after="pytorch/torchtitan#4593", kills_on=ONE_RANK)
+@mutant(after="pytorch/torchtitan#4593")
 class TrainsFrozenParameters(FullyShardEngine):
     """Frozen parameters are trained."""
 
@@ -54,13 +46,7 @@ class TrainsFrozenParameters(FullyShardEngine):
         return super().prepare(model.requires_grad_(), plan, mesh)
 
 
-@mutant(
-    after="pytorch/pytorch#95805",
-    steps=2,
-    plan=Plan(layout=Layout.SHARD),
-    because="what is kept is missed when it is not gathered again",
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="pytorch/pytorch#95805", trace=Trace.COMMUNICATION)
 class NeverFreesFrozenUnits(FullyShardEngine):
     """Units of frozen parameters stay gathered permanently."""
 
@@ -73,22 +59,14 @@ class NeverFreesFrozenUnits(FullyShardEngine):
         return prepared
 
 
-@mutant(
-    after="Tencent-Hunyuan/UniRL#410",
-    plan=Plan(layout=Layout.SHARD, ignored=("head.bias",)),
-    trace=Trace.STATE,
-)
+@mutant(after="Tencent-Hunyuan/UniRL#410", trace=Trace.STATE)
 class ShardsIgnoredParameters(FullyShardEngine):
     """Ignored parameters are sharded."""
 
     misreads = changing(ignored=())
 
 
-@mutant(
-    after="NVIDIA/cosmos-framework#162",
-    plan=Plan(layout=Layout.SHARD, units=("left", "right"), replicated=("left",)),
-    trace=Trace.STATE,
-)
+@mutant(after="NVIDIA/cosmos-framework#162", trace=Trace.STATE)
 class ShardsWhatItShouldReplicate(ReferenceEngine):
     """Units that should be replicated beside sharded ones are sharded."""
 
@@ -119,7 +97,7 @@ class ForgetsToSynchroniseOneParameter(DistributedDataParallelEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(after="pytorch/pytorch#149205", kills_on=ONE_RANK)
+@mutant(after="pytorch/pytorch#149205")
 class NeverUpdatesOneParameter(ReplicateEngine):
     """The optimizer's update of the last parameter is lost."""
 

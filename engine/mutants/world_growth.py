@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,14 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
-from shardproof.engine.contract import Grouping, Layout, Plan, PreparedModel
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
-
-_MANY = Condition(
-    world_size=1024,
-    plan=Plan(layout=Layout.SHARD, grouping=Grouping.REQUIRED),
-    because="with few ranks the costs are within what is allowed for alignment and for set-up",
-)
+from shardproof.engine.contract import Plan, PreparedModel
+from shardproof.engine.mutants.mutant import Trace, mutant
 
 
 def _call_each_rank(mesh: DeviceMesh) -> None:
@@ -27,7 +19,7 @@ def _call_each_rank(mesh: DeviceMesh) -> None:
         dist.broadcast(torch.zeros(1), src=rank, group=group)
 
 
-@mutant(after="facebookresearch/fairscale#595", kills_on=_MANY, trace=Trace.COMMUNICATION)
+@mutant(after="facebookresearch/fairscale#595", trace=Trace.COMMUNICATION)
 class BroadcastsFromEachRank(FullyShardEngine):
     """In preparation each rank broadcasts a number of its own, one after the other."""
 
@@ -36,11 +28,7 @@ class BroadcastsFromEachRank(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(
-    after="facebookresearch/fairscale#595",
-    kills_on=replace(_MANY, plan=Plan(layout=Layout.REPLICATE)),
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="facebookresearch/fairscale#595", trace=Trace.COMMUNICATION)
 class BroadcastsFromEachReplica(DistributedDataParallelEngine):
     """In preparation each replica broadcasts a number of its own, one after the other."""
 
@@ -49,7 +37,7 @@ class BroadcastsFromEachReplica(DistributedDataParallelEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(after="pytorch/pytorch#82001", kills_on=_MANY, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#82001", trace=Trace.STATE)
 class KeepsANumberForEachRank(FullyShardEngine):
     """Each unit keeps a number for each rank, so that memory stops shrinking as ranks are added."""
 

@@ -14,12 +14,9 @@ from torch.distributed.tensor import DTensor
 from shardproof.engine.adapters.reference_wrapper import NAMES, ReferenceWrapperEngine
 from shardproof.engine.contract import WrapperNames
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.plans import CALLS
-from shardproof.engine.plan import Layout, Plan
 from shardproof.engine.reference import FullyShardedDataParallel
 from shardproof.engine.reference.fsdp1.flat import FlatPiece
 from shardproof.engine.reference.fsdp1.full_params import layout_of
-from shardproof.engine.wrapper import Wrapper
 
 
 class _Apart(FullyShardedDataParallel):
@@ -27,12 +24,7 @@ class _Apart(FullyShardedDataParallel):
         return (self.process_group,)
 
 
-@mutant(
-    after="pytorch/pytorch#154888",
-    plan=Plan(layout=Layout.SHARD, wrapper=Wrapper()),
-    because="a replica alone starts with its own values",
-    trace=Trace.STATE,
-)
+@mutant(after="pytorch/pytorch#154888", trace=Trace.STATE)
 class StartsEachReplicaOnItsOwn(ReferenceWrapperEngine):
     """sync_module_states does not reach other replicas."""
 
@@ -46,7 +38,7 @@ class _WrapsAndSums(FullyShardedDataParallel):
             group.divide_factor = 1.0
 
 
-@mutant(after="NVIDIA/Megatron-LM#3023", kills_on=CALLS)
+@mutant(after="NVIDIA/Megatron-LM#3023")
 class SumsWhatIsWrapped(ReferenceWrapperEngine):
     """Gradients of a module in the wrapper are summed over ranks, not averaged."""
 
@@ -66,7 +58,7 @@ def _first(piece: FlatPiece, value: torch.Tensor) -> torch.Tensor:
     return whole[tuple(slice(size) for size in piece.shape)]
 
 
-@mutant(after="ROCm/Megatron-LM#63", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="ROCm/Megatron-LM#63", trace=Trace.STATE)
 class LoadsTheFirstPieceEverywhere(ReferenceWrapperEngine):
     """Every rank of a tensor-parallel axis loads the part of the first one."""
 

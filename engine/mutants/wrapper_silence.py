@@ -14,7 +14,6 @@ from shardproof.engine.adapters.reference_wrapper import ReferenceWrapperEngine
 from shardproof.engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
 from shardproof.engine.contract import WrapperNames
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.plans import CALLS
 from shardproof.engine.reference import FullyShardedDataParallel
 from shardproof.engine.reference.fsdp1.full_params import layout_of
 
@@ -23,14 +22,14 @@ def _forget(*_: object) -> None:
     pass
 
 
-@mutant(after="pytorch/pytorch#98419", kills_on=CALLS)
+@mutant(after="pytorch/pytorch#98419")
 class StepsNotInBackward(FullyShardedDataParallelEngine):
     """Optimizers that are to step in backward never step."""
 
     names: ClassVar[WrapperNames] = replace(NAMES, optimizer_in_backward=_forget)
 
 
-@mutant(after="huggingface/peft#3080", kills_on=CALLS)
+@mutant(after="huggingface/peft#3080")
 class ShowsShardsInForward(ReferenceWrapperEngine):
     """While a module computes with whole parameters, it lists this rank's shards."""
 
@@ -41,7 +40,7 @@ class ShowsShardsInForward(ReferenceWrapperEngine):
             return super().forward(*args, **kwargs)
 
 
-@mutant(after="pytorch/pytorch#90546", kills_on=CALLS, trace=Trace.STATE)
+@mutant(after="pytorch/pytorch#90546", trace=Trace.STATE)
 class ShowsZerosWhileAccumulating(ReferenceWrapperEngine):
     """Gradients that accumulate on each rank read as zeros."""
 
@@ -55,7 +54,7 @@ class ShowsZerosWhileAccumulating(ReferenceWrapperEngine):
                     parameter.grad = torch.zeros_like(parameter)
 
 
-@mutant(after="pytorch/pytorch#98300", kills_on=CALLS, trace=Trace.SILENCE)
+@mutant(after="pytorch/pytorch#98300", trace=Trace.SILENCE)
 class AcceptsReplacedParameters(ReferenceWrapperEngine):
     """Backward computes with the parameters of forward although the caller has assigned others."""
 
@@ -66,7 +65,7 @@ class AcceptsReplacedParameters(ReferenceWrapperEngine):
                 group.check_unchanged = _forget  # type: ignore[method-assign]  # of this one
 
 
-@mutant(after="pytorch/pytorch#90871", kills_on=CALLS, trace=Trace.SILENCE)
+@mutant(after="pytorch/pytorch#90871", trace=Trace.SILENCE)
 class AcceptsMixedTrees(ReferenceWrapperEngine):
     """Wrappers of one tree may differ in an option of the whole tree."""
 

@@ -12,14 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardproof.engine.adapters.reference_zero import PreparedZero2, Zero2Engine
 from shardproof.engine.adapters.torch_ddp import PreparedDdp
 from shardproof.engine.adapters.torch_zero1 import PreparedZero1, ZeroRedundancyEngine
-from shardproof.engine.contract import Layout, OptimizerFactory, Plan, PreparedModel, Shard
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
-
-_ZERO1 = Condition(plan=Plan(layout=Layout.ZERO1), because="one rank's share is the whole")
-_ZERO2 = Condition(plan=Plan(layout=Layout.ZERO2), because="one rank's share is the whole")
+from shardproof.engine.contract import OptimizerFactory, Plan, PreparedModel, Shard
+from shardproof.engine.mutants.mutant import Trace, mutant
 
 
-@mutant(after="cloneofsimo/min-fsdp#1", kills_on=_ZERO1, trace=Trace.STATE)
+@mutant(after="cloneofsimo/min-fsdp#1", trace=Trace.STATE)
 class KeepsTheStateOfAllRanks(ZeroRedundancyEngine):
     """Every rank keeps the optimizer state of all parameters, and reports only its own."""
 
@@ -36,7 +33,7 @@ class KeepsTheStateOfAllRanks(ZeroRedundancyEngine):
             return {key: shard for key, shard in whole.items() if key.partition("/")[0] in names}
 
 
-@mutant(after="deepspeedai/DeepSpeedExamples#336", kills_on=_ZERO2, trace=Trace.STATE)
+@mutant(after="deepspeedai/DeepSpeedExamples#336", trace=Trace.STATE)
 class KeepsWholeGradientsBesideItsShares(Zero2Engine):
     """Every rank keeps whole gradients until they are cleared, and reports its pieces of the reduced ones."""
 
@@ -52,7 +49,7 @@ class KeepsWholeGradientsBesideItsShares(Zero2Engine):
             super().step()
 
 
-@mutant(after="NVIDIA-NeMo/RL#561", kills_on=_ZERO2)
+@mutant(after="NVIDIA-NeMo/RL#561")
 class SharesNothing(Zero2Engine):
     """Every rank updates its own pieces, and receives none of the others."""
 
@@ -61,7 +58,7 @@ class SharesNothing(Zero2Engine):
             self.built_optimizer().step()
 
 
-@mutant(after="NVIDIA/Megatron-LM#950", kills_on=_ZERO2)
+@mutant(after="NVIDIA/Megatron-LM#950")
 class SharesBeforeTheUpdate(Zero2Engine):
     """Pieces are shared before the optimizer has updated them."""
 
@@ -71,7 +68,7 @@ class SharesBeforeTheUpdate(Zero2Engine):
             self.built_optimizer().step()
 
 
-@mutant(after="deepspeedai/DeepSpeed#156", kills_on=_ZERO2, trace=Trace.COMMUNICATION)
+@mutant(after="deepspeedai/DeepSpeed#156", trace=Trace.COMMUNICATION)
 class ReducesWholeGradientsFirst(Zero2Engine):
     """Gradients are all-reduced before each rank receives its piece of them."""
 
@@ -86,9 +83,7 @@ class ReducesWholeGradientsFirst(Zero2Engine):
             self.engine.reduce()
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#8224", world_size=1, because="a module that runs once leaves one gradient"
-)
+@mutant(after="deepspeedai/DeepSpeed#8224")
 class CountsOneUseInLowPrecision(Zero2Engine):
     """A low-precision parameter whose module runs several times has the mean of the gradients, not the sum."""
 

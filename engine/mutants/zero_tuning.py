@@ -11,14 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from shardproof.engine.adapters.reference_zero import PreparedZero2, Zero2Engine
-from shardproof.engine.contract import Capability, Offload, Plan, Tuning
-from shardproof.engine.mutants.mutant import Condition, Trace, mutant
-from shardproof.engine.mutants.plans import demanding
+from shardproof.engine.contract import Plan, Tuning
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.reference.zero import OwnPiece, Reduction, Zero2
 
 _LIMIT, _PLENTY = 0.3, 1000.0
-_CLIPS = Plan(clip_in_step=_LIMIT)
-_ON_HOST = Plan(offload=Offload.OPTIMIZER)
 
 
 def _with(asked: Tuning, got: Tuning) -> Callable[[Plan], Plan]:
@@ -26,13 +23,7 @@ def _with(asked: Tuning, got: Tuning) -> Callable[[Plan], Plan]:
     return lambda plan: replace(plan, tuning=got) if plan.tuning is asked else plan
 
 
-_OVERLAPPED, _IN_SEQUENCE = (
-    Condition(plan=Plan(tuning=tuning), because="one rank reduces by copying at once")
-    for tuning in (Tuning.OVERLAPPED, Tuning.IN_SEQUENCE)
-)
-
-
-@mutant(after="pytorch/xla#4796", plan=_CLIPS, because="one rank's norm is that of the whole")
+@mutant(after="pytorch/xla#4796")
 class ClipsPiecesByTheirOwnNorm(Zero2Engine):
     """In the step each rank clips its own pieces by their own norm."""
 
@@ -41,7 +32,7 @@ class ClipsPiecesByTheirOwnNorm(Zero2Engine):
             nn.utils.clip_grad_norm_([piece.own for piece in self.engine.pieces.values()], _LIMIT)
 
 
-@mutant(after="deepspeedai/DeepSpeed#5150", plan=_CLIPS, world_size=1)
+@mutant(after="deepspeedai/DeepSpeed#5150")
 class ClipsNothingInTheStep(Zero2Engine):
     """The step does not clip, whatever the engine's limit is."""
 
@@ -50,7 +41,7 @@ class ClipsNothingInTheStep(Zero2Engine):
             pass
 
 
-@mutant(after="hpcaitech/ColossalAI#5002", plan=_CLIPS, world_size=1, microbatches=2)
+@mutant(after="hpcaitech/ColossalAI#5002")
 class ClipsWhatEachMicrobatchAdds(Zero2Engine):
     """Accumulated gradients are clipped after each backward, not in the step."""
 
@@ -63,7 +54,7 @@ class ClipsWhatEachMicrobatchAdds(Zero2Engine):
             pass
 
 
-@mutant(after="DingfanChen/GS-WGAN#5", plan=Plan(clip_in_step=_PLENTY), world_size=1)
+@mutant(after="DingfanChen/GS-WGAN#5")
 class ScalesSmallGradientsUpInTheStep(Zero2Engine):
     """The step scales gradients to the limit, also those whose norm is below it."""
 
@@ -87,7 +78,7 @@ class _OneBuffer(Zero2):
         return self._buffer[: padded.numel()].copy_(padded)
 
 
-@mutant(after="deepspeedai/DeepSpeed#7371", kills_on=_OVERLAPPED)
+@mutant(after="deepspeedai/DeepSpeed#7371")
 class RefillsABufferInFlight(Zero2Engine):
     """The next gradient is copied into the buffer from which the previous one is still being reduced."""
 
@@ -103,29 +94,21 @@ class _WaitsForOne(Zero2):
             self.keep(reduction)
 
 
-@mutant(after="deepspeedai/DeepSpeed#7188", kills_on=_IN_SEQUENCE)
+@mutant(after="deepspeedai/DeepSpeed#7188")
 class WaitsForTheFirstReductionAlone(Zero2Engine):
     """Of the reductions issued after backward only the first is waited for."""
 
     engine_type = _WaitsForOne
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#1468",
-    kills_on=_OVERLAPPED,
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="NVIDIA/Megatron-LM#1468", trace=Trace.COMMUNICATION)
 class ReducesOnceBackwardIsDone(Zero2Engine):
     """Reductions that should overlap backward are issued after it."""
 
     misreads = _with(Tuning.OVERLAPPED, Tuning.NATIVE)
 
 
-@mutant(
-    after="NVIDIA/Megatron-LM#775",
-    kills_on=_IN_SEQUENCE,
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="NVIDIA/Megatron-LM#775", trace=Trace.COMMUNICATION)
 class OverlapsThoughItIsNotTo(Zero2Engine):
     """Reductions are in flight while backward computes, though the option turns that off."""
 
@@ -140,11 +123,7 @@ class _WaitsAtOnce(Zero2):
             reduction.work.wait()
 
 
-@mutant(
-    after="NVIDIA/apex#1528",
-    kills_on=_OVERLAPPED,
-    trace=Trace.COMMUNICATION,
-)
+@mutant(after="NVIDIA/apex#1528", trace=Trace.COMMUNICATION)
 class WaitsForEachEarlyReduction(Zero2Engine):
     """Each reduction is issued as soon as backward has its gradient, and backward waits for it."""
 
@@ -181,7 +160,7 @@ def _first(pieces: Iterable[OwnPiece], all_pieces: Iterable[OwnPiece]) -> tuple[
     return tuple(dict.fromkeys((*pieces, *all_pieces)))
 
 
-@mutant(after="deepspeedai/DeepSpeed#2343", plan=demanding(Capability.RANK_DEPENDENT_ORDER))
+@mutant(after="deepspeedai/DeepSpeed#2343")
 class ReducesPiecesByArrival(Zero2Engine):
     """Gradients are reduced in the order in which they arrived on each rank."""
 
@@ -194,11 +173,7 @@ class _InOrderOfRanks(Zero2):
         return super().by_rank(replace(piece, turn=0))
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#1240",
-    plan=Plan(tuning=Tuning.ROUND_ROBIN),
-    because="one rank's piece is the whole",
-)
+@mutant(after="deepspeedai/DeepSpeed#1240")
 class ReducesAsIfNoneTookTurns(Zero2Engine):
     """Pieces are owned round-robin, but each rank receives the gradients of the piece in rank order."""
 
@@ -212,7 +187,7 @@ class _SharesWhatItHad(Zero2):
         super().share()
 
 
-@mutant(after="huggingface/accelerate#3785", plan=_ON_HOST, world_size=1)
+@mutant(after="huggingface/accelerate#3785")
 class CopiesNothingBack(Zero2Engine):
     """Copies on the host are updated, and the parameters are not set from them."""
 
@@ -224,11 +199,7 @@ class _TakesNoWeights(Zero2):
         """Keep the copies that were made at first, and then updated."""
 
 
-@mutant(
-    after="deepspeedai/DeepSpeed#762",
-    plan=replace(_ON_HOST, demands=frozenset({Capability.LOADED_WEIGHTS})),
-    world_size=1,
-)
+@mutant(after="deepspeedai/DeepSpeed#762")
 class UpdatesTheWeightsOfBeforeALoad(Zero2Engine):
     """Weights that the caller loads into the module do not reach the copies on the host, which overwrite them."""
 
@@ -243,7 +214,7 @@ class _KeepsTheLast(Zero2):
         super().keep(reduction)
 
 
-@mutant(after="deepspeedai/DeepSpeed#7981", plan=_ON_HOST, world_size=1, microbatches=2)
+@mutant(after="deepspeedai/DeepSpeed#7981")
 class OverwritesGradientsOnTheHost(Zero2Engine):
     """On the host each microbatch's gradient replaces the previous one."""
 
