@@ -1,8 +1,8 @@
 """Torch's own tests of FSDP2 on a CPU: on torch's engine, on the reference engine, and on mutants.
 
-``python -m campaigns.upstream_tests FOLDER --mutants NAME NAME`` takes the folder of torch's files, which are no
-part of this project, adds a line for each test to ``--out``, goes on there where it was interrupted, and prints the tables of
-docs/torch-tests.md; ``--ours`` is a run of `shardproof mutants` to compare with. It needs the package expecttest.
+``python -m campaigns.upstream_tests FOLDER --mutants NAME NAME`` takes the folder of torch's files, which are no part
+of this project, adds a line for each test to ``--out``, goes on there where it was interrupted, and prints the tables
+of docs/torch-tests.md; ``--ours`` is a run of `shardproof mutants` to compare with. It needs the package expecttest.
 
 The tests ask for GPUs. On loading, their words for a device are replaced by those for a CPU, and ranks are forked, not
 spawned; nothing else of them changes. A mutant runs the tests that its engine passes, until one fails.
