@@ -51,7 +51,8 @@ def picture(run: Run) -> str:
 def _badge(run: Run) -> _Badge:
     counted = tally(run.records)
     if conforms(run):
-        return _Badge(f"{counted.passed} of {counted.total} passed", "brightgreen")
+        beside = f", {counted.opted_out}" if counted.opted_out else ""
+        return _Badge(f"{counted.passed} of {counted.declared} passed{beside}", "brightgreen")
     if counted.num_not_conforming:
         return _Badge(f"{counted.num_not_conforming} not conforming", "red")
     words = conclude(run).value.lower()

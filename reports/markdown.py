@@ -7,19 +7,18 @@ fills half of the report. Everything left out is counted.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import Run
-from shardproof.reports import evidence
+from shardproof.reports import evidence, user_model_result
 from shardproof.reports.evidence import headroom, ledger_rows, outcome_groups, place
 from shardproof.reports.expected import address, idle, stale
-from shardproof.reports.markup import Budget, code, escape, listed, num_bytes, table
+from shardproof.reports.markup import Budget, block, code, escape, listed, num_bytes, table
 from shardproof.reports.matrix import CaseRow, Column, Matrix, arrange, by_severity, label
 from shardproof.reports.summary import conclude, declared_zeros, tally, warnings
-from shardproof.reports.text import clip, duration, printable, size, versions
+from shardproof.reports.text import duration, printable, size, versions
 from shardproof.reports.verdict_style import MARKS
 
 LIMIT_BYTES = 2**20
@@ -28,7 +27,6 @@ _MATRIX_BYTES = LIMIT_BYTES // 2  # so that failures keep room for their evidenc
 _NUM_WARNINGS = 20
 _NUM_COLUMNS = 100
 _NUM_CARDS = 8
-_TEXT_LIMIT = 4_000  # characters of one rank's stack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +41,12 @@ def render(run: Run) -> str:
     """Render the run in at most LIMIT_BYTES; see [Note: what is left out first]."""
     head = _head(run)
     matrix = _matrix(arrange(run), Budget(_MATRIX_BYTES))
-    budget = Budget(LIMIT_BYTES - _RESERVE_BYTES - num_bytes(head) - num_bytes(matrix))
+    tail = "\n\n".join(listed("Expectations not exercised:", idle(run)))
+    budget = Budget(LIMIT_BYTES - _RESERVE_BYTES - sum(map(num_bytes, (head, matrix, tail))))
     details = [_Detail(record=record, text=_detail(record)) for record in by_severity(run.records)]
     kept = [detail for detail in details if budget.takes(detail.text)]
-    parts = [head, matrix, *_sections(kept), _left_out(details, kept)]
+    parts = [head, matrix, *_sections(kept), _left_out(details, kept), tail]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _block(text: str) -> str:
-    clipped = clip(text, _TEXT_LIMIT)
-    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", clipped)), default=0))
-    return f"{fence}text\n{clipped}\n{fence}"
 
 
 def _head(run: Run) -> str:
@@ -64,15 +57,25 @@ def _head(run: Run) -> str:
     ]
     parts = [
         f"# Shardproof: {conclude(run).value.lower()}",
-        f"**{counted.score}**: {counted.words}. The score counts every record, opted out or not.",
+        f"**{counted.score}**: {counted.words}.",
         *_warnings(run),
         *listed("**Stale expectations, which fail this run:**", stale(run)),
         *listed("Gradients that were not judged as None:", declared_zeros(run)),
-        *listed("Expectations not exercised:", idle(run)),
+        *_of_model(run),
         table(["", "verdict", "records", "meaning"], rows) if rows else "",
         _origin(run),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _of_model(run: Run) -> list[str]:
+    """Return what a check found of the user's model, and what it proved."""
+    found = run.header.model
+    if not found:
+        return []
+    facts = [f"- {escape(word)}: {escape(text, limit=500)}" for word, text in found.items() if word != "file"]
+    title = f"## What is proven of {code(found['file'], limit=500)}"
+    return [title, "\n".join(facts), block(user_model_result.render(run))]
 
 
 def _warnings(run: Run) -> list[str]:
@@ -224,7 +227,7 @@ def _ledger(record: Record) -> list[str]:
 
 
 def _output(record: Record) -> list[str]:
-    return ["Printed by the ranks:", _block(record.output)] if printable(record.output).strip() else []
+    return ["Printed by the ranks:", block(record.output)] if printable(record.output).strip() else []
 
 
 def _outcomes(record: Record) -> list[str]:
@@ -233,7 +236,7 @@ def _outcomes(record: Record) -> list[str]:
     for group in groups[:16]:
         parts.append(f"{escape(group.ranks)}: {escape(group.kind)}")
         if printable(group.text).strip():
-            parts.append(_block(group.text))
+            parts.append(block(group.text))
     if len(groups) > 16:
         parts.append(f"and {len(groups) - 16} more kinds of outcome")
     return parts

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from shardproof.reports.text import one_line
+from shardproof.reports.text import clip, one_line
 
 _MOST_LISTED = 20
+_LONGEST_BLOCK = 4_000  # characters
 _SPECIAL = re.compile(r"([\\`*_\[\]<>#&|~$])")
 
 
@@ -42,6 +43,13 @@ def code(text: str, limit: int = 300) -> str:
     ticks = "`" * (max((len(run) for run in re.findall("`+", line)), default=0) + 1)
     pad = " " if "`" in line else ""
     return f"{ticks}{pad}{line}{pad}{ticks}" if line else ""
+
+
+def block(text: str) -> str:
+    """Quote lines, such as one rank's stack, with the middle of a long text left out."""
+    clipped = clip(text, _LONGEST_BLOCK)
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", clipped)), default=0))
+    return f"{fence}text\n{clipped}\n{fence}"
 
 
 def listed(title: str, texts: Sequence[str]) -> list[str]:

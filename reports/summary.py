@@ -28,7 +28,7 @@ class Conclusion(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """Counts of verdicts. Opting out counts like any other verdict: it never raises the score."""
+    """Counts of verdicts. The score is over what engines declare; what they do not declare is counted beside it."""
 
     counts: Mapping[Verdict, int]  # in the order of MARKS; only those that occur
 
@@ -54,24 +54,23 @@ class Tally:
 
     @property
     def percent(self) -> str:
-        """PASSED of all records, rounded down: 100% means all."""
-        return self._percent_of(self.total)
+        """PASSED of the records that engines declare, rounded down: 100% means all."""
+        return f"{self.passed * 1000 // self.declared / 10:.1f}%" if self.declared else "0.0%"
 
     @property
-    def percent_of_declared(self) -> str:
-        """PASSED of the records that engines declare, rounded down."""
-        return self._percent_of(self.declared)
+    def opted_out(self) -> str:
+        """The number of records that no engine declares, in words; empty if there is none."""
+        others = self.total - self.declared
+        return f"{others} not declared" if others else ""
 
     @property
     def score(self) -> str:
-        return f"{self.passed} of {self.total} passed ({self.percent})"
+        beside = f", {self.opted_out}" if self.opted_out else ""
+        return f"{self.passed} of {self.declared} declared passed ({self.percent}){beside}"
 
     @property
     def words(self) -> str:
         return ", ".join(f"{count} {verdict}" for verdict, count in self.counts.items()) or "no records"
-
-    def _percent_of(self, total: int) -> str:
-        return f"{self.passed * 1000 // total / 10:.1f}%" if total else "0.0%"
 
 
 def tally(records: Iterable[Record]) -> Tally:

@@ -24,21 +24,21 @@ _SHARPER = {
 }
 
 
-def render(run: Run) -> str:
-    """Render the run: a block for each engine in each world, then the conclusion."""
+def render(run: Run, *, width: int = _WIDTH) -> str:
+    """Render the run in lines of ``width``: a block for each engine in each world, then the conclusion."""
     cells: dict[tuple[str, str], list[Record]] = {}
     for record in run.records:
         cells.setdefault((record.engine, record.world), []).append(record)
-    blocks = [_block(run, engine, world, records) for (engine, world), records in cells.items()]
-    counted = tally(run.records)
+    blocks = [
+        "\n".join(_wrapped(line, width) for line in _block(run, engine, world, records))
+        for (engine, world), records in cells.items()
+    ]
     took = f", in {duration(run.footer.duration_s)}" if run.footer else ""
-    others = counted.total - counted.declared
-    opted_out = f", {others} not declared" if others else ""
-    score = f"{conclude(run).value}: {counted.passed} of {counted.declared} declared cases proven{opted_out}{took}"
+    score = f"{conclude(run).value}: {tally(run.records).score}{took}"
     return "\n\n".join([*blocks, score]) + "\n"
 
 
-def _block(run: Run, engine: str, world: str, records: Sequence[Record]) -> str:
+def _block(run: Run, engine: str, world: str, records: Sequence[Record]) -> list[str]:
     passed = [record for record in records if record.verdict is Verdict.PASSED]
     not_run = [record for record in records if record.verdict is Verdict.NOT_RUN]
     broken = [record for record in records if not record.verdict.is_conforming and record not in not_run]
@@ -58,9 +58,8 @@ def _block(run: Run, engine: str, world: str, records: Sequence[Record]) -> str:
     lines += _alike(("left out", _promise(out), one_line(out.why)) for out in left_out)
     lines += [_line("not proven", "; ".join((*_unreached(passed), *_beyond(run, world))))]
     lines += _failures(broken)
-    # Not wrapped, so that it can be copied.
-    lines += [f"  {'repeat':<14}{record.command}" for record in broken[:1]]
-    return "\n".join(lines)
+    lines += [_line("repeat", record.command) for record in broken[:1]]
+    return lines
 
 
 def _failures(broken: Sequence[Record]) -> Iterator[str]:
@@ -177,12 +176,13 @@ def _beyond(run: Run, world: str) -> Iterator[str]:
 
 
 def _line(word: str, text: str) -> str:
-    # A link stays in one piece, so that it can be followed.
-    filled = textwrap.TextWrapper(
-        _WIDTH,
-        initial_indent=f"  {word:<14}",
-        subsequent_indent=_INDENT,
-        break_long_words=False,
-        break_on_hyphens=False,
+    return f"  {word:<14}{text}"
+
+
+def _wrapped(line: str, width: int) -> str:
+    """Wrap a line but for a command; links and commands stay in one piece, so that they can be copied."""
+    if line.startswith(_line("repeat", "")):
+        return line
+    return textwrap.fill(
+        line, width, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False
     )
-    return filled.fill(text)

@@ -79,7 +79,7 @@ def test_quiet_prints_only_failures_and_json_a_document(
     assert main(_arguments(tmp_path / "quiet", "--quiet")) == 1
     quiet = capsys.readouterr().out
     assert quiet.startswith(f"FAILED {SUMS}")
-    assert quiet.rstrip().splitlines()[-1].startswith("Not conforming: 1 of 2 passed")
+    assert quiet.rstrip().splitlines()[-1].startswith("Not conforming: 1 of 2 declared passed")
     assert main(_arguments(tmp_path / "json", "--json")) == 1
     document = json.loads(capsys.readouterr().out)
     assert document["conforms"] is False

@@ -185,12 +185,12 @@ def test_the_badge_is_an_endpoint_and_a_picture() -> None:
     assert plain == {
         "schemaVersion": 1,
         "label": "shardproof",
-        "message": "1 of 2 passed",
+        "message": "1 of 1 passed, 1 not declared",
         "color": "brightgreen",
     }
     root = ElementTree.fromstring(badge.picture(run))
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
-    assert "1 of 2 passed" in "".join(root.itertext())
+    assert "1 of 1 passed, 1 not declared" in "".join(root.itertext())
     red = json.loads(badge.endpoint(a_run(a_record(verdict=Verdict.FAILED))))
     assert (red["message"], red["color"]) == ("1 not conforming", "red")
     cut = json.loads(badge.endpoint(a_run(a_record(), footer=None)))

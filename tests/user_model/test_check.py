@@ -566,7 +566,7 @@ def test_a_pass_that_would_have_missed_much_is_weak(file: Path, capsys: pytest.C
         r"weak trains as one process does: an error of [\d.]+% in the (update|gradient) of '", shown
     )
     assert "to see less build the model in float32" in shown
-    assert "Conforming: 1 of 1 declared cases proven, in" in shown
+    assert "Conforming: 1 of 1 declared passed (100.0%), in" in shown
 
 
 def test_a_line_for_each_case_shows_the_remaining_time(

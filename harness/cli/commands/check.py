@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from shardproof.engine.names import absolute, parse, spelled
 from shardproof.engine.registry import BUILT_IN, check_spelling
 from shardproof.harness.cases.case_id import refuse_unknown_words
 from shardproof.harness.cli.judged_cases import judge_cases
+from shardproof.harness.cli.screen import width
 from shardproof.harness.cli.subcommand import Subcommand, add_cases, add_effort, add_printed
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.run import refuse_existing
@@ -17,6 +19,7 @@ from shardproof.harness.runner import options
 from shardproof.harness.runner.invoke import check_temporary_folder, suites
 from shardproof.harness.worlds.spec import WorldSpec
 
+_WIDEST = 100  # columns: longer lines of prose are hard to read
 _LEAST_S = 60.0  # the shortest deadline of a world or an oracle
 _READING_S = 300.0  # the deadline for importing and building a model, before its speed is known
 _PASSES = 9  # forward and backward passes of each rank: three steps of three microbatches
@@ -79,12 +82,20 @@ def _run(arguments: argparse.Namespace) -> int:
         )
     if arguments.deadline is None:
         arguments.deadline = deadline_for(pass_seconds(spec), most_ranks)
+    columns = min(width(), _WIDEST)
     if not (arguments.quiet or arguments.json):
-        found = model_summary(model, optimizer, pass_s=pass_seconds(spec), limit_s=arguments.deadline)
+        took, longest_s = pass_seconds(spec), arguments.deadline
+        found = model_summary(model, optimizer, pass_s=took, limit_s=longest_s, width=columns)
         print(f"{arguments.model}\n{found}\n")
     # A case is a world and an oracle, each with a deadline; pytest's timeout is for code without one.
     limit_s = 3 * max(arguments.deadline, _LEAST_S)
-    return judge_cases(arguments, f"--model={spec}", f"--timeout={limit_s}", render=render, lists_all=True)
+    return judge_cases(
+        arguments,
+        f"--model={spec}",
+        f"--timeout={limit_s}",
+        render=partial(render, width=columns),
+        lists_all=True,
+    )
 
 
 def wrapped_engines(

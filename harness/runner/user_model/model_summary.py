@@ -12,19 +12,22 @@ _WIDTH = 100
 _MOST_NAMES = 3
 
 
-def model_summary(model: UserModel, optimizer: UserOptimizer | None, *, pass_s: float, limit_s: float) -> str:
+def model_summary(
+    model: UserModel, optimizer: UserOptimizer | None, *, pass_s: float, limit_s: float, width: int = _WIDTH
+) -> str:
     """Return the lines; ``pass_s`` is the time of forward and backward, ``limit_s`` the time limit of a world."""
-    time = f"forward and backward take {pass_s:.3g} s; a case that takes longer than {limit_s:.0f} s counts as hung"
-    lines = {**model_lines(model, optimizer), "time": time}
+    lines = model_lines(model, optimizer, pass_s)
+    lines["cost"] += f"; a case that takes longer than {limit_s:.0f} s counts as hung"
     return "\n".join(
-        textwrap.fill(text, _WIDTH, initial_indent=f"  {word:<14}", subsequent_indent=" " * 16)
+        textwrap.fill(text, width, initial_indent=f"  {word:<14}", subsequent_indent=" " * 16)
         for word, text in lines.items()
     )
 
 
-def model_lines(model: UserModel, optimizer: UserOptimizer | None) -> dict[str, str]:
+def model_lines(model: UserModel, optimizer: UserOptimizer | None, pass_s: float) -> dict[str, str]:
     """Return what was found about a model, by the word under which it is shown."""
-    return dict(_lines(model, optimizer))
+    what = "a step of each rank takes" if model.has_step else "forward and backward take"
+    return {**dict(_lines(model, optimizer)), "cost": f"{what} {pass_s:.3g} s"}
 
 
 def _lines(model: UserModel, optimizer: UserOptimizer | None) -> Iterator[tuple[str, str]]:

@@ -84,7 +84,7 @@ def known_model(spec: str, limit_s: float) -> tuple[UserModel, UserOptimizer | N
 def described(spec: str) -> dict[str, str]:
     """Return what was found about a model, for reports; only its name if this process has not read it."""
     found = _known.get(absolute(spec))
-    return {"file": spec, **(model_lines(*found) if found else {})}
+    return {"file": spec, **(model_lines(*found, pass_seconds(spec)) if found else {})}
 
 
 def pass_seconds(spec: str) -> float:
