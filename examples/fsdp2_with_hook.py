@@ -14,8 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 from shardproof import Plan, PreparedModel
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
 
-__all__ = ["FullyShardWithHook"]
-
 
 class FullyShardWithHook(FullyShardEngine):
     """The adapter of FSDP2, with a hook on every unit."""

@@ -15,8 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof import Capability, Engine, Plan, PreparedModel
 
-__all__ = ["AveragedReplicas", "MyEngine"]
-
 
 class AveragedReplicas:
     """The engine: replicas of one model, whose gradients are averaged over ``group`` after backward."""

@@ -31,8 +31,6 @@ from shardproof.harness.tracing.races.race_report import Race
 from shardproof.harness.training.rank_body import drive_rank
 from shardproof.reports.timeline_svg import draw_alone
 
-__all__ = ["DRAWINGS", "RACES", "STEP", "Drawing", "draw_picture", "main", "observe"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:

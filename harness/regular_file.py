@@ -12,8 +12,6 @@ import stat
 from io import BufferedReader, FileIO
 from pathlib import Path
 
-__all__ = ["MOST_BYTES", "open_regular", "open_to_append", "read_regular", "replace_regular"]
-
 # Of a file that is read at once: a ledger of a million collectives has some 400 MB.
 MOST_BYTES = 2**30
 

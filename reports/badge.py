@@ -9,8 +9,6 @@ from xml.sax.saxutils import escape
 from shardproof.harness.records.run import Run
 from shardproof.reports.summary import Conclusion, conclude, conforms, tally
 
-__all__ = ["endpoint", "picture"]
-
 _LABEL = "shardproof"
 _COLOURS = {"brightgreen": "#3a7d1f", "red": "#b3261e", "lightgrey": "#5f6368"}  # dark enough for white text
 _CHARACTER = 6.6  # width of one character of 11 px, with a margin

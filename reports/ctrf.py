@@ -14,8 +14,6 @@ from shardproof.reports.junit import evidence_text
 from shardproof.reports.summary import conforms, warnings
 from shardproof.reports.text import one_line, plausible, printable
 
-__all__ = ["render"]
-
 _SPEC_VERSION = "0.0.0"  # the format has no other release yet
 _STATUSES = ("passed", "failed", "skipped", "pending", "other")
 # Opting out is no pass, and neither is a known failure.

@@ -10,8 +10,6 @@ from shardproof.reports.markup import Budget, block, code, escape, listed, num_b
 from shardproof.reports.summary import conclude, tally, warnings
 from shardproof.reports.text import versions
 
-__all__ = ["LIMIT_BYTES", "render"]
-
 LIMIT_BYTES = 60_000  # a comment on GitHub holds 65,536 characters
 _RESERVE_BYTES = 200  # for the line that counts what is left out
 _MOST_CASES = 8  # of one cause

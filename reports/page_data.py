@@ -21,8 +21,6 @@ from shardproof.reports.matrix import Matrix
 from shardproof.reports.text import duration, one_line, printable
 from shardproof.reports.verdict_style import MARKS
 
-__all__ = ["RECORDS_PER_PIECE", "index", "pack", "pieces"]
-
 RECORDS_PER_PIECE = 128
 
 

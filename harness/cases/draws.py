@@ -22,8 +22,6 @@ import torch
 from shardproof.harness.torch_compat.accelerators import seed_device
 from shardproof.harness.torch_compat.private_names import optional
 
-__all__ = ["Seeds", "drawing_in", "has_drawn"]
-
 # Otherwise the exact run draws in float64, and the noise of normal numbers is as large as the numbers.
 _Mode: Any = optional("torch.utils._python_dispatch:TorchDispatchMode") or object
 

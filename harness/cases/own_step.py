@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["ModelInStep", "OptimizerInStep", "SeveralOptimizers", "losses_in", "parts_of"]
-
 
 # Any, from here on: a user's model and step take and return any values.
 class ModelInStep:

@@ -16,8 +16,6 @@ from itertools import combinations, product
 from shardproof.engine.contract import Capability
 from shardproof.harness.errors import UsageError
 
-__all__ = ["Combination", "Dimension", "Program", "ProgramRule", "Space"]
-
 Choice = tuple[str, str]  # the name of a dimension, and one of its values
 Combination = frozenset[Choice]  # of several dimensions, one value each
 _MOST_TRIES = 100

@@ -9,8 +9,6 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - as torch's documentation names it
 from torch import nn
 
-__all__ = ["BatchNormOverRanks", "with_sync_batch_norm"]
-
 
 class BatchNormOverRanks(nn.BatchNorm1d):
     """Computes what `torch.nn.SyncBatchNorm` does, by sums over all ranks that autograd differentiates.

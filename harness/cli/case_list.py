@@ -14,8 +14,6 @@ from shardproof.harness.runner.invoke import call_pytest
 if TYPE_CHECKING:  # importing pytest takes a while, and not every command needs it
     import pytest
 
-__all__ = ["collect_cases", "list_cases"]
-
 
 class _Cases:
     """A pytest plugin that keeps the ids of the collected cases, as in records and expectations."""

@@ -15,8 +15,6 @@ from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM, USAGE
 from shardproof.harness.errors import HarnessBug, UsageError
 from shardproof.harness.records.run import read_run
 
-__all__ = ["check"]
-
 _HINT = "the command `shardproof check` with the same arguments"
 # Options of the caller's pytest that the command's pytest must not inherit.
 _OF_PYTEST = ("PYTEST_", "PY_COLORS")

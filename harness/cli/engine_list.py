@@ -18,8 +18,6 @@ from pathlib import Path
 from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, known_engines, what_is_missing
 from shardproof.harness.records.provenance import version_of
 
-__all__ = ["engine_lines"]
-
 _SOURCES = Path(__file__).parents[2] / "engine"
 
 

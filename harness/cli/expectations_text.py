@@ -23,8 +23,6 @@ from shardproof.harness.records.record import Expectation, Expectations, Verdict
 from shardproof.harness.verdicts import known_failures_file
 from shardproof.harness.verdicts.known_failures_update import NewCause, Outdated
 
-__all__ = ["check_entries", "new_table", "without"]
-
 _TABLE = "[[expectation]]"
 
 

@@ -19,8 +19,6 @@ from shardproof.harness.records.run import write_file
 from shardproof.harness.runner.exploration import Progress, ShrunkFailure
 from shardproof.harness.worlds.spec import WorldSpec
 
-__all__ = ["known_programs", "print_script", "read_programs", "write_finding", "write_progress"]
-
 KNOWN = tuple(
     SUITES / "combinations" / f"{name}.txt"
     for name in ("found_units", "found_wrapped", "found_replicas", "found_shares")

@@ -25,8 +25,6 @@ from shardproof.harness.worlds.spec import WorldSpec
 if TYPE_CHECKING:
     from shardproof.harness.records.run import Run
 
-__all__ = ["judge_cases"]
-
 
 def judge_cases(
     arguments: argparse.Namespace,

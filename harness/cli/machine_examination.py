@@ -24,8 +24,6 @@ from shardproof.harness.worlds.processes.lineage import can_adopt
 from shardproof.harness.worlds.rank import RankContext
 from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec
 
-__all__ = ["Finding", "examine"]
-
 _NEEDS_DESCRIPTORS = 256  # a world of eight ranks, with its sockets and journals
 _NEEDS_FREE_BYTES = 200 * 2**20  # a run of the bundled suites keeps far less than half of this
 

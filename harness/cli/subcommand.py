@@ -15,18 +15,6 @@ from pathlib import Path
 from shardproof.harness.runner import options
 from shardproof.harness.runner.options import RunOptions
 
-__all__ = [
-    "RUNS",
-    "Subcommand",
-    "add_cases",
-    "add_effort",
-    "add_engine_filter",
-    "add_printed",
-    "add_suites",
-    "effort_of",
-    "new_folder",
-]
-
 RUNS = Path("conformance")  # the folder of runs without --out, in the current one
 
 

@@ -8,8 +8,6 @@ import torch
 
 from shardproof.harness.torch_compat.dtypes import widened
 
-__all__ = ["deviation", "is_finite", "largest", "largest_deviation"]
-
 _PIECE = 2**16  # elements
 
 

@@ -40,8 +40,6 @@ from shardproof.harness.oracle.still_elements import still_elements
 from shardproof.harness.torch_compat.dispatch import drawing_apart
 from shardproof.harness.torch_compat.dtypes import cast_module, widened
 
-__all__ = ["run_oracle"]
-
 _T = TypeVar("_T", torch.Tensor, torch.Tensor | None)
 
 # Noise of this many roundings, relative to the summands, is not float32 noise: reordered sums cause a few roundings.

@@ -30,18 +30,6 @@ from shardproof.harness.oracle.reduction_orders import Summation
 from shardproof.harness.torch_compat.dtypes import cast, cast_parameters, dense
 from shardproof.harness.worlds.threads.together import Inside, together
 
-__all__ = [
-    "Batches",
-    "OracleActor",
-    "OracleModels",
-    "Pieces",
-    "StackedPieces",
-    "changed_by_forward",
-    "dense_pieces",
-    "parameters_apart",
-    "pieces_of_step",
-]
-
 _T = TypeVar("_T")
 
 

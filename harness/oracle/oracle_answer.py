@@ -29,8 +29,6 @@ from shardproof.harness.torch_compat.accelerators import hide_accelerators
 from shardproof.harness.worlds.machine import machine_fault
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 
-__all__ = ["ask_oracle"]
-
 _LONGEST = 2**20  # bytes, of an error message
 _ERRORS: Mapping[str, type[ShardproofError]] = {
     e.__name__: e for e in (UsageError, EngineError, MachineError, HarnessBug)

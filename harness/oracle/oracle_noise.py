@@ -21,8 +21,6 @@ from shardproof.harness.oracle.oracle_observation import (
 from shardproof.harness.oracle.oracle_training import train
 from shardproof.harness.oracle.reduction_orders import Summation, distinct, num_reorderings, reordering
 
-__all__ = ["noise_of", "scales_of"]
-
 _T = TypeVar("_T", torch.Tensor, torch.Tensor | None)
 
 

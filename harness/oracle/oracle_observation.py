@@ -12,18 +12,6 @@ from shardproof.engine.contract import Plan
 from shardproof.harness.oracle.absolute_error import largest
 from shardproof.harness.oracle.piece_sizes import PieceSizes
 
-__all__ = [
-    "INITIAL_STEP",
-    "LOSSES",
-    "NORM",
-    "FirstStep",
-    "OracleObservation",
-    "OracleStep",
-    "Quantity",
-    "TensorKey",
-    "Tensors",
-]
-
 Tensors = Mapping[str, torch.Tensor]
 
 INITIAL_STEP = -1  # the step of observations before the first step

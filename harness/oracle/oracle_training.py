@@ -38,8 +38,6 @@ from shardproof.harness.oracle.rounding import rounding_anew
 from shardproof.harness.torch_compat.dtypes import cast_module, dense
 from shardproof.harness.worlds.threads.together import Inside
 
-__all__ = ["KeepTensors", "ShowTensors", "copied", "dense_tensors", "train"]
-
 _T = TypeVar("_T", torch.Tensor, torch.Tensor | None)
 
 

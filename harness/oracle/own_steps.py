@@ -36,8 +36,6 @@ from shardproof.harness.torch_compat.dispatch import call_after_backward
 from shardproof.harness.torch_compat.dtypes import cast_module
 from shardproof.harness.worlds.threads.together import Inside, together
 
-__all__ = ["SteppingRank", "SteppingWorld", "train_by_own_steps"]
-
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Row = list[torch.Tensor]  # one backward's gradients of a parameter: one of each rank
 _Found = Mapping[str, torch.Tensor]

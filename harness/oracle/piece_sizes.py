@@ -10,8 +10,6 @@ import torch
 from shardproof.harness.oracle.absolute_error import largest
 from shardproof.harness.torch_compat.dtypes import widened
 
-__all__ = ["PieceSizes", "sizes_of"]
-
 _PIECE = 2**16  # elements; fits into the cache
 
 

@@ -12,16 +12,6 @@ from shardproof.engine.contract import Accumulation, Plan
 from shardproof.harness.cases.batch import Batch, ModelBatch, Rows, converted
 from shardproof.harness.torch_compat.dtypes import cast
 
-__all__ = [
-    "EXACT_ORDER",
-    "Summation",
-    "distinct",
-    "is_of_full_precision",
-    "num_reorderings",
-    "reduces_fully",
-    "reordering",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summation:

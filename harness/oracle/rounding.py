@@ -17,8 +17,6 @@ import torch
 
 from shardproof.harness.torch_compat.private_names import optional
 
-__all__ = ["is_narrow", "noticing_narrow", "rounding_anew"]
-
 # Without it the noise of such a model would be only that of its reduction.
 _Mode: Any = optional("torch.utils._python_dispatch:TorchDispatchMode") or object
 _ONE_IN = 64

@@ -13,8 +13,6 @@ from shardproof.harness.records.diff.comparability import ComparedRun
 from shardproof.harness.records.record import Expectation, Header, Record, Verdict
 from shardproof.harness.records.run import OBSERVATIONS
 
-__all__ = ["carried", "refuse_other_cases", "refuse_unlike"]
-
 _QUIET = frozenset({Verdict.PASSED, Verdict.UNSUPPORTED})
 
 

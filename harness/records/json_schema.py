@@ -14,8 +14,6 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from shardproof.harness.records.record import SCHEMA_VERSION, Footer, Header, Record
 
-__all__ = ["run_schema"]
-
 _PLAIN: Mapping[object, dict[str, Any]] = {
     str: {"type": "string"},
     int: {"type": "integer"},

@@ -21,8 +21,6 @@ import torch
 from shardproof.harness.regular_file import open_regular
 from shardproof.harness.torch_compat.tensor_bytes import bytes_of, num_bytes_of
 
-__all__ = ["TensorWriter", "dtype_name", "dtype_of", "read_tree", "write_tree"]
-
 _T = TypeVar("_T", torch.Tensor, torch.Tensor | None)
 
 # The only key of an object that represents a tensor: its position, dtype and shape. No parameter can have this name,

@@ -8,8 +8,6 @@ import pytest
 
 from shardproof.harness.errors import UsageError
 
-__all__ = ["Refusals", "refuse"]
-
 _FROM_WORKER = "shardproof.refusal"
 
 

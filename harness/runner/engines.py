@@ -18,8 +18,6 @@ from shardproof.harness.tracing.codec import UNREADABLE, decode, encode
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 from shardproof.harness.worlds.spec import DEVICES_OF_CUDA, WorldSpec
 
-__all__ = ["EngineDescription", "Engines", "describe", "examine", "keep_description", "load_description"]
-
 # Importing a large library from a cold disk takes tens of seconds; an answer that takes longer never comes.
 _DEADLINE_S = 60.0
 # A label of the build in a version, as torch's "+cpu" is one.

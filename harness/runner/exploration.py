@@ -24,8 +24,6 @@ from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.tracing.arcs import Arc, can_count, read_arcs
 from shardproof.harness.verdicts.case import Case
 
-__all__ = ["Exploration", "Hunt", "ShrunkFailure", "Symptom", "symptom_of"]
-
 _LONGEST = 200  # of a message by which two failures are compared
 _LATEST = 5  # pioneers, whose neighbours may run more new code
 _NEIGHBOURS = 100  # of each, the latest first

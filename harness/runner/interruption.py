@@ -15,8 +15,6 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["interruptible", "uninterrupted"]
-
 
 class _Interrupts:
     """The handler of SIGINT, which can be deferred during a write."""

@@ -8,8 +8,6 @@ from shardproof.harness.errors import UsageError
 from shardproof.harness.worlds.launched.launcher import find_launched_process, launched_process
 from shardproof.harness.worlds.spec import WorldKind
 
-__all__ = ["default_worlds", "is_launched", "join_launcher", "refuse_launcher"]
-
 
 def is_launched(worlds: Sequence[str] | None) -> bool:
     """Whether one of the worlds, as spelled on the command line, uses the ranks of a launcher."""

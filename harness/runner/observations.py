@@ -32,9 +32,6 @@ from shardproof.harness.training.rank_body import BEFORE, drive_rank, leave_stat
 from shardproof.harness.worlds.launch import WorldPool, launch
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
-__all__ = ["Observations", "Source", "drop_oldest"]
-
-
 _MOST_KEPT = 8  # trainings that are in memory
 _MOST_BYTES = 2**28  # of the parameters as they were built
 _Key = TypeVar("_Key")

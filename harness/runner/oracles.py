@@ -14,8 +14,6 @@ from shardproof.harness.oracle.oracle_observation import OracleObservation
 from shardproof.harness.runner.observations import Source, drop_oldest
 from shardproof.harness.runner.training_request import Identities, Request
 
-__all__ = ["Oracles"]
-
 # Of the parameters as they were built; on disk a reference takes some twenty times as much.
 _MOST_BYTES_OF_ORACLES = 2**30
 _Key = tuple[str, int]  # a digest of what changes the oracle, and the number of ranks with data

@@ -31,8 +31,6 @@ from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, fork
 from shardproof.harness.worlds.processes.lineage import die_with_parent
 from shardproof.harness.worlds.spec import WorldSpec
 
-__all__ = ["CELLS", "CELLS_ARE_CHOSEN", "EFFORT", "EXPECTATIONS", "will_run"]
-
 CELLS = pytest.StashKey[Sequence[Cell]]()
 CELLS_ARE_CHOSEN = pytest.StashKey[bool]()  # by another plugin, for each case separately
 EFFORT = pytest.StashKey[RunOptions]()

@@ -41,22 +41,6 @@ from shardproof.harness.verdicts.known_failures import Ran, unused
 from shardproof.harness.worlds.launched.cluster import cluster
 from shardproof.harness.worlds.processes.forkserver import hash_seeds
 
-__all__ = [
-    "CATALOGUE",
-    "FROM_WORKER",
-    "IS_PART",
-    "LEFT_OUT",
-    "LEFT_OUT_FROM_WORKER",
-    "LEFT_OUT_PROPERTY",
-    "NOT_JUDGED_PROPERTY",
-    "NUM_SELECTED",
-    "PART_FROM_WORKER",
-    "RECORD_PROPERTY",
-    "UNAVAILABLE",
-    "UNAVAILABLE_FROM_WORKER",
-    "RecordWriter",
-]
-
 RECORD_PROPERTY = "shardproof.record"  # the user property under which a test's report carries its record
 LEFT_OUT_PROPERTY = "shardproof.left_out"  # likewise the reason why a case does not apply
 NOT_JUDGED_PROPERTY = "shardproof.not_judged"  # likewise the reason why a case was not judged again

@@ -19,8 +19,6 @@ from shardproof.harness.worlds.launch import World
 from shardproof.harness.worlds.outcome import Returned, WorldResult
 from shardproof.harness.worlds.spec import WorldSpec
 
-__all__ = ["Scheduled", "is_trained", "load_schedules", "run_schedules", "schedule_folders"]
-
 
 class Scheduled(NamedTuple):
     """The results of a world under the schedule of one seed."""

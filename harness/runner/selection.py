@@ -18,8 +18,6 @@ from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import Run, read_run
 from shardproof.harness.runner.record_writer import CATALOGUE, IS_PART, NUM_SELECTED, PART_FROM_WORKER
 
-__all__ = ["NUM_ELSEWHERE", "RunShard", "cut", "interrupted", "not_conforming", "selected"]
-
 NUM_ELSEWHERE = pytest.StashKey[int]()  # cases that other shards run, or that the interrupted run has run
 
 

@@ -16,8 +16,6 @@ from shardproof.harness.cases.training import Training
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.worlds.spec import WorldKind
 
-__all__ = ["Identities", "Request"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:

@@ -24,9 +24,6 @@ from shardproof.harness.verdicts.case import Case, Refusal
 from shardproof.harness.verdicts.known_failures import expected, named_defect
 from shardproof.harness.verdicts.known_failures_file import read
 
-__all__ = ["Trial"]
-
-
 _SHOWN_LINES = 20  # of the ranks' output; the record has more
 
 

@@ -15,21 +15,6 @@ import torch.distributed as dist
 
 from shardproof.harness.errors import UsageError
 
-__all__ = [
-    "await_moment",
-    "backends_for",
-    "device_of_rank",
-    "hide_accelerators",
-    "is_here",
-    "make_current",
-    "moment_of",
-    "num_devices",
-    "own_stream",
-    "require_device",
-    "seed_device",
-    "used_here",
-]
-
 
 def num_devices(kind: str) -> int:
     """Return how many devices of a kind this machine has; 0 for a kind that this torch does not support."""

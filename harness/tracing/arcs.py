@@ -17,8 +17,6 @@ import torch
 from shardproof.engine.contract import Engine
 from shardproof.harness.tracing.collectives.call_site import short_path
 
-__all__ = ["COUNTS_ARCS", "Arc", "can_count", "counting_arcs", "read_arcs"]
-
 Arc = tuple[str, int, int]  # of a file, from a line to a line; -N enters or leaves the function of line N
 COUNTS_ARCS = "coverage"  # the package that counts arcs; not every environment has it
 _OF_TORCH = ("distributed/fsdp", "distributed/_composable", "nn/parallel")

@@ -17,8 +17,6 @@ from shardproof.harness.cases.training import AS_SHOWN
 from shardproof.harness.torch_compat.dtypes import dense
 from shardproof.harness.torch_compat.tensor_bytes import bytes_of
 
-__all__ = ["Preparation"]
-
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 

@@ -32,8 +32,6 @@ from shardproof.harness.training.reads import read_shards
 from shardproof.harness.training.watches import Watches
 from shardproof.harness.worlds.rank import RankContext
 
-__all__ = ["EngineActor", "StepLog"]
-
 
 class StepLog:
     """The log of one actor in one step."""

@@ -60,8 +60,6 @@ from shardproof.harness.training.whole_state import changed, copied, difference_
 from shardproof.harness.worlds.exception_outcome import kind_of, text_of
 from shardproof.harness.worlds.rank import RankContext
 
-__all__ = ["RefusedError", "refusing", "train", "train_and_save"]
-
 _S = TypeVar("_S", Shard, Shard | None)
 
 # The errors by which an engine refuses. Other errors are defects, even if the plan exceeds its capabilities.

@@ -13,8 +13,6 @@ from shardproof.harness.cases.training import StateForm
 from shardproof.harness.training.reads import calling
 from shardproof.harness.worlds.rank import RankContext
 
-__all__ = ["load_files", "load_shares", "read_whole", "state_of", "write_files"]
-
 _WHOLE = "whole.pt"
 _SHARES = "state"
 _CHECKPOINT = "checkpoint"

@@ -44,8 +44,6 @@ from shardproof.harness.cases.units import (
     skeleton_of,
 )
 
-__all__ = ["Explained", "Form", "StateTensor", "explained", "form_of", "state_bytes"]
-
 _MASTER_BYTES = 4  # copies that the optimizer updates are at least float32
 
 

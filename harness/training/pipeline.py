@@ -29,8 +29,6 @@ from shardproof.harness.tracing.unit_hooks import watching_units
 from shardproof.harness.training.engine_actor import EngineActor
 from shardproof.harness.worlds.rank import RankContext
 
-__all__ = ["Pipeline", "prepare_pipeline"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Target:

@@ -45,8 +45,6 @@ from shardproof.harness.training.watches import Watches, watching
 from shardproof.harness.worlds.rank import RankContext
 from shardproof.harness.worlds.spec import DEVICES_OF_CUDA
 
-__all__ = ["BEFORE", "drive_rank", "leave_state"]
-
 BEFORE = "before"  # the folder of the previous world, below that of a world
 
 # If an engine draws from the default generator, ranks draw differently unless the engine seeds it.

@@ -20,8 +20,6 @@ from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.training.engine_actor import EngineActor
 from shardproof.harness.training.reads import read_gradients
 
-__all__ = ["OwnStep"]
-
 
 class OwnStep:
     """One step of one rank; ``gradients`` are those that each parameter's last update found."""

@@ -15,8 +15,6 @@ from shardproof.harness.errors import EngineError
 from shardproof.harness.torch_compat.dtypes import dense
 from shardproof.harness.worlds.exception_outcome import IN
 
-__all__ = ["calling", "read_declared", "read_gradients", "read_norm", "read_shards"]
-
 _E = TypeVar("_E", bound=Enum)
 _SHARDS = "a mapping from names to shards"
 

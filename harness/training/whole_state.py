@@ -12,8 +12,6 @@ from shardproof.engine.contract import PreparedModel, Shard, shard_of
 from shardproof.harness.torch_compat.dtypes import dense
 from shardproof.harness.training.reads import read_shards
 
-__all__ = ["changed", "copied", "difference_of_state", "tensors_of"]
-
 
 # Any, here and below: a state may be of any type.
 def difference_of_state(prepared: PreparedModel, state: dict[str, Any], names: Collection[str]) -> str:

@@ -12,8 +12,6 @@ from shardproof.harness.records.run import Run
 from shardproof.harness.verdicts.known_failures import expected, matches
 from shardproof.harness.verdicts.known_failures_file import EXPECTABLE
 
-__all__ = ["NewCause", "Outdated", "judged_by", "new_causes", "outdated"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outdated:

@@ -7,8 +7,6 @@ import socket
 
 from shardproof.harness.errors import MachineError
 
-__all__ = ["machine_fault", "require_loopback"]
-
 _LIMIT_S = 2.0
 # By the error of a system call, what the machine lacks and what to try.
 _LACKS = {

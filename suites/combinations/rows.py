@@ -19,8 +19,6 @@ from pathlib import Path
 from shardproof import Capability, Program, ProgramRule, Space
 from shardproof.fixtures.programs.space import LAYOUT, SPACE
 
-__all__ = ["FAMILIES", "JUDGED_WITH", "Row", "array", "rows_in", "space_of"]
-
 _HERE = Path(__file__).parent
 _REPLICAS = frozenset(
     {

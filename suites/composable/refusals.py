@@ -12,8 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
-__all__ = ["SCENARIOS"]
-
 _WIDTH = 8
 # Any: engines share no base class.
 Scenario = Callable[[Any], object]

@@ -13,8 +13,6 @@ from shardproof.harness.cases.batch import ModelBatch
 from shardproof.harness.cases.script import Actor, Evaluation, Probe, Script, with_gradients
 from shardproof.harness.cases.scripts.failures import RAISED
 
-__all__ = ["Eventful", "FailurePoint", "Freezing", "Interlude"]
-
 
 class Interlude(Enum):
     """When another action happens in a step, such as an evaluation of the first microbatch."""

@@ -14,8 +14,6 @@ from shardproof.harness.records.observation import Observation
 from shardproof.harness.tracing.memory.census_report import CensusEntry
 from shardproof.harness.training.layout_memory import Explained, StateTensor, explained, form_of, state_bytes
 
-__all__ = ["MemoryIsExplained"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryIsExplained:

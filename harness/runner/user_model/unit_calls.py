@@ -16,8 +16,6 @@ from shardproof.harness.cases.batch import arguments_of
 from shardproof.harness.cases.draws import Seeds
 from shardproof.harness.cases.user_model import UserModel
 
-__all__ = ["NUM_RANKS", "UnitCalls", "calls_differ"]
-
 _FORWARDS = (3, 3)  # steps and microbatches in which ranks are compared
 NUM_RANKS = 4  # those whose passes are compared
 

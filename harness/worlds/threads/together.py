@@ -26,8 +26,6 @@ from shardproof.harness.worlds.threads.process_group import (
 from shardproof.harness.worlds.threads.scheduler import Scheduler
 from shardproof.harness.worlds.threads.transport import InMemoryTransport
 
-__all__ = ["Inside", "together"]
-
 _T = TypeVar("_T")
 Inside = Callable[[], AbstractContextManager[object]]
 
