@@ -148,7 +148,7 @@ class Bridge(threading.local):
             self._follow_backward_and_steps()
 
     def _api(self) -> Any:
-        apis = (reference._API,) if self.base == "reference" else ()
+        apis = (reference.REFERENCE_API,) if self.base == "reference" else ()
         return self.engine.prepared_type(nn.Module(), Plan(), *apis).composable()
 
     def _adopting(self, fully_shard: Any) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -62,3 +63,14 @@ class WrapperNames:
     fp16_compress_hook: Callable[..., Any]
     bf16_compress_hook: Callable[..., Any]
     optimizer_in_backward: Callable[..., None]
+
+    @classmethod
+    def of(cls, *modules: ModuleType, **others: Any) -> WrapperNames:
+        """Take each name from the first of the modules that has it; ``others`` are those that none has."""
+        found = {
+            field.name: getattr(module, field.name)
+            for field in fields(cls)
+            for module in reversed(modules)
+            if hasattr(module, field.name)
+        }
+        return cls(**found, **others)

@@ -27,7 +27,7 @@ def _set_divide_factor(module: Any, factor: float, num_shards: int) -> None:
     module.set_gradient_divide_factor(factor)
 
 
-_API = ComposableApi(
+REFERENCE_API = ComposableApi(
     fully_shard=reference.fully_shard,
     replicate=reference.replicate,
     sharded_module=reference.FSDPModule,
@@ -90,11 +90,11 @@ class ReferenceEngine(Engine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Shard or replicate every unit of the plan, then the root."""
         plan.refuse_beyond(self.capabilities)
-        apply_plan(_API, model, plan, mesh, plan.layout, self.call_options)
+        apply_plan(REFERENCE_API, model, plan, mesh, plan.layout, self.call_options)
         return self.adopt(model, model, plan)
 
     def adopt(self, module: nn.Module, model: nn.Module, plan: Plan) -> PreparedModel:
-        return self.prepared_type(model, plan, _API)
+        return self.prepared_type(model, plan, REFERENCE_API)
 
 
 class ReferenceOnStreams(ReferenceEngine):

@@ -10,28 +10,8 @@ from shardproof.engine.adapters.wrapper_base import CAPABILITIES, PreparedWrappe
 from shardproof.engine.contract import Capability, WrapperNames
 from shardproof.engine.reference.fsdp1 import comm_hooks, wrap_policy
 from shardproof.engine.reference.fsdp1.state_dict import named_pieces
-from shardproof.engine.reference.optim import ShardedGradScaler
 
-NAMES = WrapperNames(
-    FullyShardedDataParallel=reference.FullyShardedDataParallel,
-    FlatParameter=reference.FlatParameter,
-    ShardedGradScaler=ShardedGradScaler,
-    ModuleWrapPolicy=wrap_policy.ModuleWrapPolicy,
-    CustomPolicy=wrap_policy.CustomPolicy,
-    always_wrap_policy=wrap_policy.always_wrap_policy,
-    lambda_auto_wrap_policy=wrap_policy.lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy=wrap_policy.size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy=wrap_policy.transformer_auto_wrap_policy,
-    enable_wrap=wrap_policy.enable_wrap,
-    wrap=wrap_policy.wrap,
-    DefaultState=comm_hooks.DefaultState,
-    LowPrecisionState=comm_hooks.LowPrecisionState,
-    allreduce_hook=comm_hooks.allreduce_hook,
-    reduce_scatter_hook=comm_hooks.reduce_scatter_hook,
-    fp16_compress_hook=comm_hooks.fp16_compress_hook,
-    bf16_compress_hook=comm_hooks.bf16_compress_hook,
-    optimizer_in_backward=optimizer_in_backward,
-)
+NAMES = WrapperNames.of(reference, wrap_policy, comm_hooks, optimizer_in_backward=optimizer_in_backward)
 
 
 class PreparedReferenceWrapper(PreparedWrapper):

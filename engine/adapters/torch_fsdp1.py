@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel, wrap
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.fsdp import FullyShardedDataParallel, sharded_grad_scaler, wrap
 
 from shardproof.engine.adapters.torch_internals import default_comm_hooks, optimizer_in_backward
 from shardproof.engine.adapters.wrapper_base import (
@@ -19,27 +19,8 @@ from shardproof.engine.adapters.wrapper_base import (
 )
 from shardproof.engine.contract import Capability, Plan, PreparedModel, WrapperNames
 
-_HOOKS = default_comm_hooks()
-
-NAMES = WrapperNames(
-    FullyShardedDataParallel=FullyShardedDataParallel,
-    FlatParameter=FlatParameter,
-    ShardedGradScaler=ShardedGradScaler,
-    ModuleWrapPolicy=wrap.ModuleWrapPolicy,
-    CustomPolicy=wrap.CustomPolicy,
-    always_wrap_policy=wrap.always_wrap_policy,
-    lambda_auto_wrap_policy=wrap.lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy=wrap.size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy=wrap.transformer_auto_wrap_policy,
-    enable_wrap=wrap.enable_wrap,
-    wrap=wrap.wrap,
-    DefaultState=_HOOKS.DefaultState,
-    LowPrecisionState=_HOOKS.LowPrecisionState,
-    allreduce_hook=_HOOKS.allreduce_hook,
-    reduce_scatter_hook=_HOOKS.reduce_scatter_hook,
-    fp16_compress_hook=_HOOKS.fp16_compress_hook,
-    bf16_compress_hook=_HOOKS.bf16_compress_hook,
-    optimizer_in_backward=optimizer_in_backward,
+NAMES = WrapperNames.of(
+    wrap, fsdp, sharded_grad_scaler, default_comm_hooks(), optimizer_in_backward=optimizer_in_backward
 )
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from shardproof.harness.worlds.launch import WorldPool
-from tests.reference.apis import TORCH
 from tests.reference.ranks import Ranks
 
 
@@ -20,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark by the parameter that names the interface."""
     for item in items:
         parameters = getattr(item, "callspec", None)
-        if parameters is not None and parameters.params.get("api") == TORCH.name:
+        if parameters is not None and parameters.params.get("api") == "torch":
             item.add_marker(pytest.mark.twin)
 
 

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from shardproof.engine.reference import clip_grad_norm_
 from shardproof.harness.worlds.rank import RankContext
-from tests.reference.apis import BY_NAME, REFERENCE, TORCH, each_api
+from tests.reference.apis import BY_NAME, each_api
 from tests.reference.models import hybrid_mesh, whole
 from tests.reference.ranks import Ranks
 
 CLIPS: dict[str, Callable[..., torch.Tensor]] = {
-    TORCH.name: torch.nn.utils.clip_grad_norm_,
-    REFERENCE.name: clip_grad_norm_,
+    "torch": torch.nn.utils.clip_grad_norm_,
+    "reference": clip_grad_norm_,
 }
 ORDERS = (1.0, 2.0, 3.0, math.inf)
 # Float64; only the order of summation differs, and roots and powers add a few units in the last place.
@@ -86,9 +86,9 @@ def _assert_close(found: torch.Tensor, expected: torch.Tensor | None, label: str
 
 def _clip_plain_beside_shards(context: RankContext) -> None:
     mesh = init_device_mesh("cpu", (context.size,))
-    model = _sharded(REFERENCE.name, mesh, ignores=[2])
+    model = _sharded("reference", mesh, ignores=[2])
     assert {isinstance(p, DTensor) for p in model.parameters()} == {True, False}
-    _assert_clips_like_one_process(REFERENCE.name, model.parameters(), _plain().parameters())
+    _assert_clips_like_one_process("reference", model.parameters(), _plain().parameters())
 
 
 def test_plain_parameters_count_once_beside_shards(ranks: Ranks) -> None:
@@ -122,8 +122,8 @@ def _clip_many_spreads(context: RankContext) -> None:
     theirs = [nn.Parameter(v) for v in values]
     for parameter in theirs:
         parameter.grad = parameter.detach().square() - 1
-    _assert_clips_like_one_process(REFERENCE.name, ours, theirs)
-    _assert_clips_like_one_process(REFERENCE.name, reversed(ours), reversed(theirs))
+    _assert_clips_like_one_process("reference", ours, theirs)
+    _assert_clips_like_one_process("reference", reversed(ours), reversed(theirs))
 
 
 def test_gradients_spread_in_every_way_have_one_norm(ranks: Ranks) -> None:

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardproof.harness.tracing.ledger import Op, Phase
 from shardproof.harness.worlds.rank import RankContext
-from tests.reference.apis import BY_NAME, REFERENCE, each_api
+from tests.reference.apis import BY_NAME, each_api
 from tests.reference.models import (
     Chain,
     apply_to,
@@ -27,7 +27,10 @@ AG, RS = Op.ALL_GATHER, Op.REDUCE_SCATTER
 
 def _gathers_before(context: RankContext) -> list[int]:
     """Count the gathers that are issued when each unit of a second forward starts to compute."""
-    model, counts = apply_to(Chain(), REFERENCE.fully_shard, reshard_after_forward=True), list[int]()
+    model, counts = (
+        apply_to(Chain(), BY_NAME["reference"].fully_shard, reshard_after_forward=True),
+        list[int](),
+    )
     train(context, model, step=0)
     for unit in model.units:
         unit.register_forward_pre_hook(lambda *_: counts.append(collectives(context, step=1)[AG]))
