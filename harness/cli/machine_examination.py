@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from shardproof.engine.registry import EngineNotFoundError, known_engines, what_is_missing
 from shardproof.harness.errors import MachineError
+from shardproof.harness.runner.accelerator_worlds import BEST, accelerator_worlds
 from shardproof.harness.runner.engines import describe
 from shardproof.harness.torch_compat.accelerators import num_devices
 from shardproof.harness.torch_compat.releases import TESTED, minor, remark
@@ -22,7 +23,7 @@ from shardproof.harness.worlds.machine import require_loopback
 from shardproof.harness.worlds.outcome import Returned
 from shardproof.harness.worlds.processes.lineage import can_adopt
 from shardproof.harness.worlds.rank import RankContext
-from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec
+from shardproof.harness.worlds.spec import OWN_KINDS, WorldSpec
 
 _NEEDS_DESCRIPTORS = 256  # a world of eight ranks, with its sockets and journals
 _NEEDS_FREE_BYTES = 200 * 2**20  # a run of the bundled suites keeps far less than half of this
@@ -40,16 +41,12 @@ class Finding:
 def examine() -> list[Finding]:
     """Check versions and disk, and run a world of two ranks of each kind that this machine should support."""
     specs = [WorldSpec(kind=kind, size=2, deadline_s=30.0) for kind in OWN_KINDS]
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None:
-        size = min(2, num_devices(accelerator.type))
-        specs.append(WorldSpec(kind=WorldKind.PROCESSES, size=size, device=accelerator.type, deadline_s=60.0))
-    worlds = [_world(spec) for spec in specs]
+    worlds = [_world(spec) for spec in (*specs, *accelerator_worlds())]
     return [
         _python(),
         _torch(),
         _disk(),
-        _accelerators(accelerator),
+        _accelerators(torch.accelerator.current_accelerator(check_available=True)),
         _leaked_processes(),
         _loopback(),
         _descriptors(),
@@ -88,8 +85,13 @@ def _disk() -> Finding:
 
 
 def _accelerators(kind: torch.device | None) -> Finding:
-    found = "none" if kind is None else f"{num_devices(kind.type)} of {kind.type}"
-    return Finding(what="accelerators", is_ok=True, detail=f"{found} (worlds on the CPU need none)")
+    if kind is None:
+        detail = "none (worlds on the CPU need none)"
+    else:
+        num, best = num_devices(kind.type), accelerator_worlds()[0]
+        why = "; backends such as nccl refuse two ranks on one device, so ranks are threads" * (num == 1)
+        detail = f"{num} of {kind.type}: --world {BEST} is {best}{why}"
+    return Finding(what="accelerators", is_ok=True, detail=detail)
 
 
 def _loopback() -> Finding:

@@ -65,7 +65,7 @@ ENGINE = Option(
 )
 WORLD = Option(
     flag="--world",
-    help="world to judge in, repeat for several",
+    help="world to judge in, repeat for several; gpu is the best for this machine's accelerator",
     default_text=DEFAULT_WORLD,
     settings={**_MANY, "metavar": "KIND:SIZE"},
 )

@@ -29,7 +29,7 @@ c10::DeviceIndex index_of(c10::Device device) {
 // As drivers do: a variable hides the devices of a process.
 c10::DeviceIndex num_visible() noexcept {
   const auto* shown = std::getenv("HOSTMEM_VISIBLE_DEVICES");
-  return shown != nullptr && *shown == '\0' ? 0 : kNumDevices;
+  return shown == nullptr ? kNumDevices : (std::strlen(shown) + 1) / 2; // "0,1", "0" or ""
 }
 
 struct DeviceAllocator final : c10::Allocator {

@@ -143,7 +143,8 @@ class _Device:
         return False
 
     def device_count(self) -> int:
-        return 0 if os.environ.get("HOSTMEM_VISIBLE_DEVICES") == "" else 2
+        shown = os.environ.get("HOSTMEM_VISIBLE_DEVICES", "0,1")
+        return len(shown.split(",")) if shown else 0
 
     def set_device(self, device: Any) -> None:
         torch.accelerator.set_device_index(torch.device(_NAME, device) if isinstance(device, int) else device)

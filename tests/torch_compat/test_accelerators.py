@@ -11,6 +11,7 @@ import pytest
 
 from shardproof import UsageError, Verdict, WorldKind, WorldSpec, launch
 from shardproof.harness.records.run import read_run
+from shardproof.harness.runner.accelerator_worlds import parse_world
 from shardproof.harness.torch_compat.accelerators import backends_for, is_here, require_device
 from shardproof.harness.verdicts.known_failures import matches_world
 from tests.shell import ROOT, python
@@ -206,6 +207,22 @@ def test_cases_and_mutants_on_host_memory(on_path: str, tmp_path: Path) -> None:
         assert "streams wait for each other" in records[RACING, world, RACES].headline
     ledgers = [[c.num_bytes for c in records["reference", w, PARITY].ledger] for w in (WORLD, THREADS)]
     assert ledgers[0] == ledgers[1] != []
+
+
+@pytest.mark.parametrize(
+    ("shown", "best"),
+    [("0,1", "processes:2:hostmem"), ("0", "threads:2:hostmem")],
+    ids=["two devices", "one device"],
+)
+def test_the_best_world_of_a_machine_has_several_ranks(on_path: str, shown: str, best: str) -> None:
+    script = "from shardproof.harness.runner.accelerator_worlds import parse_world; print(parse_world('gpu'))"
+    done = python("-c", script, PYTHONPATH=on_path, HOSTMEM_VISIBLE_DEVICES=shown)
+    assert done.stdout == f"{best}\n", done.stderr
+
+
+def test_a_machine_without_an_accelerator_has_no_world_on_one() -> None:
+    with pytest.raises(UsageError, match="--world gpu: expected an accelerator that torch finds on this"):
+        parse_world("gpu")
 
 
 HIDDEN = """
