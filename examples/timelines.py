@@ -45,7 +45,7 @@ class Drawing:
 _DOCS = Path(__file__).resolve().parents[1] / "docs"
 RACES = Drawing(
     file=_DOCS / "timeline.svg",
-    engine="shardproof.engine.mutants.races_fsdp2:FreesTheReduceInput",
+    engine="shardproof.engine.mutants.races:FreesTheReduceInput",
     watch=frozenset({Watch.RACES}),
     ranks=(0, 1),
 )

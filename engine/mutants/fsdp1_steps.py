@@ -230,3 +230,14 @@ class ReducesDespiteNoSync(FullyShardedDataParallelEngine):
     """Wrapped microbatches are all reduced although no_sync is on."""
 
     spoil = holding_nothing_back
+
+
+def _forget(*_: object) -> None:
+    pass
+
+
+@mutant(after="pytorch/pytorch#98419")
+class StepsNotInBackward(FullyShardedDataParallelEngine):
+    """Optimizers that are to step in backward never step."""
+
+    names = replace(NAMES, optimizer_in_backward=_forget)

@@ -1,8 +1,10 @@
-"""Mutants whose gradients are wrong by a factor or a part."""
+"""Mutants whose gradients are wrong by a factor or a part, in some layouts, units or dtypes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,10 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
-from shardproof.engine.contract import Plan, PreparedModel, Shard
-from shardproof.engine.mutants.mutant import mutant
+from shardproof.engine.contract import Plan, PreparedModel, Shard, Wire
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import dividing_losses
 from shardproof.engine.mutants.plans import changing
 
@@ -76,3 +79,48 @@ class AveragesWhatIsRead(DistributedDataParallelEngine):
                     parameter.grad.mul_(dist.get_world_size())
             self._is_read = False
             super().step()
+
+
+@mutant(after="deepspeedai/DeepSpeed#5618")
+class AveragesWhateverTheFactor(ReferenceEngine):
+    """In every layout gradients are averaged although another divisor was set."""
+
+    misreads = changing(divide_factor=None)
+
+
+@mutant(after="pytorch/pytorch#167178")
+class DividesByTheSquareOfTheFactor(ReferenceEngine):
+    """In every layout gradients are divided by the divisor twice."""
+
+    class Prepared(PreparedReference):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss / (self.plan.divide_factor or 1))
+
+
+@mutant(after="pytorch/pytorch#167178")
+class IgnoresTheDivideFactorOfOneRank(ReferenceEngine):
+    """A rank that is alone does not divide although a divisor was set."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Prepare honestly; alone, under a plan without the factor."""
+        return super().prepare(model, replace(plan, divide_factor=None) if mesh.size() == 1 else plan, mesh)
+
+
+@mutant(after="pytorch/pytorch#160285")
+class HalvesOneUnit(ReferenceEngine):
+    """The gradients of the first unit are half of what they should be."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Prepare honestly, and give one unit another factor."""
+        prepared = super().prepare(model, plan, mesh)
+        first = next(iter(plan.units), "").split(",")[0]
+        unit: Any = model.get_submodule(first)
+        unit.set_gradient_divide_factor(2.0 * plan.divisor(mesh.size()))
+        return prepared
+
+
+@mutant(after="pytorch/torchtitan#1551", trace=Trace.COMMUNICATION)
+class AveragesOnTheWire(ReferenceEngine):
+    """Averages cross between ranks although only sums were requested."""
+
+    misreads = changing(wire=Wire.NATIVE)

@@ -151,7 +151,7 @@ def test_a_script_is_written_for_a_failure_that_it_can_show(law: str, is_shown: 
     ("engine", "effort"),
     [
         ("late:TrustsTheOrderOfArrival", ["--schedules=4"]),
-        ("reference_races:FreesTheCopiedBuffer", ["--thorough"]),
+        ("races:FreesTheCopiedBuffer", ["--thorough"]),
     ],
 )
 def test_explore_draws_schedules_and_watches_on_demand(

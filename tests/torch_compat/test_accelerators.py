@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(400)  # the first test that needs the device bu
 
 FOLDER = ROOT / "tests" / "hostmem"
 MUTANTS = "shardproof.engine.mutants"
-RACING = f"{MUTANTS}.races_fsdp2:ReducesBeforeGradientsAreThere"
+RACING = f"{MUTANTS}.races:ReducesBeforeGradientsAreThere"
 SUMMING = f"{MUTANTS}.gradient_scale:SumsInsteadOfAveraging"
 UNPINNED = f"{MUTANTS}.device:DropsThePinnedCopy"
 LEFT = f"{MUTANTS}.device:LeavesStateOnTheDevice"

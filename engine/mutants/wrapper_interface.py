@@ -1,32 +1,63 @@
-"""Mutants of wrappers that go on without a word where there is nothing right to go on with."""
+"""Mutants of the wrapper that ignore replicas or other axes, or go on silently where nothing is right."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardproof.engine.adapters.reference_wrapper import ReferenceWrapperEngine
-from shardproof.engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
-from shardproof.engine.contract import WrapperNames
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.reference import FullyShardedDataParallel
+from shardproof.engine.reference.fsdp1.flat import FlatPiece
 from shardproof.engine.reference.fsdp1.full_params import layout_of
+
+
+@mutant(after="pytorch/pytorch#154888", trace=Trace.STATE)
+class StartsEachReplicaOnItsOwn(ReferenceWrapperEngine):
+    """sync_module_states does not reach other replicas."""
+
+    class Wrapper(FullyShardedDataParallel):
+        def _all_groups(self) -> tuple[dist.ProcessGroup, ...]:
+            return (self.process_group,)
+
+
+@mutant(after="NVIDIA/Megatron-LM#3023")
+class SumsWhatIsWrapped(ReferenceWrapperEngine):
+    """Gradients of a module in the wrapper are summed over ranks, not averaged."""
+
+    class Wrapper(FullyShardedDataParallel):
+        def __init__(self, module: nn.Module, **options: Any) -> None:
+            super().__init__(module, **options)
+            for group in self.groups:
+                group.divide_factor = 1.0
+
+
+def _first(piece: FlatPiece, value: torch.Tensor) -> torch.Tensor:
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole[tuple(slice(size) for size in piece.shape)]
+
+
+@mutant(after="ROCm/Megatron-LM#63", trace=Trace.STATE)
+class LoadsTheFirstPieceEverywhere(ReferenceWrapperEngine):
+    """Every rank of a tensor-parallel axis loads the part of the first one."""
+
+    class Wrapper(FullyShardedDataParallel):
+        def __init__(self, module: nn.Module, **options: Any) -> None:
+            super().__init__(module, **options)
+            for group in self.groups:
+                for piece in layout_of(group).parameters:
+                    piece.own_part = partial(_first, piece)  # type: ignore[method-assign]  # of this one
 
 
 def _forget(*_: object) -> None:
     pass
-
-
-@mutant(after="pytorch/pytorch#98419")
-class StepsNotInBackward(FullyShardedDataParallelEngine):
-    """Optimizers that are to step in backward never step."""
-
-    names: ClassVar[WrapperNames] = replace(NAMES, optimizer_in_backward=_forget)
 
 
 @mutant(after="huggingface/peft#3080")
