@@ -38,8 +38,7 @@ class Call:
 
     Pieces may be views of one buffer, and outputs may alias inputs (in-place forms). ``peer`` is the group rank of the
     root, destination or source. It is None where there is none, and for a receive from any source. ``device`` is the
-    device of the tensors. ``timeout_s`` is the group's own limit. ``site`` is the call site in the engine. ``factor``
-    multiplies what a rank adds to a PREMUL_SUM; it is None for other reductions.
+    device of the tensors. ``timeout_s`` is the group's own limit. ``site`` is the call site in the engine.
     """
 
     op: Op
@@ -56,7 +55,6 @@ class Call:
     device: torch.device
     timeout_s: float | None
     site: str
-    factor: float | torch.Tensor | None = None
 
     @property
     def global_rank(self) -> int:

@@ -200,7 +200,6 @@ def _read(schema: CollectiveSchema, a: dict[str, Any], interceptor: Interceptor)
     ranks = interceptor.ranks_of(group)
     exchanged = schema.exchanged(a, group.rank(), len(ranks) if interceptor.is_split else 1)
     reduce_op = dist.ReduceOp.RedOpType(a["reduce_op"].op()) if "reduce_op" in a else None
-    is_premultiplied = reduce_op is not None and reduce_op.name == "PREMUL_SUM"
     timeout_ms = a.get("timeout", -1)
     first = next((t for piece in (*exchanged.inputs, *exchanged.outputs) for t in piece), None)
     return Call(
@@ -218,7 +217,6 @@ def _read(schema: CollectiveSchema, a: dict[str, Any], interceptor: Interceptor)
         device=torch.device("cpu") if first is None else first.device,
         timeout_s=None if timeout_ms is None or timeout_ms < 0 else timeout_ms / 1000,
         site=call_site(),
-        factor=a["reduce_op"].__getstate__()[1] if is_premultiplied else None,
     )
 
 

@@ -25,6 +25,7 @@ from shardproof.harness.torch_compat.dispatch import (
 )
 from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.tracing.current_rank import adopt_rank, current_rank, own_thread
+from shardproof.harness.worlds.threads.premultiplied_sum import factors_remembered
 from shardproof.harness.worlds.threads.process_group import split_group, split_method
 
 
@@ -66,6 +67,7 @@ def isolate_threads() -> Iterator[None]:
         stack.enter_context(rank_generators())
         stack.enter_context(_heirs())
         stack.enter_context(_no_workers())
+        stack.enter_context(factors_remembered())
         yield
 
 

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 from shardproof.harness.worlds.threads.collective_errors import CollectiveRefusedError
+from shardproof.harness.worlds.threads.premultiplied_sum import PREMULTIPLIED
 
 RedOp = dist.ReduceOp.RedOpType
 
 # By the op's name; each takes the accumulated tensor and the next rank's, and writes into the first.
 _STEPS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "SUM": lambda total, x: total.add_(x),
-    "PREMUL_SUM": lambda total, x: total.add_(x),  # of products, which each rank has made
+    PREMULTIPLIED: lambda total, x: total.add_(x),  # of products, which each rank has made
     "AVG": lambda total, x: total.add_(x),
     "PRODUCT": lambda total, x: total.mul_(x),
     "MIN": lambda total, x: torch.minimum(total, x, out=total),
@@ -29,7 +30,6 @@ _STEPS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "BOR": lambda total, x: total.bitwise_or_(x),
     "BXOR": lambda total, x: total.bitwise_xor_(x),
 }
-_ON_DEVICES = "PREMUL_SUM"  # which nccl has and gloo has not
 _BITWISE = frozenset({"BAND", "BOR", "BXOR"})
 _ORDERED = frozenset({"MIN", "MAX"})
 
@@ -38,10 +38,10 @@ def check_reducible(op: RedOp, dtype: torch.dtype, where: str, device: str = "cp
     """Raise CollectiveRefusedError if ``op`` has no meaning for ``dtype``, or the backends of a device lack it."""
     name = _name(op)
     is_real_number = dtype.is_floating_point or dtype.is_complex
-    if name not in _STEPS or (name == _ON_DEVICES and device == "cpu"):
-        names = [known for known in _STEPS if known != _ON_DEVICES]
+    if name not in _STEPS or (name == PREMULTIPLIED and device == "cpu"):
+        names = [known for known in _STEPS if known != PREMULTIPLIED]
         raise _refusal(where, "one of " + ", ".join(names), name, "scale before a SUM")
-    if name in {"AVG", _ON_DEVICES} and not is_real_number:
+    if name in {"AVG", PREMULTIPLIED} and not is_real_number:
         raise _refusal(where, f"{name} of floating-point tensors", f"{name} of {dtype}", "SUM, then divide")
     if name in _BITWISE and is_real_number:
         raise _refusal(where, f"{name} of integers", f"{name} of {dtype}", "an integer dtype")

@@ -12,6 +12,7 @@ from shardproof.harness.torch_compat.accelerators import await_moment, moment_of
 from shardproof.harness.tracing.collectives.call import Call, Pieces
 from shardproof.harness.tracing.ledger import Op
 from shardproof.harness.worlds.threads.collective_errors import CollectiveError, CollectiveRefusedError
+from shardproof.harness.worlds.threads.premultiplied_sum import PREMULTIPLIED, multiplied
 from shardproof.harness.worlds.threads.reduction import reduce_flat
 from shardproof.harness.worlds.threads.validation import check_message, check_pieces, is_same, refuse_sides
 
@@ -32,10 +33,8 @@ def snapshot(call: Call) -> Pieces:
 
     The inputs of a synchronous reduction are not copied: its caller is blocked until the result has been computed.
     """
-    if call.factor is not None:
-        call = replace(
-            call, inputs=tuple(tuple(t * call.factor for t in p) for p in call.inputs), factor=None
-        )
+    if call.reduce_op is not None and call.reduce_op.name == PREMULTIPLIED:
+        call = replace(call, inputs=multiplied(call))
     elif call.op in _REDUCTIONS and not call.is_async:
         return call.inputs
     if call.op is Op.REDUCE_SCATTER:
