@@ -226,25 +226,14 @@ def test_an_asynchronous_result_is_garbage_until_waited_for(dtype: torch.dtype) 
         assert not bool((early == 1).any())
 
 
-def test_a_result_without_a_wait_stays_garbage_and_is_reported() -> None:
-    transport = InMemoryTransport(2)
-
-    def body(me: Rank) -> tuple[bool, str]:
+def test_a_result_without_a_wait_stays_garbage() -> None:
+    def body(me: Rank) -> bool:
         tensor = torch.ones(2)
         work = me.all_reduce(tensor, is_async=True)
         me.barrier()
-        return bool(tensor.isnan().all()), type(work).__name__
+        return bool(tensor.isnan().all()) and work is not None
 
-    assert [r[0] for r in outcomes(2, body, transport)] == [True, True]
-    works = transport.open_works()
-    assert [w.split(": ")[0] for w in works] == ["rank 0", "rank 1"]
-    assert "all_reduce(sum, float32[2]) at tests/worlds/test_transport.py" in works[0]
-
-
-def test_waiting_closes_a_work() -> None:
-    transport = InMemoryTransport(2)
-    outcomes(2, lambda me: me.all_reduce(torch.ones(2), is_async=True).wait(), transport)
-    assert transport.open_works() == []
+    assert returned(2, body) == [True, True]
 
 
 def test_memory_that_stays_legal_to_read_is_not_poisoned() -> None:

@@ -128,12 +128,6 @@ class InMemoryTransport:
             self._scheduler.give_up("the world ends")
             self._detector.release(None)
 
-    def open_works(self) -> list[str]:
-        """Describe the asynchronous works that were not waited for, by rank."""
-        with self._lock:
-            calls = [call for o in self._open.values() if (call := o.work.pending) is not None]
-        return [f"rank {c.global_rank}: {c}" for c in sorted(calls, key=lambda c: c.global_rank)]
-
     def _pass_call(self, rank: int) -> None:
         """Complete this rank's results whose delay is over."""
         if self._scheduler.seed == RUN_UNTIL_BLOCKED:
