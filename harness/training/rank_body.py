@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardproof.engine.contract import (
     Capability,
     Engine,
+    Offload,
     Plan,
 )
 from shardproof.engine.registry import resolve
@@ -193,8 +194,18 @@ def _prepare(
             prepared = adapter.prepare(model, plan, data)
         if not has_memory:
             state = training.problem.build().state_dict() if context.rank == 0 else {}
-            prepared.materialize(context.device, state)
+            is_on_host = plan.offload in {Offload.CPU, Offload.PINNED}
+            prepared.materialize(torch.device("cpu") if is_on_host else context.device, state)
+            if is_on_host:
+                _move_buffers(prepared.module, context.device)
         return Preparation(prepared, model)
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move the buffers of a model whose parameters may stay on the host: forward runs on the device."""
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, buffer.to(device))
 
 
 def _code_of(training: Training, model: nn.Module, adapter: Engine) -> ModelCode:
