@@ -53,6 +53,10 @@ class MachineError(ShardproofError):
     """The machine lacks what a world needs; says nothing about the engine. See `shardproof doctor`."""
 
 
+class ModuleGivenError(ModelError):
+    """The name of a model is that of a module, which does not say what data and loss it is trained with."""
+
+
 class EngineError(ShardproofError):
     """The adapter or engine broke the contract: a missing parameter, a changed name; fix the adapter."""
 

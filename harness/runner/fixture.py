@@ -30,6 +30,7 @@ from shardproof.harness.runner.record_writer import (
 )
 from shardproof.harness.runner.selection import NUM_ELSEWHERE
 from shardproof.harness.runner.session import Source, TrialSession
+from shardproof.harness.runner.session_end import end_session
 from shardproof.harness.runner.trial import Trial
 from shardproof.harness.torch_compat.accelerators import require_device
 from shardproof.harness.verdicts.known_failures import matches
@@ -121,7 +122,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             num_ranks = max(map(_num_servers, session.items), default=1)
             warm_up(config.getoption("--deadline"), num_ranks=num_ranks)
         except HarnessBug as error:
-            pytest.exit(str(error), returncode=pytest.ExitCode.INTERNAL_ERROR)
+            end_session(str(error), pytest.ExitCode.INTERNAL_ERROR)
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,26 @@ _TO_WORKER = "shardproof.expectations"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of suites; without --out nothing is kept after the session."""
-    add_to_pytest(parser.getgroup("shardproof").addoption)
+    taken: list[str] = []
+
+    def add(name: str, **settings: Any) -> None:
+        taken.append(name)
+        parser.getgroup("shardproof").addoption(name, **settings)
+
+    add_to_pytest(add)
+    parser.addoption = partial(_add_beside, taken, parser.addoption)  # type: ignore[method-assign]  # of this parser
+
+
+# Any: what options of pytest are made of.
+def _add_beside(taken: Sequence[str], add: Callable[..., None], *names: str, **settings: Any) -> None:
+    """Add an option of a conftest.py; raises pytest.UsageError if it is one of ours."""
+    both = [name for name in names if name in taken]
+    if both:
+        raise pytest.UsageError(
+            f"a conftest.py here defines {both[0]}, as the plugin shardproof.harness.runner.plugin does; try "
+            "`shardproof check` or shardproof.check() in a test, which share no options with your pytest"
+        )
+    add(*names, **settings)
 
 
 def pytest_configure(config: pytest.Config) -> None:

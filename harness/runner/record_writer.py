@@ -36,6 +36,7 @@ from shardproof.harness.records.run import Run, RunWriter
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.interruption import uninterrupted
 from shardproof.harness.runner.options import RunOptions
+from shardproof.harness.runner.session_end import end_session
 from shardproof.harness.torch_compat.releases import remark
 from shardproof.harness.verdicts.known_failures import Ran, unused
 from shardproof.harness.worlds.launched.cluster import cluster
@@ -206,7 +207,7 @@ class RecordWriter:
         except UsageError as error:
             self._writer = None
             self._out = None
-            pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
+            end_session(str(error), pytest.ExitCode.USAGE_ERROR)
 
     def _open(self, nodeids: Sequence[str]) -> None:
         nodes = [node for nodeid in nodeids if (node := Node.parse(nodeid)) is not None]

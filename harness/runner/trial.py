@@ -20,6 +20,7 @@ from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.plugin import EXPECTATIONS
 from shardproof.harness.runner.record_writer import LEFT_OUT_PROPERTY, NOT_JUDGED_PROPERTY, RECORD_PROPERTY
 from shardproof.harness.runner.session import TrialSession
+from shardproof.harness.runner.session_end import end_session
 from shardproof.harness.verdicts.case import Case, Refusal
 from shardproof.harness.verdicts.known_failures import expected, named_defect
 from shardproof.harness.verdicts.known_failures_file import read
@@ -90,7 +91,7 @@ class Trial:
             self._item.user_properties.append((NOT_JUDGED_PROPERTY, error.why))
             pytest.fail(f"not judged again: {error}", pytrace=False)
         except LostHostError as error:
-            pytest.exit(str(error), returncode=pytest.ExitCode.INTERRUPTED)
+            end_session(str(error), pytest.ExitCode.INTERRUPTED)
         return named_defect(expected(judged, self._expectations), self._defects)
 
     def _report(self, record: Record) -> None:

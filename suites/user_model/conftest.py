@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import NamedOptimizer, UserModel, known_model
+from shardproof import NamedOptimizer, UsageError, UserModel, known_model
 from shardproof.fixtures.optimizers import ADAMW, COARSE_ADAMW, SGD
 from shardproof.fixtures.user_model import USER_MODEL
 
 
 def _named(spec: str, limit_s: float) -> tuple[UserModel, NamedOptimizer]:
-    model, optimizer = known_model(spec, limit_s)
+    try:
+        model, optimizer = known_model(spec, limit_s)
+    except UsageError as error:
+        raise pytest.Collector.CollectError(str(error)) from None
     return model, optimizer or default_optimizer(model)
 
 

@@ -10,6 +10,7 @@ from shardproof.harness.cli.check_in_tests import check
 from shardproof.harness.cli.main import main
 from shardproof.harness.errors import UsageError
 from shardproof.harness.runner.user_model.read import read_model
+from tests.shell import python
 from tests.user_model.models import GOOD, LOSS, run_check, with_optimizer
 
 
@@ -204,3 +205,16 @@ def test_a_loss_that_ignores_the_batch_is_refused(file: Path) -> None:
     file.write_text(blind)
     with pytest.raises(UsageError, match=r"does loss\(\) depend on the batch"):
         read_model(f"{file}:Mine", limit_s=60)
+
+
+def test_a_conftest_with_an_option_of_ours_is_told(file: Path) -> None:
+    """The plugin is for suites alone: a repository's own tests may have an --engine."""
+    file.with_name("conftest.py").write_text(
+        "def pytest_addoption(parser):\n    parser.addoption('--engine', default='ours')\n"
+    )
+    file.with_name("test_ours.py").write_text("def test_nothing():\n    pass\n")
+    plugin = "shardproof.harness.runner.plugin"
+    done = python("-m", "pytest", "-p", plugin, "--rootdir", str(file.parent), str(file.parent))
+    assert done.returncode == 4
+    assert "ERROR: a conftest.py here defines --engine" in done.stderr
+    assert "Traceback" not in done.stderr

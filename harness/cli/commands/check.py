@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,10 +11,11 @@ from pathlib import Path
 from shardproof.engine.names import absolute, parse, spelled
 from shardproof.engine.registry import BUILT_IN, check_spelling
 from shardproof.harness.cases.case_id import refuse_unknown_words
+from shardproof.harness.cli.commands.init import write_start
 from shardproof.harness.cli.judged_cases import judge_cases
 from shardproof.harness.cli.screen import width
 from shardproof.harness.cli.subcommand import Subcommand, add_cases, add_effort, add_printed
-from shardproof.harness.errors import UsageError
+from shardproof.harness.errors import ModuleGivenError, UsageError
 from shardproof.harness.records.run import refuse_existing
 from shardproof.harness.runner import options
 from shardproof.harness.runner.invoke import check_temporary_folder, suites
@@ -28,7 +30,13 @@ _ALLOWANCE = 30.0
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="path/to/file.py:Name or package.module:Name")
+    named = parser.add_mutually_exclusive_group(required=True)
+    named.add_argument(
+        "model", nargs="?", metavar="MODEL", help="path/to/file.py:Name or package.module:Name"
+    )
+    named.add_argument(
+        "--hf", metavar="CONFIG", help="as `shardproof init` writes it, such as LlamaConfig; writes the file"
+    )
     options.ENGINE.add_to(parser.add_argument)
     for option in options.WRAPPING:
         option.add_to(parser.add_argument)
@@ -51,7 +59,8 @@ def _run(arguments: argparse.Namespace) -> int:
     batch(generator), which returns one rank's microbatch: a mapping of keyword arguments, a tuple of arguments, or the
     only argument of forward; and loss(output, batch), the mean loss over it. Optional are units, patterns for the
     submodules that communicate together; optimizer(params); scheduler(optimizer); and float64, whether the reference
-    computes in it.
+    computes in it; step(model, batch, *optimizers) in place of loss, and optimizers(model) in place of optimizer. For a
+    class of torch.nn.Module, the command writes the file that defines these, as `shardproof init` does.
     """
     from shardproof.harness.runner.user_model.model_summary import model_summary
     from shardproof.harness.runner.user_model.read import known_model, pass_seconds
@@ -62,6 +71,8 @@ def _run(arguments: argparse.Namespace) -> int:
     # The failures that are known of shipped cases are not those of this model.
     arguments.no_expectations = arguments.expectations is None
     arguments.engine = wrapped_engines(arguments.engine, vars(arguments)["with"], arguments.wrap)
+    if arguments.hf:
+        arguments.model = _started(None, arguments.hf)
     _refuse_mistakes(arguments)
     spec = absolute(arguments.model)
     most_ranks = max(WorldSpec.parse(world).size for world in _worlds(arguments))
@@ -69,7 +80,13 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.schedule_seed
     )  # before the server starts: a server with other seeds would be ended
     forkserver_context()  # it starts while this process continues
-    model, optimizer = known_model(spec, max(arguments.deadline or 0.0, _READING_S))
+    reading_s = max(arguments.deadline or 0.0, _READING_S)
+    try:
+        model, optimizer = known_model(spec, reading_s)
+    except ModuleGivenError:
+        arguments.model = _started(arguments.model, None)
+        spec = absolute(arguments.model)
+        model, optimizer = known_model(spec, reading_s)
     if model.facts.is_compiled:
         _refuse_threads(
             arguments,
@@ -96,6 +113,13 @@ def _run(arguments: argparse.Namespace) -> int:
         render=partial(render, width=columns),
         lists_all=True,
     )
+
+
+def _started(module: str | None, config: str | None) -> str:
+    """Write the file for a module or a configuration, and tell so; returns the name of the model in it."""
+    spec = write_start(module, config)
+    print(f"wrote {spec.rpartition(':')[0]}: its data and loss are guesses; make them yours", file=sys.stderr)
+    return spec
 
 
 def wrapped_engines(

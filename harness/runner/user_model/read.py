@@ -22,7 +22,7 @@ from shardproof.engine.names import absolute
 from shardproof.harness.cases.batch import Batch, arguments_of, tensors_of
 from shardproof.harness.cases.units import matching_units
 from shardproof.harness.cases.user_model import UserModel, UserOptimizer, definition, outline_of
-from shardproof.harness.errors import ModelError, UsageError
+from shardproof.harness.errors import ModelError, ModuleGivenError, UsageError
 from shardproof.harness.runner.user_model.model_summary import model_lines
 from shardproof.harness.runner.user_model.own_communication import own_communication
 from shardproof.harness.runner.user_model.step_study import study_step
@@ -53,7 +53,7 @@ def read_model(spec: str, *, limit_s: float) -> tuple[UserModel, UserOptimizer |
     try:
         answer = json.loads(ask(limit_s, _LONGEST_ANSWER, _answer, spec))
         if "problem" in answer:
-            raise _refusal(spec, str(answer["problem"]))
+            raise _refusal(spec, str(answer["problem"]), is_module=answer.get("is_module") is True)
         study = decode(ModelStudy, answer)
     except NoAnswerError as error:
         raise _refusal(spec, f"a process that {error}; try a smaller configuration, or --deadline") from None
@@ -68,6 +68,10 @@ _pass_s: dict[str, float] = {}  # not part of a model: an equal one may take lon
 
 
 _known: dict[str, tuple[UserModel, UserOptimizer | None]] = {}
+
+
+class _GivenModuleError(ValueError):
+    """The class is a module itself."""
 
 
 def known_model(spec: str, limit_s: float) -> tuple[UserModel, UserOptimizer | None]:
@@ -92,8 +96,9 @@ def pass_seconds(spec: str) -> float:
     return _pass_s.get(absolute(spec), 0.0)
 
 
-def _refusal(spec: str, got: str) -> UsageError:
-    return ModelError(f"model {spec}", expected="a model that can be judged", got=got, hint=_HINT)
+def _refusal(spec: str, got: str, *, is_module: bool = False) -> UsageError:
+    kind, hint = (ModuleGivenError, f"shardproof init {spec}") if is_module else (ModelError, _HINT)
+    return kind(f"model {spec}", expected="a model that can be judged", got=got, hint=hint)
 
 
 def _answer(spec: str) -> bytes:
@@ -101,7 +106,7 @@ def _answer(spec: str) -> bytes:
     try:
         plain = encode(facts_of(spec))
     except (LoadError, ValueError) as error:
-        plain = {"problem": str(error)}
+        plain = {"problem": str(error), "is_module": isinstance(error, _GivenModuleError)}
     return json.dumps(plain).encode()
 
 
@@ -111,6 +116,8 @@ def facts_of(spec: str) -> ModelStudy:
     has_loss, has_step = (callable(getattr(defined, name, None)) for name in _TRAINING)
     missing = [name for name in _METHODS if not callable(getattr(defined, name, None))]
     missing += [] if has_loss or has_step else ["loss"]
+    if missing and isinstance(defined, nn.Module):
+        raise _GivenModuleError("a torch.nn.Module alone, without data and loss")
     if missing:
         raise ValueError(f"{spec.rpartition(':')[2]} without {', '.join(f'{name}()' for name in missing)}")
     source = inspect.getsourcefile(inspect.getmodule(defined.build) or type(defined))
