@@ -1,4 +1,4 @@
-"""Mutants that are right at first or for small tensors: they change after a warm-up, beyond a size, below a threshold.
+"""Mutants that show only with many ranks, many steps, large tensors or faint gradients.
 
 And those whose reads are right while the module of the caller, or another rank, is not.
 """
@@ -16,9 +16,46 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
 from shardproof.engine.contract import Plan, PreparedModel, Shard
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import is_last_rank
+
+
+def _call_each_rank(mesh: DeviceMesh) -> None:
+    group = mesh.get_group()
+    for rank in dist.get_process_group_ranks(group):
+        dist.broadcast(torch.zeros(1), src=rank, group=group)
+
+
+@mutant(after="facebookresearch/fairscale#595", trace=Trace.COMMUNICATION)
+class BroadcastsFromEachRank(FullyShardEngine):
+    """In preparation each rank broadcasts a number of its own, one after the other."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        _call_each_rank(mesh)
+        return super().prepare(model, plan, mesh)
+
+
+@mutant(after="facebookresearch/fairscale#595", trace=Trace.COMMUNICATION)
+class BroadcastsFromEachReplica(DistributedDataParallelEngine):
+    """In preparation each replica broadcasts a number of its own, one after the other."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        _call_each_rank(mesh)
+        return super().prepare(model, plan, mesh)
+
+
+@mutant(after="pytorch/pytorch#82001", trace=Trace.STATE)
+class KeepsANumberForEachRank(FullyShardEngine):
+    """Each unit keeps a number for each rank, so that memory stops shrinking as ranks are added."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        for unit in model.modules():
+            unit.__dict__["_seen_by_rank"] = torch.zeros(mesh.size())
+        return prepared
+
 
 _WARM_UP_STEPS = 12
 
