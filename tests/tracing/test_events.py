@@ -137,72 +137,42 @@ def events(*words: str) -> EventLog:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("course", "expected"),
     [
         pytest.param(
-            ("entered a", "computes a", "left a"), [("a", 1, 2)], id="a unit computes when hooks are through"
+            "entered a, computes a, left a", [("a", 1, 2)], id="a unit computes when hooks are through"
         ),
         pytest.param(
-            ("entered a", "computes a", "entered b", "computes b", "left b", "left a"),
+            "entered a, computes a, entered b, computes b, left b, left a",
             [("a", 1, 2), ("b", 3, 4), ("a", 4, 5)],
             id="a unit around another computes before and after it",
         ),
         pytest.param(
-            (
-                "BEGAN",
-                "BACKWARD_ENTERED b",
-                "BACKWARD_STARTED b",
-                "BACKWARD_ENDED b",
-                "BACKWARD_ENTERED a",
-                "BACKWARD_STARTED a",
-                "ENDED",
-            ),
+            "BEGAN, BACKWARD_ENTERED b, BACKWARD_STARTED b, BACKWARD_ENDED b, BACKWARD_ENTERED a, BACKWARD_STARTED a, ENDED",
             [("b", 2, 3), ("a", 5, 6)],
             id="backward ends with the gradients of inputs or the phase",
         ),
         pytest.param(
-            (
-                "BACKWARD_ENTERED b",
-                "BACKWARD_STARTED b",
-                "BACKWARD_ENTERED a",
-                "BACKWARD_STARTED a",
-                "BACKWARD_ENDED a",
-                "BACKWARD_ENDED b",
-            ),
+            "BACKWARD_ENTERED b, BACKWARD_STARTED b, BACKWARD_ENTERED a, BACKWARD_STARTED a, BACKWARD_ENDED a, "
+            "BACKWARD_ENDED b",
             [("b", 1, 2), ("a", 3, 4)],
             id="another unit's turn ends backward too",
         ),
         pytest.param(
-            (
-                "BACKWARD_ENTERED a",
-                "BACKWARD_STARTED a",
-                "ENTERED a",
-                "COMPUTES a",
-                "LEFT a",
-                "BACKWARD_ENDED a",
-            ),
+            "BACKWARD_ENTERED a, BACKWARD_STARTED a, ENTERED a, COMPUTES a, LEFT a, BACKWARD_ENDED a",
             [("a", 1, 2), ("a", 3, 4), ("a", 4, 5)],
             id="a forward that runs again is part of backward",
         ),
         pytest.param(
-            (
-                "BACKWARD_ENTERED a",
-                "BACKWARD_STARTED a",
-                "ENTERED a",
-                "COMPUTES a",
-                "BACKWARD_ENDED a",
-                "BACKWARD_ENTERED b",
-            ),
+            "BACKWARD_ENTERED a, BACKWARD_STARTED a, ENTERED a, COMPUTES a, BACKWARD_ENDED a, BACKWARD_ENTERED b",
             [("a", 1, 2), ("a", 3, 4)],
             id="one that is broken off as well",
         ),
-        pytest.param(
-            ("computes a", "left a", "BACKWARD_ENDED a", "BACKWARD_STARTED b"), [], id="strays are none"
-        ),
+        pytest.param("computes a, left a, BACKWARD_ENDED a, BACKWARD_STARTED b", [], id="strays are none"),
     ],
 )
-def test_stretches_of_compute(words: tuple[str, ...], expected: list[tuple[str, int, int]]) -> None:
-    assert [(s.unit, s.first, s.last) for s in compute_spans(events(*words))] == expected
+def test_stretches_of_compute(course: str, expected: list[tuple[str, int, int]]) -> None:
+    assert [(s.unit, s.first, s.last) for s in compute_spans(events(*course.split(", ")))] == expected
 
 
 def test_watched_streams_decide_the_end_of_a_flight(tmp_path: Path) -> None:
