@@ -62,7 +62,7 @@ class Upstream8(UpstreamCase):
 UPSTREAM: dict[int, type[UpstreamCase]] = {2: Upstream2, 4: Upstream4, 8: Upstream8}
 
 
-def _ours(kind: WorldKind, size: int) -> Callable[[], None]:
+def _shardproof_world(kind: WorldKind, size: int) -> Callable[[], None]:
     def once() -> None:
         with tempfile.TemporaryDirectory() as folder:
             result = launch(WorldSpec(kind=kind, size=size), body, folder=Path(folder))
@@ -72,7 +72,7 @@ def _ours(kind: WorldKind, size: int) -> Callable[[], None]:
     return once
 
 
-def _theirs(size: int) -> Callable[[], None]:
+def _torch_spawn(size: int) -> Callable[[], None]:
     def once() -> None:
         result = unittest.TestResult()
         UPSTREAM[size]("test_case").run(result)  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -95,14 +95,14 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = []
     for size in arguments.sizes:
-        threads, processes, theirs = (
-            _ours(WorldKind.THREADS, size),
-            _ours(WorldKind.PROCESSES, size),
-            _theirs(size),
+        threads, processes, spawned = (
+            _shardproof_world(WorldKind.THREADS, size),
+            _shardproof_world(WorldKind.PROCESSES, size),
+            _torch_spawn(size),
         )
         threads(), processes()  # the fork server starts once per session, not once per case
         # In turn, so that a change of the machine's speed affects all three alike.
-        taken = [tuple(map(_seconds, (threads, processes, theirs))) for _ in range(arguments.repeats)]
+        taken = [tuple(map(_seconds, (threads, processes, spawned))) for _ in range(arguments.repeats)]
         t, p, u = (median(column) for column in zip(*taken, strict=True))
         rows.append([size, f"{t:.3f}", f"{p:.3f}", f"{u:.2f}", f"{u / t:.0f}x", f"{u / p:.0f}x"])
     headers = ["ranks", "threads s", "processes s", "MultiProcessTestCase s", "threads", "processes"]

@@ -148,7 +148,8 @@ def events(*words: str) -> EventLog:
             id="a unit around another computes before and after it",
         ),
         pytest.param(
-            "BEGAN, BACKWARD_ENTERED b, BACKWARD_STARTED b, BACKWARD_ENDED b, BACKWARD_ENTERED a, BACKWARD_STARTED a, ENDED",
+            "BEGAN, BACKWARD_ENTERED b, BACKWARD_STARTED b, BACKWARD_ENDED b, BACKWARD_ENTERED a, "
+            "BACKWARD_STARTED a, ENDED",
             [("b", 2, 3), ("a", 5, 6)],
             id="backward ends with the gradients of inputs or the phase",
         ),
