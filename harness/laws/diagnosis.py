@@ -14,6 +14,7 @@ from shardproof.harness.laws.hypotheses import Suspect, factor_between, hypothes
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.structure import RankShard
 from shardproof.harness.laws.tolerance import allowed_error
+from shardproof.harness.laws.wrong_updates import wrong_update
 from shardproof.harness.oracle.absolute_error import deviation
 from shardproof.harness.oracle.oracle_observation import Quantity, TensorKey
 from shardproof.harness.torch_compat.dtypes import widened
@@ -46,6 +47,7 @@ def looks_like(evidence: Evidence, place: TensorKey, piece: RankShard) -> str:
         or _constant_factor(suspect)
         or _scalar_factor(suspect)
         or _permuted(suspect)
+        or wrong_update(suspect)
         or _rounded_in_reduction(suspect)
         or UNSTRUCTURED
     )

@@ -13,6 +13,7 @@ from shardproof.harness.cases.training import Clip
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.oracle.absolute_error import deviation, largest
 from shardproof.harness.oracle.oracle_observation import OracleObservation, OracleStep, Quantity, TensorKey
+from shardproof.harness.torch_compat.dtypes import widened
 
 # A hypothesis must fit this many times better than the error it explains; otherwise a small defect would fit similar
 # hypotheses.
@@ -118,8 +119,29 @@ def hypotheses(suspect: Suspect) -> Iterator[Hypothesis]:
             before = suspect.oracle.state_before.get(suspect.place.name)
             if before is not None:
                 yield Hypothesis(text="the state of the step before (stale)", tensor=suspect.shard.of(before))
-        case Quantity.INITIAL | Quantity.BUFFER:
+        case Quantity.BUFFER:
+            yield from _of_buffer(suspect)
+        case Quantity.INITIAL:
             return
+
+
+def _of_buffer(suspect: Suspect) -> Iterator[Hypothesis]:
+    """Yield the buffers of other ranks, and this rank's after forwards that began with those."""
+    oracle, name = suspect.oracle, suspect.place.name
+    for other, buffers in enumerate(oracle.buffers):
+        if other != suspect.rank and name in buffers:
+            yield Hypothesis(text=f"that of rank {other}", tensor=widened(suspect.shard.of(buffers[name])))
+    before = [suspect.shard.of(b[name]) for b in oracle.buffers_before if name in b]
+    if len(before) != oracle.world_size:
+        return
+    mine = widened(before[suspect.rank])
+    yield Hypothesis(text="unchanged by the last step", tensor=mine)
+    for other, value in enumerate(before):
+        apart = widened(value) - mine
+        factor = factor_between(suspect.got - suspect.expected, apart)
+        if other != suspect.rank and factor is not None and 0 < factor.real <= 1:
+            text = f"that of this rank, had forward begun with the buffer of rank {other}: broadcast before forward"
+            yield Hypothesis(text=text, tensor=suspect.expected + factor.real * apart)
 
 
 def share_of(suspect: Suspect, rows: range) -> str:
@@ -138,9 +160,11 @@ def _of_gradient(suspect: Suspect) -> Iterator[Hypothesis]:
     pieces = suspect.contributions
     if pieces is None:
         return
-    divisor = suspect.oracle.divisor
+    divisor, of_ranks = suspect.oracle.divisor, pieces.sum(0)
+    if _are_alike(of_ranks):  # a rank's own gradient is then that of all
+        yield from _of_division(suspect)
     if suspect.oracle.world_size > 1:
-        yield from _of_synchronisation(suspect, pieces.sum(0))
+        yield from _of_synchronisation(suspect, of_ranks)
     yield from _of_division(suspect)
     yield from _of_microbatches(pieces.sum(1) / divisor)
     before = suspect.earlier(suspect.place.step - 1)
@@ -153,6 +177,12 @@ def _of_gradient(suspect: Suspect) -> Iterator[Hypothesis]:
         yield Hypothesis(text=_LAGGING, tensor=suspect.shard.of(lagging))
     if suspect.clip is not None:
         yield from _of_clipping(suspect, suspect.clip, pieces.sum((0, 1)) / divisor)
+
+
+def _are_alike(of_ranks: torch.Tensor) -> bool:
+    """Return whether all ranks have one gradient, as of the scale of a loss over all of their rows."""
+    apart = largest(of_ranks - of_ranks[:1])
+    return len(of_ranks) > 1 and apart <= torch.finfo(torch.float32).eps * largest(of_ranks)
 
 
 def _of_division(suspect: Suspect) -> Iterator[Hypothesis]:

@@ -88,7 +88,8 @@ class OracleObservation:
     with ``INITIAL_STEP`` for every place. ``is_exact`` means that the problem claims to be exact, the world is a power
     of two, and no float32 run deviated in a single bit. ``draws`` means that forward or the loss draws random numbers;
     ``device`` is that of the ranks to compare with. ``untrained`` are the parameters that the optimizer did not
-    receive. ``state_before`` is the optimizer state before the last step. ``first`` is None unless the model rounds far
+    receive. ``state_before`` is the optimizer state before the last step, and
+    ``buffers_before`` each rank's buffers then. ``first`` is None unless the model rounds far
     more than its dtype does; see [Note: rounding of one side]. ``is_trained_before`` means that ``initial`` are the
     parameters after the steps of a previous world. ``explains`` means that the values that only explain a failure are
     present: contributions, lagging values, and ``state_before``. ``still`` masks the elements of parameters that have
@@ -113,6 +114,7 @@ class OracleObservation:
     is_trained_before: bool = False
     untrained: frozenset[str] = frozenset()
     state_before: Tensors = field(default_factory=dict)
+    buffers_before: tuple[Tensors, ...] = ()
     explains: bool = True
     still: Tensors = field(default_factory=dict)
     still_noise: Mapping[TensorKey, float] = field(default_factory=dict)

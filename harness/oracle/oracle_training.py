@@ -81,13 +81,20 @@ def train(
     built = copied(changed_by_forward(trained.model, trained.written))
     models = OracleModels(training.problem, trained.model, world_size, summation, batches)
     last = training.schedule.steps - 1
-    steps = tuple(trained.step(training, models, step, show) for step in range(last + 1))
+    buffers_before: tuple[Tensors, ...] = ()
+    steps = []
+    for step in range(last + 1):
+        if step == last:
+            buffers_before = tuple(
+                show(None, step, buffers, rank) for rank, buffers in enumerate(models.buffers())
+            )
+        steps.append(trained.step(training, models, step, show))
     of_ranks = models.buffers()
     return OracleObservation(
         world_size=world_size,
         plan=training.plan,
         initial=initial,
-        steps=steps,
+        steps=tuple(steps),
         optimizer_state=show(Quantity.OPTIMIZER_STATE, last, trained.state()),
         buffers=tuple(show(Quantity.BUFFER, last, buffers, rank) for rank, buffers in enumerate(of_ranks)),
         noise={},
@@ -104,6 +111,7 @@ def train(
         is_trained_before=training.origin is not None,
         untrained=trained.untrained(),
         state_before=trained.state_before,
+        buffers_before=buffers_before,
     )
 
 
