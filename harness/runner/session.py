@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 
 from shardproof.engine.contract import Capability
 from shardproof.harness.cases.training import Watch
@@ -69,8 +70,11 @@ class TrialSession:
         engine = self._observations.engine(request)
         if not case.training.needs <= engine.capabilities:
             request = request.without_exercises()  # the calls do not affect whether a plan is refused
+        not_run = f"needs {lacks}, which this world lacks" if lacks else ""
+        if richer := sorted(case.unless & engine.capabilities, key=attrgetter("name")):
+            not_run = f"engines that declare {richer[0].name} have such cases of their own"
         try:
-            found = _unsupported(lacks, self._effort.seed) if lacks else self._judged(case, request, engine)
+            found = _not_run(not_run, self._effort.seed) if not_run else self._judged(case, request, engine)
         except Exception as error:  # any other error here is the harness's, and must not stop the other cases
             if isinstance(error, LostHostError) or (
                 isinstance(error, UsageError) and not self._is_fresh(error)
@@ -173,9 +177,9 @@ class TrialSession:
         )
 
 
-def _unsupported(lacks: str, seed: int) -> _Judged:
-    headline = f"needs {lacks}, which this world lacks; not run"
-    return _Judged(judgement=Judgement(verdict=Verdict.UNSUPPORTED, headline=headline), seed=seed)
+def _not_run(why: str, seed: int) -> _Judged:
+    judgement = Judgement(verdict=Verdict.UNSUPPORTED, headline=f"{why}; not run")
+    return _Judged(judgement=judgement, seed=seed)
 
 
 def _is_unexplained(judgement: Judgement, request: Request) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from shardproof.engine.contract import Capability
 from shardproof.harness.cases.case_id import Node, check_command
 from shardproof.harness.cases.training import Training
 from shardproof.harness.cases.user_model import needs_of
@@ -50,15 +51,22 @@ class Trial:
             self._item.user_properties.append((LEFT_OUT_PROPERTY, unless))
             pytest.skip(f"does not apply: {unless}")
 
-    def holds(self, training: Training, *laws: Law, refusal: Refusal = Refusal.WRONG) -> None:
+    def holds(
+        self,
+        training: Training,
+        *laws: Law,
+        refusal: Refusal = Refusal.WRONG,
+        unless: frozenset[Capability] = frozenset(),
+    ) -> None:
         """Judge this engine: every law must hold of the training, on every rank.
 
+        An engine that declares a capability in ``unless`` is not judged: it has such cases of its own.
         ``refusal`` decides the verdict on an engine that declares all capabilities of the plan and refuses it. Fails
         the test for every verdict that does not conform, skips it for UNSUPPORTED, and marks it as an expected failure
         for KNOWN_FAILURE; the verdict is always recorded.
         """
         __tracebackhide__ = True
-        self._report(self._judged(training, laws, refusal))
+        self._report(self._judged(training, laws, refusal, unless))
 
     def proves(self, training: Training, *laws: Law) -> None:
         """Judge as `holds` does; also tell how a user's model that needs options is trained by an engine's default."""
@@ -73,7 +81,13 @@ class Trial:
             record = replace(record, by_default=told)
         self._report(record)
 
-    def _judged(self, training: Training, laws: tuple[Law, ...], refusal: Refusal) -> Record:
+    def _judged(
+        self,
+        training: Training,
+        laws: tuple[Law, ...],
+        refusal: Refusal,
+        unless: frozenset[Capability] = frozenset(),
+    ) -> Record:
         __tracebackhide__ = True
         node = Node.parse(self._item.nodeid)
         if node is None:
@@ -83,7 +97,7 @@ class Trial:
                 got=self._item.nodeid,
                 hint="reporting this",
             )
-        case = Case(id=node.case, training=training, laws=laws, refusal=refusal)
+        case = Case(id=node.case, training=training, laws=laws, refusal=refusal, unless=unless)
         try:
             command = self._command(node)
             judged = self._session.run(case, self._cell, suite=node.suite, command=command, lacks=self._lacks)

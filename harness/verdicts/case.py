@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from shardproof.engine.contract import Capability
 from shardproof.harness.cases.training import Training
 from shardproof.harness.laws.law import Law
 
@@ -19,9 +20,13 @@ class Refusal(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One training and the laws that must hold of it; ``id`` names neither engine nor world."""
+    """One training and the laws that must hold of it; ``id`` names neither engine nor world.
+
+    Engines that declare a capability in ``unless`` are not judged: they have cases of their own that ask for more.
+    """
 
     id: str
     training: Training
     laws: tuple[Law, ...]
     refusal: Refusal = Refusal.WRONG
+    unless: frozenset[Capability] = frozenset()

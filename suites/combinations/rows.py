@@ -60,12 +60,10 @@ FAMILIES: Mapping[str, frozenset[Capability]] = {
 }
 
 
-# The capabilities that distinguish a family's engines, which alone judge its rows. Rows of shares do by their layouts.
-JUDGED_WITH: Mapping[str, Capability] = {
-    "replicas": Capability.REPLICATE,
-    "wrapped": Capability.WRAPPER,
-    "units": Capability.JOINT_UNITS,  # not UNIT_SYNC, with which memory is not counted
-}
+# A row judges every engine that declares what it needs, except those that declare this: they have richer rows.
+RICHER: Mapping[str, Capability] = {"wrapped": Capability.JOINT_UNITS, "units": Capability.WRAPPER}
+# Families whose engines are judged by the rows of another one too, so that these contain none of their known failures.
+_JUDGED_TOO: Mapping[str, tuple[str, ...]] = {"replicas": ("wrapped", "units")}
 
 _RULES_OF: Mapping[str, tuple[ProgramRule, ...]] = {
     "shares": (
@@ -123,7 +121,7 @@ def _name(program: Program) -> str:
 
 def space_of(family: str) -> Space:
     """Return the space of a family's array: without combinations that one of its engines is known to fail."""
-    others = [other for other in FAMILIES if other == family or JUDGED_WITH.get(family) in FAMILIES[other]]
+    others = (family, *_JUDGED_TOO.get(family, ()))
     rules = tuple(
         ProgramRule(why=f"contains one of found_{other}.txt", holds=partial(_is_known, other))
         for other in others

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from shardproof import EVEN, SEVERAL, Program, Training, Trial
+from shardproof import EVEN, SEVERAL, Program, Trial
 from shardproof.fixtures.programs.laws import laws_of
 from shardproof.fixtures.programs.training import training_of
-from shardproof.suites.combinations.rows import JUDGED_WITH, rows_in
+from shardproof.suites.combinations.rows import RICHER, rows_in
 
 
 def _rows(file: str) -> pytest.MarkDecorator:
@@ -21,64 +19,62 @@ def _rows(file: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("program", rows)
 
 
-def _of_family(family: str, program: Program) -> Training:
-    """Return the training, only for engines of the family: for others the row proves nothing that their own do not."""
-    training = training_of(program)
-    demands = training.plan.demands | {JUDGED_WITH[family]}
-    return replace(training, plan=replace(training.plan, demands=demands))
+def _judge(trial: Trial, family: str, program: Program) -> None:
+    unless = frozenset({RICHER[family]} if family in RICHER else ())
+    trial.holds(training_of(program), *laws_of(program), unless=unless)
 
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("HalvesTheLastRank")
 @_rows("replicas")
 def test_loops_of_replicas(trial: Trial, program: Program) -> None:
-    trial.holds(_of_family("replicas", program), *laws_of(program))
+    _judge(trial, "replicas", program)
 
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("HalvesTheLastRankOfWrappers")
 @_rows("wrapped")
 def test_wrapped_units(trial: Trial, program: Program) -> None:
-    trial.holds(_of_family("wrapped", program), *laws_of(program))
+    _judge(trial, "wrapped", program)
 
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("HalvesTheLastRankOfShares")
 @_rows("shares")
 def test_shares_of_the_state(trial: Trial, program: Program) -> None:
-    trial.holds(training_of(program), *laws_of(program))
+    _judge(trial, "shares", program)
 
 
 @pytest.mark.worlds(EVEN)
 @pytest.mark.kills("HalvesTheLastRank")
 @_rows("units")
 def test_units(trial: Trial, program: Program) -> None:
-    trial.holds(_of_family("units", program), *laws_of(program))
+    _judge(trial, "units", program)
 
 
 @pytest.mark.worlds(EVEN)
 @pytest.mark.kills("HalvesTheLastRank")
 @_rows("found_units")
 def test_what_an_engine_once_failed(trial: Trial, program: Program) -> None:
-    trial.holds(_of_family("units", program), *laws_of(program))
+    _judge(trial, "units", program)
 
 
 @pytest.mark.worlds(EVEN)
 @pytest.mark.kills("HalvesTheLastRankOfWrappers")
 @_rows("found_wrapped")
 def test_what_a_wrapper_once_failed(trial: Trial, program: Program) -> None:
-    trial.holds(_of_family("wrapped", program), *laws_of(program))
+    _judge(trial, "wrapped", program)
 
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("HalvesTheLastRank")
 @_rows("found_replicas")
 def test_what_replicas_once_failed(trial: Trial, program: Program) -> None:
-    trial.holds(_of_family("replicas", program), *laws_of(program))
+    _judge(trial, "replicas", program)
 
 
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("HalvesTheLastRankOfShares")
 @_rows("found_shares")
 def test_what_shares_once_failed(trial: Trial, program: Program) -> None:
-    trial.holds(training_of(program), *laws_of(program))
+    _judge(trial, "shares", program)
