@@ -7,7 +7,7 @@ import pytest
 from shardproof import EVEN, SEVERAL, Program, Trial
 from shardproof.fixtures.programs.laws import laws_of
 from shardproof.fixtures.programs.training import training_of
-from shardproof.suites.combinations.rows import RICHER, rows_in
+from shardproof.suites.combinations.rows import WITH_OTHER_ROWS, rows_in
 
 
 def _rows(file: str) -> pytest.MarkDecorator:
@@ -20,8 +20,7 @@ def _rows(file: str) -> pytest.MarkDecorator:
 
 
 def _judge(trial: Trial, family: str, program: Program) -> None:
-    unless = frozenset({RICHER[family]} if family in RICHER else ())
-    trial.holds(training_of(program), *laws_of(program), unless=unless)
+    trial.holds(training_of(program), *laws_of(program), unless=WITH_OTHER_ROWS[family])
 
 
 @pytest.mark.worlds(SEVERAL)
