@@ -43,7 +43,7 @@ class Stuck(DistributedDataParallelEngine):
         ),
         (["run", "--world", "thread:4"], "try --world threads:4"),
         (["run", "--world", "threads:0"], "1 to 64 ranks"),
-        (["run", "--world", "threads:4:cuda"], "try --world processes:4:cuda"),
+        (["run", "--world", "simulated:4:cuda"], "try --world processes:4:cuda"),
         (["run", "--suite", "parrity"], "try --suite parity"),
         (["mutants", "--suite", "smok"], "try --suite smoke"),
         (["mutants", "--world", "thread:4"], "try --world threads:4"),
