@@ -24,11 +24,11 @@ from tabulate import tabulate
 from shardproof.harness.errors import ShardproofError
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import read_run
+from shardproof.harness.torch_compat.accelerators import accelerator
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "conformance" / "gpu"
 PAGE = ROOT / "docs" / "gpu.md"
-_MACHINE = "machine.json"
 _ENGINES = ("torch.ddp", "torch.fsdp2", "torch.replicate", "reference")
 
 
@@ -99,13 +99,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, default=PAGE, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=RUNS, help="default: %(default)s")
     asked = parser.parse_args(argv)
-    device = asked.device or _accelerator()
-    if device is None:
+    found = asked.device or accelerator()
+    if found is None:
         parser.error(
             "expected an accelerator that torch finds, got none; try `shardproof doctor`, or --device"
         )
+    device = str(found)
     asked.out.mkdir(parents=True, exist_ok=True)
-    (asked.out / _MACHINE).write_text(json.dumps(_machine(device)), encoding="utf-8")
     stop_at, done = time.monotonic() + asked.budget, list[Done]()
     for stage in stages(device):
         if asked.only and asked.only not in stage.name:
@@ -116,11 +116,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     shown = {stage.name: stage.shows for stage in stages(device)}
     asked.page.write_text(page(done, shown, _machine(device)), encoding="utf-8")
     return int(any(one.code != 0 for one in done))
-
-
-def _accelerator() -> str | None:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None else found.type
 
 
 def _options(stage: Stage, asked: argparse.Namespace) -> list[str]:
@@ -150,11 +145,10 @@ def _once(stage: Stage, folder: Path, stop_at: float, options: Sequence[str]) ->
             process.terminate()
             process.wait()
     seconds = time.monotonic() - began
-    told = _judged_cases(run) if stage.command[0] == "run" else _last_line(folder / "log")
+    # The records of mutants are red where all is well.
+    told = (_judged_cases(run) if stage.command[0] == "run" else "") or _last_line(folder / "log")
     cut = "cut off at its limit; " if code is None else ""
-    done = Done(
-        name=stage.name, code=code, seconds=seconds, result=cut + (told or _last_line(folder / "log"))
-    )
+    done = Done(name=stage.name, code=code, seconds=seconds, result=cut + told)
     if code is not None:
         kept.write_text(json.dumps(asdict(done)), encoding="utf-8")
     return done

@@ -17,10 +17,10 @@ from shardproof.harness.cli.screen import show_run
 from shardproof.harness.cli.subcommand import effort_of, new_folder
 from shardproof.harness.records.provenance import today
 from shardproof.harness.records.run import refuse_existing
-from shardproof.harness.runner.accelerator_worlds import parse_world
 from shardproof.harness.runner.interruption import uninterrupted
 from shardproof.harness.runner.invoke import call_pytest, check_temporary_folder, suites
 from shardproof.harness.runner.options import DEFAULT_WORLD, pytest_arguments
+from shardproof.harness.worlds.spec import WorldSpec
 
 if TYPE_CHECKING:
     from shardproof.harness.records.run import Run
@@ -48,7 +48,7 @@ def judge_cases(
     file = None if arguments.no_expectations else known_failures_file.find(arguments.expectations)
     if file is not None:
         known_failures_file.read(file, today=today())
-    arguments.world = [str(parse_world(world)) for world in arguments.world or []]
+    arguments.world = [str(WorldSpec.parse(world)) for world in arguments.world or []]
     seed = effort_of(arguments).seed
     engines = arguments.engine or sorted(BUILT_IN)
     worlds = arguments.world or [DEFAULT_WORLD]

@@ -16,7 +16,7 @@ from shardproof.engine.registry import EngineNotFoundError, known_engines, what_
 from shardproof.harness.errors import MachineError
 from shardproof.harness.runner.accelerator_worlds import BEST, accelerator_worlds
 from shardproof.harness.runner.engines import describe
-from shardproof.harness.torch_compat.accelerators import num_devices
+from shardproof.harness.torch_compat.accelerators import accelerator, num_devices
 from shardproof.harness.torch_compat.releases import TESTED, minor, remark
 from shardproof.harness.worlds.launch import launch
 from shardproof.harness.worlds.machine import require_loopback
@@ -46,7 +46,7 @@ def examine() -> list[Finding]:
         _python(),
         _torch(),
         _disk(),
-        _accelerators(torch.accelerator.current_accelerator(check_available=True)),
+        _accelerators(accelerator()),
         _leaked_processes(),
         _loopback(),
         _descriptors(),

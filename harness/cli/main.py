@@ -16,6 +16,7 @@ from shardproof.harness.cli.exit_codes import INTERRUPTED, OUR_FAULT, USAGE
 from shardproof.harness.cli.subcommand import Subcommand
 from shardproof.harness.errors import ShardproofError, UsageError
 from shardproof.harness.records.provenance import version_of
+from shardproof.harness.runner.accelerator_worlds import concrete
 from shardproof.harness.runner.interruption import interruptible
 from shardproof.harness.runner.launchers import default_worlds, is_launched, join_launcher
 
@@ -49,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command.fills_launcher:
         arguments.world = arguments.world or default_worlds(os.environ)
     try:
+        if worlds := getattr(arguments, "world", None):
+            arguments.world = [concrete(world) for world in worlds]
         with interruptible(or_terminated=is_launched(getattr(arguments, "world", None))):
             if command.joins_launcher:
                 seed = getattr(arguments, "schedule_seed", 0)

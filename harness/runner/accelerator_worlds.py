@@ -9,32 +9,29 @@ from __future__ import annotations
 from shardproof.harness.errors import UsageError
 from shardproof.harness.worlds.spec import WorldKind, WorldSpec
 
-__all__ = ["BEST", "accelerator_worlds", "parse_world"]
-
 BEST = "gpu"
 _MOST_RANKS = 4  # two replicas of two shards; more show nothing else in the bundled cases
 
 
-def accelerator_worlds(deadline_s: float = 60.0) -> tuple[WorldSpec, ...]:
+def accelerator_worlds() -> tuple[WorldSpec, ...]:
     """Return the worlds for this machine's accelerator, the best one first; none without an accelerator."""
-    import torch  # here, because other worlds are parsed without it
+    # Here, because other worlds are named without torch.
+    from shardproof.harness.torch_compat.accelerators import accelerator, num_devices
 
-    from shardproof.harness.torch_compat.accelerators import num_devices
-
-    found = torch.accelerator.current_accelerator(check_available=True)
+    found = accelerator()
     if found is None:
         return ()
     size = min(num_devices(found.type), _MOST_RANKS)
-    processes = WorldSpec(kind=WorldKind.PROCESSES, size=size, device=found.type, deadline_s=deadline_s)
-    threads = WorldSpec(kind=WorldKind.THREADS, size=2, device=found.type, deadline_s=deadline_s)
+    processes = WorldSpec(kind=WorldKind.PROCESSES, size=size, device=found.type)
+    threads = WorldSpec(kind=WorldKind.THREADS, size=2, device=found.type)
     return (processes, threads) if size > 1 else (threads, processes)
 
 
-def parse_world(text: str, *, deadline_s: float = 60.0) -> WorldSpec:
-    """Parse what `WorldSpec.parse` does, and ``gpu``; raises UsageError for it where there is no accelerator."""
-    if text != BEST:
-        return WorldSpec.parse(text, deadline_s=deadline_s)
-    worlds = accelerator_worlds(deadline_s)
+def concrete(world: str) -> str:
+    """Return the best world for ``gpu``, and any other text as it is; raises UsageError without an accelerator."""
+    if world != BEST:
+        return world
+    worlds = accelerator_worlds()
     if not worlds:
         raise UsageError(
             f"--world {BEST}",
@@ -42,4 +39,4 @@ def parse_world(text: str, *, deadline_s: float = 60.0) -> WorldSpec:
             got="none",
             hint="`shardproof doctor`, or --world threads:2, which needs none",
         )
-    return worlds[0]
+    return str(worlds[0])

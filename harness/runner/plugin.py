@@ -22,7 +22,7 @@ from shardproof.harness.records.provenance import today
 from shardproof.harness.records.record import Expectations
 from shardproof.harness.records.run import read_run, refuse_existing
 from shardproof.harness.runner import selection
-from shardproof.harness.runner.accelerator_worlds import parse_world
+from shardproof.harness.runner.accelerator_worlds import concrete
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.collection import Refusals
 from shardproof.harness.runner.launchers import is_launched, join_launcher
@@ -31,6 +31,7 @@ from shardproof.harness.runner.record_writer import RecordWriter
 from shardproof.harness.verdicts import known_failures_file
 from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, forkserver_context
 from shardproof.harness.worlds.processes.lineage import die_with_parent
+from shardproof.harness.worlds.spec import WorldSpec
 
 CELLS = pytest.StashKey[Sequence[Cell]]()
 CELLS_ARE_CHOSEN = pytest.StashKey[bool]()  # by another plugin, for each case separately
@@ -168,7 +169,7 @@ def _will_run_suites(config: pytest.Config) -> bool:
 def _cells(config: pytest.Config) -> list[Cell]:
     """Read --engine and --world; raises for a misspelt name."""
     worlds = [
-        parse_world(text, deadline_s=config.getoption("--deadline"))
+        WorldSpec.parse(concrete(text), deadline_s=config.getoption("--deadline"))
         for text in dict.fromkeys(config.getoption("--world") or [DEFAULT_WORLD])
     ]
     engines = list(dict.fromkeys(config.getoption("--engine") or sorted(BUILT_IN)))

@@ -16,6 +16,11 @@ import torch.distributed as dist
 from shardproof.harness.errors import UsageError
 
 
+def accelerator() -> torch.device | None:
+    """Return the kind of accelerator that this process finds, without an index."""
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
 def num_devices(kind: str) -> int:
     """Return how many devices of a kind this machine has; 0 for a kind that this torch does not support."""
     module = _module(kind)

@@ -47,6 +47,15 @@ class Stuck(DistributedDataParallelEngine):
         (["run", "--suite", "parrity"], "try --suite parity"),
         (["mutants", "--suite", "smok"], "try --suite smoke"),
         (["mutants", "--world", "thread:4"], "try --world threads:4"),
+        (["mutants", "--world", "gpu"], "expected an accelerator that torch finds"),
+        (
+            ["check", "any.py:Mine", "--world", "gpu"],
+            "expected an accelerator that torch finds on this machine",
+        ),
+        (
+            ["explore", "--engine", "torch.ddp", "--world", "gpu"],
+            "expected an accelerator that torch finds on this machine",
+        ),
         (["coverage", "no/such/run"], "no such folder"),
         (["coverage", "--api", "fsdp9"], "expected one of: fsdp1, got 'fsdp9'"),
         (["judge", "no/such/run"], "no such folder"),

@@ -11,7 +11,7 @@ import pytest
 
 from shardproof import UsageError, Verdict, WorldKind, WorldSpec, launch
 from shardproof.harness.records.run import read_run
-from shardproof.harness.runner.accelerator_worlds import parse_world
+from shardproof.harness.runner.accelerator_worlds import concrete
 from shardproof.harness.torch_compat.accelerators import backends_for, is_here, require_device
 from shardproof.harness.verdicts.known_failures import matches_world
 from tests.shell import ROOT, python
@@ -216,14 +216,14 @@ def test_cases_and_mutants_on_host_memory(on_path: str, tmp_path: Path) -> None:
     ids=["two devices", "one device"],
 )
 def test_the_best_world_of_a_machine_has_several_ranks(on_path: str, shown: str, best: str) -> None:
-    script = "from shardproof.harness.runner.accelerator_worlds import parse_world; print(parse_world('gpu'))"
+    script = "from shardproof.harness.runner.accelerator_worlds import concrete; print(concrete('gpu'))"
     done = python("-c", script, PYTHONPATH=on_path, HOSTMEM_VISIBLE_DEVICES=shown)
     assert done.stdout == f"{best}\n", done.stderr
 
 
 def test_a_machine_without_an_accelerator_has_no_world_on_one() -> None:
     with pytest.raises(UsageError, match="--world gpu: expected an accelerator that torch finds on this"):
-        parse_world("gpu")
+        concrete("gpu")
 
 
 HIDDEN = """

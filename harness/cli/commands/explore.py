@@ -11,6 +11,7 @@ from shardproof.engine.registry import check_spelling
 from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM
 from shardproof.harness.cli.subcommand import RUNS, Subcommand, add_effort, effort_of
 from shardproof.harness.runner import options
+from shardproof.harness.runner.accelerator_worlds import concrete
 from shardproof.harness.runner.invoke import check_temporary_folder
 from shardproof.harness.worlds.spec import WorldSpec
 
@@ -40,6 +41,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     Programs that failed before come first: the bundled ones and those in DIR/found.txt. Returns 1 for new failures.
     """
+    arguments.one_world = concrete(arguments.one_world)
     import torch
 
     from shardproof.fixtures.programs.laws import laws_of
