@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from shardproof.harness.tracing.collectives.call_site import call_site
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.census_report import CensusEntry, CensusTime, LiveStorage
-from shardproof.harness.tracing.memory.process_memory import ImportedBytes, allocator
+from shardproof.harness.tracing.memory.process_memory import Growth, allocator
 from shardproof.harness.tracing.recorder import Recorder
 
 _NUM_LARGEST = 4  # enough to identify the kind of memory
@@ -75,8 +75,7 @@ class Census:
         self._limit = -1  # the explained bytes at the last look
         self._stayed = -1  # the bytes above the limit that remained after a full wait
         self._in_use = allocator() if is_process_measured else None
-        self._base: int | None = None
-        self._imported: ImportedBytes | None = None
+        self._growth: Growth | None = None
         self.observed_bytes = 0  # held by the harness's own reads
 
     @property
@@ -85,15 +84,14 @@ class Census:
 
     def measure_process(self) -> None:
         """Measure the growth of the process from now on, if that was requested."""
-        if self._in_use is not None and self._base is None:
+        if self._in_use is not None and self._growth is None:
             # Libraries allocate buffers of up to 10 MB at their first large products and keep them. Warm up, so that
             # the count excludes them.
             large = torch.ones(1024, 1024, requires_grad=True)
             torch.ones(4, 1024).matmul(large).sum().backward()  # type: ignore[no-untyped-call]  # torch's own
             del large
             gc.collect()
-            self._imported = ImportedBytes(self._in_use)
-            self._base = self._in_use()
+            self._growth = Growth(self._in_use)
 
     # Any: what an operator returns.
     def made(self, result: Any, operator: str) -> None:
@@ -139,16 +137,16 @@ class Census:
                 moment=moment,
                 num_bytes=_total(sizes),
                 largest=pieces,
-                process_bytes=self._growth(),
+                process_bytes=self._process_bytes(),
                 device_bytes=sum(num_bytes for seen, num_bytes in sizes if seen.device != "cpu"),
             )
         )
 
-    def _growth(self) -> int | None:
-        if self._in_use is None or self._base is None or self._imported is None:
+    def _process_bytes(self) -> int | None:
+        if self._growth is None:
             return None
         gc.collect()
-        return self._in_use() - self._base - self._imported.num_bytes - self.observed_bytes
+        return self._growth.num_bytes - self.observed_bytes
 
     def _note(self, tensor: torch.Tensor, operator: str) -> _Seen | None:
         if tensor.layout is not torch.strided or tensor.is_meta:

@@ -46,26 +46,31 @@ def allocator() -> Callable[[], int] | None:
     return in_use
 
 
-class ImportedBytes:
-    """The growth of the process during import statements, from now until the process ends.
+class Growth:
+    """The bytes by which this process has grown since this was made, without those that import statements took.
 
-    Engines import optional packages when they are first used: accelerate imports DeepSpeed wherever it is installed.
+    Engines import optional packages when they first need them: accelerate imports DeepSpeed wherever it is installed.
+    The import statement stays measured until the process ends.
     """
 
     def __init__(self, in_use: Callable[[], int]) -> None:
-        self.num_bytes = 0
         self._in_use = in_use
         self._import = builtins.__import__
-        self._is_inside = False
+        self._is_importing = False
         builtins.__import__ = self._measured
+        self._base = in_use()  # with all that imports took since
+
+    @property
+    def num_bytes(self) -> int:
+        return self._in_use() - self._base
 
     # Any: the signature of the function behind the import statement.
     def _measured(self, name: str, *args: Any, **options: Any) -> Any:
-        if self._is_inside:
+        if self._is_importing:
             return self._import(name, *args, **options)
-        self._is_inside, before = True, self._in_use()
+        self._is_importing, before = True, self._in_use()
         try:
             return self._import(name, *args, **options)
         finally:
-            self._is_inside = False
-            self.num_bytes += self._in_use() - before
+            self._is_importing = False
+            self._base += self._in_use() - before
