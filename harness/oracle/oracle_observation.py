@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -165,3 +165,12 @@ class OracleObservation:
     def dtype(self, quantity: Quantity, name: str) -> torch.dtype:
         """Return the dtype that an engine's tensor must have."""
         return self.dtypes[TensorKey(quantity=quantity, step=INITIAL_STEP, name=name)]
+
+
+def constants_of(built: Tensors, of_ranks: Sequence[Tensors]) -> frozenset[str]:
+    """Return the names of the buffers that have on all ranks the values with which they were built."""
+    return frozenset(
+        name
+        for name, value in built.items()
+        if all(name in buffers and torch.equal(buffers[name], value) for buffers in of_ranks)
+    )

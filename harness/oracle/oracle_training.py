@@ -30,6 +30,7 @@ from shardproof.harness.oracle.oracle_observation import (
     OracleStep,
     Quantity,
     Tensors,
+    constants_of,
 )
 from shardproof.harness.oracle.own_steps import train_by_own_steps
 from shardproof.harness.oracle.piece_sizes import sizes_of
@@ -99,11 +100,7 @@ def train(
         buffers=tuple(show(Quantity.BUFFER, last, buffers, rank) for rank, buffers in enumerate(of_ranks)),
         noise={},
         scales={},
-        constants=frozenset(
-            name
-            for name in built.keys() & of_ranks[0].keys()
-            if all(torch.equal(buffers[name], built[name]) for buffers in of_ranks)
-        ),
+        constants=constants_of(built, of_ranks),
         dtypes={},
         is_exact=False,
         draws=models.draws or trained.has_drawn_before,

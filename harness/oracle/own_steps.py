@@ -29,6 +29,7 @@ from shardproof.harness.oracle.oracle_observation import (
     OracleObservation,
     OracleStep,
     Quantity,
+    constants_of,
 )
 from shardproof.harness.oracle.piece_sizes import sizes_of
 from shardproof.harness.oracle.reduction_orders import Summation
@@ -231,9 +232,7 @@ def train_by_own_steps(
         buffers=tuple(show(Quantity.BUFFER, last, of_rank, rank) for rank, of_rank in enumerate(buffers)),
         noise={},
         scales={},
-        constants=frozenset(
-            name for name, value in built.items() if all(torch.equal(b[name], value) for b in buffers)
-        ),
+        constants=constants_of(built, buffers),
         dtypes={},
         is_exact=False,
         draws=world.draws,

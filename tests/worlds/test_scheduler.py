@@ -19,9 +19,15 @@ _HANG_S = 20.0
 Body = Callable[[int, Scheduler], None]
 
 
-def live(size: int, body: Body, seed: int = 0, longest_s: float = 5.0) -> Scheduler:
+def live(
+    size: int,
+    body: Body,
+    seed: int = 0,
+    longest_s: float = 5.0,
+    stalled_after_s: float = module.STALLED_AFTER_S,
+) -> Scheduler:
     """Run a body on each rank's thread between its beginning and its end."""
-    scheduler = Scheduler(size, seed, longest_s)
+    scheduler = Scheduler(size, seed, longest_s, stalled_after_s)
 
     def run(rank: int) -> None:
         bind_rank(rank)
@@ -98,7 +104,6 @@ def test_sleeping_ranks_are_woken_in_the_order_of_the_seed() -> None:
 
 def test_turns_end_where_a_rank_waits_for_another_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(module, "_STALLED_AFTER_S", 0.05)
     is_there = threading.Event()
 
     def body(rank: int, scheduler: Scheduler) -> None:
@@ -106,12 +111,12 @@ def test_turns_end_where_a_rank_waits_for_another_by_itself(monkeypatch: pytest.
             is_there.set()
         assert is_there.wait(_HANG_S)
 
-    assert live(2, body).given_up == "rank 0 waits for something else than communication"
+    scheduler = live(2, body, stalled_after_s=0.05)
+    assert scheduler.given_up == "rank 0 waits for something else than communication"
 
 
 def test_turns_end_where_a_rank_waits_for_one_that_has_slept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(module, "_STALLED_AFTER_S", 0.05)
     is_over, is_there = False, threading.Event()
     sleepers: dict[int, module.SleepingRank] = {}
 
@@ -128,7 +133,8 @@ def test_turns_end_where_a_rank_waits_for_one_that_has_slept(monkeypatch: pytest
             is_there.set()
         assert is_there.wait(_HANG_S)
 
-    assert live(2, body).given_up == "rank 1 waits for something else than communication"
+    scheduler = live(2, body, stalled_after_s=0.05)
+    assert scheduler.given_up == "rank 1 waits for something else than communication"
 
 
 def test_turns_end_where_a_rank_computes_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ from shardproof.harness.worlds.threads.process_group import (
     global_ranks,
     register_threads_backend,
 )
-from shardproof.harness.worlds.threads.scheduler import Scheduler
+from shardproof.harness.worlds.threads.scheduler import STALLED_AFTER_S, Scheduler
 from shardproof.harness.worlds.threads.transport import InMemoryTransport
 
 # This many of the longest turns fit before the deadline, so that the waits of ranks can still be reported.
@@ -146,7 +146,7 @@ def _host_threads(link: SupervisorLink, spec: HostSpec) -> None:
                 world.size,
                 job.seed,
                 longest_s=world.deadline_s / _TURNS_TO_DEADLINE,
-                **({} if world.device == "cpu" else {"stalled_after_s": _STALLED_ON_DEVICE_AFTER_S}),
+                stalled_after_s=STALLED_AFTER_S if world.device == "cpu" else _STALLED_ON_DEVICE_AFTER_S,
             )
             transport = InMemoryTransport(world.size, scheduler)
             contexts = [_context(world, rank, device, job) for rank in range(world.size)]

@@ -26,7 +26,7 @@ RUN_UNTIL_BLOCKED = 0
 
 _LOOK_EVERY_S = 0.25
 # Using next to nothing of a processor: longer than a busy machine keeps a thread waiting.
-_STALLED_AFTER_S = 1.0
+STALLED_AFTER_S = 1.0
 _NEXT_TO_NOTHING = 0.05
 _LONGEST_TURN_S = 5.0
 
@@ -51,7 +51,7 @@ class Scheduler:
         world_size: int,
         seed: int = RUN_UNTIL_BLOCKED,
         longest_s: float = _LONGEST_TURN_S,
-        stalled_after_s: float = _STALLED_AFTER_S,
+        stalled_after_s: float = STALLED_AFTER_S,
     ) -> None:
         self.lock = threading.Lock()
         self._longest_s = min(longest_s, _LONGEST_TURN_S)
