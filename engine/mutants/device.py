@@ -17,7 +17,7 @@ from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Buffers, Offload, Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.patches import is_last_rank, local, never_updating
+from shardproof.engine.mutants.patches import local, never_updating
 from shardproof.engine.mutants.plans import changing
 
 
@@ -147,14 +147,3 @@ class SearchesTheGraph(DistributedDataParallelEngine):
         plan.refuse_beyond(self.capabilities)
         ddp = DistributedDataParallel(model, process_group=mesh.get_group(), find_unused_parameters=True)
         return self.prepared_type(ddp, named=model)
-
-
-@mutant(after="pytorch/pytorch#64629")
-class OrdersParametersByRank(FullyShardEngine):
-    """The last rank packs the parameters of each layer in another order than the others."""
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        if mesh.size() > 1 and is_last_rank():
-            for module in model.modules():
-                module._parameters = dict(reversed(module._parameters.items()))
-        return super().prepare(model, plan, mesh)

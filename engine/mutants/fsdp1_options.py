@@ -41,22 +41,6 @@ class WrapsLayersUnasked(FullyShardedDataParallelEngine):
     names = with_options(_with_layers)
 
 
-class _Stingy(wrap.ModuleWrapPolicy):
-    # Any: options of units.
-    def _run_policy(
-        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
-    ) -> dict[nn.Module, dict[str, Any]]:
-        lost = {"sharding_strategy": None, "use_orig_params": True}
-        return super()._run_policy(root_module, ignored_modules, {**root_kwargs, **lost})
-
-
-@mutant(after="speechbrain/speechbrain#2010", trace=Trace.STATE)
-class GivesUnitsNoOptions(FullyShardedDataParallelEngine):
-    """Units that a policy names by class have another strategy and form than the root."""
-
-    names = replace(NAMES, ModuleWrapPolicy=_Stingy)
-
-
 # Any: the result of a policy function.
 def _policy_of_answers(function: Any) -> wrap.CustomPolicy:
     return wrap.CustomPolicy(lambda module: bool(function(module)))

@@ -247,19 +247,6 @@ class ScopesNothing(FullyShardedDataParallelEngine):
 
 
 @mutant(after="pytorch/torchtitan#3724", trace=Trace.STATE)
-class LeavesFullStateDicts(FullyShardedDataParallelEngine):
-    """At the end of a context the type is the default, not the previous one."""
-
-    class Wrapper(FullyShardedDataParallel):
-        @staticmethod
-        @contextmanager
-        def state_dict_type(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[None]:
-            FullyShardedDataParallel.set_state_dict_type(module, *args, **kwargs)
-            yield
-            FullyShardedDataParallel.set_state_dict_type(module, StateDictType.FULL_STATE_DICT)
-
-
-@mutant(after="pytorch/torchtitan#3724", trace=Trace.STATE)
 class LeavesTheTypeAfterAnException(FullyShardedDataParallelEngine):
     """An exception inside a context leaves the context's type set."""
 

@@ -18,7 +18,6 @@ from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFul
 from shardproof.engine.contract import (
     Layout,
     Plan,
-    Prefetch,
     PreparedModel,
     Reshard,
     Shard,
@@ -188,13 +187,3 @@ class KeepsGatherOutputs(FullyShardEngine):
 
     prepared_type = KeepingFsdp2
     spoil = keeping(before_method, "wait_for_unshard", _keep_output)
-
-
-@mutant(after="deepspeedai/DeepSpeed#1069", trace=Trace.STATE)
-class PrefetchesEverything(FullyShardEngine):
-    """Each unit requests the gathers of all later units."""
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        units, distance = plan.units, len(plan.units)
-        lists = Prefetch.by_distance(units, forward=distance, backward=distance)
-        return super().prepare(model, replace(plan, prefetch=lists), mesh)

@@ -136,27 +136,6 @@ class DoublesGradientsEveryMicrobatch(DistributedDataParallelEngine):
             super().backward(loss)
 
 
-@mutant(after="huggingface/accelerate#2790")
-class StepsAfterEveryMicrobatch(DistributedDataParallelEngine):
-    """The optimizer steps after each microbatch."""
-
-    class Prepared(PreparedDdp):
-        _is_accumulating = False
-
-        @contextmanager
-        def accumulating(self) -> Iterator[None]:
-            self._is_accumulating = True
-            try:
-                yield
-            finally:
-                self._is_accumulating = False
-
-        def backward(self, loss: torch.Tensor) -> None:
-            super().backward(loss)
-            if self._is_accumulating:
-                self.step()
-
-
 @mutant(after="pytorch/pytorch#90546", trace=Trace.CRASH)
 class AssignsWholeGradientsToShards(FullyShardEngine):
     """After an accumulation a whole gradient is assigned to a shard."""

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardproof.engine.adapters.composable import PreparedComposable
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
-from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
 from shardproof.engine.contract import Plan, PreparedModel
 from shardproof.engine.mutants.fsdp2_insides import before_method, keeping
 from shardproof.engine.mutants.mutant import Trace, mutant
@@ -83,14 +83,6 @@ class _Grasping(PreparedComposable):
         super().backward(loss)
         for tensor in self._seen:
             tensor.untyped_storage().resize_(0)
-
-
-@mutant(after="InternLM/xtuner#1948", trace=Trace.STATE)
-class FreesTheUsersInputs(FullyShardEngine):
-    """The memory of inputs is freed after backward."""
-
-    class Prepared(_Grasping, PreparedFullyShard):
-        pass
 
 
 @mutant(after="InternLM/xtuner#1948", trace=Trace.STATE)

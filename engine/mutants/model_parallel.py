@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from types import MethodType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -135,33 +134,6 @@ class ReducesBeforeTheLastBackward(DistributedDataParallelEngine):
             return None
 
 
-@mutant(after="NVIDIA/Megatron-LM#7166")
-class KeepsOnlyTheLastMicrobatchOfAPipeline(DistributedDataParallelEngine):
-    """In a pipeline the microbatches before the last are lost."""
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        prepared = super().prepare(model, plan, mesh)
-        if plan.pipeline_stages > 1:
-            ddp = prepared.module
-            assert isinstance(ddp, DistributedDataParallel)
-            ddp.no_sync = MethodType(_forgetting, ddp)  # type: ignore[method-assign]  # of this one
-        return prepared
-
-
-@mutant(after="pytorch/pytorch#63916")
-class NeverSynchronisesTheFirstStage(DistributedDataParallelEngine):
-    """Gradients of a pipeline's first stage stay on the rank that computed them."""
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        prepared = super().prepare(model, plan, mesh)
-        is_first = dist.get_rank() < dist.get_world_size() // plan.pipeline_stages
-        if plan.pipeline_stages > 1 and is_first:
-            assert isinstance(prepared.module, DistributedDataParallel)
-            # A lambda: torch would resolve a function's annotations, which are strings here.
-            prepared.module.register_comm_hook(None, lambda state, bucket: _unreduced(bucket))
-        return prepared
-
-
 @mutant(after="NVIDIA/cosmos-framework#161", trace=Trace.COMMUNICATION)
 class ReducesEveryMicrobatchOfAPipeline(ReferenceEngine):
     """In a pipeline gradients are reduced after each microbatch."""
@@ -230,7 +202,3 @@ def _forgetting(self: DistributedDataParallel) -> Iterator[None]:
 
 
 # Any: torch's buckets have no public type that checkers accept.
-def _unreduced(bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future

@@ -228,13 +228,6 @@ def _behind(prepared: PreparedModel, *, is_behind: bool) -> PreparedModel:
 # Any, throughout: FSDP2's private classes and the streams of a device have no public types.
 
 
-def _later(lists: Lists, order: tuple[str, ...]) -> Lists:
-    def moved(targets: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(order[i + 1] for i in map(order.index, targets) if i + 1 < len(order))
-
-    return tuple((unit, moved(targets) or (unit,)) for unit, targets in lists)
-
-
 @mutant(after="deepspeedai/DeepSpeed#1069", trace=Trace.COMMUNICATION)
 class WaitsWhereItGathers(ReferenceEngine):
     """A prefetched gather is waited for in the call that issues it."""
@@ -256,13 +249,6 @@ class PrefetchesAfterItsTurn(ReferenceEngine):
     """Backward gathers the next unit after the current one was computed, not before."""
 
     spoil = in_each(reference_units, "prefetches_in_backward", lambda _: BackwardPrefetchTime.LAST)
-
-
-@mutant(after="deepspeedai/DeepSpeed#1069", trace=Trace.COMMUNICATION)
-class PrefetchesTheUnitAfterNext(FullyShardEngine):
-    """The unit after the one in the list is prefetched instead."""
-
-    misreads = changing_lists(_later)
 
 
 @mutant(after="NVIDIA/Megatron-LM#6153", trace=Trace.COMMUNICATION)

@@ -41,24 +41,6 @@ class ForgetsUnsavedBuffers(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(after="pytorch/pytorch#105840")
-class StartsOtherRanksAnew(FullyShardEngine):
-    """All ranks but the first draw initial weights of their own."""
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        _draw(model, torch.distributed.get_rank())
-        return super().prepare(model, plan, mesh)
-
-
-@torch.no_grad()
-def _draw(model: nn.Module, seed: int) -> None:
-    """Draw initial weights again, unless the seed is zero."""
-    if seed:
-        generator = torch.Generator().manual_seed(seed)
-        for parameter in model.parameters():
-            parameter.uniform_(-0.5, 0.5, generator=generator)
-
-
 @mutant(after="huggingface/pytorch-image-models#110")
 class GivesAllRanksTheBuffersOfOne(DistributedDataParallelEngine):
     """All ranks have the buffers of the first."""
@@ -128,29 +110,7 @@ class ReducesOnlyAfterInputs(ReferenceEngine):
             return super().__call__(*inputs, **named)
 
 
-@mutant(after="pytorch/pytorch#158719")
-class DropsAUnitOnTheLastRank(ReplicateEngine):
-    """Only the last rank drops the output of one unit.
-
-    Gradients of zero keep the reductions equal.
-    """
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        plan.refuse_beyond(self.capabilities)
-        if mesh.size() > 1 and mesh.get_local_rank() == mesh.size() - 1:
-            model.get_submodule(_first_unit(model, plan)).register_forward_hook(_drop)
-        return super().prepare(model, plan, mesh)
-
-
-def _first_unit(model: nn.Module, plan: Plan) -> str:
-    """Return the first unit, or without units the first module that has a parameter of its own."""
-    owners = (name for name, module in model.named_modules() if list(module.parameters(recurse=False)))
-    return next(iter(plan.units), None) or next(owners)
-
-
 # Any: a forward hook receives its module's inputs and outputs.
-def _drop(module: nn.Module, inputs: Any, output: Any) -> Any:
-    return output * 0 if isinstance(output, torch.Tensor) else output
 
 
 @mutant(after="radixark/miles#3187")

@@ -21,7 +21,6 @@ from shardproof.engine.mutants.patches import (
     Stale,
     keeping_group_options,
     local,
-    restart_count,
     set_group_options,
     unchanged,
 )
@@ -141,27 +140,6 @@ class FillsTheFirstRankAlone(ReferenceEngine):
             if torch.distributed.get_rank():
                 for parameter in self.owned_parameters().values():
                     local(parameter).fill_(0.25)
-
-
-@mutant(after="databricks/flashoptim#3")
-class ResetsTheStepCount(FullyShardEngine):
-    """A resumed Adam corrects its moments as in the first step."""
-
-    class Prepared(PreparedFullyShard):
-        def load_full_state(self, state: dict[str, Any]) -> None:
-            super().load_full_state(state)
-            restart_count(self.built_optimizer())
-
-
-@mutant(after="pytorch/pytorch#149205")
-class StepsOldParametersAfterAResume(FullyShardEngine):
-    """A resumed optimizer has parameters that are not the model's."""
-
-    class Prepared(PreparedFullyShard):
-        def load_full_state(self, state: dict[str, Any]) -> None:
-            super().load_full_state(state)
-            for group in self.built_optimizer().param_groups:
-                group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
 
 
 @mutant(after="NVIDIA/Megatron-LM#5974")

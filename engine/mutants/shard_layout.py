@@ -95,31 +95,6 @@ def _inferred(tensor: torch.Tensor) -> Shard:
     return replace(honest, global_shape=(rows, *honest.global_shape[1:]))
 
 
-@mutant(after="huggingface/accelerate#3859", trace=Trace.STATE)
-class KeepsWholeOptimizerState(FullyShardEngine):
-    """Each rank keeps optimizer state of the shape of whole parameters."""
-
-    class Prepared(PreparedFullyShard):
-        """Gathers the optimizer's state after each step and keeps it."""
-
-        def __init__(self, module: nn.Module, plan: Plan) -> None:
-            super().__init__(module, plan)
-            self._whole: dict[str, Shard] = {}
-
-        def step(self) -> None:
-            super().step()
-            state = self.built_optimizer().state
-            self._whole = {
-                f"{name}/{key}": shard_of(value.full_tensor())
-                for name, p in self.named.named_parameters()
-                for key, value in state.get(p, {}).items()
-                if isinstance(value, DTensor)
-            }
-
-        def local_optimizer_state(self) -> Mapping[str, Shard]:
-            return {**super().local_optimizer_state(), **self._whole}
-
-
 @mutant(after="pytorch/torchtitan#1483", trace=Trace.STATE)
 class ShowsStridedParameters(ReferenceEngine):
     """Forward uses parameters whose memory is not in the order of their shape."""

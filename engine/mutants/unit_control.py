@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.engine.adapters.composable import ComposableUnit, members
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
@@ -19,7 +16,6 @@ from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFul
 from shardproof.engine.contract import (
     ComposableApi,
     Plan,
-    PreparedModel,
     UnitHandle,
 )
 from shardproof.engine.mutants.mutant import Trace, mutant
@@ -183,82 +179,6 @@ class ComputesWithStaleParameters(FullyShardEngine):
 
     class Prepared(Stale, PreparedFullyShard):
         pass
-
-
-class _PreparedHasty(PreparedModel):
-    """Reduces copies of the gradients and waits for them only after the optimizer's step.
-
-    The copies make the race deterministic.
-    """
-
-    def __init__(self, ddp: DistributedDataParallel, *, named: nn.Module, group: dist.ProcessGroup) -> None:
-        super().__init__(ddp, named=named)
-        self._group = group
-        self._is_accumulating = False
-        self._reduced: list[torch.Tensor] = []
-        self._works: list[dist.Work] = []
-
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        self._is_accumulating = True
-        try:
-            yield
-        finally:
-            self._is_accumulating = False
-
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss)
-        if self._is_accumulating:
-            return
-        self._wait()
-        self._reduced = [p.grad.clone() for p in self._with_gradient() if p.grad is not None]
-        self._works = [dist.all_reduce(t, group=self._group, async_op=True) for t in self._reduced]
-
-    def step(self) -> None:
-        super().step()
-        self._wait()
-        for parameter, total in zip(self._with_gradient(), self._reduced, strict=True):
-            parameter.grad = total / self._group.size()
-
-    def _wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works = []
-
-    def _with_gradient(self) -> list[nn.Parameter]:
-        return [p for p in self.named.parameters() if p.grad is not None]
-
-
-@mutant(after="pytorch/pytorch#180666")
-class StepsBeforeTheReduction(DistributedDataParallelEngine):
-    """The optimizer steps before the reduced gradients have arrived."""
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        ddp = super().prepare(model, plan, mesh).module
-        assert isinstance(ddp, DistributedDataParallel)
-        ddp.require_backward_grad_sync = False
-        return _PreparedHasty(ddp, named=model, group=mesh.get_group())
-
-
-@mutant(after="pytorch/pytorch#43307")
-class RepeatsTheSecondGradients(DistributedDataParallelEngine):
-    """From the third step on the optimizer receives the gradients of the second."""
-
-    class Prepared(PreparedDdp):
-        def __init__(self, module: nn.Module, *, named: nn.Module) -> None:
-            super().__init__(module, named=named)
-            self._num_steps = 0
-            self._second: list[torch.Tensor | None] = []
-
-        def step(self) -> None:
-            gradients = [p.grad for p in self.named.parameters()]
-            if self._num_steps == 1:
-                self._second = [None if g is None else g.clone() for g in gradients]
-            for gradient, old in zip(gradients, self._second, strict=True) if self._num_steps > 1 else ():
-                if gradient is not None and old is not None:
-                    gradient.copy_(old)
-            self._num_steps += 1
-            super().step()
 
 
 @mutant(after="pytorch/pytorch#94258")

@@ -36,22 +36,6 @@ class KeepsTheStateOfAllRanks(ZeroRedundancyEngine):
             return {key: shard for key, shard in whole.items() if key.partition("/")[0] in names}
 
 
-@mutant(after="deepspeedai/DeepSpeedExamples#336", trace=Trace.STATE)
-class KeepsWholeGradientsBesideItsShares(Zero2Engine):
-    """Every rank keeps whole gradients until they are cleared, and reports its pieces of the reduced ones."""
-
-    class Prepared(PreparedZero2):
-        def backward(self, loss: torch.Tensor) -> None:
-            with self.engine.no_sync():
-                super().backward(loss)
-            self._whole = [p.grad for p in self.named.parameters()]
-            self.engine.reduce()
-
-        def step(self) -> None:
-            self._whole.clear()
-            super().step()
-
-
 @mutant(after="NVIDIA-NeMo/RL#561")
 class SharesNothing(Zero2Engine):
     """Every rank updates its own pieces, and receives none of the others."""

@@ -13,7 +13,6 @@ from shardproof.suites.tower import LR, batch, copies, gradients, tower
 pytestmark = pytest.mark.worlds(SEVERAL)
 
 PARAMETERS = "parameters at the end"
-_LAST = 3
 
 
 def _num_batches(rank: int) -> int:

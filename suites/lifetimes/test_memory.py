@@ -43,7 +43,6 @@ AHEAD = replace(FREED, prefetch=Prefetch.by_distance(CHAIN.units, forward=2, bac
 ONE, THREE = Schedule(), Schedule(microbatches=3)
 of_four = pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 of_buffers = pytest.mark.kills("KeepsGatherOutputs")
-of_prefetches = pytest.mark.kills("PrefetchesEverything")
 of_a_pass = pytest.mark.kills("KeepsUnitsUntilBackwardEnds")
 
 
@@ -51,7 +50,7 @@ of_a_pass = pytest.mark.kills("KeepsUnitsUntilBackwardEnds")
 @pytest.mark.worlds(TOGETHER)
 @parametrize(
     "plan, problem, schedule",
-    param(FREED, CHAIN, ONE, id="freed", marks=[of_buffers, of_prefetches]),
+    param(FREED, CHAIN, ONE, id="freed", marks=of_buffers),
     param(KEPT, CHAIN, ONE, id="kept"),
     param(PAIRS, CHAIN, ONE, id="pairs", marks=of_four),
     param(HYBRID, CHAIN, ONE, id="hybrid", marks=of_four),
@@ -234,7 +233,7 @@ def test_no_step_leaves_more_than_the_one_before(
 
 @pytest.mark.kills("FreesTheUsersOutputs")
 @pytest.mark.worlds(SEVERAL)
-@parametrize("layout", param(Layout.NATIVE, kills="FreesTheUsersInputs"), Layout.REPLICATE)
+@parametrize("layout", Layout.NATIVE, Layout.REPLICATE)
 def test_what_the_user_holds_is_let_alone(trial: Trial, layout: Layout) -> None:
     units = ("blocks.0", "blocks.2")
     names = ("an input", "an output", "an activation", "a slice of an input")

@@ -22,7 +22,7 @@ CASES: list[tuple[Problem, NamedOptimizer, int]] = [
 
 @pytest.mark.rows("T30")
 @pytest.mark.kills("KeepsOnlyTheLastMicrobatch", "DoublesGradientsEveryMicrobatch")
-@pytest.mark.kills("StepsAfterEveryMicrobatch", "AssignsWholeGradientsToShards")
+@pytest.mark.kills("AssignsWholeGradientsToShards")
 @parametrize(
     "problem, optimizer, microbatches",
     *CASES,

@@ -67,8 +67,6 @@ def test_sharded_stages_train_as_one_model(trial: Trial, order: PipelineOrder) -
 @pytest.mark.kills(
     "ReducesEveryMicrobatchOfAPipeline",
     "ReducesBeforeTheLastBackward",
-    "KeepsOnlyTheLastMicrobatchOfAPipeline",
-    "NeverSynchronisesTheFirstStage",
 )
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @every_order

@@ -17,7 +17,6 @@ from shardproof.suites.training import train
 @pytest.mark.kills(
     "ShardsTheFirstDim",
     "ReassemblesAlongTheFirstDim",
-    "KeepsWholeOptimizerState",
     "ShowsStridedParameters",
 )
 @pytest.mark.worlds(SEVERAL)

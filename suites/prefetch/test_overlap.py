@@ -31,7 +31,7 @@ SCATTERS = Overlaps(select=REDUCE_SCATTERS, but_for=(FIRST, ROOT))
 # Across replicas the scattered result is reduced once more: a turn later, if the host waits for it.
 REDUCTIONS = Overlaps(select=ALL_REDUCES, but_for=(UNITS[1], FIRST, ROOT))
 of_waits = pytest.mark.kills("WaitsWhereItGathers")
-of_lists = pytest.mark.kills("NeverPrefetches", "PrefetchesTheUnitAfterNext")
+of_lists = pytest.mark.kills("NeverPrefetches")
 
 
 @of_waits

@@ -12,7 +12,7 @@ from shardproof.suites.params import parametrize
 from shardproof.suites.training import train
 
 
-@pytest.mark.kills("KeepsTheStateOfAllRanks", "KeepsWholeGradientsBesideItsShares", "SharesNothing")
+@pytest.mark.kills("KeepsTheStateOfAllRanks", "SharesNothing")
 @pytest.mark.worlds(SEVERAL)
 @parametrize("layout", Layout.ZERO1, Layout.ZERO2)
 def test_holds_parameters_and_its_share_of_the_rest(trial: Trial, layout: Layout) -> None:

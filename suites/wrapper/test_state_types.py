@@ -105,7 +105,7 @@ def test_sets_the_type_of_all_wrapped_modules_below(bench: Bench) -> None:
 
 
 @pytest.mark.api("state_dict_type")
-@pytest.mark.kills("ScopesNothing", "LeavesFullStateDicts")
+@pytest.mark.kills("ScopesNothing")
 @expects("inside", "inside both", "inside again", "afterwards")
 def test_restores_the_type_at_the_end_of_a_context(bench: Bench) -> None:
     root = bench.wrapped(tower())

@@ -97,7 +97,7 @@ def test_asks_a_policy_from_the_leaves_up(bench: Bench) -> None:
     bench.same(ASKED, asked, ["0 20", "1.0.0 15", "1.0.1 20", "1.0 35", "1.1 12", "1 12"])
 
 
-@pytest.mark.kills("GivesUnitsNoOptions", "AlwaysShowsNames")
+@pytest.mark.kills("AlwaysShowsNames")
 @pytest.mark.api("auto_wrap_policy", "mixed_precision", "sharding_strategy", "use_orig_params")
 @expects("dtypes inside", "kept inside", "flat inside")
 def test_units_have_the_options_of_the_root(bench: Bench) -> None:
