@@ -208,7 +208,7 @@ def _card(hang: HangReport, like: RankState, members: Sequence[int]) -> StateCar
         facts.append(("call" if like.doing is RankActivity.WAITING else "last call", _brief(like.call)))
         facts += [
             ("group", _group(like.call)),
-            ("payload", _payload(like.call)),
+            ("payload", f"{like.call.dtype} {size(like.call.num_bytes)}".strip()),
             ("when", _moment(like.call)),
         ]
         facts += [("thread", like.call.thread)] if like.call.thread else []
@@ -264,10 +264,6 @@ _PEERS = {"send": "to", "recv": "from"}
 def _group(call: CallRecord) -> str:
     name = call.axis or (f"named {call.group_name}" if call.group_name else "")
     return f"{ranks(call.group)}{f' ({name})' if name else ''}"
-
-
-def _payload(call: CallRecord) -> str:
-    return f"{call.dtype} {size(call.num_bytes)}".strip()
 
 
 def _moment(call: CallRecord) -> str:

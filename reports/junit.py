@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 from xml.etree import ElementTree
 
-from shardproof.harness.records.record import LawRecord, Record, Verdict
+from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import Run
 from shardproof.reports import evidence
 from shardproof.reports.evidence import headroom, outcome_groups, place
@@ -94,17 +94,13 @@ def evidence_text(record: Record) -> str:
 def _evidence(record: Record) -> str:
     lines = [line for line in (record.headline, expectation_text(record)) if line]
     for law in record.laws:
-        lines += _law_lines(law)
+        lines += [f"{('held' if law.held else 'BROKEN')}: {law.law}: {law.summary}", *law.details]
     if record.worst is not None:
         lines += [place(record.worst), headroom(record.worst), f"looks like: {record.worst.looks_like}"]
     lines += [] if record.hang is None else evidence.hang_lines(record.hang)
     for group in outcome_groups(record):
         lines += [f"{group.ranks}: {group.kind}", group.text]
     return "\n".join([*lines, f"again: {record.command}"] if record.command else lines)
-
-
-def _law_lines(law: LawRecord) -> list[str]:
-    return [f"{'held' if law.held else 'BROKEN'}: {law.law}: {law.summary}", *law.details]
 
 
 def _incomplete(problems: Sequence[str]) -> list[_Element]:

@@ -32,14 +32,10 @@ def summarize(ledgers: Mapping[int, Ledger]) -> tuple[LedgerLine, ...]:
     """
     if not ledgers:
         return ()
-    counted = {rank: _count(ledger) for rank, ledger in ledgers.items()}
+    counted = {rank: Counter(map(_kind, ledger)) for rank, ledger in ledgers.items()}
     sized = {rank: _size(ledger) for rank, ledger in ledgers.items()}
     shown = [r for r in ledgers if r == 0 or (counted[r], sized[r]) != (counted[0], sized[0])]
     return tuple(line for rank in shown for line in _lines(rank, counted[rank], sized[rank]))
-
-
-def _count(ledger: Ledger) -> Counter[_Kind]:
-    return Counter(map(_kind, ledger))
 
 
 def _size(ledger: Ledger) -> Counter[_Kind]:

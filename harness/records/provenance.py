@@ -33,7 +33,13 @@ def header(
         engines=tuple(engines),
         worlds=tuple(worlds),
         versions={"python": platform.python_version()} | {name: version_of(name) for name in _PACKAGES},
-        hardware=_hardware(),
+        hardware={
+            "cpu": _cpu_model(),
+            "cores": str(_num_cores()),
+            "memory_bytes": _memory_bytes(),
+            "platform": platform.platform(),
+            "gpus": ", ".join(_gpu_models()) or "none found",
+        },
         git_head=head or UNKNOWN,
         git_dirty=bool(changes),
         git_changes=hashlib.sha256(_git("diff", "HEAD").encode()).hexdigest()[:12] if changes else "",
@@ -80,16 +86,6 @@ def _git(*arguments: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
-
-
-def _hardware() -> dict[str, str]:
-    return {
-        "cpu": _cpu_model(),
-        "cores": str(_num_cores()),
-        "memory_bytes": _memory_bytes(),
-        "platform": platform.platform(),
-        "gpus": ", ".join(_gpu_models()) or "none found",
-    }
 
 
 def _cpu_model() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -261,7 +261,7 @@ def _judge_laws(case: Case, saved: SavedResult, oracle: OracleObservation, simul
     asked = tuple(law for law in case.laws if law not in always)
     rulings = [law.judge(evidence) for law in (*always, *asked)]
     broken = [r for r in rulings if not r.record.held]
-    worst = _worst(broken or rulings)
+    worst = next((r.worst for r in broken or rulings if r.worst is not None), None)
     # Simulated numbers mean nothing, and a law of ledgers with nothing to check fails as blind.
     reason = None if broken or simulated else vacuous_because(evidence)
     verdict, visible = Verdict.PASSED, tuple[VisibleError, ...]()
@@ -285,10 +285,6 @@ def _judge_laws(case: Case, saved: SavedResult, oracle: OracleObservation, simul
 
 def _headline(ruling: Ruling) -> str:
     return f"{ruling.record.law}: {ruling.record.summary}"
-
-
-def _worst(rulings: Sequence[Ruling]) -> TensorRecord | None:
-    return next((r.worst for r in rulings if r.worst is not None), None)
 
 
 def _describe_hang(result: WorldResult, hang: HangReport) -> str:

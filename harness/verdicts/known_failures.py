@@ -183,7 +183,7 @@ def _unexcused(record: Record, live: Sequence[Expectation], concerned: Sequence[
     """Prepend to the headline why an expectation that names this case does not excuse it."""
     alike = next((entry for entry in live if entry.verdict is record.verdict), None)
     if alike is not None:
-        named, unnamed = (_listed(texts) for texts in (alike.shows, _unnamed(alike, record)))
+        named, unnamed = (", ".join(map(repr, texts)) for texts in (alike.shows, _unnamed(alike, record)))
         note = f"expectation excuses {named}, not {unnamed}"
         return replace(record, headline=f"{note}; {record.headline}", expectation=alike)
     if live:
@@ -194,10 +194,6 @@ def _unexcused(record: Record, live: Sequence[Expectation], concerned: Sequence[
             note = f"expectation expired on {entry.expiry}"
             return replace(record, headline=f"{note}; {record.headline}", expectation=entry)
     return record
-
-
-def _listed(texts: Sequence[str]) -> str:
-    return ", ".join(map(repr, texts))
 
 
 def _unused(entry: Expectation, today: str, ran: Ran) -> UnusedExpectation | None:

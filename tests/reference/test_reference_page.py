@@ -15,12 +15,8 @@ PAGE = ROOT / "docs" / "reference-engine.md"
 FILES = ROOT / "engine" / "reference"
 
 
-def _listed(pattern: str) -> list[str]:
-    return re.findall(pattern, PAGE.read_text(), re.M)
-
-
 def test_files_are_listed_in_the_order_of_their_imports() -> None:
-    listed = _listed(r"^\| \[([\w/]+)\.py\]")
+    listed = re.findall("^\\| \\[([\\w/]+)\\.py\\]", PAGE.read_text(), re.M)
     files = [f.relative_to(FILES).with_suffix("").as_posix() for f in FILES.rglob("*.py")]
     assert sorted(listed) == sorted(name for name in files if not name.endswith("__init__"))
     for index, name in enumerate(listed):

@@ -84,7 +84,7 @@ class MemoryTracker:
                 return
             self._lives.computed(sources)
             if name in _SUMS and self._recorder.phase is Phase.BACKWARD:
-                old = self._keys(_old(writes, fresh), name)
+                old = self._keys([t for t in writes if id(t.untyped_storage()) not in fresh], name)
                 self._lives.summed(sources, old, is_packing=name in _SCALED_COPIES)
 
     def allocated(self, tensor: torch.Tensor) -> None:
@@ -241,10 +241,6 @@ class MemoryTracker:
 
 def _user_tensor(held: _Held) -> UserTensor:
     return UserTensor(name=held.name, num_bytes=held.num_bytes, change=held.change)
-
-
-def _old(tensors: Sequence[torch.Tensor], fresh: set[int]) -> list[torch.Tensor]:
-    return [t for t in tensors if id(t.untyped_storage()) not in fresh]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
