@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
 
 from shardproof import Evidence, Plan, Schedule, Training
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.harness.oracle.oracle_observation import OracleObservation
 from shardproof.harness.records.observation import Observation
+from shardproof.harness.tracing.collectives.call import Call, Pieces
 from shardproof.harness.tracing.ledger import Entry, Ledger, Op, Phase, Wait
 
 UNITS = ("first", "second")
@@ -115,3 +119,25 @@ def _observation(rank: int, ledger: Ledger) -> Observation:
         buffers={},
         ledger=ledger,
     )
+
+
+# Calls.
+
+
+# Any: the fields of a call.
+def made_call(op: Op, inputs: Pieces = (), outputs: Pieces = (), **fields: Any) -> Call:
+    """Make the call of the first of two ranks, which waits for it, with some fields changed."""
+    plain: dict[str, Any] = {
+        "group": cast(dist.ProcessGroup, None),
+        "group_name": "everybody",
+        "ranks": (0, 1),
+        "rank": 0,
+        "reduce_op": None,
+        "peer": None,
+        "tag": 0,
+        "is_async": False,
+        "device": torch.device("cpu"),
+        "timeout_s": None,
+        "site": "engine.py:1 in step",
+    }
+    return Call(op=op, inputs=inputs, outputs=outputs, **(plain | fields))

@@ -1,14 +1,13 @@
 """No announcement of join is waited for by the rank that makes it. Needs torch alone.
 
 torch/distributed/algorithms/join.py, Join.notify_join_context: an asynchronous all-reduce, whose work is dropped
+Run: torchrun --nproc-per-node 2 ddp_join_announcements.py
 """
 
-import tempfile
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.algorithms import join
 from torch.nn.parallel import DistributedDataParallel
@@ -30,22 +29,20 @@ class Watched(dist.Work):
         return self.work.wait()
 
 
-def main(rank: int, store: str) -> None:
-    """Train two batches on one rank and three on the other."""
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    model, all_reduce = DistributedDataParallel(nn.Linear(4, 4)), dist.all_reduce
-
-    def watched(*given: object, async_op: bool = False, **named: object) -> object:
-        work = all_reduce(*given, async_op=async_op, **named)
-        return Watched(work) if async_op else work
-
-    join.dist = SimpleNamespace(**{**vars(dist), "all_reduce": watched})
-    with model.join():
-        for _ in range(2 + rank):
-            model(torch.ones(1, 4)).sum().backward()
-    print(f"rank {rank}: {Watched.made} announcements, {Watched.waited_for} of them waited for")
-    dist.destroy_process_group()
+# Train two batches on one rank and three on the other.
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model, all_reduce = DistributedDataParallel(nn.Linear(4, 4)), dist.all_reduce
 
 
-if __name__ == "__main__":
-    mp.spawn(main, args=(tempfile.mktemp(),), nprocs=2)
+def _watched(*given: object, async_op: bool = False, **named: object) -> object:
+    work = all_reduce(*given, async_op=async_op, **named)
+    return Watched(work) if async_op else work
+
+
+join.dist = SimpleNamespace(**{**vars(dist), "all_reduce": _watched})
+with model.join():
+    for _ in range(2 + rank):
+        model(torch.ones(1, 4)).sum().backward()
+print(f"rank {rank}: {Watched.made} announcements, {Watched.waited_for} of them waited for")
+dist.destroy_process_group()

@@ -1,10 +1,10 @@
-"""DDP refuses a reentrant checkpoint where another layer goes unused. Needs torch alone."""
+"""DDP refuses a reentrant checkpoint where another layer goes unused. Needs torch alone.
 
-import tempfile
+Run: torchrun --nproc-per-node 2 ddp_reentrant_checkpoint.py
+"""
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -22,13 +22,8 @@ class Model(nn.Module):
         return checkpoint(self.second, self.first(rows), use_reentrant=True)
 
 
-def main(rank: int, store: str) -> None:
-    """Train one step."""
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    model = DistributedDataParallel(Model(), find_unused_parameters=True)
-    model(torch.ones(1, 4)).sum().backward()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    mp.spawn(main, args=(tempfile.mktemp(),), nprocs=2)
+# Train one step.
+dist.init_process_group("gloo")
+model = DistributedDataParallel(Model(), find_unused_parameters=True)
+model(torch.ones(1, 4)).sum().backward()
+dist.destroy_process_group()

@@ -1,19 +1,16 @@
 """DeepSpeed ZeRO-2 raises where a layer runs in two reentrant checkpoints. Needs torch and deepspeed.
 
 deepspeed/runtime/zero/stage_1_and_2.py: each checkpoint has a backward of its own, and a parameter is reduced once
+Run: DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 deepspeed_reentrant_checkpoints.py
 """
 
-import os
 import sys
-import tempfile
 
+import deepspeed
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-os.environ["DS_ACCELERATOR"] = "cpu"
 
 
 class Model(nn.Module):
@@ -29,13 +26,11 @@ class Model(nn.Module):
         return checkpoint(self.again, once, use_reentrant=True)
 
 
-def main(rank: int, store: str, stage: int) -> None:
-    """Run one backward."""
-    import deepspeed
-
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # else it compiles for a minute
-    os.environ["LOCAL_RANK"] = str(rank)
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+# Run one backward.
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # else it compiles for a minute
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+for stage in (1, 2, 3):
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_allow_untested_optimizer": True,
@@ -51,8 +46,3 @@ def main(rank: int, store: str, stage: int) -> None:
         said = f"{type(error).__name__}: {str(error)[:80]}"
     if rank == 0:
         print(f"ZeRO-{stage}: {said}", flush=True)
-
-
-if __name__ == "__main__":
-    for zero in (1, 2, 3):
-        mp.spawn(main, args=(tempfile.mktemp(), zero), nprocs=2)

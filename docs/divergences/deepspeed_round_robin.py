@@ -2,28 +2,22 @@
 
 deepspeed/runtime/zero/stage_1_and_2.py, _link_all_hp_params: the flat partitions hold parameters in the order of
 round_robin_bit16_groups, and unless there is padding the offsets are those in the order of bit16_groups
+Run: DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 deepspeed_round_robin.py
 """
 
-import os
 import sys
-import tempfile
 
+import deepspeed
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
-os.environ["DS_ACCELERATOR"] = "cpu"
-
-
-def main(rank: int, store: str, in_turn: bool) -> None:
-    """Name the parameters whose float32 copy is not theirs, before any step."""
-    import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # else it compiles for a minute
-    os.environ["LOCAL_RANK"] = str(rank)
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+# Name the parameters whose float32 copy is not theirs, before any step.
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # else it compiles for a minute
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+for in_turn in (False, True):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     config = {
@@ -37,10 +31,4 @@ def main(rank: int, store: str, in_turn: bool) -> None:
     wrong = [name for name, (got, expected) in found.items() if not torch.equal(got, expected)]
     if rank == 0:
         print(f"round_robin_gradients {in_turn}: copies of other parameters: {wrong}", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    for turns in (False, True):
-        mp.spawn(main, args=(tempfile.mktemp(), turns), nprocs=2)
+dist.destroy_process_group()

@@ -2,50 +2,39 @@
 
 deepspeed/runtime/zero/stage3.py#L791 has a flat buffer for gradients of all partitions; with offload_optimizer line
 1338 makes another one for each group of copies, which stays: without it gradients of copies are dropped after a step.
+Run: DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 deepspeed_zero3_offloaded_gradients.py
 """
 
-import os
 import sys
-import tempfile
 
+import deepspeed
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
-os.environ["DS_ACCELERATOR"] = "cpu"
-
-
-def main(rank: int, store: str, size: int) -> None:
-    """Take a step with and without offload, and look at what gradients are left."""
-    import deepspeed
-
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # else it compiles for a minute
-    os.environ["LOCAL_RANK"] = str(rank)
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-    for offload in ({}, {"offload_optimizer": {"device": "cpu"}}):
-        model = nn.Linear(64, 64, bias=False)
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **offload},
-        }
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=sgd, config=config)
-        engine.backward(engine(torch.ones(1, 64)).sum())
-        engine.step()
-        zero = engine.optimizer
-        copies = [copy.grad for copy in zero.fp32_partitioned_groups_flat]
-        kept = [zero.grad_partitions_flat_buffer, *(grad for grad in copies if grad is not None)]
-        sizes = [grad.numel() for grad in kept]
-        print(
-            f"rank {rank}, offload {bool(offload)}: gradients of {sizes} elements; its share is 2048",
-            flush=True,
-        )
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    mp.spawn(main, args=(tempfile.mktemp(), 2), nprocs=2)
+# Take a step with and without offload, and look at what gradients are left.
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # else it compiles for a minute
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+for offload in ({}, {"offload_optimizer": {"device": "cpu"}}):
+    model = nn.Linear(64, 64, bias=False)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **offload},
+    }
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=sgd, config=config)
+    engine.backward(engine(torch.ones(1, 64)).sum())
+    engine.step()
+    zero = engine.optimizer
+    copies = [copy.grad for copy in zero.fp32_partitioned_groups_flat]
+    kept = [zero.grad_partitions_flat_buffer, *(grad for grad in copies if grad is not None)]
+    sizes = [grad.numel() for grad in kept]
+    print(
+        f"rank {rank}, offload {bool(offload)}: gradients of {sizes} elements; its share is 2048",
+        flush=True,
+    )
+dist.barrier()
+dist.destroy_process_group()

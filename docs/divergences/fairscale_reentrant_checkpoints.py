@@ -2,14 +2,13 @@
 
 fairscale/nn/data_parallel/sharded_ddp.py, _get_reduce_fn: a parameter is reduced the first time that it has a gradient,
 and each checkpoint has a backward of its own. Needs torch and fairscale.
+Run: torchrun --nproc-per-node 2 fairscale_reentrant_checkpoints.py
 """
 
-import tempfile
 import warnings
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from fairscale.nn.data_parallel import ShardedDataParallel
 from fairscale.optim.oss import OSS
 from torch import nn
@@ -33,19 +32,15 @@ class Model(nn.Module):
         return rows
 
 
-def main(rank: int, store: str) -> None:
-    """Print the layer's gradient on the rank that updates it, with checkpoints and without."""
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    for checkpoints in (False, True):
-        model = Model(checkpoints)
-        oss = OSS(model.parameters(), optim=torch.optim.SGD, lr=0.1)
-        wrapped = ShardedDataParallel(model, oss, reduce_buffer_size=0)
-        wrapped(torch.full((1, 2), rank + 1.0)).sum().backward()
-        if model.again.weight.grad is not None:
-            print(f"checkpoints={checkpoints}, rank {rank}: {model.again.weight.grad.tolist()}", flush=True)
-        dist.barrier()
-
-
-if __name__ == "__main__":
-    mp.spawn(main, args=(tempfile.mktemp(),), nprocs=2)
+# Print the layer's gradient on the rank that updates it, with checkpoints and without.
+warnings.simplefilter("ignore")
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+for checkpoints in (False, True):
+    model = Model(checkpoints)
+    oss = OSS(model.parameters(), optim=torch.optim.SGD, lr=0.1)
+    wrapped = ShardedDataParallel(model, oss, reduce_buffer_size=0)
+    wrapped(torch.full((1, 2), rank + 1.0)).sum().backward()
+    if model.again.weight.grad is not None:
+        print(f"checkpoints={checkpoints}, rank {rank}: {model.again.weight.grad.tolist()}", flush=True)
+    dist.barrier()

@@ -1,14 +1,13 @@
 """A frozen and checkpointed block runs twice under FSDP1, as its input needs a gradient there. Needs torch alone.
 
 torch/distributed/fsdp/_flat_param.py: a frozen parameter is a view of a flat parameter that has a gradient
+Run: torchrun --nproc-per-node 2 fsdp1_frozen_and_recomputed.py
 """
 
-import tempfile
 import warnings
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -43,18 +42,12 @@ class Model(nn.Module):
         return self.head(checkpoint(self.block, self.entry(rows), use_reentrant=False))
 
 
-def main(rank: int, store: str) -> None:
-    """Train one step with and without FSDP1."""
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    plain = Model()
-    wrapped = FullyShardedDataParallel(Model(), device_id=torch.device("cpu"), use_orig_params=True)
-    for model in (plain, wrapped):
-        model(torch.ones(1, 4)).sum().backward()
-    print(
-        f"rank {rank}: {plain.block.runs:.0f} run plain, {wrapped.block.runs:.0f} wrapped: expected as many"
-    )
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    mp.spawn(main, args=(tempfile.mktemp(),), nprocs=2)
+# Train one step with and without FSDP1.
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+plain = Model()
+wrapped = FullyShardedDataParallel(Model(), device_id=torch.device("cpu"), use_orig_params=True)
+for model in (plain, wrapped):
+    model(torch.ones(1, 4)).sum().backward()
+print(f"rank {rank}: {plain.block.runs:.0f} run plain, {wrapped.block.runs:.0f} wrapped: expected as many")
+dist.destroy_process_group()

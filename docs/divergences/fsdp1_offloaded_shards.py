@@ -2,38 +2,31 @@
 
 torch/distributed/fsdp/_shard_utils.py, _create_chunk_sharded_tensor: a group that can also reduce on the host is taken
 for one of the host, so the shards are said to be there, and ShardedTensor.cpu() returns them as they are
+Run: torchrun --nproc-per-node 2 fsdp1_offloaded_shards.py
 """
 
-import tempfile
 import warnings
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType
 
 warnings.simplefilter("ignore")
 
-
-def main(rank: int, store: str) -> None:
-    """Save a layer, with backends for both devices, and print where the shard is and where it is said to be."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
-        raise SystemExit("expected an accelerator, found none; try a machine that has one")
-    device = torch.device(found.type, rank % torch.accelerator.device_count())
-    torch.accelerator.set_device_index(device)
-    backends = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-    dist.init_process_group(backends, store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    model = FullyShardedDataParallel(nn.Linear(2, 2), device_id=device, use_orig_params=True)
-    to_host = ShardedStateDictConfig(offload_to_cpu=True)
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, to_host):
-        saved = model.state_dict()["weight"]
-    said = {str(shard.placement.device()) for shard in saved.metadata().shards_metadata}
-    (shard,) = saved.local_shards()
-    print(f"rank {rank}: a shard on {shard.tensor.device}; all are said to be on {said}", flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    mp.spawn(main, args=(tempfile.mktemp(),), nprocs=2)
+# Save a layer, with backends for both devices, and print where the shard is and where it is said to be.
+found = torch.accelerator.current_accelerator(check_available=True)
+if found is None:
+    raise SystemExit("expected an accelerator, found none; try a machine that has one")
+dist.init_process_group(f"cpu:gloo,{found.type}:{dist.get_default_backend_for_device(found)}")
+rank = dist.get_rank()
+device = torch.device(found.type, rank % torch.accelerator.device_count())
+torch.accelerator.set_device_index(device)
+model = FullyShardedDataParallel(nn.Linear(2, 2), device_id=device, use_orig_params=True)
+to_host = ShardedStateDictConfig(offload_to_cpu=True)
+with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, to_host):
+    saved = model.state_dict()["weight"]
+said = {str(shard.placement.device()) for shard in saved.metadata().shards_metadata}
+(shard,) = saved.local_shards()
+print(f"rank {rank}: a shard on {shard.tensor.device}; all are said to be on {said}", flush=True)
+dist.destroy_process_group()

@@ -1,14 +1,13 @@
 """Reentrant checkpoints that share a unit of FSDP1: the second is recomputed with freed memory. Needs torch alone.
 
 torch/distributed/fsdp/_runtime_utils.py: the backward inside the first checkpoint ends as a whole one does
+Run: torchrun --nproc-per-node 2 fsdp1_reentrant_checkpoints.py
 """
 
-import tempfile
 import warnings
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -31,14 +30,9 @@ class Model(nn.Module):
         return rows
 
 
-def main(rank: int, store: str) -> None:
-    """Train two steps."""
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    model = FullyShardedDataParallel(Model(), device_id=torch.device("cpu"), use_orig_params=True)
-    for _ in range(2):
-        model(torch.ones(1, 4)).sum().backward()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    mp.spawn(main, args=(tempfile.mktemp(),), nprocs=2)
+# Train two steps.
+dist.init_process_group("gloo")
+model = FullyShardedDataParallel(Model(), device_id=torch.device("cpu"), use_orig_params=True)
+for _ in range(2):
+    model(torch.ones(1, 4)).sum().backward()
+dist.destroy_process_group()

@@ -2,13 +2,11 @@
 
 torch/distributed/fsdp/_fully_shard/_fsdp_param.py, _get_grad_inner_tensor: redistribute() comes before the cast to
 MixedPrecisionPolicy.reduce_dtype. Needs torch alone; https://github.com/pytorch/pytorch/issues/190626.
+Run: torchrun --nproc-per-node 4 fsdp2_copies_on_tensor_ranks.py
 """
-
-import tempfile
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -26,21 +24,17 @@ class Gain(nn.Module):
         return rows * self.factors
 
 
-def main(rank: int, store: str) -> None:
-    """Compute in bfloat16, in which 256 and 1 have a form and their sum has none, and reduce in float32."""
-    dist.init_process_group("gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4)
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    model = Gain(mesh["tensor"])
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    fully_shard(model, mesh=mesh["data"], mp_policy=policy)
-    part = 1.0 if mesh["tensor"].get_local_rank() else 256.0
-    rows = DTensor.from_local(torch.full((1, 4), part, dtype=torch.bfloat16), mesh["tensor"], [Shard(0)])
-    model(rows).to_local().sum().backward()
-    gradient = model.factors.grad.full_tensor()
-    if rank == 0:
-        print(f"{gradient.dtype}: {gradient.tolist()}, expected 257")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    mp.spawn(main, args=(tempfile.mktemp(),), nprocs=4)
+# Compute in bfloat16, in which 256 and 1 have a form and their sum has none, and reduce in float32.
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+model = Gain(mesh["tensor"])
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+fully_shard(model, mesh=mesh["data"], mp_policy=policy)
+part = 1.0 if mesh["tensor"].get_local_rank() else 256.0
+rows = DTensor.from_local(torch.full((1, 4), part, dtype=torch.bfloat16), mesh["tensor"], [Shard(0)])
+model(rows).to_local().sum().backward()
+gradient = model.factors.grad.full_tensor()
+if rank == 0:
+    print(f"{gradient.dtype}: {gradient.tolist()}, expected 257")
+dist.destroy_process_group()

@@ -1,13 +1,11 @@
 """The second module of a unit runs once more without gradients before its turn: backward raises. Needs torch alone.
 
 torch/distributed/fsdp/_fully_shard/_fsdp_state.py, _register_group_forward_hooks: modules_to_run
+Run: torchrun --nproc-per-node 2 fsdp2_module_of_a_joint_unit.py
 """
-
-import tempfile
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -27,16 +25,11 @@ class Model(nn.Module):
         return self.second(rows) + still
 
 
-def main(rank: int, store: str) -> None:
-    """Train two steps."""
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    model, mesh = Model(), dist.init_device_mesh("cpu", (2,))
-    fully_shard([model.first, model.second], mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    for _ in range(2):
-        model(torch.ones(1, 4)).sum().backward()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    mp.spawn(main, args=(tempfile.mktemp(),), nprocs=2)
+# Train two steps.
+dist.init_process_group("gloo")
+model, mesh = Model(), dist.init_device_mesh("cpu", (2,))
+fully_shard([model.first, model.second], mesh=mesh)
+fully_shard(model, mesh=mesh)
+for _ in range(2):
+    model(torch.ones(1, 4)).sum().backward()
+dist.destroy_process_group()

@@ -1,13 +1,11 @@
 """A unit that no forward entered yet has no gradient to cast: AttributeError in backward. Needs torch alone.
 
 torch/distributed/fsdp/_fully_shard/_fsdp_param.py, to_accumulated_grad_if_needed: self._unsharded_param
+Run: torchrun --nproc-per-node 2 fsdp2_unit_that_never_ran.py
 """
-
-import tempfile
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -25,17 +23,12 @@ class Model(nn.Module):
         return self.late(rows) if is_last else rows
 
 
-def main(rank: int, store: str) -> None:
-    """Hold the first microbatch back, and reduce in float64."""
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    model, mesh = Model(), dist.init_device_mesh("cpu", (2,))
-    for module in (model.always, model.late, model):
-        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
-    for is_last in (False, True):
-        model.set_requires_gradient_sync(is_last)
-        model(torch.ones(1, 4), is_last=is_last).sum().backward()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    mp.spawn(main, args=(tempfile.mktemp(),), nprocs=2)
+# Hold the first microbatch back, and reduce in float64.
+dist.init_process_group("gloo")
+model, mesh = Model(), dist.init_device_mesh("cpu", (2,))
+for module in (model.always, model.late, model):
+    fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
+for is_last in (False, True):
+    model.set_requires_gradient_sync(is_last)
+    model(torch.ones(1, 4), is_last=is_last).sum().backward()
+dist.destroy_process_group()

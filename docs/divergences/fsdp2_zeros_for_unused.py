@@ -1,13 +1,11 @@
 """A parameter that no rank used moves under fully_shard, and rests under DDP. Needs torch alone.
 
 torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, reduce_scatter_unused_params
+Run: torchrun --nproc-per-node 2 fsdp2_zeros_for_unused.py
 """
-
-import tempfile
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -27,22 +25,18 @@ class Experts(nn.Module):
         return output
 
 
-def main(rank: int, store: str) -> None:
-    """Train one step each, and print the first element of the second expert, which was 1."""
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    sharded = fully_shard(Experts(), mesh=dist.init_device_mesh("cpu", (2,)))
-    sharded.set_reduce_scatter_unused_params(True)
-    replicated = DistributedDataParallel(Experts(), find_unused_parameters=True)
-    for name, model in (("fully_shard", sharded), ("DDP", replicated)):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        *_, weight = model.parameters()
-        element = (weight.full_tensor() if name == "fully_shard" else weight)[0, 0].item()
-        if rank == 0:
-            print(f"{name}: {element:.4f}")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    mp.spawn(main, args=(tempfile.mktemp(),), nprocs=2)
+# Train one step each, and print the first element of the second expert, which was 1.
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+sharded = fully_shard(Experts(), mesh=dist.init_device_mesh("cpu", (2,)))
+sharded.set_reduce_scatter_unused_params(True)
+replicated = DistributedDataParallel(Experts(), find_unused_parameters=True)
+for name, model in (("fully_shard", sharded), ("DDP", replicated)):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    *_, weight = model.parameters()
+    element = (weight.full_tensor() if name == "fully_shard" else weight)[0, 0].item()
+    if rank == 0:
+        print(f"{name}: {element:.4f}")
+dist.destroy_process_group()

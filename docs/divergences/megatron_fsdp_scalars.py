@@ -2,15 +2,14 @@
 
 megatron_fsdp/param_and_grad_buffer.py, make_fsdp_dtensor: the DTensor of a scalar is given the shape of this rank's
 piece, and only ranks that hold nothing of it find, in validate_uneven_dtensor, that it does not fit.
+Run: torchrun --nproc-per-node 2 megatron_fsdp_scalars.py
 """
 
 import os
-import tempfile
 
 import megatron_fsdp
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -26,29 +25,25 @@ class Gained(nn.Module):
         return self.layer(rows) * self.gain
 
 
-def main(rank: int, store: str) -> None:
-    """Shard it, on the CPU or, where there are two of them, on GPUs."""
-    device = torch.device("cuda", rank) if torch.cuda.device_count() > 1 else torch.device("cpu")
-    if device.type == "cpu":  # it asks for streams and properties of a GPU wherever it is
-        torch.cuda.current_device = lambda: 0
-        for name in ("Stream", "current_stream"):
-            setattr(torch.cuda, name, lambda *_: torch.cpu.current_stream())
-        for name in ("_lazy_init", "empty_cache", "synchronize", "set_device"):
-            setattr(torch.cuda, name, lambda *_: None)
-    else:
-        torch.cuda.set_device(device)
-    dist.init_process_group(store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    mesh = init_device_mesh(device.type, (2, 1), mesh_dim_names=("fsdp", "tp"))
-    try:
-        megatron_fsdp.fully_shard_model(
-            Gained().to(device), device_mesh=mesh, dp_shard_dim="fsdp", tp_dim="tp",
-            fsdp_unit_modules=[nn.Linear], device=device, calculate_per_token_loss=True,
-        )  # fmt: skip
-        print(f"rank {rank}: went ahead", flush=True)
-    except (AssertionError, RuntimeError) as error:
-        print(f"rank {rank}: {error}", flush=True)
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    mp.spawn(main, args=(tempfile.mktemp(),), nprocs=2)
+dist.init_process_group()
+rank = dist.get_rank()
+# Shard it, on the CPU or, where there are two of them, on GPUs.
+device = torch.device("cuda", rank) if torch.cuda.device_count() > 1 else torch.device("cpu")
+if device.type == "cpu":  # it asks for streams and properties of a GPU wherever it is
+    torch.cuda.current_device = lambda: 0
+    for name in ("Stream", "current_stream"):
+        setattr(torch.cuda, name, lambda *_: torch.cpu.current_stream())
+    for name in ("_lazy_init", "empty_cache", "synchronize", "set_device"):
+        setattr(torch.cuda, name, lambda *_: None)
+else:
+    torch.cuda.set_device(device)
+mesh = init_device_mesh(device.type, (2, 1), mesh_dim_names=("fsdp", "tp"))
+try:
+    megatron_fsdp.fully_shard_model(
+        Gained().to(device), device_mesh=mesh, dp_shard_dim="fsdp", tp_dim="tp",
+        fsdp_unit_modules=[nn.Linear], device=device, calculate_per_token_loss=True,
+    )  # fmt: skip
+    print(f"rank {rank}: went ahead", flush=True)
+except (AssertionError, RuntimeError) as error:
+    print(f"rank {rank}: {error}", flush=True)
+os._exit(0)

@@ -56,7 +56,7 @@ class ReducesReplicasInBfloat16(FullyShardEngine):
             gradients.copy_(rounded)
 
         prepared = super().prepare(model, plan, mesh["shard"])
-        for module in [m for m in prepared.module.modules() if hasattr(m, "set_all_reduce_hook")]:
+        for module in _managed(prepared):
             module.set_all_reduce_hook(reduce_across)
         return prepared
 
@@ -250,3 +250,5 @@ def _round(parameter: FSDPParam) -> None:
 
 
 # Any: FSDP2's methods are in a class that modules receive at run time.
+def _managed(prepared: PreparedModel) -> list[Any]:
+    return [m for m in prepared.module.modules() if hasattr(m, "set_all_reduce_hook")]

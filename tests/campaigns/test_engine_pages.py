@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from campaigns import engines
+from campaigns import engines, gpu
 from campaigns.engine_pages import Judged, columns, columns_of, page, summary
+from campaigns.torch_versions import Release, _divergences, _seen_in, _with_releases
 from shardproof.engine.registry import BUILT_IN, THIRD_PARTY
 from shardproof.harness.records.record import Record, Verdict
 from shardproof.harness.records.run import Run
+from shardproof.harness.torch_compat.releases import TESTED, minor, remark
 from tests.sample_records import ENTRY, FOOTER, HEADER, a_record
 from tests.shell import ROOT
 
@@ -106,3 +108,79 @@ def test_the_row_of_an_engine_that_has_not_run_stays() -> None:
     assert summary(columns_of(text)) == text
     anew = replace(_judged(_record(Verdict.PASSED, "zero")), engine="torch.zero1")
     assert summary(columns_of(text) | columns([anew])) == summary(columns([first, anew]))
+
+
+# The campaign on an accelerator.
+
+
+def _campaign(folder: Path, *options: str) -> tuple[int, str]:
+    places = ("--out", str(folder / "runs"), "--page", str(folder / "page.md"))
+    code = gpu.main(["--device", "cpu", "--only", "doctor", *places, *options])
+    return code, (folder / "page.md").read_text()
+
+
+def test_a_stage_runs_once_and_within_the_budget(tmp_path: Path) -> None:
+    code, page = _campaign(tmp_path, "--budget", "0")
+    assert (code, "not reached: the budget is spent" in page) == (1, True)
+    (tmp_path / "runs" / "doctor").mkdir()
+    (tmp_path / "runs" / "doctor" / "done.json").write_text(
+        '{"name": "doctor", "code": 0, "seconds": 3.0, "result": "ok   world threads:2"}'
+    )
+    code, page = _campaign(tmp_path, "--budget", "0")
+    assert (code, "ok   world threads:2" in page) == (0, True)
+
+
+def test_several_ranks_share_the_one_device_that_a_machine_may_have() -> None:
+    commands = [" ".join(stage.command) for stage in gpu.stages("cuda")]
+    assert any("--world=threads:2:cuda" in command for command in commands)
+    assert not any("processes:2:cuda" in command for command in commands)
+
+
+def test_without_an_accelerator_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main([])
+    assert "expected an accelerator that torch finds, got none" in capsys.readouterr().err
+
+
+# Releases of torch.
+
+
+@pytest.mark.parametrize("version", [*TESTED, "2.15.0+cu132", "2.13.1+cpu", "2.12.0a0+git12"])
+def test_a_tested_release_needs_no_remark(version: str) -> None:
+    assert remark(version) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "word"), [("2.16.0", "newer"), ("3.0.0+cpu", "newer"), ("2.10.1", "older")]
+)
+def test_another_release_has_one_line(version: str, word: str) -> None:
+    line = remark(version)
+    assert line is not None
+    assert line.startswith(f"torch {version} is {word} than 2.")
+    assert "\n" not in line
+
+
+def test_releases_are_in_order() -> None:
+    assert sorted(TESTED, key=minor) == list(TESTED)
+
+
+def _release(version: str, verdict: str) -> Release:
+    run = Run(header=HEADER, records=(), footer=None)
+    return Release(version=version, catalogue=run, processes=run, private_names={}, divergences={1: verdict})
+
+
+def test_a_divergence_names_the_releases_that_show_it() -> None:
+    verdicts = {"2.11.0": "not supported", "2.13.0": "seen", "2.14.1": "seen", "2.15.0": "not seen"}
+    releases = [_release(version, verdict) for version, verdict in verdicts.items()]
+    line = "Seen in torch 2.13.0, 2.14.1; not seen in 2.15.0; not supported in 2.11.0."
+    assert _seen_in(1, releases) == line
+    text = "# Page\n\n## 1. Twice\n\nIt is so.\n\n```sh\npytest suites\n```\n\n## Else\n"
+    once = _with_releases(text, releases)
+    assert f"It is so.\n\n{line}\n\n```sh\npytest suites\n```\n\n## Else" in once
+    assert _with_releases(once, releases) == once
+
+
+def test_every_divergence_has_a_command() -> None:
+    found = _divergences()
+    assert [d.number for d in found] == list(range(1, len(found) + 1))
+    assert all(d.command.startswith(("pytest suites/", "shardproof run --case ")) for d in found)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardproof import RankContext, Shard, shard_of
+from shardproof.engine.pieces import Piece
 from shardproof.harness.records.observation import Observation, load_observation, save_observation
 from tests.values import returned
 
@@ -156,3 +157,23 @@ def test_pieces_that_are_no_block_are_refused(tmp_path: Path) -> None:
     for partial, strided in returned("threads:2", _refusals, folder=tmp_path):
         assert "got P" in partial
         assert "got _S(0, 2)" in strided
+
+
+# Pieces of parameters.
+
+
+def test_a_number_that_another_rank_owns_is_an_empty_piece() -> None:
+    number = torch.tensor(2.0)
+    assert not Piece(name="gain", shape=(), owner=number, numel=0).of(number).tensor.numel()
+
+
+def test_a_number_of_this_rank_is_whole() -> None:
+    number = torch.tensor(2.0)
+    shown = Piece(name="gain", shape=(), owner=number).of(number)
+    assert shown.is_whole
+    assert shown.tensor.item() == 2
+
+
+def test_a_number_beside_a_piece_is_of_the_whole_parameter() -> None:
+    count = torch.tensor(7.0)
+    assert Piece(name="weight", shape=(4,), owner=torch.zeros(0), numel=0).of(count).tensor.item() == 7

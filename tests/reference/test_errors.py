@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from shardproof.engine.reference import zero_checkpoint
+from shardproof.engine.reference.zero import Zero2
+from shardproof.harness.records.record import Verdict
+from shardproof.harness.records.run import read_run
+from shardproof.harness.runner.invoke import call_pytest
 from shardproof.harness.worlds.rank import RankContext
 from shardproof.suites.composable.refusals import SCENARIOS
 from tests.reference.apis import BY_NAME, each_api
@@ -64,3 +74,68 @@ def _accept(context: RankContext, api: str) -> list[bool]:
 @each_api
 def test_one_axis_needs_no_name_and_a_number_at_either_end_is_a_bool(api: str, ranks: Ranks) -> None:
     assert ranks.run(SIZE, _accept, api) == [[True, False]] * SIZE
+
+
+# Checkpoints of ZeRO-2.
+
+
+def _load_into_two_groups(context: RankContext, folder: Path) -> bool:
+    group = dist.group.WORLD
+    assert group is not None
+    engine = Zero2(nn.Linear(4, 4), group)
+    pieces = [piece.own for piece in engine.pieces.values()]
+    zero_checkpoint.save(engine, torch.optim.SGD(pieces, lr=0.1), folder)
+    dist.barrier()
+    before = [p.detach().clone() for p in engine.module.parameters()]
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.add_(1)
+    other = torch.optim.SGD([{"params": pieces[:1]}, {"params": pieces[1:]}], lr=0.2)
+    with pytest.raises(ValueError, match="expected 2 parameter groups, got 1; build the optimizer as it was"):
+        zero_checkpoint.load(engine, other, folder)
+    kept = zip(before, engine.module.parameters(), strict=True)
+    return all(torch.equal(old + 1, new) for old, new in kept) and other.param_groups[0]["lr"] == 0.2
+
+
+def test_other_parameter_groups_are_refused_before_any_change(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, _load_into_two_groups, tmp_path) == [True, True]
+
+
+# Cases of the suites.
+
+
+# By engine and file: words of the cases, none for all of the file.
+CASES = {
+    "reference": {
+        "sharding_state/test_policy.py": "what_the_policy_says",
+        "sharding_state/test_control.py": "holds_the_head",
+        "accumulation/test_holding_back.py": "shards_reduce_as_told",
+        "communication/test_hybrid.py": "within_and_across_replicas",
+        "communication/test_precision.py": "",
+        "composable/test_training.py": "without_memory or are_each_ranks_own or first_rank or is_deleted",
+        "composable/test_units.py": "stay_what_they_were or across_replicas",
+        "interventions/test_freezing.py": "freezes_and_unfreezes and later",
+        "interventions/test_gradients.py": "hooks_see or backward_is_one",
+        "placement/test_largest_dim.py": "",
+        "state/test_resume.py": "tied",
+    },
+    "reference.wrapper": {
+        "precision/test_scaler.py": "",
+        "wrapper/test_optim_state.py": "not_wrapped or another_wrapping",
+        "wrapper/test_state_dicts.py": "not_wrapped or another_wrapping",
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("engine", CASES)
+def test_conforms(engine: str, tmp_path: Path) -> None:
+    words = (f"{Path(file).stem} and ({chosen or 'test'})" for file, chosen in CASES[engine].items())
+    files = [f"suites/{file}" for file in CASES[engine]]
+    options = [f"--engine={engine}", "--world=threads:4", f"--out={tmp_path}", "-k", " or ".join(words)]
+    assert call_pytest([*files, *options]) == 0
+    records = read_run(tmp_path).records
+    assert {record.verdict for record in records} <= {Verdict.PASSED, Verdict.UNSUPPORTED}
+    passed = {record.case.split("::")[0] for record in records if record.verdict is Verdict.PASSED}
+    assert passed == set(CASES[engine])

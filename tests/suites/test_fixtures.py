@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -17,6 +18,9 @@ from shardproof.harness.laws.communication.order import mistakable
 from shardproof.harness.laws.tolerance import allowed_error
 from shardproof.harness.oracle.oracle import run_oracle
 from shardproof.harness.oracle.oracle_observation import OracleObservation, Quantity, TensorKey
+from shardproof.harness.records.record import Verdict
+from shardproof.harness.records.run import read_run
+from shardproof.harness.runner.invoke import call_pytest
 from shardproof.suites import tower
 
 any_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
@@ -145,3 +149,16 @@ def test_rows_for_the_wrapper_cancel_on_no_number_of_ranks(world_size: int, step
     summed = sum(tower.batch(rank, step) for rank in range(world_size))
     assert isinstance(summed, torch.Tensor)
     assert bool(summed.sum(0).all())
+
+
+# The base of the finalization mutants.
+
+
+ENGINE = "shardproof.engine.adapters.manual_finalization:ManualFinalizationEngine"
+
+
+@pytest.mark.slow
+def test_it_passes_each_case_of_finalization(tmp_path: Path) -> None:
+    cases = "suites/data_parallel/test_finalization.py"
+    assert call_pytest([cases, f"--engine={ENGINE}", "--world=threads:2", f"--out={tmp_path}"]) == 0
+    assert {record.verdict for record in read_run(tmp_path).records} == {Verdict.PASSED}

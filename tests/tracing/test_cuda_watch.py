@@ -25,7 +25,7 @@ from shardproof.harness.tracing.races.cuda_streams import CudaRaceWatch, watched
 from shardproof.harness.tracing.races.race_report import RaceKind
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.training.watches import watching
-from tests.calls import made_call
+from tests.ledgers import made_call
 from tests.tracing.orders import NO_ORDERS, ORDERS, Ordering, write_here_read_there
 from tests.tracing.test_race_mutants import EXPECTED, SHARDED, race_reports, racing_training
 from tests.tracing.traced_streams import (

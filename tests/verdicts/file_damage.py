@@ -1,4 +1,4 @@
-"""Engines that train as they should, and damage files or messages of their world. Named in test_file_damage.py."""
+"""Engines that train as they should, and damage files or messages of their world. Named in test_crashes.py."""
 
 from __future__ import annotations
 

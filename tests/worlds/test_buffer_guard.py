@@ -12,7 +12,7 @@ from shardproof.harness.tracing.collectives.call import Pieces
 from shardproof.harness.tracing.ledger import Op, ViolationKind
 from shardproof.harness.worlds.threads.buffer_guard import BufferGuard, poison
 from shardproof.harness.worlds.threads.rendezvous import snapshot
-from tests.calls import made_call
+from tests.ledgers import made_call
 
 Tensor = torch.Tensor
 

@@ -24,7 +24,7 @@ from shardproof.harness.worlds.threads.collective_errors import (
     WorldAbandonedError,
 )
 from shardproof.harness.worlds.threads.transport import InMemoryTransport
-from tests.calls import made_call
+from tests.ledgers import made_call
 
 # Any: RedOpType's stub has no members.
 RedOp: Any = dist.ReduceOp.RedOpType
