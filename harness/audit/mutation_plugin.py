@@ -51,7 +51,7 @@ class MutationRun:
     @classmethod
     def of(cls, cells: Sequence[Cell], config: pytest.Config) -> MutationRun:
         """Read the cells and options of a session."""
-        out = config.getoption("--out")
+        out = config.getoption("shardproof_out")
         return cls(
             engines={mutant_name(cell.engine): cell.engine for cell in cells},
             worlds=tuple(dict.fromkeys(str(cell.world) for cell in cells)),

@@ -151,7 +151,20 @@ def matching_units(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]
                 f"unit {pattern!r} matches no submodule with parameters; there are {_some(names)}"
             )
     matching = [name for name in names if any(_matches(pattern, name) for pattern in patterns)]
+    for name in matching:
+        module = model.get_submodule(name)
+        if not is_called(module):
+            parts = [f"{name}.{part}" for part, inner in module.named_children() if is_called(inner)]
+            raise ValueError(
+                f"unit {name!r} is a {type(module).__name__}, which is not called: engines gather a unit for its "
+                f"forward; name the modules in it, such as {_some(parts, 2)}"
+            )
     return tuple(sorted(matching, key=lambda name: -name.count(".")))
+
+
+def is_called(module: nn.Module) -> bool:
+    """Return whether a module has a forward of its own, which containers such as ModuleList do not."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _matches(pattern: str, name: str) -> bool:

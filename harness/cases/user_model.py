@@ -122,7 +122,7 @@ class UserModel:
     @property
     def unsplit(self) -> str:
         """Why a case does not apply that asks for something between forward, backward and update."""
-        return "its step() does forward, backward and update itself" if self.has_step else ""
+        return "not judged, because step() does forward, backward and update itself" if self.has_step else ""
 
     @property
     def default_optimizer(self) -> Literal["AdamW", "SGD"]:

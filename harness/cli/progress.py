@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from shardproof.harness.cases.case_id import Node
+from shardproof.harness.cli.screen import styled, width
 from shardproof.harness.records.record import Record, Verdict, from_json
 from shardproof.harness.runner.record_writer import LEFT_OUT_PROPERTY, RECORD_PROPERTY
 
@@ -17,6 +19,13 @@ if TYPE_CHECKING:  # importing them takes a while, and not every command needs t
     from rich.progress import Progress, TaskID
 
 _PARTS = 10  # lines of a long run in a pipe, in addition to those of failures
+_INDENT = " " * 11
+# Names stay whole, because they are copied. Any: settings of several types.
+_LINES: Mapping[str, Any] = {
+    "subsequent_indent": _INDENT,
+    "break_long_words": False,
+    "break_on_hyphens": False,
+}
 
 
 class CaseProgress:
@@ -28,7 +37,8 @@ class CaseProgress:
 
     def __init__(self, *, lists_all: bool = False, is_quiet: bool = False) -> None:
         self._lists_all, self._is_quiet = lists_all, is_quiet
-        self._num_cases = self._num_ended = 0
+        self._num_cases = self._num_ended = self._num_red = 0
+        self._has_cells = False  # several engines or worlds
         self.is_interrupted = False  # by Ctrl-C; pytest ends alike for other reasons
         self._started_s = time.monotonic()
         self._bar: _Bar | None = None
@@ -36,7 +46,7 @@ class CaseProgress:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Without xdist: count the session's own cases."""
-        self._begin(session.config, session.items)
+        self._begin(session.config, [item.nodeid for item in session.items])
 
     # Any: xdist's node, whose package may not be installed.
     def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
@@ -56,7 +66,8 @@ class CaseProgress:
         """Show which case runs; of several at a time, the last to begin."""
         node = Node.parse(nodeid)
         if self._bar is not None and node is not None:
-            self._bar.show(f"{node.engine} in {node.world}: {node.case}")
+            red = f"{self._num_red} red; " if self._num_red else ""
+            self._bar.show(f"{red}{node.engine} in {node.world}: {node.case}")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Print the line of a case, or an error of its setup or teardown."""
@@ -71,10 +82,11 @@ class CaseProgress:
         if self._bar is not None:
             self._bar.advance()
         outcome, conforms = _outcome(report)
+        self._num_red += not conforms
         if self._lists_all or not conforms:
             self._write(self._line(node, outcome, report.duration))
         elif self._bar is None and self._num_ended % max(1, self._num_cases // _PARTS) == 0:
-            self._write(f"{self._count()}  cases{self._left()}")
+            self._write(f"{self._count()}  {'; '.join(['cases', *self._state()])}")
 
     # Any: pytest does not export the type of what it caught.
     def pytest_keyboard_interrupt(self, excinfo: Any) -> None:
@@ -87,9 +99,10 @@ class CaseProgress:
             self._bar.end()
             self._bar = None
 
-    def _begin(self, config: pytest.Config, cases: Sequence[object]) -> None:
+    def _begin(self, config: pytest.Config, cases: Sequence[str]) -> None:
         self._terminal = config.pluginmanager.getplugin("terminalreporter")
         self._num_cases, self._started_s = len(cases), time.monotonic()
+        self._has_cells = len({(n.engine, n.world) for case in cases if (n := Node.parse(case))}) > 1
         if self._bar is None and not self._is_quiet and sys.stdout.isatty():
             self._bar = _Bar(len(cases))
 
@@ -97,21 +110,25 @@ class CaseProgress:
         name = node.case
         if self._lists_all:
             name = node.case.rpartition("::test_")[2].partition("[")[0].replace("_", " ")
-        left = self._left() if self._bar is None else ""
-        where = f"{node.engine} in {node.world}"
-        return f"{self._count()}  {where}: {name}: {outcome}, {duration_s:.1f} s{left}"
+        if self._has_cells:
+            name += f", {node.engine} in {node.world}"
+        took = "; ".join([f"{outcome} in {duration_s:.1f} s", *(() if self._bar else self._state())])
+        return f"{self._count()}  {took}: {name}"
 
     def _count(self) -> str:
-        return f"{f'{self._num_ended} of {self._num_cases}':>9}"
+        return f"{f'{self._num_ended} of {self._num_cases}':>{len(_INDENT) - 2}}"
 
-    def _left(self) -> str:
-        left = self._num_cases - self._num_ended
-        spent = time.monotonic() - self._started_s
-        return f"; about {spent / self._num_ended * left:.0f} s left" if left else ""
+    def _state(self) -> Iterator[str]:
+        """Yield how many cases did not conform so far, and how long the others will take."""
+        if self._num_red:
+            yield f"{self._num_red} red"
+        if left := self._num_cases - self._num_ended:
+            spent = time.monotonic() - self._started_s
+            yield f"about {spent / self._num_ended * left:.0f} s left"
 
     def _write(self, line: str) -> None:
         if not self._is_quiet:
-            self._print(line)
+            self._print(fill(line, width(), **_LINES))
 
     def _print(self, line: str) -> None:
         if self._bar is not None:
@@ -162,8 +179,6 @@ class _Bar:
         self._progress.advance(self._task)
 
     def write(self, line: str) -> None:
-        from shardproof.harness.cli.screen import styled
-
         self._progress.console.print(styled(line), soft_wrap=True)
 
     def end(self) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from shardproof.harness.records.run import Run
 
-_NARROWEST, _WIDTH, _WIDEST = 80, 100, 160
+_NARROWEST, _WIDEST = 80, 160
 _CELLS = re.compile(r"^ {2}\S.*?(?P<cells>(?: +[-.A-Zk]{1,3})+)$", re.MULTILINE)
 
 
@@ -58,8 +58,8 @@ def _print(
 
 
 def width() -> int:
-    """Return how many columns a report may take: the terminal's, within reason; 100 in a pipe."""
-    return min(max(shutil.get_terminal_size((_WIDTH, 24)).columns, _NARROWEST), _WIDEST)
+    """Return how many columns a report may take: the terminal's, within reason; 80 in a pipe."""
+    return min(max(shutil.get_terminal_size((_NARROWEST, 24)).columns, _NARROWEST), _WIDEST)
 
 
 def show(text: str) -> None:

@@ -37,7 +37,7 @@ def largest(tensor: torch.Tensor) -> float:
     """Return the largest finite absolute value; zero if there is none."""
     if tensor.numel() and tensor.is_floating_point() and math.isfinite(most := _extreme(tensor)):
         return most
-    finite = tensor[tensor.isfinite()]
+    finite = widened(tensor[tensor.isfinite()])
     return finite.abs().max().item() if finite.numel() else 0.0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import traceback
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -96,6 +97,7 @@ def _answer(training: Training, world_size: int, path: Path, explains: bool) -> 
     """Write the oracle to a file; returns an exception of the model as JSON."""
     hide_accelerators()
     torch.compiler.set_stance("force_eager")  # the reference is computed by the model's own code
+    warnings.simplefilter("ignore")  # those of the model were printed when it was studied
     try:
         with TensorWriter(path) as writer:
             writer.finish(_plain(run_oracle(training, world_size, writer.keep, explains=explains)))

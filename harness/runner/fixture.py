@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if will_run(config) and any("trial" in getattr(item, "fixturenames", ()) for item in items):
         try:
-            if not is_launched(config.getoption("--world")):
+            if not is_launched(config.getoption("shardproof_world")):
                 refuse_launcher(os.environ)
             if CELLS_ARE_CHOSEN not in config.stash:
                 for device in dict.fromkeys(cell.world.device for cell in config.stash[CELLS]):
@@ -76,9 +76,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             refuse(config, items, error)
     catalogue = collected([item.nodeid for item in items], config.args)
     _leave_out_unavailable(config, items)
-    replay = config.getoption("--replay")
+    replay = config.getoption("shardproof_replay")
     known = {(r.engine, r.case, r.world) for r in read_run(Path(replay)).records} if replay else None
-    if config.getoption("--model"):
+    if config.getoption("shardproof_model"):
         config.stash[LEFT_OUT] = {item.nodeid: why for item in items if (why := _why_senseless(item))}
     sensible = [item for item in items if not _why_senseless(item)]
     kept = [item for item in sensible if _is_known(item, known)]
@@ -96,7 +96,7 @@ def _leave_out_unavailable(config: pytest.Config, items: list[pytest.Item]) -> N
         return
     cells = {id(item): cell for item in items if (cell := _cell(item)) is not None}
     names = dict.fromkeys(cell.engine for cell in cells.values())
-    engines = examine(names, limit_s=config.getoption("--deadline"))
+    engines = examine(names, limit_s=config.getoption("shardproof_deadline"))
     config.stash[UNAVAILABLE] = engines.unavailable
     hopeless = {key for key, cell in cells.items() if cell.engine in engines.unavailable}
     if hopeless:
@@ -120,7 +120,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if will_run(config) and any("trial" in getattr(item, "fixturenames", ()) for item in session.items):
         try:
             num_ranks = max(map(_num_servers, session.items), default=1)
-            warm_up(config.getoption("--deadline"), num_ranks=num_ranks)
+            warm_up(config.getoption("shardproof_deadline"), num_ranks=num_ranks)
         except HarnessBug as error:
             end_session(str(error), pytest.ExitCode.INTERNAL_ERROR)
 
@@ -143,7 +143,7 @@ def trial_session(
 ) -> Iterator[TrialSession]:
     """The session that judges this process's cases."""
     config = request.config
-    replay, out = config.getoption("--replay"), config.getoption("--out")
+    replay, out = config.getoption("shardproof_replay"), config.getoption("shardproof_out")
     folder = Path(replay or out) if replay or out else tmp_path_factory.mktemp("run")
     worker = getattr(config, "workerinput", {}).get("workerid", "main")
     session = TrialSession(
@@ -151,8 +151,8 @@ def trial_session(
             folder=folder.resolve() / OBSERVATIONS,
             worker=worker,
             is_replay=replay is not None,
-            keep=Keep(config.getoption("--keep")),
-            oracles=Path(oracles).resolve() if (oracles := config.getoption("--oracles")) else None,
+            keep=Keep(config.getoption("shardproof_keep")),
+            oracles=Path(oracles).resolve() if (oracles := config.getoption("shardproof_oracles")) else None,
         ),
         config.stash[EFFORT],
     )

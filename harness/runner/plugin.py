@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from argparse import ArgumentError
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,27 +51,41 @@ _TO_WORKER = "shardproof.expectations"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of suites; without --out nothing is kept after the session."""
-    taken: list[str] = []
+    """Add the options of suites, each by two names; without --out nothing is kept after the session."""
+    group = parser.getgroup("shardproof")
+    short: set[str] = set()
 
     def add(name: str, **settings: Any) -> None:
-        taken.append(name)
-        parser.getgroup("shardproof").addoption(name, **settings)
+        own = f"--shardproof{name[1:]}"
+        try:
+            group.addoption(own, name, **settings)
+            short.add(name)
+        except ArgumentError:  # a conftest.py that loads this plugin has an option of that name
+            group.addoption(own, **settings)
 
     add_to_pytest(add)
-    parser.addoption = partial(_add_beside, taken, parser.addoption)  # type: ignore[method-assign]  # of this parser
+    _release_names(short, parser)
 
 
-# Any: what options of pytest are made of.
-def _add_beside(taken: Sequence[str], add: Callable[..., None], *names: str, **settings: Any) -> None:
-    """Add an option of a conftest.py; raises pytest.UsageError if it is one of ours."""
-    both = [name for name in names if name in taken]
-    if both:
-        raise pytest.UsageError(
-            f"a conftest.py here defines {both[0]}, as the plugin shardproof.harness.runner.plugin does; try "
-            "`shardproof check` or shardproof.check() in a test, which share no options with your pytest"
-        )
-    add(*names, **settings)
+def _release_names(short: set[str], parser: pytest.Parser) -> None:
+    """Release the short name of an option if a conftest.py that is read later adds one of that name."""
+    find, actions = parser.getgroup, parser.optparser._option_string_actions
+
+    # Any: what options of pytest are made of.
+    def add(group: pytest.OptionGroup, *names: str, **settings: Any) -> None:
+        for name in short.intersection(names):
+            option = actions.pop(name)
+            option.option_strings = [each for each in option.option_strings if each != name]
+            short.remove(name)
+        pytest.OptionGroup.addoption(group, *names, **settings)
+
+    def beside(name: str, description: str = "", after: str | None = None) -> pytest.OptionGroup:
+        group = find(name, description, after)
+        group.addoption = partial(add, group)  # type: ignore[method-assign]  # of this parser
+        return group
+
+    parser.getgroup = beside  # type: ignore[method-assign]  # of this parser
+    beside("_anonymous")  # the group to which the parser itself adds
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -101,7 +116,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _join_launcher(config: pytest.Config) -> None:
     """Connect to a launcher's ranks, or refuse it; a process that only serves its rank ends here."""
-    worlds = config.getoption("--world")
+    worlds = config.getoption("shardproof_world")
     if not will_run(config) or not (is_launched(worlds) or _will_run_suites(config)):
         return
     if is_launched(worlds) and config.getoption("dist", "no") != "no":
@@ -111,14 +126,14 @@ def _join_launcher(config: pytest.Config) -> None:
             got="-n",
             hint="leaving -n out; more ranks make more of a cluster",
         )
-    code = join_launcher(os.environ, worlds, seed=config.getoption("--schedule-seed"))
+    code = join_launcher(os.environ, worlds, seed=config.getoption("shardproof_schedule_seed"))
     if code is not None:
         pytest.exit("the rank is no longer needed", returncode=code)
 
 
 def _sink(config: pytest.Config) -> RecordWriter:
     """Create the record writer; raises UsageError if the run cannot be kept as requested."""
-    out, resumed = config.getoption("--out"), config.getoption("--resume")
+    out, resumed = config.getoption("shardproof_out"), config.getoption("shardproof_resume")
     if out:
         refuse_existing(Path(out))
     elif resumed:
@@ -158,7 +173,7 @@ def pytest_configure_node(node: Any) -> None:
 
 def will_run(config: pytest.Config) -> bool:
     """Return whether cases will run that the session selects, in worlds of their own."""
-    return not (config.option.collectonly or config.getoption("--replay"))
+    return not (config.option.collectonly or config.getoption("shardproof_replay"))
 
 
 def _will_run_suites(config: pytest.Config) -> bool:
@@ -169,33 +184,36 @@ def _will_run_suites(config: pytest.Config) -> bool:
 def _cells(config: pytest.Config) -> list[Cell]:
     """Read --engine and --world; raises for a misspelt name."""
     worlds = [
-        WorldSpec.parse(concrete(text), deadline_s=config.getoption("--deadline"))
-        for text in dict.fromkeys(config.getoption("--world") or [DEFAULT_WORLD])
+        WorldSpec.parse(concrete(text), deadline_s=config.getoption("shardproof_deadline"))
+        for text in dict.fromkeys(config.getoption("shardproof_world") or [DEFAULT_WORLD])
     ]
-    engines = list(dict.fromkeys(config.getoption("--engine") or sorted(BUILT_IN)))
+    engines = list(dict.fromkeys(config.getoption("shardproof_engine") or sorted(BUILT_IN)))
     for engine in engines:
-        if not config.getoption("--replay"):  # no engine is loaded, so any name will do
+        if not config.getoption("shardproof_replay"):  # no engine is loaded, so any name will do
             check_spelling(engine)
     return [Cell(engine=engine, world=world) for engine in engines for world in worlds]
 
 
 def _effort(config: pytest.Config) -> RunOptions:
     """Read the options; a replay uses the effort of the replayed run."""
-    replay = config.getoption("--replay")
+    replay = config.getoption("shardproof_replay")
     if replay:
         made = read_run(Path(replay)).header
         return RunOptions(seed=made.seed, num_schedules=made.num_schedules, is_thorough=made.is_thorough)
     return RunOptions(
-        seed=config.getoption("--schedule-seed"),
-        num_schedules=config.getoption("--schedules"),
-        is_thorough=config.getoption("--thorough"),
+        seed=config.getoption("shardproof_schedule_seed"),
+        num_schedules=config.getoption("shardproof_schedules"),
+        is_thorough=config.getoption("shardproof_thorough"),
     )
 
 
 def _expectations(config: pytest.Config) -> Expectations | None:
     """Read the file once per session; a replay uses the expectations and the day of the replayed run."""
-    given, is_raw = config.getoption("--expectations"), config.getoption("--no-expectations")
-    replay = config.getoption("--replay")
+    given, is_raw = (
+        config.getoption("shardproof_expectations"),
+        config.getoption("shardproof_no_expectations"),
+    )
+    replay = config.getoption("shardproof_replay")
     if hasattr(config, "workerinput"):
         # Our own bytes, from the process that started this one.
         sent: Expectations | None = pickle.loads(config.workerinput[_TO_WORKER])

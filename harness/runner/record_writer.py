@@ -136,7 +136,7 @@ class RecordWriter:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self._unproven() and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        if self._unavailable and self._config.getoption("--engine"):
+        if self._unavailable and self._config.getoption("shardproof_engine"):
             session.exitstatus = pytest.ExitCode.USAGE_ERROR  # the user named them
         is_quiet = session.exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
         if is_quiet and (self._records or self._writer is not None):

@@ -60,16 +60,16 @@ def cut(keys: Collection[str], shard: RunShard, durations: Mapping[str, float]) 
 
 def selected(config: pytest.Config) -> dict[str, str]:
     """Describe which cases a session selects and how it runs them, for the header of its run."""
-    durations = config.getoption("--durations-of")
-    failed = config.getoption("--last-failed-of")
+    durations = config.getoption("shardproof_durations_of")
+    failed = config.getoption("shardproof_last_failed_of")
     options = {
         "cases": " ".join(map(_below_suites, config.args)),
         "keyword": config.getoption("keyword"),
         "marks": config.getoption("markexpr"),
-        "model": config.getoption("--model"),
-        "deadline": str(config.getoption("--deadline")),
-        "keep": config.getoption("--keep"),
-        "shard": config.getoption("--shard"),
+        "model": config.getoption("shardproof_model"),
+        "deadline": str(config.getoption("shardproof_deadline")),
+        "keep": config.getoption("shardproof_keep"),
+        "shard": config.getoption("shardproof_shard"),
         "durations": _digest(_durations(read_run(Path(durations)))) if durations else "",
         "last failed": _digest(dict.fromkeys(not_conforming(read_run(Path(failed))), 0.0)) if failed else "",
     }
@@ -102,12 +102,14 @@ def not_conforming(run: Run) -> list[str]:
 @pytest.hookimpl(trylast=True)  # so that no shard contains what -k and others deselect
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the cases that other parts run."""
-    failed, shard, resumed = (config.getoption(o) for o in ("--last-failed-of", "--shard", "--resume"))
+    failed, shard, resumed = (
+        config.getoption(f"shardproof_{o}") for o in ("last_failed_of", "shard", "resume")
+    )
     if failed:
         _keep(config, items, set(not_conforming(read_run(Path(failed)))))
     num_selected = len(items)
     if shard:
-        durations = config.getoption("--durations-of")
+        durations = config.getoption("shardproof_durations_of")
         took = _durations(read_run(Path(durations))) if durations else {}
         _keep(config, items, cut([*map(_name_of, items)], RunShard.parse(shard), took))
         config.stash[CATALOGUE] = replace(config.stash[CATALOGUE], is_sharded=True)

@@ -122,7 +122,7 @@ class Trial:
     def _command(self, node: Node) -> str:
         """Return the command that repeats this case; for a user's model, with all its parameters."""
         folder = self._item.config.invocation_params.dir
-        model: str | None = self._item.config.getoption("--model")
+        model: str | None = self._item.config.getoption("shardproof_model")
         if model is None:
             file = os.path.relpath(self._item.path, folder)
             return replace(node, nodeid="::".join((file, node.nodeid.partition("::")[2]))).command

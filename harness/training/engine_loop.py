@@ -47,9 +47,11 @@ from shardproof.harness.training.engine_actor import EngineActor
 from shardproof.harness.training.handover import (
     load_files,
     load_shares,
+    read_note,
     read_whole,
     state_of,
     write_files,
+    write_whole,
 )
 from shardproof.harness.training.layout_memory import Form, explained
 from shardproof.harness.training.loss_scale import ScaledSteps
@@ -139,7 +141,7 @@ def train_and_save(
     loop = _started(preparation, training, context, None)
     for step in range(training.schedule.steps):
         loop.step(step, is_read=False)
-    write_files(preparation.prepared, form, context)
+    loop.save(form)
 
 
 def _started(
@@ -221,10 +223,20 @@ class _Loop:
         if scaling is not None:
             self._scaled = ScaledSteps(self.prepared, scaling, self._scaled)
 
+    def save(self, form: StateForm) -> None:
+        """Save the state in files for another world; a whole one with a note of how the ranks' shards differ."""
+        if form is StateForm.WHOLE:
+            state = state_of(self.prepared, form)
+            write_whole(state, self._difference_from(state, step=-1), self._context)
+        else:
+            write_files(self.prepared, form, self._context)
+
     def start_from(self, before: Path, form: StateForm) -> None:
         """Load the state that a world of another size saved in a folder."""
         if form is StateForm.WHOLE:
-            self._load_whole(read_whole(before, self._context.device), step=0)
+            self._load_whole(
+                read_whole(before, self._context.device), 0, {HANDED_OUT: read_note(before) or AS_HELD}
+            )
         else:
             load_files(self.prepared, form, before)
 

@@ -14,16 +14,15 @@ from shardproof.harness.training.reads import calling
 from shardproof.harness.worlds.rank import RankContext
 
 _WHOLE = "whole.pt"
+_NOTE = "difference-of-rank-"
 _SHARES = "state"
 _CHECKPOINT = "checkpoint"
 
 
 def write_files(prepared: PreparedModel, form: StateForm, context: RankContext) -> None:
-    """Write the state in that form to files in the world's folder; called on all ranks."""
+    """Write the shards in that form to files in the world's folder; called on all ranks."""
     if form is StateForm.CHECKPOINT:
         _write_checkpoint(prepared, context)
-    elif form is StateForm.WHOLE:
-        _write_whole(state_of(prepared, form), context.folder, context.rank)
     else:
         _write_shares(state_of(prepared, form), context.folder)
 
@@ -60,10 +59,16 @@ def read_whole(folder: Path, device: torch.device) -> dict[str, Any]:
     return state
 
 
-def _write_whole(state: dict[str, Any], folder: Path, rank: int) -> None:
-    """Write the first rank's state of whole tensors; the other ranks have the same."""
-    if rank == 0:
-        torch.save(state, folder / _WHOLE)
+def read_note(folder: Path) -> str:
+    """Read the first difference between a whole state and the shards of some rank that saved it; empty if none."""
+    return next(filter(None, (file.read_text() for file in sorted(folder.glob(f"{_NOTE}*")))), "")
+
+
+def write_whole(state: dict[str, Any], difference: str, context: RankContext) -> None:
+    """Write the first rank's state of whole tensors, and each rank's note of what it holds otherwise."""
+    (context.folder / f"{_NOTE}{context.rank}").write_text(difference)
+    if context.rank == 0:
+        torch.save(state, context.folder / _WHOLE)
 
 
 def _write_shares(state: dict[str, Any], folder: Path) -> None:

@@ -35,7 +35,10 @@ def _differences(prepared: PreparedModel, state: dict[str, Any], names: Collecti
     by_name: Mapping[str, Any] = {
         trained[key] if type(key) is int else key: optimizer[key] for key in optimizer
     }
-    for place, shard in read_shards(prepared, "local_optimizer_state").items():
+    shards = read_shards(prepared, "local_optimizer_state")
+    if not shards and (lost := next((f"{name}/{key}" for name in by_name for key in by_name[name]), "")):
+        yield f"optimizer: {lost!r} is not there, nor any other"
+    for place, shard in shards.items():
         name, _, key = place.rpartition("/")
         yield from _difference(f"optimizer: {place!r}", shard, by_name.get(name, {}).get(key))
 

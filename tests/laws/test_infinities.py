@@ -50,6 +50,7 @@ def test_the_largest_is_the_largest_finite_one() -> None:
     assert largest(torch.tensor([-INF, 2.0, -3.0, NAN])) == 3.0
     assert largest(torch.tensor([-INF, NAN])) == 0.0
     assert largest(torch.empty(0)) == 0.0
+    assert largest(torch.tensor([False, True])) == 1.0
 
 
 def training_of(problem: ModelProblem) -> Training:

@@ -52,6 +52,13 @@ class Contrast:
         one, other = (torch.cat(Gathered.apply(rows.contiguous())) for rows in output)
         return cross_entropy(one @ other.T, torch.arange(len(one)))
 
+class Others(Contrast):
+    # Each rank's rows against those of the other alone, which a world of one rank does not have.
+    def loss(self, output, batch):
+        one, other = (Gathered.apply(rows.contiguous()) for rows in output)
+        own = dist.get_rank()
+        return (one[own] * other[1 - own]).sum(1).mean()
+
 class TokenMean:
     units = ("1",)
     def build(self):
@@ -94,6 +101,7 @@ def _check(file: Path, model: str, engine: str, cases: str) -> int:
     [
         ("Contrast", "torch.ddp", "trains or replicas_once or other_ranks"),
         ("Contrast", "torch.fsdp2", "trains or each_unit_once or bfloat16"),
+        ("Others", "torch.fsdp2", "trains"),
         ("TokenMean", "torch.fsdp2", "trains or each_unit_once"),
         ("Normed", "torch.ddp", "trains or replicas_once"),
     ],
@@ -121,7 +129,7 @@ def test_a_wrong_engine_is_caught(
     ("model", "call"),
     [
         ("Contrast", "get_world_size at mine.py:10, in forward"),
-        ("TokenMean", "all_reduce at mine.py:49, in loss"),
+        ("TokenMean", "all_reduce at mine.py:56, in loss"),
         ("Normed", "'1' is a SyncBatchNorm"),
     ],
 )

@@ -66,6 +66,7 @@ def test_a_mistake_in_a_users_own_call_is_told(
     ("old", "new", "words"),
     [
         ('"blocks.*"', '"block.*"', "unit 'block.*' matches no submodule with parameters; there are blocks"),
+        ('"blocks.*"', '"blocks"', "unit 'blocks' is a ModuleList, which is not called"),
         ('("blocks.*",)', "(3,)", "units (3,), which are not patterns"),
         ("generator=generator", "generator=torch.Generator()", "equal data for two ranks"),
         (
@@ -207,14 +208,22 @@ def test_a_loss_that_ignores_the_batch_is_refused(file: Path) -> None:
         read_model(f"{file}:Mine", limit_s=60)
 
 
-def test_a_conftest_with_an_option_of_ours_is_told(file: Path) -> None:
-    """The plugin is for suites alone: a repository's own tests may have an --engine."""
+@pytest.mark.parametrize("adder", ["parser", "parser.getgroup('own')"])
+@pytest.mark.parametrize("loads", [(), ("-p", "shardproof.harness.runner.plugin")])
+def test_a_conftest_keeps_an_option_of_the_name_of_ours(
+    file: Path, adder: str, loads: tuple[str, ...]
+) -> None:
+    """A repository's own tests may have an --engine; ours then has its long name alone."""
+    plugins = "" if loads else 'pytest_plugins = ["shardproof.harness.runner.plugin"]\n'
     file.with_name("conftest.py").write_text(
-        "def pytest_addoption(parser):\n    parser.addoption('--engine', default='ours')\n"
+        f"{plugins}def pytest_addoption(parser):\n    {adder}.addoption('--engine', default='none')\n"
     )
-    file.with_name("test_ours.py").write_text("def test_nothing():\n    pass\n")
-    plugin = "shardproof.harness.runner.plugin"
-    done = python("-m", "pytest", "-p", plugin, "--rootdir", str(file.parent), str(file.parent))
-    assert done.returncode == 4
-    assert "ERROR: a conftest.py here defines --engine" in done.stderr
-    assert "Traceback" not in done.stderr
+    file.with_name("test_ours.py").write_text(
+        "def test_both(pytestconfig):\n"
+        "    assert pytestconfig.getoption('--engine') == pytestconfig.option.engine == 'mine'\n"
+        "    assert pytestconfig.getoption('--shardproof-engine') == ['torch.ddp']\n"
+        "    assert pytestconfig.getoption('--world') == ['threads:2']\n"
+    )
+    engines = ("--engine=mine", "--shardproof-engine=torch.ddp", "--world=threads:2")
+    done = python("-m", "pytest", *loads, *engines, "--rootdir", str(file.parent), str(file.parent))
+    assert "1 passed" in done.stdout, done.stdout + done.stderr

@@ -75,18 +75,18 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.model = _started(None, arguments.hf)
     _refuse_mistakes(arguments)
     spec = absolute(arguments.model)
-    most_ranks = max(WorldSpec.parse(world).size for world in _worlds(arguments))
+    sizes = [WorldSpec.parse(world).size for world in _worlds(arguments)]
     draw_hash_seeds(
         arguments.schedule_seed
     )  # before the server starts: a server with other seeds would be ended
     forkserver_context()  # it starts while this process continues
     reading_s = max(arguments.deadline or 0.0, _READING_S)
     try:
-        model, optimizer = known_model(spec, reading_s)
+        model, optimizer = known_model(spec, reading_s, min(sizes))
     except ModuleGivenError:
         arguments.model = _started(arguments.model, None)
         spec = absolute(arguments.model)
-        model, optimizer = known_model(spec, reading_s)
+        model, optimizer = known_model(spec, reading_s, min(sizes))
     if model.facts.is_compiled:
         _refuse_threads(
             arguments,
@@ -98,7 +98,7 @@ def _run(arguments: argparse.Namespace) -> int:
             arguments, "it has sparse gradients and threads exchange dense tensors", instead="sparse=False"
         )
     if arguments.deadline is None:
-        arguments.deadline = deadline_for(pass_seconds(spec), most_ranks)
+        arguments.deadline = deadline_for(pass_seconds(spec), max(sizes))
     columns = min(width(), _WIDEST)
     if not (arguments.quiet or arguments.json):
         took, longest_s = pass_seconds(spec), arguments.deadline

@@ -15,6 +15,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardproof.engine.import_by_name import LoadError
@@ -29,7 +30,7 @@ from shardproof.harness.runner.user_model.step_study import study_step
 from shardproof.harness.runner.user_model.study import ModelStudy, called, study
 from shardproof.harness.tracing.codec import UNREADABLE, decode, encode
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
-from shardproof.harness.worlds.threads.together import together
+from shardproof.harness.worlds.threads.together import own_rank, together
 
 _LONGEST_ANSWER = 2**24
 _METHODS = ("build", "batch")
@@ -44,14 +45,15 @@ _SIZES = (3, 3, 4)  # steps, microbatches and ranks whose batches are compared
 _HINT = "see `shardproof check --help` for what a model defines"
 
 
-def read_model(spec: str, *, limit_s: float) -> tuple[UserModel, UserOptimizer | None]:
+def read_model(spec: str, *, limit_s: float, num_ranks: int = 2) -> tuple[UserModel, UserOptimizer | None]:
     """Return the model that ``spec`` names, and its optimizer if it has one of its own.
 
+    One that communicates is studied as ``num_ranks`` ranks.
     Raises UsageError, with the cause, for a model that cannot be judged.
     """
     spec = absolute(spec)
     try:
-        answer = json.loads(ask(limit_s, _LONGEST_ANSWER, _answer, spec))
+        answer = json.loads(ask(limit_s, _LONGEST_ANSWER, _answer, spec, num_ranks))
         if "problem" in answer:
             raise _refusal(spec, str(answer["problem"]), is_module=answer.get("is_module") is True)
         study = decode(ModelStudy, answer)
@@ -74,14 +76,14 @@ class _GivenModuleError(ValueError):
     """The class is a module itself."""
 
 
-def known_model(spec: str, limit_s: float) -> tuple[UserModel, UserOptimizer | None]:
+def known_model(spec: str, limit_s: float, num_ranks: int = 2) -> tuple[UserModel, UserOptimizer | None]:
     """Return the result of `read_model`, read once per process: the command and the suite use the same model.
 
-    Their time limits differ, which matters only the first time.
+    Their other arguments may differ, which matters only the first time.
     """
     spec = absolute(spec)
     if spec not in _known:
-        _known[spec] = read_model(spec, limit_s=limit_s)
+        _known[spec] = read_model(spec, limit_s=limit_s, num_ranks=num_ranks)
     return _known[spec]
 
 
@@ -101,16 +103,16 @@ def _refusal(spec: str, got: str, *, is_module: bool = False) -> UsageError:
     return kind(f"model {spec}", expected="a model that can be judged", got=got, hint=hint)
 
 
-def _answer(spec: str) -> bytes:
+def _answer(spec: str, num_ranks: int) -> bytes:
     torch.compiler.set_stance("force_eager")  # as the oracle does
     try:
-        plain = encode(facts_of(spec))
+        plain = encode(facts_of(spec, num_ranks))
     except (LoadError, ValueError) as error:
         plain = {"problem": str(error), "is_module": isinstance(error, _GivenModuleError)}
     return json.dumps(plain).encode()
 
 
-def facts_of(spec: str) -> ModelStudy:
+def facts_of(spec: str, num_ranks: int = 2) -> ModelStudy:
     """Study the model in this process, where the model's code runs; `read_model` calls this in another process."""
     defined = called("making it", lambda: definition(spec))
     has_loss, has_step = (callable(getattr(defined, name, None)) for name in _TRAINING)
@@ -139,11 +141,11 @@ def facts_of(spec: str) -> ModelStudy:
         return study_step(problem, units, outline_of(model), optimizer)
     communicates = own_communication(problem)
 
-    def of_rank(rank: int = 0) -> ModelStudy:
+    def of_rank(_: int = 0) -> ModelStudy:
         _check_shapes(problem, model)
         return study(problem, units, outline_of(model), optimizer, communicates)
 
-    return together(1, of_rank)[0] if communicates else of_rank()
+    return together(num_ranks, of_rank)[0] if communicates else of_rank()
 
 
 def _check_names(defined: type) -> None:
@@ -228,14 +230,15 @@ def _check_batches(problem: UserModel) -> None:
 def _check_shapes(problem: UserModel, model: nn.Module) -> None:
     """Raise ValueError if batch(), or forward with a batch of other shapes than before, fails at some place."""
     seen: set[tuple[torch.Size, ...]] = set()
+    own = own_rank()
     for step, microbatch, rank in product(*map(range, _SIZES)):
         where = f"step {step}, microbatch {microbatch}, rank {rank}"
         batch: Batch = called(
             f"batch() of {where}",
-            lambda s=step, m=microbatch, r=rank: problem.batch(step=s, microbatch=m, rank=r),
+            lambda s=step, m=microbatch, r=own + rank: problem.batch(step=s, microbatch=m, rank=r),
         )
         shapes = tuple(tensor.shape for tensor in tensors_of(batch))
-        if shapes not in seen:
+        if shapes not in seen or dist.is_initialized():  # ranks that communicate call it alike
             args, kwargs = arguments_of(batch.inputs)
             what = f"the model's forward with the batch of {where}, of shapes {', '.join(str(list(s)) for s in shapes)}"
             with torch.no_grad():

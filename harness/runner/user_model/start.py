@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from shardproof.engine.import_by_name import LoadError, load, one_line
+from shardproof.harness.cases.units import is_called
 from shardproof.harness.errors import ModelError
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 
@@ -228,13 +229,14 @@ def _images(usual: Any, sizes: Mapping[str, Any]) -> str:
 
 
 def _units(model: nn.Module) -> tuple[str, ...]:
-    """Return patterns for the lists of layers that are in no other list, if they have parameters."""
+    """Return patterns for the lists of layers that are in no other such list, if they have parameters."""
     found: list[str] = []
     for name, module in model.named_modules():
         is_inside = any(name.startswith(f"{outer}.") for outer in found)
         if (
             isinstance(module, nn.ModuleList)
             and len(module) > 1
+            and all(map(is_called, module.children()))
             and not is_inside
             and next(module.parameters(), None) is not None
         ):

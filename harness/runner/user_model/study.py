@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardproof.engine.capability import Capability
@@ -41,6 +42,7 @@ from shardproof.harness.runner.user_model.unit_calls import NUM_RANKS, UnitCalls
 from shardproof.harness.torch_compat.dtypes import cast, cast_module, cast_parameters, dense
 from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.verdicts.simple_defects import ZERO_BESIDE_NOISE
+from shardproof.harness.worlds.threads.together import own_rank
 
 _PLACES = tuple(product(range(3), range(NUM_RANKS)))  # steps and ranks whose gradients are looked at
 _NUM_EXACT = 2  # of them, which are looked at in float64 in any case
@@ -77,7 +79,8 @@ def study(
 ) -> ModelStudy:
     """Find out by a few steps whether float64 can stand for the model, what it uses, and what it demands.
 
-    ``communicates`` is the call by which it communicates, if it does: it is then studied as a world of one rank.
+    ``communicates`` is the call by which it communicates, if it does. Then a thread of each rank calls this, with other
+    data, and all call the model in the same order, whatever each finds.
     """
     is_narrow, changes_buffers, written = _first_step(problem, optimizer)
     wanted: bool | None = getattr(definition(problem.spec), "float64", None)
@@ -97,7 +100,7 @@ def study(
             "show: does loss() depend on the batch?"
         )
     demands = _demands([frozenset(name for name, size in sizes.items() if size is None) for sizes in found])
-    if demands and called("the model's forward", lambda: calls_differ(problem, units)):
+    if (demands or communicates) and called("the model's forward", lambda: calls_differ(problem, units)):
         demands.append(Capability.RANK_DEPENDENT_UNITS)
     demands += [Capability.OWN_BUFFERS] if changes_buffers else []
     demands += [] if optimizer is None else demands_of(optimizer, _with_gradients(problem))
@@ -229,7 +232,9 @@ def _exact_sizes(problem: UserModel, optimizer: UserOptimizer | None) -> list[di
     found = [_sizes(problem, model, step, rank) for step, rank in _PLACES[:_NUM_EXACT]]
     zero = _zero_beside(found)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    has_all = all(any((sizes[name] or 0.0) > zero for sizes in found) for name in trained)
+    has_all = not dist.is_initialized() and all(
+        any((sizes[name] or 0.0) > zero for sizes in found) for name in trained
+    )
     other = problem.build() if has_all else model
     found += [_sizes(problem, other, step, rank) for step, rank in _PLACES[_NUM_EXACT:]]
     if optimizer is not None:
@@ -278,7 +283,7 @@ def _gradients(
 ) -> Gradients:
     """Return the gradients of one microbatch; None where there is none, an empty tensor where none is asked for."""
     dtype = next((p.dtype for p in model.parameters() if p.dtype is torch.float64), None)
-    batch = called("batch()", lambda: problem.batch(step=step, microbatch=0, rank=rank))
+    batch = called("batch()", lambda: problem.batch(step=step, microbatch=0, rank=own_rank() + rank))
     batch = converted(batch, lambda tensor: cast(tensor, dtype))
     args, kwargs = arguments_of(batch.inputs)
     model.zero_grad()
@@ -299,7 +304,13 @@ def _gradients(
 def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     if not parameter.requires_grad:
         return parameter.new_zeros(0)
-    return None if parameter.grad is None else dense(parameter.grad.detach()).clone()
+    own = None if parameter.grad is None else dense(parameter.grad.detach()).clone()
+    if not dist.is_initialized():
+        return own
+    # What counts is the mean over ranks: under SyncBatchNorm that of a bias before it is zero, and no rank's own is.
+    mean = torch.zeros_like(parameter.detach()) if own is None else own
+    dist.all_reduce(mean)
+    return None if own is None else mean.div_(dist.get_world_size())
 
 
 def _is_sparse(gradient: torch.Tensor | None) -> bool:
@@ -410,7 +421,7 @@ def _facts(
     """Return the facts of a model whose gradients are ``found``, and the seconds that forward and backward take."""
     with _noticing_inductor() as compiled:
         model = problem.build()
-    slow, batch = tuple(_slow(model, found)), problem.batch(step=0, microbatch=0, rank=0)
+    slow, batch = tuple(_slow(model, found)), problem.batch(step=0, microbatch=0, rank=own_rank())
     watch, started = UnitCalls(model, units), time.monotonic()
     with watch.watching():
         loss = _loss(problem, model, batch)

@@ -15,6 +15,7 @@ from torch import nn
 from shardproof.harness.cases.batch import arguments_of
 from shardproof.harness.cases.draws import Seeds
 from shardproof.harness.cases.user_model import UserModel
+from shardproof.harness.worlds.threads.together import own_rank
 
 _FORWARDS = (3, 3)  # steps and microbatches in which ranks are compared
 NUM_RANKS = 4  # those whose passes are compared
@@ -68,21 +69,22 @@ class UnitCalls:
 
 def calls_differ(problem: UserModel, units: tuple[str, ...]) -> bool:
     """Return whether the forwards of some ranks call units that others do not call, or call more often."""
-    model = problem.build()
+    model, differ = problem.build(), False
     for step, microbatch in product(*map(range, _FORWARDS)):
         of_ranks = [
             _calls_of(problem, model, units, step=step, microbatch=microbatch, rank=rank)
             for rank in range(NUM_RANKS)
         ]
-        if any(others != of_ranks[0] for others in of_ranks):
-            return True
-    return False
+        differ |= any(others != of_ranks[0] for others in of_ranks)
+    return differ
 
 
 def _calls_of(
     problem: UserModel, model: nn.Module, units: tuple[str, ...], *, step: int, microbatch: int, rank: int
 ) -> Counter[str]:
-    args, kwargs = arguments_of(problem.batch(step=step, microbatch=microbatch, rank=rank).inputs)
+    args, kwargs = arguments_of(
+        problem.batch(step=step, microbatch=microbatch, rank=own_rank() + rank).inputs
+    )
     Seeds(step=step, rank=rank).begin(microbatch)
     watch = UnitCalls(model, units)
     with watch.watching(), torch.no_grad():

@@ -30,6 +30,11 @@ _T = TypeVar("_T")
 Inside = Callable[[], AbstractContextManager[object]]
 
 
+def own_rank() -> int:
+    """Return the rank of the calling thread; 0 outside `together`."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def together(size: int, body: Callable[[int], _T], inside: Inside = nullcontext) -> list[_T]:
     """Call ``body(rank)`` on one thread per rank, in a context that ``inside`` makes; returns what each rank returns.
 
