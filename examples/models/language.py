@@ -93,44 +93,9 @@ class Mistral(Causal):
         return hf.MistralForCausalLM(hf.MistralConfig(**_LLAMA, sliding_window=4))
 
 
-class Qwen2(Causal):
-    def build(self) -> nn.Module:
-        return hf.Qwen2ForCausalLM(hf.Qwen2Config(**_LLAMA))
-
-
-class Qwen3(Causal):
-    def build(self) -> nn.Module:
-        return hf.Qwen3ForCausalLM(hf.Qwen3Config(**_LLAMA, head_dim=8))
-
-
 class Gemma2(Causal):
     def build(self) -> nn.Module:
         return hf.Gemma2ForCausalLM(hf.Gemma2Config(**_LLAMA, head_dim=8, sliding_window=4))
-
-
-class Phi3(Causal):
-    def build(self) -> nn.Module:
-        return hf.Phi3ForCausalLM(hf.Phi3Config(**_LLAMA, bos_token_id=0, eos_token_id=1))
-
-
-class Olmo2(Causal):
-    def build(self) -> nn.Module:
-        return hf.Olmo2ForCausalLM(hf.Olmo2Config(**_LLAMA))
-
-
-class Granite(Causal):
-    def build(self) -> nn.Module:
-        return hf.GraniteForCausalLM(hf.GraniteConfig(**_LLAMA))
-
-
-class Starcoder2(Causal):
-    def build(self) -> nn.Module:
-        return hf.Starcoder2ForCausalLM(hf.Starcoder2Config(**_LLAMA))
-
-
-class Cohere(Causal):
-    def build(self) -> nn.Module:
-        return hf.CohereForCausalLM(hf.CohereConfig(**_LLAMA))
 
 
 class Mixtral(Causal):
@@ -139,14 +104,6 @@ class Mixtral(Causal):
             **_LLAMA, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True
         )
         return hf.MixtralForCausalLM(config)
-
-
-class Qwen3Moe(Causal):
-    def build(self) -> nn.Module:
-        config = hf.Qwen3MoeConfig(
-            **_LLAMA, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
-        )
-        return hf.Qwen3MoeForCausalLM(config)
 
 
 class DeepseekV3(Causal):
@@ -185,46 +142,6 @@ class Jamba(Causal):
         return hf.JambaForCausalLM(config)
 
 
-class Gpt2(Causal):
-    units = ("transformer.h.*",)
-
-    def build(self) -> nn.Module:
-        config = hf.GPT2Config(vocab_size=_VOCABULARY, n_positions=16, n_embd=_WIDTH, n_layer=2, n_head=4)
-        return hf.GPT2LMHeadModel(config)
-
-
-class GptNeoX(Causal):
-    units = ("gpt_neox.layers.*",)
-
-    def build(self) -> nn.Module:
-        return hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**_BERT))
-
-
-class Opt(Causal):
-    units = ("model.decoder.layers.*",)
-
-    def build(self) -> nn.Module:
-        config = hf.OPTConfig(**_COMMON, ffn_dim=48, max_position_embeddings=32, word_embed_proj_dim=_WIDTH)
-        return hf.OPTForCausalLM(config)
-
-
-class Bloom(Causal):
-    units = ("transformer.h.*",)
-
-    def build(self) -> nn.Module:
-        return hf.BloomForCausalLM(
-            hf.BloomConfig(vocab_size=_VOCABULARY, hidden_size=_WIDTH, n_layer=2, n_head=4)
-        )
-
-
-class Mamba(Causal):
-    units = ("backbone.layers.*",)
-
-    def build(self) -> nn.Module:
-        config = hf.MambaConfig(vocab_size=_VOCABULARY, hidden_size=_WIDTH, state_size=4, num_hidden_layers=2)
-        return hf.MambaForCausalLM(config)
-
-
 class Mamba2(Causal):
     units = ("backbone.layers.*",)
 
@@ -241,15 +158,6 @@ class Mamba2(Causal):
         )
 
 
-class Rwkv(Causal):
-    units = ("rwkv.blocks.*",)
-
-    def build(self) -> nn.Module:
-        sizes = {"attention_hidden_size": _WIDTH, "intermediate_size": 48, "context_length": _LENGTH}
-        config = hf.RwkvConfig(vocab_size=_VOCABULARY, hidden_size=_WIDTH, num_hidden_layers=2, **sizes)
-        return hf.RwkvForCausalLM(config)
-
-
 class Bert(Causal):
     units = ("bert.encoder.layer.*",)
 
@@ -261,34 +169,12 @@ class Bert(Causal):
         return {**super().batch(generator), "attention_mask": mask.long()}
 
 
-class Roberta(Causal):
-    units = ("roberta.encoder.layer.*",)
-
-    def build(self) -> nn.Module:
-        return hf.RobertaForMaskedLM(hf.RobertaConfig(**_BERT))
-
-
-class DistilBert(Causal):
-    units = ("distilbert.transformer.layer.*",)
-
-    def build(self) -> nn.Module:
-        config = hf.DistilBertConfig(vocab_size=_VOCABULARY, dim=_WIDTH, hidden_dim=48, n_layers=2, n_heads=4)
-        return hf.DistilBertForMaskedLM(config)
-
-
 class Deberta(Causal):
     units = ("deberta.encoder.layer.*",)
 
     def build(self) -> nn.Module:
         config = hf.DebertaV2Config(**_BERT, relative_attention=True, pos_att_type=["p2c", "c2p"])
         return hf.DebertaV2ForMaskedLM(config)
-
-
-class Electra(Causal):
-    units = ("electra.encoder.layer.*",)
-
-    def build(self) -> nn.Module:
-        return hf.ElectraForMaskedLM(hf.ElectraConfig(**_BERT, embedding_size=16))
 
 
 class Albert(Causal):
@@ -300,15 +186,6 @@ class Albert(Causal):
         return hf.AlbertForMaskedLM(hf.AlbertConfig(**{**_BERT, "num_hidden_layers": 3}, embedding_size=16))
 
 
-class Longformer(Causal):
-    """Attention within a window; its parameters of global attention are unused."""
-
-    units = ("longformer.encoder.layer.*",)
-
-    def build(self) -> nn.Module:
-        return hf.LongformerForMaskedLM(hf.LongformerConfig(**_BERT, attention_window=4))
-
-
 class T5Gemma(Causal):
     units = ("model.encoder.layers.*", "model.decoder.layers.*")
 
@@ -318,17 +195,6 @@ class T5Gemma(Causal):
             encoder=part, decoder=part, vocab_size=_VOCABULARY, pad_token_id=0, bos_token_id=1
         )
         return hf.T5GemmaForConditionalGeneration(config)
-
-
-class T5(Causal):
-    units = ("encoder.block.*", "decoder.block.*")
-
-    def build(self) -> nn.Module:
-        config = hf.T5Config(
-            vocab_size=_VOCABULARY, d_model=_WIDTH, d_kv=8, d_ff=48, num_layers=2, num_heads=4
-        )
-        config.decoder_start_token_id = 0
-        return hf.T5ForConditionalGeneration(config)
 
 
 class Bart(Causal):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize, softplus
+from torch.utils.checkpoint import checkpoint
 
 _VOCABULARY, _WIDTH, _ROWS = 40, 24, 6
 
@@ -77,6 +78,15 @@ class ContrastDetached(Contrast):
         dist.all_gather(parts, rows.detach())
         parts[dist.get_rank()] = rows
         return tuple(parts)
+
+
+class Others(Contrast):
+    """The rows of the first rank against those of the second, which a world of one rank does not have."""
+
+    def loss(self, output: tuple[torch.Tensor, torch.Tensor], batch: object) -> torch.Tensor:
+        text, image = (self.gathered(rows) for rows in output)
+        own = dist.get_rank()
+        return (text[own] * image[1 - own]).sum(1).mean()
 
 
 class TokenMean:
@@ -150,7 +160,7 @@ class Gan:
     def optimizers(self, model: Any) -> list[torch.optim.Optimizer]:
         """Make one for each network."""
         adam = torch.optim.Adam(model.generator.parameters(), lr=1e-3, betas=(0.5, 0.9))
-        return [adam, torch.optim.RMSprop(model.discriminator.parameters(), lr=2e-3)]
+        return [adam, torch.optim.SGD(model.discriminator.parameters(), lr=0.1, momentum=0.9)]
 
     def step(self, model: Any, batch: Any, of_generator: Any, of_discriminator: Any) -> Any:
         """Update the discriminator, then the generator."""
@@ -173,12 +183,12 @@ class _Pair(nn.Module):
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        noisy = self.student(rows + 0.1 * torch.randn_like(rows))
+        noisy = checkpoint(self.student, rows + 0.1 * torch.randn_like(rows), use_reentrant=False)
         return (noisy - self.teacher(rows)).square().mean() + (noisy - rows[:, :8]).square().mean()
 
 
 class Distilled:
-    """Weighted microbatches, clipping by torch's function, and a teacher that averages its student after the step."""
+    """Weighted microbatches that are recomputed, clipping by torch, and a teacher that averages its student."""
 
     units = ("student.0", "student.3")
 

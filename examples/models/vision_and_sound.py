@@ -29,18 +29,6 @@ class Pictures:
         return loss
 
 
-class Vit(Pictures):
-    def build(self) -> nn.Module:
-        return hf.ViTForImageClassification(hf.ViTConfig(**_PATCHES, num_labels=5))
-
-
-class Deit(Pictures):
-    units = ("deit.layers.*",)
-
-    def build(self) -> nn.Module:
-        return hf.DeiTForImageClassification(hf.DeiTConfig(**_PATCHES, num_labels=5))
-
-
 class Swin(Pictures):
     units = ("swin.encoder.layers.*",)
 

@@ -41,7 +41,7 @@ def with_optimizer(text: str) -> str:
     return f"    def optimizer(self, p):\n        return {text}\n{LOSS}"
 
 
-def run_check(file: Path, engine: str, *options: str) -> int:
+def run_check(file: Path, engine: str, *options: str, model: str = "Mine") -> int:
     """Run the command beside the file; returns its exit code."""
     out = str(file.parent / "run")
-    return main(["check", f"{file}:Mine", "--engine", engine, "--out", out, *options])
+    return main(["check", f"{file}:{model}", "--engine", engine, "--out", out, *options])
