@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from shardproof.engine.registry import shipped_mutants
 from shardproof.harness.cli.main import main
 
 GOOD = """
@@ -41,7 +44,20 @@ def with_optimizer(text: str) -> str:
     return f"    def optimizer(self, p):\n        return {text}\n{LOSS}"
 
 
-def run_check(file: Path, engine: str, *options: str, model: str = "Mine") -> int:
-    """Run the command beside the file; returns its exit code."""
-    out = str(file.parent / "run")
-    return main(["check", f"{file}:{model}", "--engine", engine, "--out", out, *options])
+class Check:
+    """The command on one file."""
+
+    def __init__(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.file, self._capsys, self._num_runs = file, capsys, 0
+
+    def __call__(self, engine: str, *options: str, text: str = "", model: str = "Mine", code: int = 0) -> str:
+        """Judge an engine, or a mutant by its name, by this text; returns the screen, whose spaces are single."""
+        if text:
+            self.file.write_text(text)
+        out = self.file.with_name(f"run{self._num_runs or ''}")
+        self._num_runs += 1
+        specs = {mutant.name: mutant.engine_spec for mutant in shipped_mutants()}
+        where = ["--engine", specs.get(engine, engine), "--out", str(out)]
+        assert main(["check", f"{self.file}:{model}", *where, *options]) == code
+        printed = self._capsys.readouterr()
+        return " ".join((printed.err if code == 2 else printed.out).split())

@@ -35,13 +35,9 @@ class OverDdp(Engine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         plan.refuse_beyond(self.capabilities)
         group: Any = mesh.get_group()
-        self.skip(model)
         module = DistributedDataParallel(model, process_group=group, **self.options)
         self.hook(module, group)
         return self.prepared(module, named=model)
-
-    def skip(self, model: nn.Module) -> None:
-        """Exclude parameters from synchronisation."""
 
     def hook(self, module: DistributedDataParallel, group: Any) -> None:
         """Change the reduction."""
@@ -66,15 +62,6 @@ class AveragesTwice(OverDdp):
             return work.get_future().then(lambda done: done.value()[0].div_(group.size()))
 
         _register(module, reduce)
-
-
-class SkipsTheLast(OverDdp):
-    name = "skips_the_last"
-
-    def skip(self, model: nn.Module) -> None:
-        """Exclude the model's last weight."""
-        names = [name for name, _ in model.named_parameters()]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names[-2:-1])
 
 
 class _Forgets(PreparedModel):
@@ -110,20 +97,6 @@ class _ScalesTwice(PreparedModel):
 class ScalesAccumulationTwice(OverDdp):
     name = "scales_accumulation_twice"
     prepared = _ScalesTwice
-
-
-class _DropsHeld(PreparedModel):
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        with super().accumulating():
-            yield
-        for parameter in self.named.parameters():
-            parameter.grad = None
-
-
-class DropsWhatWasHeld(OverDdp):
-    name = "drops_what_was_held"
-    prepared = _DropsHeld
 
 
 class _ClipsAlone(PreparedModel):

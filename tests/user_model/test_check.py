@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from shardproof.engine.registry import shipped_mutants
 from shardproof.harness.cases.batch import microbatch_seed
 from shardproof.harness.cli.check_in_tests import check
 from shardproof.harness.cli.main import main
 from shardproof.harness.runner.user_model.read import read_model
-from tests.user_model.models import GOOD, LOSS, run_check, with_optimizer
+from tests.shell import python
+from tests.user_model.models import GOOD, LOSS, Check, with_optimizer
 
 
-def test_a_right_engine_is_proven(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_check(file, "torch.fsdp2", "-k", "trains or frees") == 0
-    shown = capsys.readouterr().out
-    assert "proven        trains as one process does\n" in shown
-    assert "proven        frees shards after forward\n" in shown
-    assert "not proven    order of streams and lifetimes of memory (--thorough)" in shown
-    assert all(
-        len(line) <= 100 for line in shown[shown.rindex("torch.fsdp2 in") : shown.index("wrote")].splitlines()
-    )
+def test_a_right_engine_is_proven(check: Check) -> None:
+    shown = check("torch.fsdp2", "-k", "trains or frees")
+    assert "proven trains as one process does" in shown
+    assert "proven frees shards after forward" in shown
+    assert "not proven order of streams and lifetimes of memory (--thorough)" in shown
     precise = {
         m[2]: float(m[1]) for m in re.finditer(r"error of ([0-9.e-]+)% of any (gradient|update)", shown)
     }
@@ -34,12 +27,9 @@ def test_a_right_engine_is_proven(file: Path, capsys: pytest.CaptureFixture[str]
     assert 0 < precise["update"] < 10
 
 
-def test_a_known_defect_is_named_and_a_known_failure_excused(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_known_defect_is_named_and_a_known_failure_excused(file: Path, check: Check) -> None:
     file.write_text(GOOD.replace(LOSS, with_optimizer("torch.optim.SGD(p, lr=0.1)")))
-    assert run_check(file, "torch.ddp", "-k", "resumes or trains") == 1
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = check("torch.ddp", "-k", "resumes or trains", code=1)
     assert "CRASHED resumes from its state: known defect of torch" in shown
     assert "SGD without momentum has none. (https://github.com/" in shown
     known = file.with_name("known.toml")
@@ -48,50 +38,38 @@ def test_a_known_defect_is_named_and_a_known_failure_excused(
         'shows = "*Expected device*"\nreason = "We do not resume."\nlink = "https://example.org/1"\n'
         "expiry = 2099-01-01\n"
     )
-    out = str(file.with_name("again"))
-    options = ["--engine", "torch.ddp", "-k", "resumes or trains", "--expectations", str(known), "--out", out]
-    assert main(["check", f"{file}:Mine", *options]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = check("torch.ddp", "-k", "resumes or trains", "--expectations", str(known))
     assert "known resumes from its state: We do not resume. (https://example.org/1)" in shown
 
 
-def test_a_case_that_does_not_apply_is_listed_with_the_reason(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file.write_text(GOOD.replace("for block in self.blocks:", "for block in (*self.blocks, self.blocks[0]):"))
-    assert (
-        run_check(
-            file, "torch.fsdp2", "-k", "each_unit_once or two_replicas or clips", "--world", "threads:3"
-        )
-        == 0
+def test_a_case_that_does_not_apply_is_listed_with_the_reason(check: Check) -> None:
+    shown = check(
+        "torch.fsdp2",
+        "-k",
+        "each_unit_once or two_replicas or clips",
+        "--world",
+        "threads:3",
+        text=GOOD.replace("for block in self.blocks:", "for block in (*self.blocks, self.blocks[0]):"),
     )
-    shown = " ".join(capsys.readouterr().out.split())
     assert "left out gathers and reduces each unit once: its unit 'blocks.0' is called 2 times" in shown
     assert "left out shards two replicas: needs two replicas of equal size" in shown
 
 
-def test_a_computation_in_bfloat16_is_proven_however_it_rounds(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_check(file, "torch.fsdp2", "-k", "bfloat16") == 0
-    assert "proven        computes in bfloat16" in capsys.readouterr().out
+def test_a_computation_in_bfloat16_is_proven_however_it_rounds(check: Check) -> None:
+    assert "proven computes in bfloat16" in check("torch.fsdp2", "-k", "bfloat16")
 
 
-def test_buffers_keep_their_dtype_where_parameters_compute_in_bfloat16(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_buffers_keep_their_dtype_where_parameters_compute_in_bfloat16(check: Check) -> None:
     """Engines do not cast tables of rotations; models cast them where they use them."""
     buffered = GOOD.replace(
         "        self.out =",
         "        self.register_buffer('table', torch.linspace(0.9, 1.1, 6))\n        self.out =",
     ).replace("hidden = self.normed(x)", "hidden = self.normed(x * self.table.to(x.dtype))")
-    file.write_text(buffered)
-    assert run_check(file, "torch.fsdp2", "-k", "bfloat16") == 0
-    assert "proven        computes in bfloat16" in capsys.readouterr().out
+    assert "proven computes in bfloat16" in check("torch.fsdp2", "-k", "bfloat16", text=buffered)
 
 
 def test_a_computation_in_bfloat16_need_not_move_a_parameter_with_a_small_gradient(
-    file: Path, capsys: pytest.CaptureFixture[str]
+    file: Path, check: Check
 ) -> None:
     """Plain descent changes ones by less than a rounding in the norms of a query's low rank, in models of experts."""
     gain = "self.gain = nn.Parameter(torch.ones(6))\n        self.out ="
@@ -99,29 +77,22 @@ def test_a_computation_in_bfloat16_need_not_move_a_parameter_with_a_small_gradie
         GOOD.replace("self.out =", gain, 1).replace("tanh(block(x))", "tanh(block(x + 1e-5 * self.gain))")
     )
     assert "gain" in read_model(f"{file}:Mine", limit_s=60)[0].facts.slow
-    assert run_check(file, "torch.fsdp2", "-k", "bfloat16") == 0
-    assert "proven        computes in bfloat16" in capsys.readouterr().out
+    assert "proven computes in bfloat16" in check("torch.fsdp2", "-k", "bfloat16")
 
 
-def test_a_model_that_computes_in_no_bfloat16_is_left_out(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_computes_in_no_bfloat16_is_left_out(check: Check) -> None:
     """A buffer of float32 promotes the activations, which the next layer then refuses."""
     buffered = GOOD.replace(
         "        self.out =",
         "        self.register_buffer('table', torch.linspace(0.9, 1.1, 6))\n        self.out =",
     ).replace("hidden = self.normed(x)", "hidden = self.normed(x * self.table)")
-    file.write_text(buffered)
-    assert run_check(file, "torch.fsdp2", "-k", "bfloat16 or trains") == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = check("torch.fsdp2", "-k", "bfloat16 or trains", text=buffered)
     assert "left out computes in bfloat16 and reduces in float32: it raises RuntimeError in bfloat16" in shown
 
 
-def test_a_wrong_engine_is_caught_with_its_cause(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    engine = next(m.engine_spec for m in shipped_mutants() if m.name == "SumsInsteadOfAveraging")
-    assert run_check(file, engine, "-k", "trains") == 1
-    shown = capsys.readouterr().out
-    assert "exactly 2 x the reference" in " ".join(shown.split())
+def test_a_wrong_engine_is_caught_with_its_cause(check: Check) -> None:
+    shown = check("SumsInsteadOfAveraging", "-k", "trains", code=1)
+    assert "exactly 2 x the reference" in shown
     assert "shardproof check" in shown
 
 
@@ -149,46 +120,33 @@ class Mine:
     ("engine", "code"),
     [("torch.fsdp2", 0), ("LosesStateInAnotherWorld", 1), ("AlignsStateForTheWorldBefore", 1)],
 )
-def test_a_start_is_judged_however_noisy_the_steps_before_were(
-    file: Path, engine: str, code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_start_is_judged_however_noisy_the_steps_before_were(engine: str, code: int, check: Check) -> None:
     """Under autocast the noise hides a wrong factor of a gradient, but not a parameter that was not loaded."""
-    file.write_text(_AUTOCAST)
-    spec = next((m.engine_spec for m in shipped_mutants() if m.name == engine), engine)
-    assert run_check(file, spec, "-k", "starts") == code
-    shown = capsys.readouterr().out
-    assert ("proven        starts from what other ranks saved" in shown) == (code == 0)
+    shown = check(engine, "-k", "starts", text=_AUTOCAST, code=code)
+    assert ("proven starts from what other ranks saved" in shown) == (code == 0)
     assert "an error of" not in shown
 
 
-def test_a_schedule_follows_the_optimizer_and_is_resumed(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_schedule_follows_the_optimizer_and_is_resumed(check: Check) -> None:
     schedule = "    def scheduler(self, o):\n        return torch.optim.lr_scheduler.LambdaLR(o, lambda n: 0.25**n)\n"
     text = GOOD.replace(LOSS, schedule + with_optimizer("torch.optim.SGD(p, lr=0.5, momentum=0.9)"))
-    file.write_text(text)
-    assert run_check(file, "torch.fsdp2", "-k", "trains or resumes") == 0
-    shown = capsys.readouterr().out
-    assert shown.count("\n  proven ") == 2
+    shown = check("torch.fsdp2", "-k", "trains or resumes", text=text)
+    assert "proven trains as one process does proven resumes from its state" in shown
 
 
 @pytest.mark.parametrize("world", ["threads:2", "processes:2"])
-def test_a_compiled_model_is_judged(file: Path, world: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_compiled_model_is_judged(world: str, check: Check) -> None:
     """FSDP1 gathers inside the compiled forward: the harness there must not be compiled too."""
     whole = "net = Net()\n        net.compile(backend='eager')\n        return net"
-    file.write_text(GOOD.replace("return Net()", whole))
-    assert run_check(file, "torch.fsdp1", "-k", "trains", "--world", world) == 0
-    assert "proven" in capsys.readouterr().out
+    assert "proven" in check(
+        "torch.fsdp1", "-k", "trains", "--world", world, text=GOOD.replace("return Net()", whole)
+    )
 
 
-def test_a_fresh_model_has_no_gradients_of_parameters_outside_the_optimizer(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fresh_model_has_no_gradients_of_parameters_outside_the_optimizer(check: Check) -> None:
     """No call clears these gradients, so they add up until the state is loaded into another model."""
     some = "torch.optim.SGD([q for q in p if q.ndim == 2], lr=0.1, momentum=0.9)"
-    file.write_text(GOOD.replace(LOSS, with_optimizer(some)))
-    assert run_check(file, "torch.ddp", "-k", "resumes or starts") == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = check("torch.ddp", "-k", "resumes or starts", text=GOOD.replace(LOSS, with_optimizer(some)))
     assert "proven resumes from its state proven starts from what other ranks saved" in shown
 
 
@@ -207,18 +165,33 @@ class Mine:
 
 
 def test_sparse_gradients_are_judged_where_ranks_are_processes(
-    file: Path, capsys: pytest.CaptureFixture[str]
+    check: Check,
 ) -> None:
-    file.write_text(_SPARSE)
-    assert run_check(file, "torch.ddp") == 2
-    assert "expected worlds of processes, because it has sparse gradients" in capsys.readouterr().err
-    assert run_check(file, "torch.ddp", "--world", "processes:2", "-k", "trains or clips or resumes") == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    refused = check("torch.ddp", text=_SPARSE, code=2)
+    assert "expected worlds of processes, because it has sparse gradients" in refused
+    shown = check("torch.ddp", "--world", "processes:2", "-k", "trains or clips or resumes")
     assert "optimizer SGD, the default" in shown
     assert "proven trains as one process does proven resumes from its state" in shown
     assert (
         "left out clips by the norm of the whole: torch's clip_grad_norm_ takes no sparse gradient" in shown
     )
+
+
+def test_a_wrong_reduction_of_sparse_gradients_is_caught(check: Check) -> None:
+    where = ("--world", "processes:2", "-k", "trains")
+    assert "gradient '0.weight'" in check("KeepsItsOwnSparseGradients", *where, text=_SPARSE, code=1)
+
+
+def test_a_count_of_steps_for_an_empty_shard_is_no_fault(check: Check) -> None:
+    """Adagrad makes its state at once, and a rank without elements of a parameter has no gradient under FSDP1."""
+    adagrad = GOOD.replace(LOSS, with_optimizer("torch.optim.Adagrad(p, lr=0.01)"))
+    check("torch.fsdp1", "-k", "trains", text=adagrad)
+
+
+def test_warnings_of_the_model_are_the_users(check: Check) -> None:
+    """Laws of memory need the form of the model, and must not run its code where warnings may be errors."""
+    warns = "import warnings\n        warnings.warn('old')\n        return Net()"
+    check("torch.fsdp2", "-k", "frees", text=GOOD.replace("return Net()", warns))
 
 
 _SPARSE_ADAM = with_optimizer("torch.optim.SparseAdam(list(p))")
@@ -237,39 +210,15 @@ _STATE_DEFECTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reason", _STATE_DEFECTS)
-def test_each_defect_of_saved_state_is_seen(
-    file: Path, capsys: pytest.CaptureFixture[str], reason: str
-) -> None:
+def test_each_defect_of_saved_state_is_seen(reason: str, check: Check) -> None:
     text, (engine, *options) = _STATE_DEFECTS[reason]
-    file.write_text(text)
-    assert run_check(file, engine, *options) == 1
-    assert reason in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_wrong_reduction_of_sparse_gradients_is_caught(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file.write_text(_SPARSE)
-    engine = next(m.engine_spec for m in shipped_mutants() if m.name == "KeepsItsOwnSparseGradients")
-    assert run_check(file, engine, "--world", "processes:2", "-k", "trains") == 1
-    assert "gradient '0.weight'" in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_count_of_steps_for_an_empty_shard_is_no_fault(file: Path) -> None:
-    """Adagrad makes its state at once, and a rank without elements of a parameter has no gradient under FSDP1."""
-    file.write_text(GOOD.replace(LOSS, with_optimizer("torch.optim.Adagrad(p, lr=0.01)")))
-    assert run_check(file, "torch.fsdp1", "-k", "trains") == 0
-
-
-def test_warnings_of_the_model_are_the_users(file: Path) -> None:
-    """Laws of memory need the form of the model, and must not run its code where warnings may be errors."""
-    file.write_text(
-        GOOD.replace("return Net()", "import warnings\n        warnings.warn('old')\n        return Net()")
-    )
-    assert run_check(file, "torch.fsdp2", "-k", "frees") == 0
+    assert reason in check(engine, *options, text=text, code=1)
 
 
 _ROUTED = """
+import torch
+from torch import nn
+
 class Routed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -305,44 +254,31 @@ class Mine:
     ],
 )
 def test_experts_without_tokens_on_a_rank_are_judged(
-    file: Path, units: str, engine: str, verdict: str, capsys: pytest.CaptureFixture[str]
+    units: str, engine: str, verdict: str, check: Check
 ) -> None:
     """An engine that gathers each unit in its forward needs all ranks to call it; one that only reduces does not."""
-    file.write_text("import torch\nfrom torch import nn\n" + _ROUTED.replace("UNITS", units))
     is_proven = verdict == "proven"
-    assert run_check(file, engine, "-k", "trains") == (0 if is_proven else 1)
-    shown = capsys.readouterr().out
-    assert f"{verdict:<14}trains as one process does" in shown
+    shown = check(engine, "-k", "trains", text=_ROUTED.replace("UNITS", units), code=0 if is_proven else 1)
+    assert f"{verdict} trains as one process does" in shown
     assert ("RANK_DEPENDENT_UNITS" in shown) == ("experts" in units)
-    assert ("NOT PROVEN    cannot train it, because ranks skip different units" in shown) != is_proven
+    assert ("NOT PROVEN cannot train it, because ranks skip different units" in shown) != is_proven
 
 
 def test_a_model_that_an_engine_cannot_train_fails_the_users_test(file: Path) -> None:
     """Nothing was judged: the engine refused every plan, because ranks call different experts."""
-    units = "('0.experts.*', '1.experts.*')"
-    file.write_text("import torch\nfrom torch import nn\n" + _ROUTED.replace("UNITS", units))
+    file.write_text(_ROUTED.replace("UNITS", "('0.experts.*', '1.experts.*')"))
     with pytest.raises(AssertionError, match=r"(?s)it is not proven.* NOT PROVEN .* make the module around"):
         check(f"{file}:Mine", engine="torch.fsdp2", keyword="trains")
-    session = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "shardproof.harness.runner.plugin",
-        "-p",
-        "no:cacheprovider",
-    ]
-    chosen = [
+    plugins = ("-p", "shardproof.harness.runner.plugin", "-p", "no:cacheprovider")
+    chosen = (
         "--pyargs",
         "shardproof.suites.user_model",
         "--engine",
         "torch.fsdp2",
         "--model",
         f"{file}:Mine",
-    ]
-    done = subprocess.run(
-        [*session, *chosen, "-k", "trains"], cwd=file.parent, capture_output=True, text=True
     )
+    done = python("-m", "pytest", *plugins, *chosen, "-k", "trains", cwd=file.parent)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
     assert "NOT PROVEN: torch.fsdp2 in threads:2: cannot train it, because ranks" in done.stdout
 
@@ -350,13 +286,9 @@ def test_a_model_that_an_engine_cannot_train_fails_the_users_test(file: Path) ->
 _UNUSED = GOOD.replace("        self.out =", "        self.spare = nn.Linear(3, 3)\n        self.out =")
 
 
-def test_the_call_that_was_judged_is_shown_beside_the_default(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_call_that_was_judged_is_shown_beside_the_default(file: Path, check: Check) -> None:
     """A model with an unused part is trained only with an option, which users do not set by default."""
-    file.write_text(_UNUSED)
-    assert run_check(file, "torch.ddp", "-k", "trains") == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = check("torch.ddp", "-k", "trains", text=_UNUSED)
     assert "wrapped by DistributedDataParallel(model, find_unused_parameters=True) by default " in shown
     assert "by default DistributedDataParallel(model): CRASHED: rank" in shown
     assert "Expected to have finished reduction in the prior iteration" in shown
@@ -382,18 +314,12 @@ def finding(model, mesh):
         (("--wrap", "finding"), 0, "DistributedDataParallel(model, find_unused_parameters=True)"),
     ],
 )
-def test_a_users_own_call_is_judged(
-    file: Path, options: tuple[str, str], code: int, call: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file.write_text(_UNUSED)
-    wraps = file.with_name("wraps.py")
+def test_a_users_own_call_is_judged(options: tuple[str, str], code: int, call: str, check: Check) -> None:
+    wraps = check.file.with_name("wraps.py")
     wraps.write_text(_WRAPS)
     flag, value = options
-    assert (
-        run_check(file, "torch.ddp", "-k", "trains", flag, f"{wraps}:{value}" if flag == "--wrap" else value)
-        == code
-    )
-    assert f"wrapped by    {call}\n" in capsys.readouterr().out
+    chosen = (flag, f"{wraps}:{value}" if flag == "--wrap" else value)
+    assert f"wrapped by {call} " in check("torch.ddp", "-k", "trains", *chosen, text=_UNUSED, code=code)
 
 
 _TEACHER = """
@@ -446,24 +372,16 @@ class Mine(DistributedDataParallelEngine):
 """
 
 
-def test_frozen_parameters_that_forward_writes_are_each_ranks_own(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_frozen_parameters_that_forward_writes_are_each_ranks_own(check: Check) -> None:
     """A teacher averages its student, and a center the data: once for each forward of its rank."""
-    file.write_text(_TEACHER)
-    model, _ = read_model(f"{file}:Mine", limit_s=60)
-    assert model.facts.written == ("center", "teacher.weight", "teacher.bias")
-    assert run_check(file, "torch.ddp", "-k", "trains or microbatches or resumes or evaluates") == 0
-    assert (
-        "written       center, teacher.weight, teacher.bias: forward changes them" in capsys.readouterr().out
-    )
-    engine = file.with_name("engine.py")
+    shown = check("torch.ddp", "-k", "trains or microbatches or resumes or evaluates", text=_TEACHER)
+    assert "written center, teacher.weight, teacher.bias: forward changes them" in shown
+    engine = check.file.with_name("engine.py")
     engine.write_text(_FORGETS_THE_TEACHER)
-    shutil.rmtree(file.with_name("run"))
-    assert run_check(file, f"{engine}:Mine", "-k", "trains") == 1
+    check(f"{engine}:Mine", "-k", "trains", code=1)
 
 
-def test_an_expert_without_a_token_voids_nothing(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_expert_without_a_token_voids_nothing(file: Path, check: Check) -> None:
     """The study sees more steps than the case: expert 3 gets its first token after them."""
     late = "first if len(x) < 4 else nn.functional.silu(self.late(x))"
     file.write_text(
@@ -473,8 +391,7 @@ def test_an_expert_without_a_token_voids_nothing(file: Path, capsys: pytest.Capt
         .replace("torch.randn(4, 6", "torch.randn(3 + (generator.initial_seed() == LATE), 6")
         + f"\nLATE = {microbatch_seed(20_011, step=2, microbatch=0, rank=3)}\n"
     )
-    assert run_check(file, "torch.ddp", "-k", "trains") == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = check("torch.ddp", "-k", "trains")
     assert "proven trains as one process does" in shown
     assert "not proven what no loss reached, as experts without a token: late.weight, late.bias;" in shown
 
@@ -506,63 +423,38 @@ class Mine:
 
 
 @pytest.mark.parametrize("engine", ["torch.ddp", "torch.fsdp2"])
-def test_elements_without_a_gradient_do_not_hide_their_neighbours(
-    file: Path, engine: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_elements_without_a_gradient_do_not_hide_their_neighbours(engine: str, check: Check) -> None:
     """Adam makes steps of the rounding in a key's bias, which attention keeps in one tensor with the query's."""
-    file.write_text(_FUSED)
-    assert run_check(file, engine, "-k", "trains or shards") == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = check(engine, "-k", "trains or shards", text=_FUSED)
     assert "proven trains as one process does" in shown
     assert "weak" not in shown
 
 
-_STALE_AFTER_EVALUATION = """
-from torch.nn.parallel import DistributedDataParallel
-from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
-
-class Syncs(DistributedDataParallel):
-    def eval(self):
-        self.require_backward_grad_sync = False
-        return super().eval()
-
-class Mine(DistributedDataParallelEngine):
-    name = "mine"
-    def prepare(self, model, plan, mesh):
-        prepared = super().prepare(model, plan, mesh)
-        prepared.module.__class__ = Syncs
-        return prepared
-"""
-
-
 @pytest.mark.parametrize("mode", ["", ".out.eval()"])
-def test_an_evaluation_between_steps_is_judged(
-    file: Path, mode: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evaluation_between_steps_is_judged(mode: str, check: Check) -> None:
     """An engine that stops synchronising after one is wrong, and parts in evaluation mode stay in it."""
-    if mode:
-        file.write_text(GOOD.replace("return Net()", f"net = Net()\n        net{mode}\n        return net"))
-    engine = file.with_name("engine.py")
-    engine.write_text(_STALE_AFTER_EVALUATION)
-    assert run_check(file, f"{engine}:Mine", "-k", "trains or evaluates") == 1
-    shown = " ".join(capsys.readouterr().out.split())
+    engine = f"{Path(__file__).with_name('planted_bugs.py')}:StopsAfterEvaluation"
+    text = GOOD.replace("return Net()", f"net = Net()\n        net{mode}\n        return net")
+    shown = check(engine, "-k", "trains or evaluates", text=text, code=1)
     assert "proven trains as one process does" in shown
     assert "FAILED evaluates and drops forwards between steps: matches the oracle" in shown
+    assert "only this rank's own gradient: not synchronised" in shown
 
 
 @pytest.mark.parametrize("engine", ["torch.ddp", "torch.fsdp1", "torch.fsdp2", "reference"])
-def test_right_engines_train_around_evaluations(file: Path, engine: str) -> None:
-    assert run_check(file, engine, "-k", "evaluates") == 0
+def test_right_engines_train_around_evaluations(engine: str, check: Check) -> None:
+    check(engine, "-k", "evaluates")
 
 
-def test_a_model_without_a_loss_in_evaluation_is_not_evaluated(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file.write_text(
-        GOOD.replace("        return {", "        return self.out(hidden) if not self.training else {", 1)
+def test_a_model_without_a_loss_in_evaluation_is_not_evaluated(check: Check) -> None:
+    shown = check(
+        "torch.ddp",
+        "-k",
+        "evaluates or clips",
+        text=GOOD.replace(
+            "        return {", "        return self.out(hidden) if not self.training else {", 1
+        ),
     )
-    assert run_check(file, "torch.ddp", "-k", "evaluates or clips") == 0
-    shown = " ".join(capsys.readouterr().out.split())
     assert "left out evaluates and drops forwards between steps: in evaluation mode it raises" in shown
 
 
@@ -581,11 +473,9 @@ class Mine:
 """
 
 
-def test_a_pass_that_would_have_missed_much_is_weak(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pass_that_would_have_missed_much_is_weak(check: Check) -> None:
     """A parameter of bfloat16 moves by few of its roundings."""
-    file.write_text(_NARROW)
-    assert run_check(file, "torch.fsdp2", "-k", "trains") == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = check("torch.fsdp2", "-k", "trains", text=_NARROW)
     assert re.search(
         r"weak trains as one process does: an error of [\d.]+% in the (update|gradient) of '", shown
     )
@@ -596,7 +486,8 @@ def test_a_pass_that_would_have_missed_much_is_weak(file: Path, capsys: pytest.C
 def test_a_line_for_each_case_shows_the_remaining_time(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_check(file, "torch.ddp", "-k", "trains or clips") == 0
+    options = ["--engine", "torch.ddp", "-k", "trains or clips", "--out", str(file.with_name("run"))]
+    assert main(["check", f"{file}:Mine", *options]) == 0
     shown = capsys.readouterr().out
     assert " ".join(shown.split()).count("a case that takes longer than") == 1
     assert re.search(r"1 of 2  PASSED in .* s; about \d+ s left: trains as\s+one process does\n", shown)

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardproof.engine.registry import shipped_mutants
 from shardproof.harness.cases.sync_batch_norm import with_sync_batch_norm
-from shardproof.harness.cli.main import main
 from shardproof.harness.runner.user_model.read import read_model
 from shardproof.harness.worlds.threads.together import together
 from tests.shell import ROOT
+from tests.user_model.models import Check
 
 LOOPS = ROOT / "examples" / "models" / "loops.py"
-
-
-def _check(out: Path, model: str, engine: str, cases: str) -> int:
-    return main(["check", f"{LOOPS}:{model}", "--engine", engine, "--out", str(out / "run"), "-k", cases])
 
 
 @pytest.mark.parametrize(
@@ -34,8 +28,8 @@ def _check(out: Path, model: str, engine: str, cases: str) -> int:
         ("SynchronisedNorm", "torch.ddp", "trains or replicas_once"),
     ],
 )
-def test_a_right_engine_is_proven(tmp_path: Path, model: str, engine: str, cases: str) -> None:
-    assert _check(tmp_path, model, engine, cases) == 0
+def test_a_right_engine_is_proven(model: str, engine: str, cases: str, check: Check) -> None:
+    check(engine, "-k", cases, text=LOOPS.read_text(encoding="utf-8"), model=model)
 
 
 @pytest.mark.parametrize(
@@ -45,12 +39,9 @@ def test_a_right_engine_is_proven(tmp_path: Path, model: str, engine: str, cases
         ("GathersOnceMoreInBackward", "each_unit_once", "all_gather"),
     ],
 )
-def test_a_wrong_engine_is_caught(
-    tmp_path: Path, mutant: str, cases: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engine = next(m.engine_spec for m in shipped_mutants() if m.name == mutant)
-    assert _check(tmp_path, "Contrast", engine, cases) == 1
-    assert words in " ".join(capsys.readouterr().out.split())
+def test_a_wrong_engine_is_caught(mutant: str, cases: str, words: str, check: Check) -> None:
+    text = LOOPS.read_text(encoding="utf-8")
+    assert words in check(mutant, "-k", cases, text=text, model="Contrast", code=1)
 
 
 @pytest.mark.parametrize(

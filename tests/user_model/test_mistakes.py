@@ -11,7 +11,7 @@ from shardproof.harness.cli.main import main
 from shardproof.harness.errors import UsageError
 from shardproof.harness.runner.user_model.read import read_model
 from tests.shell import python
-from tests.user_model.models import GOOD, LOSS, run_check, with_optimizer
+from tests.user_model.models import GOOD, LOSS, Check, with_optimizer
 
 
 def test_a_class_that_no_other_process_finds_is_refused() -> None:
@@ -26,7 +26,7 @@ def test_a_class_that_no_other_process_finds_is_refused() -> None:
     ("asked", "refused"), [("", True), ("backend='eager'", False), ("disable=True", False)]
 )
 def test_threads_are_refused_for_a_model_that_inductor_compiles(
-    file: Path, asked: str, refused: bool, capsys: pytest.CaptureFixture[str]
+    file: Path, asked: str, refused: bool, check: Check
 ) -> None:
     file.write_text(
         GOOD.replace("return Net()", f"net = Net()\n        net.compile({asked})\n        return net")
@@ -35,8 +35,7 @@ def test_threads_are_refused_for_a_model_that_inductor_compiles(
     assert model.facts.is_compiled == refused
     if refused:
         worlds = ("--world", "processes:2", "--world", "threads:3")
-        assert run_check(file, "torch.ddp", *worlds) == 2
-        shown = capsys.readouterr().err
+        shown = check("torch.ddp", *worlds, code=2)
         assert "expected worlds of processes, because inductor compiles it" in shown
         assert "got threads:3; try --world processes:3" in shown
 
@@ -55,11 +54,8 @@ def test_threads_are_refused_for_a_model_that_inductor_compiles(
         ("--wrap=nowhere.py:wrap", "expected a Python file at"),
     ],
 )
-def test_a_mistake_in_a_users_own_call_is_told(
-    file: Path, option: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_check(file, "torch.ddp", "-k", "trains", option) == 2
-    assert words in capsys.readouterr().err
+def test_a_mistake_in_a_users_own_call_is_told(option: str, words: str, check: Check) -> None:
+    assert words in check("torch.ddp", "-k", "trains", option, code=2)
 
 
 @pytest.mark.parametrize(
@@ -129,16 +125,13 @@ def test_a_mistake_in_a_users_own_call_is_told(
         ),
     ],
 )
-def test_a_mistake_is_refused_in_a_sentence(
-    file: Path, old: str, new: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_refused_in_a_sentence(file: Path, old: str, new: str, words: str, check: Check) -> None:
     assert old in GOOD
     file.write_text(GOOD.replace(old, new, 1))
     with pytest.raises(UsageError) as caught:
         read_model(f"{file}:Mine", limit_s=60)
     assert words in str(caught.value)
-    assert run_check(file, "torch.ddp", "--engine", "torch.fsdp2") == 2
-    assert words in capsys.readouterr().err
+    assert words in check("torch.ddp", "--engine", "torch.fsdp2", code=2)
 
 
 @pytest.mark.parametrize(

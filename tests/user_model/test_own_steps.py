@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.engine.registry import shipped_mutants
 from shardproof.harness.cases.own_step import SeveralOptimizers
 from shardproof.harness.errors import UsageError
 from shardproof.harness.runner.user_model.read import read_model
 from tests.shell import ROOT
-from tests.user_model.models import run_check
+from tests.user_model.models import Check
 
 LOOPS = (ROOT / "examples" / "models" / "loops.py").read_text(encoding="utf-8")
 # Reduces the gradients of every other backward, such as those of the first of two losses.
@@ -46,13 +45,10 @@ class Forgetful(Engine):
 
 @pytest.mark.parametrize("engine", ["torch.ddp", "torch.fsdp2", "torch.zero1"])
 @pytest.mark.parametrize("model", ["Gan", "Distilled"])
-def test_a_right_engine_is_proven(
-    file: Path, model: str, engine: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file.write_text(LOOPS)
+def test_a_right_engine_is_proven(model: str, engine: str, check: Check) -> None:
     is_undeclared = engine == "torch.zero1" and model == "Gan"
-    assert run_check(file, engine, "-k", "trains", model=model) == int(is_undeclared)
-    assert ("needs SEVERAL_OPTIMIZERS" in capsys.readouterr().out) == is_undeclared
+    shown = check(engine, "-k", "trains", text=LOOPS, model=model, code=int(is_undeclared))
+    assert ("needs SEVERAL_OPTIMIZERS" in shown) == is_undeclared
 
 
 @pytest.mark.parametrize(
@@ -62,14 +58,10 @@ def test_a_right_engine_is_proven(
         ("forgetful.py:Forgetful", "gradient 'generator."),
     ],
 )
-def test_a_wrong_engine_is_caught(
-    file: Path, engine: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file.write_text(LOOPS)
-    file.with_name("forgetful.py").write_text(FORGETFUL)
-    specs = {m.name: m.engine_spec for m in shipped_mutants()}
-    assert run_check(file, specs.get(engine, f"{file.parent}/{engine}"), "-k", "trains", model="Gan") == 1
-    shown = " ".join(capsys.readouterr().out.split())
+def test_a_wrong_engine_is_caught(engine: str, words: str, check: Check) -> None:
+    check.file.with_name("forgetful.py").write_text(FORGETFUL)
+    spec = f"{check.file.parent}/{engine}" if ".py" in engine else engine
+    shown = check(spec, "-k", "trains", text=LOOPS, model="Gan", code=1)
     assert f"trains as one process does: matches the oracle: step 0, {words}" in shown
 
 
