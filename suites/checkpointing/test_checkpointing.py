@@ -8,8 +8,8 @@ import pytest
 
 from shardproof import SEVERAL, AllForwardsFirst, Backwards, Count, Exactly, Layout, Nothing, Problem, Reshard
 from shardproof import Training, Trial
-from shardproof.fixtures.checkpointed import CHECKPOINTED, CHECKPOINTED_REENTRANT, CHECKPOINTED_TIED
-from shardproof.fixtures.checkpointed import CHECKPOINTED_TIED_REENTRANT
+from shardproof.fixtures.decoders import CHECKPOINTED, CHECKPOINTED_REENTRANT, CHECKPOINTED_TIED
+from shardproof.fixtures.decoders import CHECKPOINTED_TIED_REENTRANT
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train, train_sharded
 from shardproof.suites.vocabulary import GATHERS_IN_BACKWARD, PARITY

@@ -9,7 +9,7 @@ from shardproof import EVEN, SEVERAL, Accumulation, ConvertsAndBack, Dtype, Grou
 from shardproof import MatchesOracle, Trial
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
-from shardproof.fixtures.tied import TIED
+from shardproof.fixtures.decoders import TIED
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY, REDUCTIONS

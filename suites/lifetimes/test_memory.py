@@ -12,7 +12,7 @@ from shardproof import Offload, PeakBytes, Phase, Plan, Prefetch, Problem, Resha
 from shardproof import Trial, UnshardedOnlyInTurn, UserTensorsLive, Watch, ZeroGrad
 from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
 from shardproof.fixtures.experts import MIXTURE
-from shardproof.fixtures.hoarding import HOARD
+from shardproof.fixtures.buffered import HOARD
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.suites.closed_forms import ACCUMULATED_MOST, ALL_LEAST, ALL_MOST, ALL_TWICE, BUFFERS_OF_THREE
 from shardproof.suites.closed_forms import BUFFERS_OF_TWO, ONE_LEAST, PARTS_AND_LAST_LEAST, PARTS_AND_ONE_MOST

@@ -7,8 +7,8 @@ import torch
 
 from shardproof import SEVERAL, Accumulation, ChunksOfTheHead, FlaggedChunks, Microbatches, Nothing, Op, Phase
 from shardproof import Problem, Reshard, Select, Trial, TrunkTwiceOnOddSteps
-from shardproof.fixtures.trunk_and_head import TRUNK_AND_HEAD, TRUNK_AND_TIED_HEAD
-from shardproof.fixtures.widening import WIDENING
+from shardproof.fixtures.decoders import TRUNK_AND_HEAD, TRUNK_AND_TIED_HEAD
+from shardproof.fixtures.mlps import WIDENING
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train_sharded
 from shardproof.suites.vocabulary import PARITY

@@ -6,7 +6,7 @@ import pytest
 
 from shardproof import AllForwardsFirst, Backwards, Layout, Trial
 from shardproof.fixtures.problems import MLP_UNEVEN
-from shardproof.fixtures.reused import REUSED
+from shardproof.fixtures.mlps import REUSED
 from shardproof.suites.params import parametrize
 from shardproof.suites.training import train, train_sharded
 from shardproof.suites.vocabulary import PARITY

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardproof import SEVERAL, Trial
-from shardproof.fixtures.autocast import AUTOCAST
+from shardproof.fixtures.mlps import AUTOCAST
 from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 

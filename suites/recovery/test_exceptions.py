@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardproof import RAISED, Accumulation, FailsFirst, Layout, Notes, Reshard, SkipsAFailure, Trial
-from shardproof.fixtures.guarded import GUARDED
+from shardproof.fixtures.mlps import GUARDED
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train, train_sharded
 from shardproof.suites.vocabulary import PARITY

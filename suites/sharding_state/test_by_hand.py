@@ -8,7 +8,7 @@ from shardproof import AFTER_BACKWARD, BEFORE_BACKWARD, BEFORE_FORWARD, FOUR_OR_
 from shardproof import Count, Exactly, Gather, Layout, OnlyThese, Op, Per, Phase, Problem, Reshard, Select
 from shardproof import ShowsTheModel, Training, Trial, UnitsAre, UnshardByHand, Window
 from shardproof.fixtures.heads import TALKATIVE
-from shardproof.fixtures.odd_shapes import ODD_SHAPES
+from shardproof.fixtures.thin import ODD_SHAPES
 from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.sharding_state.states import states

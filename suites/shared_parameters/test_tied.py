@@ -7,7 +7,7 @@ import pytest
 from shardproof import SEVERAL, EveryRowMoves, HoldsItsShare, Layout, MatchesOracle, RanksAgree, Refusal
 from shardproof import Reshard, Schedule, Trial
 from shardproof.fixtures.optimizers import ADAMW
-from shardproof.fixtures.tied import TIED
+from shardproof.fixtures.decoders import TIED
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train, train_sharded
 

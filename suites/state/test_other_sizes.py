@@ -8,7 +8,7 @@ from shardproof import AS_HANDED_OUT, TAKEN, Accumulation, Clip, Layout, NamedOp
 from shardproof import RanksBefore, StateForm, Trial
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
-from shardproof.fixtures.tied import TIED
+from shardproof.fixtures.decoders import TIED
 from shardproof.suites.params import parametrize
 from shardproof.suites.state.worlds_before import WORLDS_BEFORE, saved_by
 from shardproof.suites.training import train

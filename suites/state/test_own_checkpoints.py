@@ -11,7 +11,7 @@ from shardproof import AFTER_FEWER, AFTER_MORE, NamedOptimizer, Offload, Problem
 from shardproof import Schedule, StateForm, Training, Trial, Tuning
 from shardproof.fixtures.optimizers import ADAMW, DECAYING, SGD
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
-from shardproof.fixtures.tied import TIED
+from shardproof.fixtures.decoders import TIED
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.state.worlds_before import STEPS_BEFORE, WORLDS_BEFORE, saved_by
 from shardproof.suites.training import train

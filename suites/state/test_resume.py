@@ -15,7 +15,7 @@ from shardproof.fixtures.idle import SOMETIMES
 from shardproof.fixtures.optimizers import ADAMW, DECAYING, GROUPED, SGD
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
 from shardproof.fixtures.tensor_parallel import STACK_16, STACK_5
-from shardproof.fixtures.tied import TIED
+from shardproof.fixtures.decoders import TIED
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.vocabulary import PARITY
 

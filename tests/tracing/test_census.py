@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardproof import EachMicrobatch, Exercise, MemoryIsExplained, Phase, Ruling
 from shardproof.engine.contract import Capability, Cut, Layout, Masters, Plan, Replicas
+from shardproof.fixtures.buffered import HOARD
 from shardproof.fixtures.forward_inputs import PACKED
-from shardproof.fixtures.hoarding import HOARD
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof.harness.cases.training import Problem, Resume, Schedule, Training

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from shardproof import Clip, Layout, MatchesOracle, RanksAgree, Reshard, Training, TrialSession, Verdict
-from shardproof.fixtures.checkpointed import CHECKPOINTED
+from shardproof.fixtures.decoders import CHECKPOINTED
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN, SINGLE_GROUP
 from shardproof.suites.training import train

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from shardproof import Evidence, MatchesOracle, Plan, Schedule, Training
-from shardproof.fixtures.autocast import AUTOCAST
 from shardproof.fixtures.layers import linear
+from shardproof.fixtures.mlps import AUTOCAST
 from shardproof.fixtures.optimizers import ADAMW, EXACT_SGD, SGD
 from shardproof.fixtures.problems import EXACT_LINEAR, MLP_UNEVEN, SINGLE_GROUP
 from shardproof.fixtures.random_draws import DROPPED
