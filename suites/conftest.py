@@ -9,7 +9,7 @@ import pytest
 
 from shardproof.harness.audit.upstream_coverage import read_tables
 from shardproof.harness.errors import UsageError
-from shardproof.harness.runner.collection import refuse
+from shardproof.harness.runner.session_end import refuse
 
 
 @pytest.hookimpl(tryfirst=True)  # so that it sees what -k and others will deselect

@@ -17,8 +17,7 @@ from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Buffers, Offload, Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.patches import local, never_updating
-from shardproof.engine.mutants.plans import changing
+from shardproof.engine.mutants.patches import changing, local, never_updating
 
 
 @mutant(after="flagos-ai/Torch-FL#62")

@@ -1,4 +1,4 @@
-"""FSDP2's private objects that mutants change: the streams that units share, and groups of parameters.
+"""Private objects of FSDP2 and the reference engine that mutants change: streams of units, and groups of parameters.
 
 Changes affect one prepared model, never objects that other engines in the process share.
 """
@@ -12,6 +12,10 @@ from typing import Any
 
 from shardproof.engine.contract import PreparedModel
 from shardproof.engine.mutants.patches import KeepingFsdp2, Spoil, after, before
+from shardproof.engine.reference.comm_context import CommContext
+from shardproof.engine.reference.fsdp_state import FSDPState, states_in
+from shardproof.engine.reference.param_group import FSDPParamGroup
+from shardproof.engine.reference.param_layout import ParamLayout
 
 # Any, throughout: FSDP2's private classes and the streams of a device have no public types.
 
@@ -131,3 +135,23 @@ def forget_post_reduce_events(group: Any) -> None:
         group.comm_ctx._last_post_reduce_events.clear()
     else:
         group._post_reduce_event = None
+
+
+def reference_units(prepared: PreparedModel) -> tuple[FSDPState, ...]:
+    """Return the states of a model that the reference engine prepared, each once."""
+    return states_in(prepared.module)
+
+
+def reference_groups(prepared: PreparedModel) -> list[FSDPParamGroup]:
+    """Return the groups of parameters of all states."""
+    return [group for state in reference_units(prepared) for group in state.param_groups]
+
+
+def layouts(prepared: PreparedModel) -> list[ParamLayout]:
+    """Return the layouts of the groups' parameters."""
+    return [group.layout for group in reference_groups(prepared)]
+
+
+def comm_contexts_of(prepared: PreparedModel) -> list[CommContext]:
+    """Return the contexts of all states, each once; once the root has run, all states share its own."""
+    return list(dict.fromkeys(state.comm_ctx for state in reference_units(prepared)))

@@ -1,9 +1,10 @@
-"""Mutants that synchronise or accumulate gradients never, not everywhere, too often, or with too much communication."""
+"""Mutants that synchronise, accumulate or hold back gradients never, not everywhere, or too often, or lose them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shardproof.engine.adapters.composable import ComposableUnit
+from shardproof.engine.adapters.reference import ReferenceEngine
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Plan, PreparedModel
@@ -21,11 +24,12 @@ from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import (
     Forgetful,
     after,
+    changing,
     holding_nothing_back,
     is_last_rank,
     leave_out_of_ddp,
 )
-from shardproof.engine.mutants.plans import changing
+from shardproof.engine.reference.fsdp_state import state_of
 
 
 @mutant(after="pytorch/pytorch#109774")
@@ -229,3 +233,71 @@ def _sparse_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield from (
                 (f"{name}.{of_table}", parameter) for of_table, parameter in module.named_parameters()
             )
+
+
+_MANY = 1000  # more reductions than any model here has
+
+
+@mutant(after="Haian-Jin/LVSM#22", trace=Trace.COMMUNICATION)
+class IgnoresSingleHolds(ReferenceEngine):
+    """A single unit that was set to hold its reduction back reduces."""
+
+    class Unit(ComposableUnit):
+        def set_gradient_sync(self, *, is_on: bool) -> None:
+            pass
+
+
+@mutant(after="huggingface/accelerate#2790", trace=Trace.COMMUNICATION)
+class HoldsTheWholeTreeBack(ReferenceEngine):
+    """If the root holds its reduction back, so do all units inside."""
+
+    class Unit(ComposableUnit):
+        def set_gradient_sync(self, *, is_on: bool) -> None:
+            for module in self._modules:
+                module.set_requires_gradient_sync(is_on)
+
+
+@mutant(after="NVIDIA/Megatron-LM#7186")
+class LosesWhatItHeldBack(ReferenceEngine):
+    """A unit that was held back drops the microbatches before the last."""
+
+    class Unit(ComposableUnit):
+        def set_gradient_sync(self, *, is_on: bool) -> None:
+            super().set_gradient_sync(is_on=is_on)
+            if is_on:
+                unit = state_of(self._first)
+                for group in () if unit is None else unit.param_groups:
+                    group.drop_gradients()
+
+
+@mutant(after="NVIDIA/Megatron-LM#7186", trace=Trace.COMMUNICATION)
+class ReducesReplicasAllTheSame(ReferenceEngine):
+    """A unit that was set to reduce only within its replica reduces across replicas."""
+
+    class Unit(ComposableUnit):
+        def set_replica_sync(self, *, is_on: bool) -> None:
+            pass
+
+
+@mutant(after="deepspeedai/DeepSpeed#7188", trace=Trace.COMMUNICATION)
+class ReducesWithoutBound(ReferenceEngine):
+    """Reductions start without a limit on how many hold their input."""
+
+    misreads = changing(max_reduce_buffers=_MANY)
+
+
+@mutant(after="Tencent-Hunyuan/UniRL#410", trace=Trace.SILENCE)
+class AcceptsNoReduceBuffers(FullyShardEngine):
+    """A limit of no reduction is accepted."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        """Shard honestly, with a bound that can be kept."""
+        bound = None if plan.max_reduce_buffers is None else max(1, plan.max_reduce_buffers)
+        return super().prepare(model, replace(plan, max_reduce_buffers=bound), mesh)
+
+
+@mutant(after="facebookresearch/fairscale#791", trace=Trace.COMMUNICATION)
+class TakesAllUnitsForOne(ReferenceEngine):
+    """All parameters form one group, whatever the units are."""
+
+    misreads = changing(units=())

@@ -15,7 +15,7 @@ from shardproof.engine.adapters.composable import PreparedComposable
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
 from shardproof.engine.contract import Plan, PreparedModel
-from shardproof.engine.mutants.fsdp2_insides import before_method, keeping
+from shardproof.engine.mutants.fsdp2_insides import before_method, keeping, layouts
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import (
     KeepingFsdp2,
@@ -24,7 +24,6 @@ from shardproof.engine.mutants.patches import (
     in_place_of,
     is_last_rank,
 )
-from shardproof.engine.mutants.reference_insides import layouts
 from shardproof.engine.reference.param_layout import ParamLayout
 from shardproof.engine.reference.parameter import FSDPParam, ShardedParam
 

@@ -20,7 +20,7 @@ from shardproof.engine.contract import (
     UnitHandle,
 )
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.plans import changing
+from shardproof.engine.mutants.patches import changing
 
 
 @mutant(after="NVIDIA/Megatron-LM#6693")

@@ -12,10 +12,9 @@ from shardproof.engine.adapters.reference import PreparedReference, ReferenceEng
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.contract import PreparedModel
+from shardproof.engine.mutants.fsdp2_insides import reference_groups
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.patches import local, unchanged
-from shardproof.engine.mutants.plans import changing
-from shardproof.engine.mutants.reference_insides import reference_groups
+from shardproof.engine.mutants.patches import changing, local, unchanged
 
 
 class _HooksByHand(PreparedFullyShard):

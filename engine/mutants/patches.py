@@ -1,4 +1,4 @@
-"""The parts of mutants: patches of an object's methods, of tensors, and of FSDP1's names; no engine."""
+"""The parts of mutants: patches of methods, tensors and FSDP1's names, and misreadings of plans; no engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardproof.engine.adapters.composable import PreparedComposable
 from shardproof.engine.adapters.reference import PreparedReference
 from shardproof.engine.adapters.torch_fsdp1 import NAMES
 from shardproof.engine.adapters.torch_fsdp2 import PreparedFullyShard
-from shardproof.engine.contract import PreparedModel, WrapperNames
+from shardproof.engine.contract import Capability, Plan, Prefetch, PreparedModel, WrapperNames
 
 # Any, throughout: the holders are private objects of engines, which have no public types.
 
@@ -237,3 +237,30 @@ def with_strategies(values: Mapping[ShardingStrategy, ShardingStrategy]) -> Wrap
         return {**options, "sharding_strategy": values.get(asked, asked)}
 
     return with_options(change)
+
+
+# Any: fields of a plan.
+def changing(**fields: Any) -> Callable[[Plan], Plan]:
+    """Return a function that sets these fields of a plan."""
+    return lambda plan: replace(plan, **fields)
+
+
+def undemanding(capability: Capability) -> Callable[[Plan], Plan]:
+    """Return a function that removes a demand from a plan."""
+    return lambda plan: replace(plan, demands=plan.demands - {capability})
+
+
+Lists = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def changing_lists(change: Callable[[Lists, tuple[str, ...]], Lists]) -> Callable[[Plan], Plan]:
+    """Return a function that changes both prefetch lists of a plan: ``change`` takes a list, and the units in order."""
+
+    def changed(plan: Plan) -> Plan:
+        if plan.prefetch is None:
+            return plan
+        forward = change(plan.prefetch.forward, plan.units)
+        backward = change(plan.prefetch.backward, plan.units[::-1])
+        return replace(plan, prefetch=Prefetch(forward=forward, backward=backward))
+
+    return changed

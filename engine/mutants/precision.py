@@ -16,11 +16,10 @@ from shardproof.engine.adapters.reference import PreparedReference, ReferenceEng
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.contract import Layout, Plan, PreparedModel
+from shardproof.engine.mutants.fsdp2_insides import reference_groups
 from shardproof.engine.mutants.fsdp2_interface import OwnFullyShard, OwnFullyShardAndReplicate, groups_of
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.patches import after, in_each
-from shardproof.engine.mutants.plans import changing
-from shardproof.engine.mutants.reference_insides import reference_groups
+from shardproof.engine.mutants.patches import after, changing, in_each
 from shardproof.engine.reference.collectives import Division, PartialReduction, ReductionPlan
 from shardproof.engine.reference.param_group import FSDPParamGroup
 from shardproof.engine.reference.parameter import FSDPParam

@@ -16,11 +16,17 @@ from shardproof.engine.adapters.reference import PreparedReference, ReferenceEng
 from shardproof.engine.adapters.reference_wrapper import ReferenceWrapperEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Capability, Plan, Prefetch, PreparedModel, Reshard
-from shardproof.engine.mutants.fsdp2_insides import groups
+from shardproof.engine.mutants.fsdp2_insides import groups, reference_groups, reference_units
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.patches import Stale, after, in_each, is_last_rank
-from shardproof.engine.mutants.plans import Lists, changing_lists, undemanding
-from shardproof.engine.mutants.reference_insides import reference_groups, reference_units
+from shardproof.engine.mutants.patches import (
+    Lists,
+    Stale,
+    after,
+    changing_lists,
+    in_each,
+    is_last_rank,
+    undemanding,
+)
 from shardproof.engine.reference.collectives import DefaultAllGather
 from shardproof.engine.reference.fsdp_state import BackwardPrefetchTime, FSDPState, state_of
 from shardproof.engine.reference.param_group import ShardedState

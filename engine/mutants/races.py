@@ -21,16 +21,17 @@ from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
 from shardproof.engine.contract import Plan, PreparedModel
 from shardproof.engine.mutants.fsdp2_insides import (
     after_method,
+    comm_contexts_of,
     deaf,
     deaf_in,
     forget_post_reduce_events,
     forget_reduce_inputs,
     ignore,
     in_context,
+    reference_groups,
 )
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import Spoil, in_each
-from shardproof.engine.mutants.reference_insides import comm_contexts_of, reference_groups
 from shardproof.engine.reference.comm_context import CommContext, PendingCollective, Reduction
 from shardproof.engine.reference.param_group import FSDPParamGroup
 

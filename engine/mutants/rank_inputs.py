@@ -19,9 +19,9 @@ from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, 
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.contract import Capability, Plan, PreparedModel
+from shardproof.engine.mutants.fsdp2_insides import reference_groups
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.plans import undemanding
-from shardproof.engine.mutants.reference_insides import reference_groups
+from shardproof.engine.mutants.patches import undemanding
 from shardproof.engine.reference.param_group import FSDPParamGroup
 
 # Of the thread: if ranks are threads, each has its own count, as if it were a process.

@@ -19,12 +19,12 @@ from shardproof.engine.contract import OptimizerFactory, Plan, Shard
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import (
     Stale,
+    changing,
     keeping_group_options,
     local,
     set_group_options,
     unchanged,
 )
-from shardproof.engine.mutants.plans import changing
 
 
 @mutant(after="facebookresearch/fairscale#601")

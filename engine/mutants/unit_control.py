@@ -18,9 +18,9 @@ from shardproof.engine.contract import (
     Plan,
     UnitHandle,
 )
+from shardproof.engine.mutants.fsdp2_insides import reference_groups
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import Stale, in_each
-from shardproof.engine.mutants.reference_insides import reference_groups
 from shardproof.engine.reference.param_group import FSDPParamGroup
 
 

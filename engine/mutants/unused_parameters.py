@@ -15,8 +15,13 @@ from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFul
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.contract import Capability, Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.patches import is_last_rank, leave_out_of_ddp, never_updating
-from shardproof.engine.mutants.plans import changing, undemanding
+from shardproof.engine.mutants.patches import (
+    changing,
+    is_last_rank,
+    leave_out_of_ddp,
+    never_updating,
+    undemanding,
+)
 
 
 @mutant(after="facebookresearch/fairscale#605")

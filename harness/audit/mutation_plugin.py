@@ -33,8 +33,8 @@ from shardproof.harness.cases.case_id import Node
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.record import RecordKey
 from shardproof.harness.runner.cell import PLACEHOLDER, Cell
-from shardproof.harness.runner.collection import refuse
 from shardproof.harness.runner.plugin import CELLS, CELLS_ARE_CHOSEN
+from shardproof.harness.runner.session_end import refuse
 from shardproof.harness.worlds.spec import Sizes, WorldSpec
 
 

@@ -21,10 +21,10 @@ from shardproof.harness.oracle.oracle_observation import (
     FirstStep,
     OracleObservation,
     OracleStep,
+    PieceSizes,
     Quantity,
     TensorKey,
 )
-from shardproof.harness.oracle.piece_sizes import PieceSizes
 from shardproof.harness.records.tensor_file import TensorWriter, dtype_name, dtype_of, read_tree
 from shardproof.harness.torch_compat.accelerators import hide_accelerators
 from shardproof.harness.worlds.machine import machine_fault

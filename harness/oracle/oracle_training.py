@@ -31,9 +31,9 @@ from shardproof.harness.oracle.oracle_observation import (
     Quantity,
     Tensors,
     constants_of,
+    sizes_of,
 )
 from shardproof.harness.oracle.own_steps import train_by_own_steps
-from shardproof.harness.oracle.piece_sizes import sizes_of
 from shardproof.harness.oracle.reduction_orders import Summation
 from shardproof.harness.oracle.rounding import rounding_anew
 from shardproof.harness.torch_compat.dtypes import cast_module, dense

@@ -30,8 +30,8 @@ from shardproof.harness.oracle.oracle_observation import (
     OracleStep,
     Quantity,
     constants_of,
+    sizes_of,
 )
-from shardproof.harness.oracle.piece_sizes import sizes_of
 from shardproof.harness.oracle.reduction_orders import Summation
 from shardproof.harness.torch_compat.dispatch import call_after_backward
 from shardproof.harness.torch_compat.dtypes import cast_module

@@ -11,7 +11,7 @@ from pathlib import Path
 from shardproof.engine.contract import Cut, Masters, NoGradient, Shard
 from shardproof.harness.errors import UnreadableError
 from shardproof.harness.records.tensor_file import read_tree, write_tree
-from shardproof.harness.torch_compat.tensor_bytes import bytes_of
+from shardproof.harness.torch_compat.dtypes import bytes_of
 from shardproof.harness.tracing.codec import decode, encode
 from shardproof.harness.tracing.events import EventLog
 from shardproof.harness.tracing.ledger import Ledger

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 
 from shardproof.harness.regular_file import open_regular
-from shardproof.harness.torch_compat.tensor_bytes import bytes_of, num_bytes_of
+from shardproof.harness.torch_compat.dtypes import bytes_of, num_bytes_of
 
 _T = TypeVar("_T", torch.Tensor, torch.Tensor | None)
 

@@ -15,7 +15,6 @@ from shardproof.harness.cases.case_id import Node, collected
 from shardproof.harness.errors import HarnessBug, UsageError
 from shardproof.harness.records.run import OBSERVATIONS, read_run
 from shardproof.harness.runner.cell import Cell
-from shardproof.harness.runner.collection import refuse
 from shardproof.harness.runner.engines import examine
 from shardproof.harness.runner.launchers import is_launched, refuse_launcher
 from shardproof.harness.runner.options import Keep
@@ -30,7 +29,7 @@ from shardproof.harness.runner.record_writer import (
 )
 from shardproof.harness.runner.selection import NUM_ELSEWHERE
 from shardproof.harness.runner.session import Source, TrialSession
-from shardproof.harness.runner.session_end import end_session
+from shardproof.harness.runner.session_end import end_session, refuse
 from shardproof.harness.runner.trial import Trial
 from shardproof.harness.torch_compat.accelerators import require_device
 from shardproof.harness.verdicts.known_failures import matches

@@ -25,10 +25,10 @@ from shardproof.harness.records.run import read_run, refuse_existing
 from shardproof.harness.runner import selection
 from shardproof.harness.runner.accelerator_worlds import concrete
 from shardproof.harness.runner.cell import Cell
-from shardproof.harness.runner.collection import Refusals
 from shardproof.harness.runner.launchers import is_launched, join_launcher
 from shardproof.harness.runner.options import DEFAULT_WORLD, RunOptions, add_to_pytest
 from shardproof.harness.runner.record_writer import RecordWriter
+from shardproof.harness.runner.session_end import Refusals
 from shardproof.harness.verdicts import known_failures_file
 from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, forkserver_context
 from shardproof.harness.worlds.processes.lineage import die_with_parent

@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardproof.engine.contract import PreparedModel, Shard, shard_of
 from shardproof.harness.cases.training import AS_SHOWN
-from shardproof.harness.torch_compat.dtypes import dense
-from shardproof.harness.torch_compat.tensor_bytes import bytes_of
+from shardproof.harness.torch_compat.dtypes import bytes_of, dense
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 

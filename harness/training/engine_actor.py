@@ -24,7 +24,7 @@ from shardproof.harness.cases.script import (
 )
 from shardproof.harness.cases.training import Training, loss_weight
 from shardproof.harness.records.observation import Fact
-from shardproof.harness.torch_compat.tensor_bytes import bytes_of
+from shardproof.harness.torch_compat.dtypes import bytes_of
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.training.loss_scale import overflowing

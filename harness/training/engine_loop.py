@@ -39,7 +39,7 @@ from shardproof.harness.records.observation import (
     Observation,
     StepObservation,
 )
-from shardproof.harness.torch_compat.tensor_bytes import num_bytes_of
+from shardproof.harness.torch_compat.dtypes import num_bytes_of
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.census_report import CensusTime
 from shardproof.harness.training.callers_module import Preparation

@@ -15,7 +15,7 @@ import pytest
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.harness.cli.exit_codes import CONFORMS, DOES_NOT_CONFORM, USAGE
 from shardproof.harness.errors import UsageError
-from shardproof.harness.runner.collection import Refusals, refuse
+from shardproof.harness.runner.session_end import Refusals, refuse
 from tests.shell import python
 
 # The first test waits for the runs of all tests, which are slow on a busy machine.

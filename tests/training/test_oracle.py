@@ -31,8 +31,14 @@ from shardproof.harness.oracle import oracle_noise
 from shardproof.harness.oracle.absolute_error import largest
 from shardproof.harness.oracle.oracle import run_oracle
 from shardproof.harness.oracle.oracle_actor import Batches
-from shardproof.harness.oracle.oracle_observation import LOSSES, OracleObservation, Quantity, TensorKey
-from shardproof.harness.oracle.piece_sizes import PieceSizes, sizes_of
+from shardproof.harness.oracle.oracle_observation import (
+    LOSSES,
+    OracleObservation,
+    PieceSizes,
+    Quantity,
+    TensorKey,
+    sizes_of,
+)
 from shardproof.harness.oracle.reduction_orders import (
     EXACT_ORDER,
     distinct,

@@ -17,8 +17,7 @@ from shardproof.fixtures.problems import EXACT_LINEAR, MLP_UNEVEN, SINGLE_GROUP
 from shardproof.fixtures.random_draws import DROPPED
 from shardproof.harness.laws.tolerance import MULTIPLE, allowed_error
 from shardproof.harness.oracle.absolute_error import largest
-from shardproof.harness.oracle.oracle_observation import OracleObservation, Quantity, TensorKey
-from shardproof.harness.oracle.piece_sizes import PieceSizes
+from shardproof.harness.oracle.oracle_observation import OracleObservation, PieceSizes, Quantity, TensorKey
 from shardproof.harness.verdicts.simple_defects import hidden_because
 from shardproof.harness.verdicts.vacuity import vacuous_because
 from tests.simulated_engine import Honest, Moment, accumulate, evidence_of, oracle_of, ring_mean
