@@ -1,4 +1,4 @@
-"""Casts of tensors to other dtypes, complex ones to the complex dtype of that precision, sparse to dense; their bytes."""
+"""Casts of tensors to other dtypes, complex ones to the complex dtype of that precision, sparse to dense; and bytes."""
 
 from __future__ import annotations
 
