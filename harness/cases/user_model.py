@@ -61,8 +61,7 @@ class ModelFacts:
     other ranks, and its place; empty if there is none. ``outside`` names the parts of units that are called without
     their unit. ``uncounted``, ``not_in_bfloat16``, ``unscaled`` and ``unevaluated`` are the reasons why closed forms,
     bfloat16, a gradient scaler or an evaluation do not apply to the model; empty if they do. ``sparse`` parameters have
-    sparse gradients. ``is_compiled``: inductor compiles the model, which rank threads of one process cannot do
-    concurrently.
+    sparse gradients. ``unthreaded`` is why ranks cannot be threads, and what to change; empty if they can be.
     """
 
     frozen: tuple[str, ...] = ()
@@ -77,7 +76,7 @@ class ModelFacts:
     unscaled: str = ""
     unevaluated: str = ""
     sparse: tuple[str, ...] = ()
-    is_compiled: bool = False
+    unthreaded: tuple[str, ...] = ()
 
     @property
     def unclipped(self) -> str:

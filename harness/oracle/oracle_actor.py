@@ -27,7 +27,7 @@ from shardproof.harness.cases.script import (
 from shardproof.harness.cases.training import Problem, Training, loss_weight
 from shardproof.harness.cases.user_model import is_communicating, written_by_forward
 from shardproof.harness.oracle.reduction_orders import Summation
-from shardproof.harness.torch_compat.dtypes import cast, cast_parameters, dense
+from shardproof.harness.torch_compat.dtypes import cast, cast_module, cast_parameters, dense
 from shardproof.harness.worlds.threads.together import Inside, together
 
 _T = TypeVar("_T")
@@ -83,14 +83,28 @@ class OracleModels:
         self._is_together = is_communicating(problem)
         self._written = written_by_forward(problem)
         is_cast = summation.compute_dtype is not summation.dtype
-        computing = _casting(copy.deepcopy(model), summation.compute_dtype) if is_cast else model
-        shared = [] if self._is_together else parameters_apart(computing, self._written).values()
-        copies = [_with_own_buffers(computing, shared) for _ in range(world_size)]
+        if self._is_together:
+            # Built as ranks, because a model may ask for its ranks when it is built.
+            copies = together(world_size, lambda rank: cast_module(problem.build(), summation.dtype))
+            for each in copies:
+                self._take_buffers(each, model)
+                if is_cast:
+                    _casting(each, summation.compute_dtype)
+        else:
+            computing = _casting(copy.deepcopy(model), summation.compute_dtype) if is_cast else model
+            shared = parameters_apart(computing, self._written).values()
+            copies = [_with_own_buffers(computing, shared) for _ in range(world_size)]
         self._of_rank = [
             RankModel(model=each, parameters=parameters_apart(each, self._written)) for each in copies
         ]
         self._of_trained = parameters_apart(model, self._written)
         self.dtypes = {name: parameter.dtype for name, parameter in self._of_trained.items()}
+
+    @torch.no_grad()
+    def _take_buffers(self, copied: nn.Module, model: nn.Module) -> None:
+        of_model = changed_by_forward(model, self._written)
+        for name, tensor in changed_by_forward(copied, self._written).items():
+            tensor.copy_(of_model[name])
 
     def each_rank(self, play: Callable[[int], _T], inside: Inside = nullcontext) -> list[_T]:
         """Call a function for each rank, one after the other, or together if the model communicates."""

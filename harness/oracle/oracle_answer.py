@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from shardproof.harness.cases.training import Training
+from shardproof.harness.cases.user_model import is_communicating
 from shardproof.harness.errors import EngineError, HarnessBug, MachineError, ShardproofError, UsageError
 from shardproof.harness.oracle.kept_oracle import KeptOracle
 from shardproof.harness.oracle.oracle import run_oracle
@@ -29,6 +30,7 @@ from shardproof.harness.records.tensor_file import TensorWriter, dtype_name, dty
 from shardproof.harness.torch_compat.accelerators import hide_accelerators
 from shardproof.harness.worlds.machine import machine_fault
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
+from shardproof.harness.worlds.threads.together import together
 
 _LONGEST = 2**20  # bytes, of an error message
 _ERRORS: Mapping[str, type[ShardproofError]] = {
@@ -99,6 +101,9 @@ def _answer(training: Training, world_size: int, path: Path, explains: bool) -> 
     torch.compiler.set_stance("force_eager")  # the reference is computed by the model's own code
     warnings.simplefilter("ignore")  # those of the model were printed when it was studied
     try:
+        if is_communicating(training.problem):
+            # Libraries may remember whether there were ranks when they were first asked.
+            together(world_size, lambda rank: training.problem.build())
         with TensorWriter(path) as writer:
             writer.finish(_plain(run_oracle(training, world_size, writer.keep, explains=explains)))
     except Exception as raised:

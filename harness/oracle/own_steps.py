@@ -6,7 +6,6 @@ finds, as beside an engine.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -159,11 +158,13 @@ class SteppingWorld:
     ) -> None:
         self.problem, self.summation = problem, summation
         self.draws = False
-        exchange, model = _Exchange(size), cast_module(problem.build(), summation.dtype)
-        reduce = partial(summation.reduce, plan=plan)
-        self.ranks = [
-            SteppingRank(copy.deepcopy(model), make, exchange, rank, reduce) for rank in range(size)
-        ]
+        exchange, reduce = _Exchange(size), partial(summation.reduce, plan=plan)
+
+        def built(rank: int) -> SteppingRank:
+            model = cast_module(problem.build(), summation.dtype)
+            return SteppingRank(model, make, exchange, rank, reduce)
+
+        self.ranks = together(size, built)
 
     def step(self, step: int, batches: Callable[..., Batch], inside: Inside = nullcontext) -> None:
         """Take one step on all ranks; raises ValueError if they then hold other parameters."""

@@ -26,6 +26,7 @@ LOOPS = ROOT / "examples" / "models" / "loops.py"
         ("Others", "torch.fsdp2", "trains"),
         ("TokenMean", "torch.fsdp2", "trains or each_unit_once"),
         ("SynchronisedNorm", "torch.ddp", "trains or replicas_once"),
+        ("Centred", "torch.fsdp2", "trains or resumes or other_ranks"),
     ],
 )
 def test_a_right_engine_is_proven(model: str, engine: str, cases: str, check: Check) -> None:

@@ -32,12 +32,25 @@ def test_threads_are_refused_for_a_model_that_inductor_compiles(
         GOOD.replace("return Net()", f"net = Net()\n        net.compile({asked})\n        return net")
     )
     model, _ = read_model(f"{file}:Mine", limit_s=60)
-    assert model.facts.is_compiled == refused
+    assert bool(model.facts.unthreaded) == refused
     if refused:
         worlds = ("--world", "processes:2", "--world", "threads:3")
         shown = check("torch.ddp", *worlds, code=2)
         assert "expected worlds of processes, because inductor compiles it" in shown
         assert "got threads:3; try --world processes:3" in shown
+
+
+@pytest.mark.parametrize("module", ["random", "numpy.random"])
+def test_threads_are_refused_for_a_model_that_seeds_a_generator_that_they_share(
+    module: str, check: Check
+) -> None:
+    """One thread seeds it while another one draws: `BigBird` does so with NumPy's."""
+    head = "    def forward(self, x, *, scale):\n"
+    seeded = f"{head}        {module}.seed(3)\n        x = x * {module}.random()\n"
+    text = f"import {module}\n" + GOOD.replace(head, seeded)
+    shown = check("torch.ddp", "-k", "trains", text=text, code=2)
+    assert f"because it draws from the generator of {module}, which threads share" in shown
+    check("torch.ddp", "-k", "trains", "--world", "processes:2")
 
 
 @pytest.mark.parametrize(

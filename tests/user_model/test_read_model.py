@@ -257,7 +257,7 @@ def test_data_and_model_are_the_same_each_time() -> None:
 def test_the_command_and_the_suite_read_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     specs = list[str]()
 
-    def noted(spec: str, *, limit_s: float) -> tuple[UserModel, None]:
+    def noted(spec: str, *, limit_s: float, num_ranks: int) -> tuple[UserModel, None]:
         specs.append(spec)
         return USER_MODEL, None
 

@@ -87,16 +87,8 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.model = _started(arguments.model, None)
         spec = absolute(arguments.model)
         model, optimizer = known_model(spec, reading_s, min(sizes))
-    if model.facts.is_compiled:
-        _refuse_threads(
-            arguments,
-            "inductor compiles it and threads do not compile at the same time",
-            instead="backend='aot_eager'",
-        )
-    if model.facts.sparse:
-        _refuse_threads(
-            arguments, "it has sparse gradients and threads exchange dense tensors", instead="sparse=False"
-        )
+    if model.facts.unthreaded:
+        _refuse_threads(arguments, *model.facts.unthreaded)
     if arguments.deadline is None:
         arguments.deadline = deadline_for(pass_seconds(spec), max(sizes))
     columns = min(width(), _WIDEST)
@@ -166,7 +158,7 @@ def _refuse_mistakes(arguments: argparse.Namespace) -> None:
             describe(name)
 
 
-def _refuse_threads(arguments: argparse.Namespace, because: str, *, instead: str) -> None:
+def _refuse_threads(arguments: argparse.Namespace, because: str, instead: str) -> None:
     """Raise UsageError if ranks of some world are threads."""
     threads = [world for world in _worlds(arguments) if world.startswith("threads")]
     if threads:

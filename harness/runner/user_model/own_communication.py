@@ -45,15 +45,15 @@ _NUMBERS = ("get_rank", "get_world_size")
 
 def own_communication(problem: UserModel) -> str:
     """Return the first call by which the model or its loss communicates, and its place; empty if there is none."""
-    model = problem.build()
-    for name, module in model.named_modules():
-        if isinstance(module, BatchNormOverRanks):
-            return f"{name!r} is a SyncBatchNorm"
-    batch = problem.batch(step=0, microbatch=0, rank=0)
-    args, kwargs = arguments_of(batch.inputs)
-    Seeds(step=0, rank=0).begin(0)
     # Without other ranks' numbers the user's code may raise anything; whether it called is known by then.
     with _as_first_of_two(), _noting_calls() as calls, contextlib.suppress(Exception):
+        model = problem.build()  # here, because some models ask for ranks only when they are built
+        batch = problem.batch(step=0, microbatch=0, rank=0)
+        args, kwargs = arguments_of(batch.inputs)
+        for name, module in model.named_modules():
+            if isinstance(module, BatchNormOverRanks):
+                return f"{name!r} is a SyncBatchNorm"
+        Seeds(step=0, rank=0).begin(0)
         problem.loss_sum(model(*args, **kwargs), batch)
     return calls[0] if calls else ""
 

@@ -9,10 +9,14 @@ import difflib
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -106,10 +110,35 @@ def _refusal(spec: str, got: str, *, is_module: bool = False) -> UsageError:
 def _answer(spec: str, num_ranks: int) -> bytes:
     torch.compiler.set_stance("force_eager")  # as the oracle does
     try:
-        plain = encode(facts_of(spec, num_ranks))
+        with _noticing_draws() as drawn:
+            found = facts_of(spec, num_ranks)
+        if drawn and not found.model.facts.unthreaded:
+            shared = f"it draws from the generator of {drawn[0]}, which threads share"
+            facts = replace(found.model.facts, unthreaded=(shared, "draws by torch"))
+            found = replace(found, model=replace(found.model, facts=facts))
+        plain = encode(found)
     except (LoadError, ValueError) as error:
         plain = {"problem": str(error), "is_module": isinstance(error, _GivenModuleError)}
     return json.dumps(plain).encode()
+
+
+@contextmanager
+def _noticing_draws() -> Iterator[list[str]]:
+    """Yield a list that then names the modules other than torch from whose generators the block drew."""
+    modules = [sys.modules[name] for name in ("random", "numpy.random") if name in sys.modules]
+    for module in modules:
+        module.random()  # so that the state is not the one in which an earlier pass has left it
+    before, drawn = [repr(_state(module)) for module in modules], list[str]()
+    yield drawn
+    drawn += [m.__name__ for m, state in zip(modules, before, strict=True) if repr(_state(m)) != state]
+
+
+# Any: a module that the type checker does not know.
+def _state(module: Any) -> object:
+    if module is random:
+        return random.getstate()
+    _, keys, *others = module.get_state()
+    return keys.tolist(), others
 
 
 def facts_of(spec: str, num_ranks: int = 2) -> ModelStudy:
@@ -132,6 +161,8 @@ def facts_of(spec: str, num_ranks: int = 2) -> ModelStudy:
     has_optimizer = has_several or callable(getattr(defined, "optimizer", None))
     if hasattr(defined, "scheduler") and not has_optimizer:
         raise ValueError("scheduler() without optimizer(), whose steps it follows")
+    # First, because libraries may remember whether there were ranks when they were first asked.
+    communicates = "" if has_step else own_communication(problem)
     model = _built_alike(problem)
     units = matching_units(model, _patterns(defined))
     _check_batches(problem)
@@ -139,7 +170,6 @@ def facts_of(spec: str, num_ranks: int = 2) -> ModelStudy:
     optimizer = UserOptimizer(spec=spec, digest=digest, names=names) if has_optimizer else None
     if has_step:
         return study_step(problem, units, outline_of(model), optimizer)
-    communicates = own_communication(problem)
 
     def of_rank(_: int = 0) -> ModelStudy:
         _check_shapes(problem, model)

@@ -415,6 +415,15 @@ def _described(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
+def _unthreaded(*, is_compiled: bool, is_sparse: bool) -> tuple[str, ...]:
+    """Return why ranks cannot be threads of one process, and what to change; empty if they can."""
+    if is_compiled:
+        return "inductor compiles it and threads do not compile at the same time", "backend='aot_eager'"
+    if is_sparse:
+        return "it has sparse gradients and threads exchange dense tensors", "sparse=False"
+    return ()
+
+
 def _facts(
     problem: UserModel, units: tuple[str, ...], found: list[dict[str, float | None]]
 ) -> tuple[ModelFacts, float]:
@@ -439,7 +448,7 @@ def _facts(
         not_in_bfloat16=_not_in_bfloat16(problem, model, batch),
         unscaled=_unscaled(model),
         sparse=sparse,
-        is_compiled=bool(compiled),
+        unthreaded=_unthreaded(is_compiled=bool(compiled), is_sparse=bool(sparse)),
     )
     return facts, pass_s
 
