@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardproof.engine.contract import Capability
 
-__all__ = ["COMPOSABLE_CAPABILITIES"]
+__all__ = ["COMPOSABLE_CAPABILITIES", "WRAPPED"]
 
 COMPOSABLE_CAPABILITIES = frozenset(
     {
@@ -71,5 +71,26 @@ COMPOSABLE_CAPABILITIES = frozenset(
         Capability.RECOVER,
         Capability.RECOVER_KEEPING,
         Capability.STEP_EVENT,
+    }
+)
+
+# What FSDP2 has too where another package wraps the model.
+WRAPPED = frozenset(
+    {
+        Capability.SHARD,
+        Capability.RESHARD_POLICY,
+        Capability.ACCUMULATE,
+        Capability.CLIP,
+        Capability.UNUSED,
+        Capability.FREEZE,
+        Capability.EDIT_GRADIENTS,
+        Capability.COMPLEX,
+        Capability.PARAMETER_SHAPES,
+        Capability.LOSS_SCALE,
+        Capability.OWN_BUFFERS,
+        Capability.STATE,
+        Capability.SHARED_STATE,
+        Capability.CHECKPOINTS,
+        Capability.RESIZED_CHECKPOINTS,
     }
 )

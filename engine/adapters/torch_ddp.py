@@ -16,6 +16,35 @@ from shardproof.engine.contract import Capability, Engine, Plan, PreparedModel
 # Since torch 2.15, by pytorch#196651.
 _OF_NEWER_RELEASES = {Capability.FINALIZE} if hasattr(DistributedDataParallel, "finalize_backward") else set()
 
+# What other packages' wrappers of DDP, or after its model, have as well: at least the first, and at most both.
+BASICS = frozenset(
+    {
+        Capability.REPLICATE,
+        Capability.ACCUMULATE,
+        Capability.BUCKETS,
+        Capability.CLIP,
+        Capability.UNUSED,
+        Capability.RANK_DEPENDENT,
+        Capability.OWN_BUFFERS,
+    }
+)
+WRAPPED = BASICS | {
+    Capability.RANK_DEPENDENT_UNITS,
+    Capability.RANK_DEPENDENT_ORDER,
+    Capability.FREEZE,
+    Capability.RECOVER,
+    Capability.RECOVER_KEEPING,
+    Capability.EDIT_GRADIENTS,
+    Capability.COMPLEX,
+    Capability.SPARSE_GRADIENTS,
+    Capability.PARAMETER_SHAPES,
+    Capability.LOSS_SCALE,
+    Capability.COMPARES_RANKS,
+    Capability.STATE,
+    Capability.CHECKPOINTS,
+    Capability.RESIZED_CHECKPOINTS,
+}
+
 
 class PreparedDdp(PreparedModel):
     """A model in DDP, which keeps the original module and its names."""

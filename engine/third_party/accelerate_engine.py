@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardproof.engine.adapters import composable_capabilities, torch_ddp
 from shardproof.engine.adapters.composable import members
 from shardproof.engine.adapters.torch_fsdp1 import NAMES, PreparedFsdp1
 from shardproof.engine.contract import Capability, Engine, OptimizerFactory, Plan, PreparedModel, Reshard
@@ -70,31 +71,7 @@ class AccelerateDdpEngine(Engine):
     package = "accelerate"
     known_as = "torch.ddp"
     needs_processes = True  # its state is one per process
-    capabilities = frozenset(
-        {
-            Capability.REPLICATE,
-            Capability.ACCUMULATE,
-            Capability.BUCKETS,
-            Capability.CLIP,
-            Capability.UNUSED,
-            Capability.RANK_DEPENDENT,
-            Capability.RANK_DEPENDENT_UNITS,
-            Capability.RANK_DEPENDENT_ORDER,
-            Capability.FREEZE,
-            Capability.RECOVER,
-            Capability.RECOVER_KEEPING,
-            Capability.EDIT_GRADIENTS,
-            Capability.COMPLEX,
-            Capability.SPARSE_GRADIENTS,
-            Capability.PARAMETER_SHAPES,
-            Capability.LOSS_SCALE,
-            Capability.COMPARES_RANKS,
-            Capability.OWN_BUFFERS,
-            Capability.STATE,
-            Capability.CHECKPOINTS,
-            Capability.RESIZED_CHECKPOINTS,
-        }
-    )
+    capabilities = torch_ddp.WRAPPED
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Pass the options of DDP by a handler."""
@@ -112,25 +89,7 @@ class AccelerateFsdp2Engine(AccelerateDdpEngine):
 
     name = "accelerate.fsdp2"
     known_as = "torch.fsdp2"
-    capabilities = frozenset(
-        {
-            Capability.SHARD,
-            Capability.RESHARD_POLICY,
-            Capability.ACCUMULATE,
-            Capability.CLIP,
-            Capability.UNUSED,
-            Capability.FREEZE,
-            Capability.EDIT_GRADIENTS,
-            Capability.COMPLEX,
-            Capability.PARAMETER_SHAPES,
-            Capability.LOSS_SCALE,
-            Capability.OWN_BUFFERS,
-            Capability.STATE,
-            Capability.SHARED_STATE,
-            Capability.CHECKPOINTS,
-            Capability.RESIZED_CHECKPOINTS,
-        }
-    )
+    capabilities = composable_capabilities.WRAPPED
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Set the options that accelerate sets on accelerators: on a CPU it ignores the plugin, and trains with DDP."""

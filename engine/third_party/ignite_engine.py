@@ -6,6 +6,7 @@ import ignite.distributed as idist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardproof.engine.adapters.torch_ddp import BASICS
 from shardproof.engine.contract import Capability, Engine, OptimizerFactory, Plan, PreparedModel
 
 
@@ -25,17 +26,7 @@ class IgniteDdpEngine(Engine):
     known_as = "torch.ddp"
     needs_processes = True  # it stores rank and backend in a global
     preload = (__name__,)
-    capabilities = frozenset(
-        {
-            Capability.REPLICATE,
-            Capability.ACCUMULATE,
-            Capability.BUCKETS,
-            Capability.CLIP,
-            Capability.UNUSED,
-            Capability.RANK_DEPENDENT,
-            Capability.OWN_BUFFERS,
-        }
-    )
+    capabilities = BASICS
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Pass the options of DDP with the model."""

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from shardproof.engine.adapters import composable_capabilities, torch_ddp
 from shardproof.engine.adapters.composable import members
 from shardproof.engine.contract import Capability, Engine, OptimizerFactory, Plan, PreparedModel, Reshard
 
@@ -73,31 +74,7 @@ class FabricDdpEngine(Engine):
     package = "lightning-fabric"
     known_as = "torch.ddp"
     needs_processes = True  # it reads its rank from the environment
-    capabilities = frozenset(
-        {
-            Capability.REPLICATE,
-            Capability.ACCUMULATE,
-            Capability.BUCKETS,
-            Capability.CLIP,
-            Capability.UNUSED,
-            Capability.RANK_DEPENDENT,
-            Capability.RANK_DEPENDENT_UNITS,
-            Capability.RANK_DEPENDENT_ORDER,
-            Capability.FREEZE,
-            Capability.RECOVER,
-            Capability.RECOVER_KEEPING,
-            Capability.EDIT_GRADIENTS,
-            Capability.COMPLEX,
-            Capability.SPARSE_GRADIENTS,
-            Capability.PARAMETER_SHAPES,
-            Capability.LOSS_SCALE,
-            Capability.COMPARES_RANKS,
-            Capability.OWN_BUFFERS,
-            Capability.STATE,
-            Capability.CHECKPOINTS,
-            Capability.RESIZED_CHECKPOINTS,
-        }
-    )
+    capabilities = torch_ddp.WRAPPED
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Let Fabric use the existing process group."""
@@ -121,29 +98,12 @@ class FabricFsdp2Engine(FabricDdpEngine):
 
     name = "lightning.fsdp2"
     known_as = "torch.fsdp2"
-    capabilities = frozenset(
-        {
-            Capability.SHARD,
-            Capability.UNITS,
-            Capability.JOINT_UNITS,
-            Capability.RESHARD_POLICY,
-            Capability.ACCUMULATE,
-            Capability.CLIP,
-            Capability.UNUSED,
-            Capability.FREEZE,
-            Capability.PARTS,
-            Capability.GRADIENT_HOOKS,
-            Capability.EDIT_GRADIENTS,
-            Capability.COMPLEX,
-            Capability.PARAMETER_SHAPES,
-            Capability.LOSS_SCALE,
-            Capability.OWN_BUFFERS,
-            Capability.STATE,
-            Capability.SHARED_STATE,
-            Capability.CHECKPOINTS,
-            Capability.RESIZED_CHECKPOINTS,
-        }
-    )
+    capabilities = composable_capabilities.WRAPPED | {
+        Capability.UNITS,
+        Capability.JOINT_UNITS,
+        Capability.PARTS,
+        Capability.GRADIENT_HOOKS,
+    }
 
     def strategy(self, plan: Plan, mesh: DeviceMesh) -> Strategy:
         """Shard every unit of the plan, then the root."""

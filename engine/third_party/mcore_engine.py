@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardproof.engine.adapters.torch_ddp import BASICS
 from shardproof.engine.contract import (
     Capability,
     Engine,
@@ -84,18 +85,7 @@ class MegatronCoreDdpEngine(Engine):
     package = "megatron-core"
     insists_on_cuda = True
     preload = (__name__,)
-    capabilities = frozenset(
-        {
-            Capability.REPLICATE,
-            Capability.ACCUMULATE,
-            Capability.BUCKETS,
-            Capability.OVERLAP,
-            Capability.CLIP,
-            Capability.UNUSED,
-            Capability.RANK_DEPENDENT,
-            Capability.OWN_BUFFERS,
-        }
-    )
+    capabilities = BASICS | {Capability.OVERLAP}
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Create the groups: data parallelism has all ranks, every other kind one."""

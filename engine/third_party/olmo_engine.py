@@ -9,7 +9,8 @@ from olmo_core.nn.parallel import MultiGroupDistributedDataParallel
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.engine.contract import Capability, Engine, NoGradient, Plan, PreparedModel
+from shardproof.engine.adapters.torch_ddp import BASICS
+from shardproof.engine.contract import Engine, NoGradient, Plan, PreparedModel
 
 
 class PreparedMultiGroup(PreparedModel):
@@ -38,17 +39,7 @@ class MultiGroupDdpEngine(Engine):
     name = "olmo.ddp"
     package = "ai2-olmo-core"
     preload = (__name__,)
-    capabilities = frozenset(
-        {
-            Capability.REPLICATE,
-            Capability.ACCUMULATE,
-            Capability.BUCKETS,
-            Capability.CLIP,
-            Capability.UNUSED,
-            Capability.RANK_DEPENDENT,
-            Capability.OWN_BUFFERS,
-        }
-    )
+    capabilities = BASICS
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Wrap it; all ranks already have the first one's values."""
