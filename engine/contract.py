@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardproof.engine.capability import Capability, MissingMethodError, UnsupportedError
-from shardproof.engine.composable_api import ComposableApi
 from shardproof.engine.plan import (
     Accumulation,
     Axis,
@@ -43,7 +42,7 @@ from shardproof.engine.plan import (
     Wire,
 )
 from shardproof.engine.shard import Shard, shard_of
-from shardproof.engine.wrapper import BackwardGather, Wrapper, WrapperNames
+from shardproof.engine.wrapper import BackwardGather, ComposableApi, Wrapper, WrapperNames
 
 __all__ = [
     "Accumulation",

@@ -1,4 +1,4 @@
-"""The interface of ``FullyShardedDataParallel``: the options of a plan, and an engine's versions of its names."""
+"""The interfaces of torch that callers use: options and names of FSDP1's wrapper, and fully_shard with replicate."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 
 class BackwardGather(Enum):
@@ -74,3 +75,20 @@ class WrapperNames:
             if hasattr(module, field.name)
         }
         return cls(**found, **others)
+
+
+# Any: engines with this interface share no base class.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComposableApi:
+    """The public names of one engine; ``set_divide_factor`` takes a module, the factor and the number of shards."""
+
+    fully_shard: Callable[..., Any]
+    replicate: Callable[..., Any]
+    sharded_module: type[Any]
+    mixed_precision: Callable[..., Any]
+    cpu_offload: Callable[..., Any]
+    register_forward_method: Callable[..., None]
+    share_comm_ctx: Callable[..., None]
+    set_divide_factor: Callable[[Any, float, int], None]
+    # Returns the result of shard_placement_fn for a parameter with a mesh of its own.
+    placed_on: Callable[[DeviceMesh], Any]

@@ -117,7 +117,6 @@ from shardproof.harness.cases.space import Dimension as Dimension
 from shardproof.harness.cases.space import Program as Program
 from shardproof.harness.cases.space import ProgramRule as ProgramRule
 from shardproof.harness.cases.space import Space as Space
-from shardproof.harness.cases.stages import num_stages as num_stages
 from shardproof.harness.cases.training import AS_HANDED_OUT as AS_HANDED_OUT
 from shardproof.harness.cases.training import AS_HELD as AS_HELD
 from shardproof.harness.cases.training import HANDED_OUT as HANDED_OUT
@@ -139,6 +138,7 @@ from shardproof.harness.cases.training import ZeroGrad as ZeroGrad
 from shardproof.harness.cases.units import ROOT as ROOT
 from shardproof.harness.cases.units import UnitParameters as UnitParameters
 from shardproof.harness.cases.units import groups_of as groups_of
+from shardproof.harness.cases.units import num_stages as num_stages
 from shardproof.harness.cases.user_model import UserModel as UserModel
 from shardproof.harness.cases.user_model import UserOptimizer as UserOptimizer
 from shardproof.harness.cli.check_in_tests import check as check

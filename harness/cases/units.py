@@ -1,4 +1,4 @@
-"""Units: the submodules that a pattern such as ``layers.*`` matches, and the parameters of each group of a plan.
+"""Units - the submodules that a pattern such as ``layers.*`` matches, and their parameters - and stages of pipelines.
 
 Everything is derived from names, never from an engine.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from math import lcm, prod
 
 from torch import nn
 
 from shardproof.engine.contract import Layout, Plan, Roots
+from shardproof.harness.cases.scripts.pipeline_order import Pipelined
 from shardproof.harness.cases.training import Problem, Training
 from shardproof.harness.cases.user_model import UserModel
 
@@ -175,3 +177,36 @@ def _matches(pattern: str, name: str) -> bool:
 def _some(names: list[str], most: int = 8) -> str:
     shown = ", ".join(names[:most])
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown or "none"
+
+
+def num_stages(training: Training) -> int:
+    """Count the stages of the whole pipeline; 1 where there is none."""
+    script = training.script
+    per_rank = script.order.stages_per_rank if isinstance(script, Pipelined) else 1
+    return training.plan.pipeline_stages * per_rank
+
+
+def stages_of(training: Training, rank: int, world_size: int) -> tuple[int, ...]:
+    """Return the stages of one rank, in order, dealt round-robin along the outermost mesh axis."""
+    ring = training.plan.pipeline_stages
+    return tuple(range(rank // (world_size // ring), num_stages(training), ring))
+
+
+def is_on_rank(training: Training, rank: int, world_size: int, name: str) -> bool:
+    """Return whether a rank's stages have a parameter or buffer of that name; always true where there are no stages."""
+    if training.plan.pipeline_stages == 1:
+        return True
+    names = _names(training.problem, num_stages(training))  # type: ignore[arg-type]  # Protocol without a hash
+    return any(name in names[stage] for stage in stages_of(training, rank, world_size))
+
+
+@cache  # problems are frozen values
+def _names(problem: Problem, count: int) -> tuple[frozenset[str], ...]:
+    if problem.stages is None:
+        raise ValueError(f"problem {problem.name!r}: expected one that can be cut into stages")
+    return tuple(
+        frozenset(
+            name for tensors in (stage.named_parameters(), stage.named_buffers()) for name, _ in tensors
+        )
+        for stage in problem.stages(problem.build(), count)
+    )

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from shardproof.engine.contract import Layout, NoGradient, Plan, Shard
-from shardproof.harness.cases.stages import is_on_rank
 from shardproof.harness.cases.training import Training
+from shardproof.harness.cases.units import is_on_rank
 from shardproof.harness.cases.user_model import written_by_forward
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.oracle.absolute_error import largest

@@ -15,8 +15,7 @@ from shardproof.harness.torch_compat.dtypes import bytes_of
 from shardproof.harness.tracing.codec import decode, encode
 from shardproof.harness.tracing.events import EventLog
 from shardproof.harness.tracing.ledger import Ledger
-from shardproof.harness.tracing.memory.census_report import CensusEntry
-from shardproof.harness.tracing.memory.memory_report import ROWS, LifetimeReport
+from shardproof.harness.tracing.memory.memory_report import ROWS, CensusEntry, LifetimeReport
 from shardproof.harness.tracing.races.race_report import RACES, RaceReport
 
 Shards = Mapping[str, Shard]

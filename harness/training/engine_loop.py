@@ -41,7 +41,7 @@ from shardproof.harness.records.observation import (
 )
 from shardproof.harness.torch_compat.dtypes import num_bytes_of
 from shardproof.harness.tracing.ledger import Phase
-from shardproof.harness.tracing.memory.census_report import CensusTime
+from shardproof.harness.tracing.memory.memory_report import CensusTime
 from shardproof.harness.training.callers_module import Preparation
 from shardproof.harness.training.engine_actor import EngineActor
 from shardproof.harness.training.handover import (

@@ -21,8 +21,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from shardproof.engine.contract import Engine, OptimizerFactory, Plan, PreparedModel, Shard
 from shardproof.harness.cases.scripts.pipeline_order import Pipelined, PipelineOrder
-from shardproof.harness.cases.stages import num_stages, stages_of
 from shardproof.harness.cases.training import Training
+from shardproof.harness.cases.units import num_stages, stages_of
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.tracing.unit_hooks import watching_units

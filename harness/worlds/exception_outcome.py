@@ -18,14 +18,14 @@ from types import TracebackType
 
 import torch
 
-from shardproof.harness.tracing.collectives.call_site import short_path
-from shardproof.harness.worlds.outcome import Raised
-from shardproof.harness.worlds.printable import legible, shortened
-from shardproof.harness.worlds.threads.collective_errors import (
+from shardproof.harness.errors import (
     CollectiveError,
     CollectiveTimeoutError,
     WorldAbandonedError,
 )
+from shardproof.harness.tracing.collectives.call_site import short_path
+from shardproof.harness.worlds.outcome import Raised
+from shardproof.harness.worlds.printable import legible, shortened
 
 # The beginning of a note that names the call of the harness to the engine in which an error was raised.
 IN = "in PreparedModel."

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from shardproof.engine.adapters.reference import REFERENCE_API
+from shardproof.engine.adapters.torch_fsdp2 import FSDP2_API
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.worlds.rank import RankContext
 
@@ -112,3 +115,7 @@ def assert_gradients(model: nn.Module, expected: Mapping[str, torch.Tensor]) -> 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Gather a tensor if it is sharded, by a collective call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+BY_NAME = {"reference": REFERENCE_API, "torch": FSDP2_API}
+each_api = pytest.mark.parametrize("api", sorted(BY_NAME))

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from shardproof.engine.reference import clip_grad_norm_
 from shardproof.harness.worlds.rank import RankContext
-from tests.reference.apis import BY_NAME, each_api
-from tests.reference.models import hybrid_mesh, whole
+from tests.reference.models import BY_NAME, each_api, hybrid_mesh, whole
 from tests.reference.ranks import Ranks
 
 CLIPS: dict[str, Callable[..., torch.Tensor]] = {

@@ -10,13 +10,14 @@ import torch.distributed as dist
 
 from shardproof.harness.tracing.ledger import Op, Phase
 from shardproof.harness.worlds.rank import RankContext
-from tests.reference.apis import BY_NAME, each_api
 from tests.reference.models import (
+    BY_NAME,
     WIDTH,
     Chain,
     apply_to,
     assert_gradients,
     chain_gradients,
+    each_api,
     hybrid_mesh,
     train,
     whole_units,

@@ -17,8 +17,7 @@ from shardproof.harness.records.run import read_run
 from shardproof.harness.runner.invoke import call_pytest
 from shardproof.harness.worlds.rank import RankContext
 from shardproof.suites.composable.refusals import SCENARIOS
-from tests.reference.apis import BY_NAME, each_api
-from tests.reference.models import WIDTH, Chain, apply_to, inputs_of
+from tests.reference.models import BY_NAME, WIDTH, Chain, apply_to, each_api, inputs_of
 from tests.reference.ranks import Ranks, each
 
 SIZE = 4

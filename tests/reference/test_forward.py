@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.harness.worlds.rank import RankContext
-from tests.reference.apis import BY_NAME, each_api
-from tests.reference.models import assert_gradients, whole
+from tests.reference.models import BY_NAME, assert_gradients, each_api, whole
 from tests.reference.ranks import Ranks
 
 Rows = Sequence[torch.Tensor]  # one tensor for each microbatch

@@ -11,12 +11,13 @@ from torch import nn
 
 from shardproof.harness.tracing.ledger import Op, Phase
 from shardproof.harness.worlds.rank import RankContext
-from tests.reference.apis import BY_NAME, each_api
 from tests.reference.models import (
+    BY_NAME,
     Chain,
     apply_to,
     assert_gradients,
     chain_gradients,
+    each_api,
     hybrid_mesh,
     inputs_of,
     is_whole,

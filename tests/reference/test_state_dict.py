@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardproof.harness.worlds.rank import RankContext
-from tests.reference.apis import BY_NAME, each_api
+from tests.reference.models import BY_NAME, each_api
 from tests.reference.ranks import Ranks
 
 NUM_ROWS = 12  # divisible by every world size here, so that the mean of the ranks' means is the batch's

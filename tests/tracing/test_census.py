@@ -19,7 +19,7 @@ from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof.harness.cases.training import Problem, Resume, Schedule, Training
 from shardproof.harness.tracing.codec import decode, encode
 from shardproof.harness.tracing.memory.census import Census
-from shardproof.harness.tracing.memory.census_report import CensusEntry, CensusTime, LiveStorage
+from shardproof.harness.tracing.memory.memory_report import CensusEntry, CensusTime, LiveStorage
 from shardproof.harness.tracing.operators import observing_operators
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.training.layout_memory import StateTensor, explained, form_of, state_bytes

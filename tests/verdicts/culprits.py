@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.engine.contract import Plan, PreparedModel
-from shardproof.harness.worlds.threads.collective_errors import DeadlockError
+from shardproof.harness.errors import DeadlockError
 
 CULPRIT = 1
 MEGABYTE = 10**6

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from shardproof import Schedule, Training, TrialSession
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
-from shardproof.harness.records.record import Record, Verdict
-from shardproof.harness.worlds.exception_outcome import is_abandonment, raised
-from shardproof.harness.worlds.messages import Finished, encode
-from shardproof.harness.worlds.outcome import Raised
-from shardproof.harness.worlds.threads.collective_errors import (
+from shardproof.harness.errors import (
     CollectiveTimeoutError,
     DeadlockError,
     WorldAbandonedError,
 )
+from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.worlds.exception_outcome import is_abandonment, raised
+from shardproof.harness.worlds.messages import Finished, encode
+from shardproof.harness.worlds.outcome import Raised
 from tests import judging
 from tests.verdicts import culprits
 
@@ -143,13 +143,10 @@ def test_an_error_of_the_transport_is_known_by_its_origin() -> None:
 
     found = _caught(timeout(CollectiveTimeoutError))
     assert (found.kind, found.is_symptom) == (
-        "shardproof.harness.worlds.threads.collective_errors.CollectiveTimeoutError",
+        "shardproof.harness.errors.CollectiveTimeoutError",
         False,
     )
-    assert (
-        _caught(timeout(DeadlockError)).kind
-        == "shardproof.harness.worlds.threads.collective_errors.DeadlockError"
-    )
+    assert _caught(timeout(DeadlockError)).kind == "shardproof.harness.errors.DeadlockError"
 
 
 def test_a_rank_that_abandons_itself_has_raised() -> None:

@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardproof.harness.tracing.collectives.call import Pieces
-from shardproof.harness.tracing.collectives.call_site import call_site
-from shardproof.harness.tracing.current_rank import bind_rank
-from shardproof.harness.tracing.ledger import Op, ViolationKind
-from shardproof.harness.worlds.threads.collective_errors import (
+from shardproof.harness.errors import (
     CollectiveMismatchError,
     CollectiveRefusedError,
     CollectiveTimeoutError,
     DeadlockError,
     WorldAbandonedError,
 )
+from shardproof.harness.tracing.collectives.call import Pieces
+from shardproof.harness.tracing.collectives.call_site import call_site
+from shardproof.harness.tracing.current_rank import bind_rank
+from shardproof.harness.tracing.ledger import Op, ViolationKind
 from shardproof.harness.worlds.threads.transport import InMemoryTransport
 from tests.ledgers import made_call
 

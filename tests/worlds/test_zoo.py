@@ -1,11 +1,16 @@
-"""Each failure of one rank is red in both kinds of world, with its cause as headline."""
+"""Ranks that misbehave, each in one way, are red in both kinds of world, with the cause as headline."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import signal
 import socket
+import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +22,101 @@ from shardproof.harness.records.saved_result import keep_result, load_kept
 from shardproof.harness.verdicts.judgement import judge_failure
 from shardproof.harness.worlds.outcome import Abandoned, Died, Outcome, Raised, Returned, TimedOut
 from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec
-from tests.worlds.zoo import CULPRIT, ZOO
+
+CULPRIT = 1
+
+
+def _reduce() -> None:
+    dist.all_reduce(torch.ones(4))
+
+
+def raises(context: RankContext) -> None:
+    """Raise while the others wait for it."""
+    if context.rank == CULPRIT:
+        raise ValueError("the weights are wrong")
+    _reduce()
+
+
+def exits(context: RankContext) -> None:
+    """End the process with a status, skipping every handler."""
+    if context.rank == CULPRIT:
+        os._exit(3)
+    _reduce()
+
+
+def exits_cleanly(context: RankContext) -> None:
+    """End the process with status zero, without a result."""
+    if context.rank == CULPRIT:
+        os._exit(0)
+    _reduce()
+
+
+def calls_sys_exit(context: RankContext) -> None:
+    """Leave by SystemExit, which `except Exception` does not see."""
+    if context.rank == CULPRIT:
+        sys.exit(1)
+    _reduce()
+
+
+def is_killed(context: RankContext) -> None:
+    """Be killed, as by the kernel when memory runs out."""
+    if context.rank == CULPRIT:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _reduce()
+
+
+def segfaults(context: RankContext) -> None:
+    """Read address zero."""
+    if context.rank == CULPRIT:
+        ctypes.string_at(0)
+    _reduce()
+
+
+def skips(context: RankContext) -> None:
+    """Skip the test, which no runner may count as a pass."""
+    if context.rank == CULPRIT:
+        pytest.skip("not today")
+    _reduce()
+
+
+def hangs_in_compute(context: RankContext) -> None:
+    """Never reach the collective that the other ranks wait in."""
+    if context.rank == CULPRIT:
+        threading.Event().wait()
+    _reduce()
+
+
+def hangs_in_a_collective_the_others_left(context: RankContext) -> None:
+    """Call one collective more than the other ranks."""
+    _reduce()
+    if context.rank == CULPRIT:
+        _reduce()
+
+
+def raises_late_while_others_time_out(context: RankContext) -> None:
+    """Raise long after the others' collective has timed out."""
+    if context.rank == CULPRIT:
+        threading.Event().wait(2.0)
+        raise ValueError("late, but the cause")
+    _reduce()
+
+
+ZOO: dict[str, Callable[[RankContext], None]] = {
+    body.__name__: body
+    for body in (
+        raises,
+        exits,
+        exits_cleanly,
+        calls_sys_exit,
+        is_killed,
+        segfaults,
+        skips,
+        hangs_in_compute,
+        hangs_in_a_collective_the_others_left,
+        raises_late_while_others_time_out,
+    )
+}
+
 
 DEADLINE_S = 3.0
 KINDS = [*OWN_KINDS, WorldKind.LAUNCHED]

@@ -11,7 +11,7 @@ from shardproof.harness.cases.units import shares_of
 from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.oracle.oracle_observation import Quantity
 from shardproof.harness.records.observation import Observation
-from shardproof.harness.tracing.memory.census_report import CensusEntry
+from shardproof.harness.tracing.memory.memory_report import CensusEntry
 from shardproof.harness.training.layout_memory import Explained, StateTensor, explained, form_of, state_bytes
 
 

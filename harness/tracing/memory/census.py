@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 
 from shardproof.harness.tracing.collectives.call_site import call_site
 from shardproof.harness.tracing.ledger import Phase
-from shardproof.harness.tracing.memory.census_report import CensusEntry, CensusTime, LiveStorage
+from shardproof.harness.tracing.memory.memory_report import CensusEntry, CensusTime, LiveStorage
 from shardproof.harness.tracing.memory.process_memory import Growth, allocator
 from shardproof.harness.tracing.recorder import Recorder
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
+from shardproof.harness.errors import DeadlockError
 from shardproof.harness.tracing.collectives.call import Call
 from shardproof.harness.tracing.current_rank import is_home_thread
-from shardproof.harness.worlds.threads.collective_errors import DeadlockError
 from shardproof.harness.worlds.threads.rendezvous import PendingOp
 from shardproof.harness.worlds.threads.scheduler import Scheduler, SleepingRank
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardproof.harness.errors import CollectiveRefusedError
 from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.tracing.collectives.call import Call, Pieces
-from shardproof.harness.worlds.threads.collective_errors import CollectiveRefusedError
 
 PREMULTIPLIED = "PREMUL_SUM"
 

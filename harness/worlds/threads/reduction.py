@@ -13,7 +13,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from shardproof.harness.worlds.threads.collective_errors import CollectiveRefusedError
+from shardproof.harness.errors import CollectiveRefusedError
 from shardproof.harness.worlds.threads.premultiplied_sum import PREMULTIPLIED
 
 RedOp = dist.ReduceOp.RedOpType

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from shardproof.harness.errors import CollectiveError, CollectiveRefusedError
 from shardproof.harness.torch_compat.accelerators import await_moment, moment_of, used_here
 from shardproof.harness.tracing.collectives.call import Call, Pieces
 from shardproof.harness.tracing.ledger import Op
-from shardproof.harness.worlds.threads.collective_errors import CollectiveError, CollectiveRefusedError
 from shardproof.harness.worlds.threads.premultiplied_sum import PREMULTIPLIED, multiplied
 from shardproof.harness.worlds.threads.reduction import reduce_flat
 from shardproof.harness.worlds.threads.validation import check_message, check_pieces, is_same, refuse_sides

@@ -21,18 +21,18 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from shardproof.harness.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    WorldAbandonedError,
+)
 from shardproof.harness.torch_compat.accelerators import moment_of
 from shardproof.harness.torch_compat.dispatch import raw_access
 from shardproof.harness.tracing.collectives.call import Call
 from shardproof.harness.tracing.collectives.call_site import call_site
 from shardproof.harness.tracing.ledger import Op, ViolationKind
 from shardproof.harness.worlds.threads.buffer_guard import BufferGuard, poison
-from shardproof.harness.worlds.threads.collective_errors import (
-    CollectiveError,
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    WorldAbandonedError,
-)
 from shardproof.harness.worlds.threads.deadlock import DeadlockDetector
 from shardproof.harness.worlds.threads.delayed_work import Delay, DelayedWork
 from shardproof.harness.worlds.threads.rendezvous import (

@@ -7,9 +7,9 @@ from typing import NoReturn
 
 import torch
 
+from shardproof.harness.errors import CollectiveMismatchError
 from shardproof.harness.tracing.collectives.call import Call, short_name
 from shardproof.harness.tracing.ledger import Op
-from shardproof.harness.worlds.threads.collective_errors import CollectiveMismatchError
 from shardproof.harness.worlds.threads.reduction import check_reducible
 
 _SAME_CALL = "issue a group's collectives in one order, with one dtype and one size, on every rank"
