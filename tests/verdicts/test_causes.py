@@ -45,7 +45,7 @@ HEADLINES = {
     "QuotesADistError": "DistNetworkError: the tracker's socket closed$",
     "QuotesAConnection": "ConnectionResetError: connection reset by the metrics server$",
     "QuotesAMismatch": r"tests\.verdicts\.culprits\.CollectiveMismatchError: CollectiveMismatchError: all_reduce",
-    "QuotesADeadlock": r"[a-z_.]+\.collective_errors\.DeadlockError: my queue: expected a job",
+    "QuotesADeadlock": r"[a-z_.]+\.errors\.DeadlockError: my queue: expected a job",
 }
 # The others do not depend on the kind of world.
 IN_PROCESSES = ("RaisesWordless", "RaisesEnding", "RaisesMuch", "QuotesATimeout")
