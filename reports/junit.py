@@ -93,6 +93,7 @@ def evidence_text(record: Record) -> str:
 
 def _evidence(record: Record) -> str:
     lines = [line for line in (record.headline, expectation_text(record)) if line]
+    lines += [f"first wrong: {record.located.sentence}"] if record.located else []
     for law in record.laws:
         lines += [f"{('held' if law.held else 'BROKEN')}: {law.law}: {law.summary}", *law.details]
     if record.worst is not None:

@@ -33,6 +33,29 @@ def render(matrix: KillMatrix, *, duration_s: float) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def places(matrix: KillMatrix) -> str:
+    """Render, for a terminal, which mutants' faults were located in the phase that they declare."""
+    by_name = {target.name: target for target in matrix.targets}
+    rows, right = [], 0
+    for result in matrix.results:
+        declared, found = by_name[result.pair.mutant].phase, result.located
+        if result.status is not MutantStatus.KILLED or found is None or not declared:
+            continue
+        if found.phase == declared:
+            right += 1
+        else:
+            case = result.pair.case.rpartition("::")[2]
+            rows.append([result.pair.mutant, declared, one_line(found.sentence, limit=200), case])
+    total = len(rows) + right
+    table = tabulate(rows, headers=["mutant", "declares", "found", "case"], tablefmt="simple")
+    share = f" ({right / total:.0%})" if total else ""
+    return (
+        f"{table}\n\nlocated in the declared phase: {right} of {total}{share}"
+        if total
+        else "nothing to locate"
+    )
+
+
 def render_markdown(matrix: KillMatrix) -> str:
     """Render as Markdown: without times, so that an unchanged matrix is an unchanged file."""
     table = tabulate(

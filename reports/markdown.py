@@ -160,6 +160,7 @@ def _detail(record: Record) -> str:
     if record.verdict is Verdict.PASSED:
         return f"- {title}: {escape(record.headline)} ({duration(record.duration_s)})"
     parts = [f"### {title}", _expectation(record), escape(record.headline, limit=2000)]
+    parts += [f"First wrong: {escape(record.located.sentence, limit=2000)}"] if record.located else []
     parts += [*_hang(record), *_laws(record), *_worst(record)]
     if not record.verdict.is_conforming:
         parts += [*_ledger(record), *([] if record.hang else _outcomes(record)), *_output(record)]

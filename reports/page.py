@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from shardproof.harness.records.record import Record, RecordKey, Verdict
+from shardproof.harness.records.record import FaultPhase, Record, RecordKey, Verdict
 from shardproof.harness.records.run import Run
 from shardproof.reports import evidence, expected, text, user_model_result
 from shardproof.reports.causes import causes
@@ -70,6 +70,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.globals["legend"] = [(verdict, mark) for verdict, mark in MARKS.items()]
+    environment.globals["phases"] = [*FaultPhase]
     environment.filters |= {
         "address": expected.address,
         "bar": evidence.bar,

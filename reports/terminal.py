@@ -135,6 +135,7 @@ def _headlines(run: Run, width: int) -> list[str]:
         lines = (
             one_line(cell),
             _wrapped(record.headline, width),
+            _wrapped(f"first wrong: {record.located.sentence}", width) if record.located else "",
             *_hang(record, width),
             f"    {expectation_text(record)}",
             *(_details(record, width) if number < _NUM_DETAILED else ()),

@@ -20,7 +20,7 @@ from shardproof.engine.reference.fsdp_state import state_of
 from shardproof.engine.reference.zero_checkpoint import file_of
 
 
-@mutant(after="deepspeedai/DeepSpeed#7786")
+@mutant(after="deepspeedai/DeepSpeed#7786", phase="state loaded")
 class LosesStateInItsCheckpoint(Zero2Engine):
     """The optimizer starts without state after a checkpoint is loaded."""
 
@@ -30,7 +30,7 @@ class LosesStateInItsCheckpoint(Zero2Engine):
             self.built_optimizer().state.clear()
 
 
-@mutant(after="deepspeedai/DeepSpeed#4396")
+@mutant(after="deepspeedai/DeepSpeed#4396", phase="state loaded")
 class RestartsTheCountInItsCheckpoint(Zero2Engine):
     """The optimizer's count of steps, by which it corrects its moments, starts from zero."""
 
@@ -40,7 +40,7 @@ class RestartsTheCountInItsCheckpoint(Zero2Engine):
             restart_count(self.built_optimizer())
 
 
-@mutant(after="hpcaitech/ColossalAI#5151")
+@mutant(after="hpcaitech/ColossalAI#5151", phase="state loaded")
 class RestartsTheLearningRateInItsCheckpoint(Zero2Engine):
     """The optimizer has the learning rate of a fresh one after a checkpoint is loaded."""
 
@@ -50,7 +50,7 @@ class RestartsTheLearningRateInItsCheckpoint(Zero2Engine):
                 super().load_checkpoint(folder)
 
 
-@mutant(after="deepspeedai/DeepSpeed#762")
+@mutant(after="deepspeedai/DeepSpeed#762", phase="state loaded")
 class RestoresNoMasters(Zero2Engine):
     """Parameters are loaded, but not the copies that the optimizer updates, which overwrite them in the next step."""
 
@@ -66,7 +66,7 @@ class RestoresNoMasters(Zero2Engine):
                 self.engine.take_weights = lambda: None  # type: ignore[method-assign]  # of this one
 
 
-@mutant(after="deepspeedai/DeepSpeed#5105")
+@mutant(after="deepspeedai/DeepSpeed#5105", phase="state loaded")
 class ReadsTheCheckpointOfItsRank(Zero2Engine):
     """Each rank reads its share from the file of its own rank, however many ranks saved."""
 
@@ -90,7 +90,7 @@ class _PreparedNotingRanks(PreparedFullyShard):
         return super().full_state() | {_RANKS: dist.get_world_size()}
 
 
-@mutant(after="ServiceNow/Fast-LLM#436")
+@mutant(after="ServiceNow/Fast-LLM#436", phase="state loaded")
 class LosesStateInAnotherWorld(FullyShardEngine):
     """Optimizer state is not restored if another number of ranks saved it."""
 
@@ -103,7 +103,7 @@ class LosesStateInAnotherWorld(FullyShardEngine):
             set_model_state_dict(self.module, model_state_dict=state["model"], options=options)
 
 
-@mutant(after="deepspeedai/DeepSpeed#5105")
+@mutant(after="deepspeedai/DeepSpeed#5105", phase="state loaded")
 class AlignsStateForTheWorldBefore(FullyShardEngine):
     """Restored moments are shifted by the padding of the world that saved them."""
 
@@ -120,7 +120,7 @@ class AlignsStateForTheWorldBefore(FullyShardEngine):
             return value.flatten().roll(padding).view(value.shape)
 
 
-@mutant(after="ServiceNow/Fast-LLM#436")
+@mutant(after="ServiceNow/Fast-LLM#436", phase="state loaded")
 class ReadsTheFileOfItsRank(ReferenceEngine):
     """A rank restores only the rows that the same rank saved."""
 
@@ -147,7 +147,7 @@ class ReadsTheFileOfItsRank(ReferenceEngine):
                 yield name, local(parameter).detach()
 
 
-@mutant(after="pytorch/pytorch#137348")
+@mutant(after="pytorch/pytorch#137348", phase="gather")
 class ComputesWithWhatAnEvaluationSaw(ReferenceEngine):
     """The step after an evaluation computes with the parameters that the evaluation used."""
 
@@ -183,7 +183,7 @@ class KeepsAnInferenceTensor(ReferenceEngine):
             return output * self._scale
 
 
-@mutant(after="espnet/espnet#3283")
+@mutant(after="espnet/espnet#3283", phase="hold")
 class LeaksTheFailedIteration(ReferenceEngine):
     """Gradients of an iteration that failed are added to those of the next."""
 
@@ -195,7 +195,7 @@ class LeaksTheFailedIteration(ReferenceEngine):
             super().recover()
 
 
-@mutant(after="mosaicml/composer#3866")
+@mutant(after="mosaicml/composer#3866", phase="gather")
 class NeverRecovers(FullyShardEngine):
     """The state of a failed forward is not cleared."""
 
@@ -204,7 +204,7 @@ class NeverRecovers(FullyShardEngine):
             pass
 
 
-@mutant(after="mflux-community/mflux#447")
+@mutant(after="mflux-community/mflux#447", phase="hold")
 class DropsEarlierBackwards(ReferenceEngine):
     """Recovery from a failed forward clears the gradients of the backwards before it."""
 

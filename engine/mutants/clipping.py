@@ -66,7 +66,7 @@ class _PreparedOwnClipping(PreparedFullyShard):
         return mesh
 
 
-@mutant(after="pytorch/pytorch#170862")
+@mutant(after="pytorch/pytorch#170862", phase="clip")
 class ClipsByTheLocalNorm(FullyShardEngine):
     """Each rank clips its shards by their own norm."""
 
@@ -75,7 +75,7 @@ class ClipsByTheLocalNorm(FullyShardEngine):
             return float(self.own_norm(norm_type))
 
 
-@mutant(after="ByteDance-Seed/VeOmni#184")
+@mutant(after="ByteDance-Seed/VeOmni#184", phase="clip")
 class CountsTheNormOncePerReplica(FullyShardEngine):
     """The norm counts every parameter once for each replica."""
 
@@ -85,7 +85,7 @@ class CountsTheNormOncePerReplica(FullyShardEngine):
             return float(super().norm(norm_type) * num_replicas ** (1 / norm_type))
 
 
-@mutant(after="mindspore-ai/hyper-parallel#526")
+@mutant(after="mindspore-ai/hyper-parallel#526", phase="clip")
 class CountsReplicatedUnitsOnEachRank(ReferenceEngine):
     """The norm counts units that are replicated beside sharded ones once for each rank."""
 
@@ -107,7 +107,7 @@ def _is_whole(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, DTensor) and all(isinstance(p, Replicate) for p in parameter.placements)
 
 
-@mutant(after="meta-pytorch/torchrec#3199")
+@mutant(after="meta-pytorch/torchrec#3199", phase="clip")
 class TakesTheRootOfAMaximum(FullyShardEngine):
     """The norm of infinite order is the root of a maximum."""
 
@@ -117,7 +117,7 @@ class TakesTheRootOfAMaximum(FullyShardEngine):
             return float(honest ** (1 / norm_type)) if math.isinf(norm_type) else honest
 
 
-@mutant(after="pytorch/pytorch#63881")
+@mutant(after="pytorch/pytorch#63881", phase="clip")
 class ReducesIntoItsZero(FullyShardEngine):
     """A rank without shards contributes the largest norm of earlier steps."""
 
@@ -150,7 +150,7 @@ class AddsUpNormsOneByOne(FullyShardEngine):
             return float(total)
 
 
-@mutant(after="deepspeedai/DeepSpeed#5150")
+@mutant(after="deepspeedai/DeepSpeed#5150", phase="clip")
 class NeverClips(FullyShardEngine):
     """The norm is right, and gradients are not scaled by it."""
 
@@ -159,7 +159,7 @@ class NeverClips(FullyShardEngine):
             return 1.0
 
 
-@mutant(after="DingfanChen/GS-WGAN#5")
+@mutant(after="DingfanChen/GS-WGAN#5", phase="clip")
 class ScalesSmallGradientsUp(FullyShardEngine):
     """Gradients below the limit are scaled up to it."""
 
@@ -178,7 +178,7 @@ class ReturnsNoNorm(FullyShardEngine):
             return None  # type: ignore[return-value]  # the fault
 
 
-@mutant(after="deepspeedai/DeepSpeed#1801")
+@mutant(after="deepspeedai/DeepSpeed#1801", phase="clip")
 class ClipsOnOneRank(DistributedDataParallelEngine):
     """Only one rank clips."""
 

@@ -24,7 +24,7 @@ class _Summing(DistributedDataParallel):
             parameter.register_hook(lambda gradient: gradient * dist.get_world_size())  # type: ignore[no-untyped-call]
 
 
-@mutant(after="NVIDIA/Megatron-LM#3023")
+@mutant(after="NVIDIA/Megatron-LM#3023", phase="reduce")
 class SumsWhatItWraps(DistributedDataParallelEngine):
     """Gradients of a module that a caller wraps are summed over ranks, not averaged."""
 
@@ -37,7 +37,7 @@ class _DividingByThoseLeft(DistributedDataParallel):
         return super().join(divide_by_initial_world_size=not divide_by_initial_world_size, **options)
 
 
-@mutant(after="deepspeedai/DeepSpeed#5618")
+@mutant(after="deepspeedai/DeepSpeed#5618", phase="reduce")
 class SwapsTheDivisorsOfJoin(DistributedDataParallelEngine):
     """join divides by the number of remaining ranks if it should divide by all, and the reverse."""
 
@@ -50,7 +50,7 @@ class _Parting(DistributedDataParallel):
         pass
 
 
-@mutant(after="pytorch/pytorch#38174")
+@mutant(after="pytorch/pytorch#38174", phase="step")
 class EndsEachRankWithItsOwn(DistributedDataParallelEngine):
     """A rank that runs out of batches leaves join with the parameters that it had then."""
 
@@ -148,7 +148,7 @@ class _AlwaysInSync(DistributedDataParallel):
         return nullcontext()
 
 
-@mutant(after="huggingface/transformers#34645")
+@mutant(after="huggingface/transformers#34645", phase="hold")
 class ReducesInItsNoSync(DistributedDataParallelEngine):
     """no_sync of a module that a caller wraps has no effect."""
 
@@ -164,7 +164,7 @@ class _ClearingViews(DistributedDataParallel):
         return super().forward(*inputs, **named)  # type: ignore[no-untyped-call]
 
 
-@mutant(after="hpcaitech/ColossalAI#2496")
+@mutant(after="hpcaitech/ColossalAI#2496", phase="hold")
 class ClearsWhatIsHeldInBuckets(DistributedDataParallelEngine):
     """If gradients are views of buckets, those that no_sync held back are cleared before they are reduced."""
 
@@ -184,7 +184,7 @@ class _StaticForEver(DistributedDataParallel):
         return super().forward(*inputs, **named)  # type: ignore[no-untyped-call]
 
 
-@mutant(after="pytorch/pytorch#143580")
+@mutant(after="pytorch/pytorch#143580", phase="reduce")
 class CountsTheGraphOnceForAll(DistributedDataParallelEngine):
     """A static graph is reduced in the first backward, and never again."""
 
@@ -197,7 +197,7 @@ class _Unreduced(ManuallyFinalized):
         pass
 
 
-@mutant(after="facebookresearch/fairscale#777")
+@mutant(after="facebookresearch/fairscale#777", phase="reduce")
 class EndsBackwardsUnreduced(ManualFinalizationEngine):
     """A backward that the caller finalizes is never reduced."""
 

@@ -20,7 +20,7 @@ from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import changing, local, never_updating
 
 
-@mutant(after="flagos-ai/Torch-FL#62")
+@mutant(after="flagos-ai/Torch-FL#62", phase="reduce")
 class OffloadsZeros(ReferenceEngine):
     """Gradients on the host are zeros."""
 
@@ -33,7 +33,7 @@ class OffloadsZeros(ReferenceEngine):
                 gradient.zero_()
 
 
-@mutant(after="pytorch/pytorch#180666")
+@mutant(after="pytorch/pytorch#180666", phase="hold")
 class OffloadsLastBackwardsGradients(ReferenceEngine):
     """Gradients on the host are those of the previous backward."""
 
@@ -52,7 +52,7 @@ class OffloadsLastBackwardsGradients(ReferenceEngine):
             self._last = fresh
 
 
-@mutant(after="pytorch/pytorch#85048")
+@mutant(after="pytorch/pytorch#85048", phase="step")
 class UpdatesACopy(ReferenceEngine):
     """With offload the optimizer updates a copy of the last parameter."""
 
@@ -68,7 +68,7 @@ def _offloaded(prepared: PreparedReference) -> Iterator[torch.Tensor]:
         yield from (local(p.grad) for p in prepared.named.parameters() if p.grad is not None)
 
 
-@mutant(after="pytorch/pytorch#109774")
+@mutant(after="pytorch/pytorch#109774", phase="forward")
 class CountsOnTheHost(FullyShardEngine):
     """Outputs are scaled by the number of forwards so far, which the host counts."""
 

@@ -173,7 +173,7 @@ class CallsHooksOfReplicasAlone(FullyShardedDataParallelEngine):
                 super().register_comm_hook(state, hook)
 
 
-@mutant(after="mindspore-ai/hyper-parallel#694", trace=Trace.NUMBERS)
+@mutant(after="mindspore-ai/hyper-parallel#694", trace=Trace.NUMBERS, phase="reduce")
 class CallsHooksTwice(FullyShardedDataParallelEngine):
     """A communication hook is called twice for each gradient."""
 
@@ -186,7 +186,7 @@ class CallsHooksTwice(FullyShardedDataParallelEngine):
             super().register_comm_hook(state, twice)
 
 
-@mutant(after="pytorch/pytorch#43307", trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#43307", trace=Trace.NUMBERS, phase="reduce")
 class GivesHooksCopies(FullyShardedDataParallelEngine):
     """A communication hook changes only a copy of the gradient."""
 
@@ -231,7 +231,7 @@ def _scale(wrapper: FullyShardedDataParallel, factor: torch.Tensor) -> None:
             parameter.grad.mul_(factor.to(parameter.grad.dtype))
 
 
-@mutant(after="pytorch/pytorch#170862", trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#170862", trace=Trace.NUMBERS, phase="clip")
 class ClipsShardsByTheirOwnNorm(FullyShardedDataParallelEngine):
     """clip_grad_norm_ uses the norm of each rank's own shards."""
 
@@ -250,7 +250,7 @@ class ClipsAndTellsNothing(FullyShardedDataParallelEngine):
             super().clip_grad_norm_(*args, **kwargs)
 
 
-@mutant(after="meta-pytorch/torchrec#3199", trace=Trace.NUMBERS)
+@mutant(after="meta-pytorch/torchrec#3199", trace=Trace.NUMBERS, phase="clip")
 class SumsTheLargest(FullyShardedDataParallelEngine):
     """clip_grad_norm_ adds values over ranks that are no sums: norms, and largest elements."""
 
@@ -261,7 +261,7 @@ class SumsTheLargest(FullyShardedDataParallelEngine):
             return _clip(self, max_norm, total)
 
 
-@mutant(after="pytorch/pytorch#88955", trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#88955", trace=Trace.NUMBERS, phase="clip")
 class SumsNormsOfReplicas(FullyShardedDataParallelEngine):
     """clip_grad_norm_ counts replicated parameters once for each rank."""
 
@@ -272,7 +272,7 @@ class SumsNormsOfReplicas(FullyShardedDataParallelEngine):
             return _clip(self, max_norm, total ** (1 / norm_type))
 
 
-@mutant(after="DingfanChen/GS-WGAN#5", trace=Trace.NUMBERS)
+@mutant(after="DingfanChen/GS-WGAN#5", trace=Trace.NUMBERS, phase="clip")
 class ScalesLittleUp(FullyShardedDataParallelEngine):
     """clip_grad_norm_ scales gradients of a smaller norm up to the limit."""
 

@@ -86,7 +86,7 @@ class LosesMomentumWhenItSaves(FullyShardedDataParallelEngine):
     names = _saving(_without_momentum)
 
 
-@mutant(after="facebookresearch/fairscale#601", trace=Trace.NUMBERS)
+@mutant(after="facebookresearch/fairscale#601", trace=Trace.NUMBERS, phase="state loaded")
 class LosesMomentum(FullyShardedDataParallelEngine):
     """Moments are zero in loaded optimizer state."""
 
@@ -101,7 +101,7 @@ def _without_steps(loadable: _State) -> _State:
     return kept
 
 
-@mutant(after="huggingface/accelerate#3971", trace=Trace.NUMBERS)
+@mutant(after="huggingface/accelerate#3971", trace=Trace.NUMBERS, phase="state loaded")
 class RestartsTheCountOfSteps(FullyShardedDataParallelEngine):
     """Loaded optimizer state counts its steps from zero."""
 
@@ -129,14 +129,14 @@ def _with_one_count(found: _State) -> _State:
     return found
 
 
-@mutant(after="databricks/flashoptim#3", trace=Trace.NUMBERS)
+@mutant(after="databricks/flashoptim#3", trace=Trace.NUMBERS, phase="state saved")
 class SharesTheCountOfSteps(FullyShardedDataParallelEngine):
     """The count of steps in saved optimizer state is one tensor, which all parameters advance."""
 
     names = _saving(_with_one_count)
 
 
-@mutant(after="pytorch/pytorch#99117", trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#99117", trace=Trace.NUMBERS, phase="state saved")
 class IgnoresTheStateGiven(FullyShardedDataParallelEngine):
     """The optimizer's own state is saved although another was passed."""
 
@@ -160,7 +160,7 @@ class PermutesGroups(FullyShardedDataParallelEngine):
     names = _saving(_with_permuted_groups)
 
 
-@mutant(after="pytorch/pytorch#54736", trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#54736", trace=Trace.NUMBERS, phase="state saved")
 class RekeysToEachOther(FullyShardedDataParallelEngine):
     """Rekeying assigns each parameter the state of another."""
 

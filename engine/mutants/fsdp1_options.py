@@ -96,14 +96,14 @@ def _in_the_default_group(option: str) -> WrapperNames:
     return with_options(change)
 
 
-@mutant(after="pytorch/torchtitan#1551")
+@mutant(after="pytorch/torchtitan#1551", phase="prepare")
 class IgnoresTheGroupGiven(FullyShardedDataParallelEngine):
     """The wrapper shards over all ranks, whatever the group is."""
 
     names = _in_the_default_group("process_group")
 
 
-@mutant(after="deepspeedai/DeepSpeed#5618")
+@mutant(after="deepspeedai/DeepSpeed#5618", phase="prepare")
 class IgnoresTheMeshGiven(FullyShardedDataParallelEngine):
     """The wrapper shards over all ranks, whatever the mesh is."""
 
@@ -120,7 +120,7 @@ def _one_replica(module: nn.Module, options: Options) -> Options:
     return {**own, "process_group": own["process_group"][0]}
 
 
-@mutant(after="verl-project/verl#7494")
+@mutant(after="verl-project/verl#7494", phase="replicate")
 class NeverMeetsReplicas(FullyShardedDataParallelEngine):
     """Hybrid strategies shard in one group and ignore the other."""
 
@@ -209,7 +209,7 @@ class ComputesInTheReduceDtype(FullyShardedDataParallelEngine):
     names = with_options(_computing_as_reducing)
 
 
-@mutant(after="pytorch/pytorch#190626")
+@mutant(after="pytorch/pytorch#190626", phase="reduce")
 class ReducesInTheComputeDtype(FullyShardedDataParallelEngine):
     """The reduce dtype has no effect."""
 

@@ -39,7 +39,7 @@ def _clear(root: FullyShardedDataParallel) -> None:
             handle.flat_param.__dict__.pop(name, None)
 
 
-@mutant(after="NVIDIA/Megatron-LM#7186", trace=Trace.NUMBERS)
+@mutant(after="NVIDIA/Megatron-LM#7186", trace=Trace.NUMBERS, phase="hold")
 class ReplacesGradients(FullyShardedDataParallelEngine):
     """Each backward of an accumulation discards the gradients of earlier ones."""
 
@@ -49,7 +49,7 @@ class ReplacesGradients(FullyShardedDataParallelEngine):
             return super().forward(*args, **kwargs)
 
 
-@mutant(after="pytorch/pytorch#90546", trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#90546", trace=Trace.NUMBERS, phase="hold")
 class LosesSharesInNoSync(FullyShardedDataParallelEngine):
     """Entering no_sync discards the reduced gradients of a rank."""
 
@@ -145,7 +145,7 @@ class SilencesUnitsAlone(FullyShardedDataParallelEngine):
             return _silenced(self)
 
 
-@mutant(after="pytorch/pytorch#180665")
+@mutant(after="pytorch/pytorch#180665", phase="reduce")
 class ReadsOffloadedGradientsTooEarly(FullyShardedDataParallelEngine):
     """Offloaded gradients are read before they have arrived."""
 
@@ -217,7 +217,7 @@ class KeepsOverflowLocal(FullyShardedDataParallelEngine):
     names = replace(NAMES, ShardedGradScaler=_Local)
 
 
-@mutant(after="NVIDIA/Megatron-LM#3023")
+@mutant(after="NVIDIA/Megatron-LM#3023", phase="backward")
 class DividesWrappedGradientsTwice(FullyShardedDataParallelEngine):
     """Wrapped gradients are divided by the number of ranks twice."""
 
@@ -236,7 +236,7 @@ def _forget(*_: object) -> None:
     pass
 
 
-@mutant(after="pytorch/pytorch#98419")
+@mutant(after="pytorch/pytorch#98419", phase="step")
 class StepsNotInBackward(FullyShardedDataParallelEngine):
     """Optimizers that are to step in backward never step."""
 

@@ -73,7 +73,7 @@ class GoesOnWithWhatWasReplaced(ReferenceEngine):
                 group.layout.reset_sharded_params = lambda: None
 
 
-@mutant(after="pytorch/pytorch#83254", trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#83254", trace=Trace.NUMBERS, phase="reduce")
 class NeverCallsTheReductionHook(ReferenceEngine):
     """A hook on a unit's reduced gradients is accepted, and never called."""
 
@@ -153,7 +153,7 @@ class IgnoresPolicies(ReferenceEngine):
             return replace(api, mixed_precision=lambda **_: api.mixed_precision())
 
 
-@mutant(after="NVIDIA/Megatron-LM#3023", trace=Trace.NUMBERS)
+@mutant(after="NVIDIA/Megatron-LM#3023", trace=Trace.NUMBERS, phase="reduce")
 class SumsWhatACallerPrepares(ReferenceEngine):
     """Gradients of modules that callers pass to fully_shard and replicate are summed over ranks, not averaged."""
 
@@ -162,7 +162,7 @@ class SumsWhatACallerPrepares(ReferenceEngine):
             module.set_gradient_divide_factor(1.0)
 
 
-@mutant(after="pytorch/pytorch#190626", trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#190626", trace=Trace.NUMBERS, phase="reduce")
 class AddsCopiesInTheComputeDtype(ReferenceEngine):
     """Parts of a gradient on another mesh axis are added before they are cast for the reduction."""
 
@@ -181,7 +181,7 @@ class LeavesOutWhatNoRankUsed(ReferenceEngine):
             module.set_reduce_scatter_unused_params = lambda enable: None
 
 
-@mutant(after="facebookresearch/fairscale#605", trace=Trace.NUMBERS)
+@mutant(after="facebookresearch/fairscale#605", trace=Trace.NUMBERS, phase="hold")
 class HidesWhatWaits(ReferenceEngine):
     """Gradients that wait for their reduction are where no caller can clear or change them."""
 
@@ -211,7 +211,7 @@ def _reduce_with(honest: Callable[[], None], hidden: dict[Any, torch.Tensor]) ->
     return honest()
 
 
-@mutant(after="pytorch/pytorch#134052", trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#134052", trace=Trace.NUMBERS, phase="hold")
 class TakesTheBackwardOfInputsForAll(ReferenceEngine):
     """A microbatch counts as done once a backward has held its gradients: later weight gradients are lost."""
 
@@ -328,7 +328,7 @@ def _in_a_cycle(output: Any) -> None:
     cycle.append(cycle)
 
 
-@mutant(after="deepspeedai/DeepSpeed#5618", trace=Trace.NUMBERS)
+@mutant(after="deepspeedai/DeepSpeed#5618", trace=Trace.NUMBERS, phase="prepare")
 class ShardsOverAllRanksWhateverTheMesh(ReferenceEngine):
     """fully_shard shards over all ranks, whatever the mesh is."""
 
@@ -347,7 +347,7 @@ class FinalizesEachBackward(ReferenceEngine):
                 module.set_requires_gradient_sync = lambda *_, **__: None
 
 
-@mutant(after="facebookresearch/fairscale#777", trace=Trace.NUMBERS)
+@mutant(after="facebookresearch/fairscale#777", trace=Trace.NUMBERS, phase="reduce")
 class FinalizesTwice(ReferenceEngine):
     """Gradients that finalization reduces count twice."""
 
@@ -383,7 +383,7 @@ class FreesWhatIsToBeKept(ReferenceEngine):
             module.set_keep_unsharded_storage = lambda *_, **__: None
 
 
-@mutant(after="facebookresearch/fairscale#777", trace=Trace.NUMBERS)
+@mutant(after="facebookresearch/fairscale#777", trace=Trace.NUMBERS, phase="gather")
 class ShowsTheFirstValues(ReferenceEngine):
     """Whole parameters always have the values of the first gather."""
 

@@ -227,7 +227,7 @@ def _ask_nothing(parameter: ShardedParam) -> bool:
     return has_extension(parameter)
 
 
-@mutant(after="NVIDIA/Megatron-LM#663")
+@mutant(after="NVIDIA/Megatron-LM#663", phase="gather")
 class PacksOnceForAll(ReferenceEngine):
     """Every gather sends what was packed for the first."""
 

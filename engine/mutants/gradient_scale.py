@@ -22,7 +22,7 @@ from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import changing, dividing_losses
 
 
-@mutant(after="NVIDIA/Megatron-LM#3023")
+@mutant(after="NVIDIA/Megatron-LM#3023", phase="reduce")
 class SumsInsteadOfAveraging(FullyShardEngine):
     """Gradients are summed over ranks, not averaged."""
 
@@ -36,14 +36,14 @@ class SumsInsteadOfAveraging(FullyShardEngine):
         return prepared
 
 
-@mutant(after="pytorch/torchtitan#1551")
+@mutant(after="pytorch/torchtitan#1551", phase="reduce")
 class IgnoresTheDivideFactor(FullyShardEngine):
     """Gradients are averaged although another divisor was set."""
 
     misreads = changing(divide_factor=None)
 
 
-@mutant(after="pytorch/pytorch#167178")
+@mutant(after="pytorch/pytorch#167178", phase="backward")
 class DividesByTheFactorTwice(FullyShardEngine):
     """Gradients are divided by the square of the divisor."""
 
@@ -51,7 +51,7 @@ class DividesByTheFactorTwice(FullyShardEngine):
         return dividing_losses(super().prepare(model, plan, mesh), plan.divide_factor or 1)
 
 
-@mutant(after="pytorch/pytorch#158753")
+@mutant(after="pytorch/pytorch#158753", phase="reduce")
 class DropsImaginaryParts(DistributedDataParallelEngine):
     """Imaginary parts of gradients are zero."""
 
@@ -63,7 +63,7 @@ class DropsImaginaryParts(DistributedDataParallelEngine):
                     parameter.grad.imag.zero_()
 
 
-@mutant(after="pytorch/pytorch#117421")
+@mutant(after="pytorch/pytorch#117421", phase="reduce")
 class AveragesWhatIsRead(DistributedDataParallelEngine):
     """Gradients that are not read before the optimizer step are summed over ranks, not averaged."""
 
@@ -82,14 +82,14 @@ class AveragesWhatIsRead(DistributedDataParallelEngine):
             super().step()
 
 
-@mutant(after="deepspeedai/DeepSpeed#5618")
+@mutant(after="deepspeedai/DeepSpeed#5618", phase="reduce")
 class AveragesWhateverTheFactor(ReferenceEngine):
     """In every layout gradients are averaged although another divisor was set."""
 
     misreads = changing(divide_factor=None)
 
 
-@mutant(after="pytorch/pytorch#167178")
+@mutant(after="pytorch/pytorch#167178", phase="backward")
 class DividesByTheSquareOfTheFactor(ReferenceEngine):
     """In every layout gradients are divided by the divisor twice."""
 
@@ -98,7 +98,7 @@ class DividesByTheSquareOfTheFactor(ReferenceEngine):
             super().backward(loss / (self.plan.divide_factor or 1))
 
 
-@mutant(after="pytorch/pytorch#167178")
+@mutant(after="pytorch/pytorch#167178", phase="reduce")
 class IgnoresTheDivideFactorOfOneRank(ReferenceEngine):
     """A rank that is alone does not divide although a divisor was set."""
 
@@ -107,7 +107,7 @@ class IgnoresTheDivideFactorOfOneRank(ReferenceEngine):
         return super().prepare(model, replace(plan, divide_factor=None) if mesh.size() == 1 else plan, mesh)
 
 
-@mutant(after="pytorch/pytorch#160285")
+@mutant(after="pytorch/pytorch#160285", phase="reduce")
 class HalvesOneUnit(ReferenceEngine):
     """The gradients of the first unit are half of what they should be."""
 
@@ -158,7 +158,7 @@ class _Growing(GradScaler):
                     parameter.grad.div_(self.get_growth_factor())
 
 
-@mutant(after="deepspeedai/DeepSpeed#8588")
+@mutant(after="deepspeedai/DeepSpeed#8588", phase="scale")
 class UnscalesByTheNextScale(DistributedDataParallelEngine):
     """Gradients are divided by the scale after the step, not by that of the losses."""
 
@@ -167,7 +167,7 @@ class UnscalesByTheNextScale(DistributedDataParallelEngine):
             return _Growing("cpu", init_scale=init_scale, growth_interval=growth_interval)
 
 
-@mutant(after="NVIDIA/apex#1512")
+@mutant(after="NVIDIA/apex#1512", phase="clip")
 class ClipsAsIfStillScaled(DistributedDataParallelEngine):
     """Gradients that are already unscaled are clipped as if they were not."""
 

@@ -32,7 +32,7 @@ from shardproof.engine.mutants.patches import (
 from shardproof.engine.reference.fsdp_state import state_of
 
 
-@mutant(after="pytorch/pytorch#109774")
+@mutant(after="pytorch/pytorch#109774", phase="reduce")
 class NeverSynchronises(DistributedDataParallelEngine):
     """Gradients stay on the rank that computed them."""
 
@@ -43,7 +43,7 @@ class NeverSynchronises(DistributedDataParallelEngine):
         return prepared
 
 
-@mutant(after="deepspeedai/DeepSpeed#1214")
+@mutant(after="deepspeedai/DeepSpeed#1214", phase="reduce")
 class LeavesOutWhatFillsABucket(DistributedDataParallelEngine):
     """A gradient as large as a bucket stays on the rank that computed it."""
 
@@ -67,7 +67,7 @@ class LeavesOutWhatFillsABucket(DistributedDataParallelEngine):
         return prepared
 
 
-@mutant(after="facebookresearch/fairscale#517")
+@mutant(after="facebookresearch/fairscale#517", phase="reduce")
 class LeavesOutTheLastOfABucket(DistributedDataParallelEngine):
     """The last of several gradients in a bucket that is not the last bucket stays on the rank that computed it."""
 
@@ -107,7 +107,7 @@ class SynchronisesEveryMicrobatch(FullyShardEngine):
     spoil = holding_nothing_back
 
 
-@mutant(after="deepspeedai/DeepSpeed#1801")
+@mutant(after="deepspeedai/DeepSpeed#1801", phase="step")
 class DriftsByOneBit(DistributedDataParallelEngine):
     """One weight of one replica is off by a bit after each step."""
 
@@ -119,7 +119,7 @@ class DriftsByOneBit(DistributedDataParallelEngine):
                 first[0] = torch.nextafter(first[0], torch.tensor(torch.inf))
 
 
-@mutant(after="NVIDIA/Megatron-LM#7186")
+@mutant(after="NVIDIA/Megatron-LM#7186", phase="hold")
 class KeepsOnlyTheLastMicrobatch(DistributedDataParallelEngine):
     """Each backward discards the gradients of the microbatches before it."""
 
@@ -127,7 +127,7 @@ class KeepsOnlyTheLastMicrobatch(DistributedDataParallelEngine):
         pass
 
 
-@mutant(after="NVIDIA/Megatron-LM#6660")
+@mutant(after="NVIDIA/Megatron-LM#6660", phase="hold")
 class DoublesGradientsEveryMicrobatch(DistributedDataParallelEngine):
     """Each backward doubles the gradients accumulated before it."""
 
@@ -188,7 +188,7 @@ class CommunicatesAlone(FullyShardEngine):
         return prepared
 
 
-@mutant(after="pytorch/pytorch#31413")
+@mutant(after="pytorch/pytorch#31413", phase="reduce")
 class KeepsItsOwnSparseGradients(DistributedDataParallelEngine):
     """The sum of sparse gradients is computed and never written back."""
 
@@ -197,7 +197,7 @@ class KeepsItsOwnSparseGradients(DistributedDataParallelEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(after="pytorch/pytorch#61814")
+@mutant(after="pytorch/pytorch#61814", phase="backward")
 class SumsSparseGradients(DistributedDataParallelEngine):
     """Sparse gradients are summed over ranks, while the others are averaged."""
 
@@ -206,7 +206,7 @@ class SumsSparseGradients(DistributedDataParallelEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(after="dmlc/dgl#2596")
+@mutant(after="dmlc/dgl#2596", phase="backward")
 class CountsEachRowOnce(DistributedDataParallelEngine):
     """If a batch uses a row twice, only the gradient of the last use is kept."""
 
@@ -257,7 +257,7 @@ class HoldsTheWholeTreeBack(ReferenceEngine):
                 module.set_requires_gradient_sync(is_on)
 
 
-@mutant(after="NVIDIA/Megatron-LM#7186")
+@mutant(after="NVIDIA/Megatron-LM#7186", phase="hold")
 class LosesWhatItHeldBack(ReferenceEngine):
     """A unit that was held back drops the microbatches before the last."""
 

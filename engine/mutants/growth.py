@@ -60,7 +60,7 @@ class KeepsANumberForEachRank(FullyShardEngine):
 _WARM_UP_STEPS = 12
 
 
-@mutant(after="pytorch/pytorch#59699")
+@mutant(after="pytorch/pytorch#59699", phase="reduce")
 class StopsSynchronisingAfterWarmUp(DistributedDataParallelEngine):
     """From the thirteenth step on gradients stay on the rank that computed them, as in post-local SGD."""
 
@@ -73,7 +73,7 @@ class StopsSynchronisingAfterWarmUp(DistributedDataParallelEngine):
             self.module.require_backward_grad_sync = self.num_steps < _WARM_UP_STEPS  # type: ignore[assignment]  # DDP's
 
 
-@mutant(after="tracel-ai/burn#5779")
+@mutant(after="tracel-ai/burn#5779", phase="step")
 class FreezesTheLearningRate(DistributedDataParallelEngine):
     """The learning rate of the second step is used in all later ones, as by a graph that captured it."""
 
@@ -91,7 +91,7 @@ class FreezesTheLearningRate(DistributedDataParallelEngine):
             self.num_steps += 1
 
 
-@mutant(after="deepspeedai/DeepSpeed#3832")
+@mutant(after="deepspeedai/DeepSpeed#3832", phase="reduce")
 class ReducesTheFirstMillionElements(DistributedDataParallelEngine):
     """Of a gradient with more than 2^20 elements only the first 2^20 are reduced."""
 
@@ -118,7 +118,7 @@ class ReducesTheFirstMillionElements(DistributedDataParallelEngine):
         return prepared
 
 
-@mutant(after="apache/mxnet#17952")
+@mutant(after="apache/mxnet#17952", phase="reduce")
 class DropsFaintGradients(ReducesTheFirstMillionElements):
     """Elements below a millionth of the largest are set to zero before the reduction."""
 

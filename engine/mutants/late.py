@@ -141,7 +141,7 @@ class FillsTheGatherOutput(ReferenceEngine):
     spoil = partial(_each, change=lambda module: module.set_custom_all_gather(_Fills()))
 
 
-@mutant(after="flagos-ai/Torch-FL#62")
+@mutant(after="flagos-ai/Torch-FL#62", phase="reduce")
 class ReadsBucketsTooEarly(DistributedDataParallelEngine):
     """A hook reads its bucket before the future of the reduction is done."""
 
@@ -155,7 +155,7 @@ class ForgetsTheWorkOfANorm(DistributedDataParallelEngine):
     spoil = partial(_hooked, hook=_forget_the_norm)
 
 
-@mutant(after="pytorch/pytorch#64629")
+@mutant(after="pytorch/pytorch#64629", phase="reduce")
 class TrustsTheOrderOfArrival(DistributedDataParallelEngine):
     """Messages of several ranks are assumed to arrive in the order of ranks."""
 

@@ -33,7 +33,7 @@ class _Cut:
     index: int
 
 
-@mutant(after="pytorch/torchtitan#1551")
+@mutant(after="pytorch/torchtitan#1551", phase="reduce")
 class ScalesByTheTensorRanks(ReferenceEngine):
     """Gradients of tensor-parallel parameters are multiplied by the number of pieces."""
 
@@ -47,7 +47,7 @@ class ScalesByTheTensorRanks(ReferenceEngine):
         return prepared
 
 
-@mutant(after="pytorch/torchtitan#1551")
+@mutant(after="pytorch/torchtitan#1551", phase="reduce")
 class ScalesExpertsByTheirRanks(ReferenceEngine):
     """Gradients of experts are multiplied by the number of ranks that share them."""
 
@@ -60,7 +60,7 @@ class ScalesExpertsByTheirRanks(ReferenceEngine):
                     gradient.mul_(self.plan.expert_parallel)
 
 
-@mutant(after="pytorch/torchtitan#1551")
+@mutant(after="pytorch/torchtitan#1551", phase="reduce")
 class MixesExpertsUp(FullyShardEngine):
     """Gradients of experts are averaged over ranks that hold other experts."""
 
@@ -75,7 +75,7 @@ class MixesExpertsUp(FullyShardEngine):
                     )
 
 
-@mutant(after="THUDM/slime#1366")
+@mutant(after="THUDM/slime#1366", phase="reduce")
 class KeepsNormsOnTheirTensorRank(ReferenceEngine):
     """Gradients of norms are not reduced over the tensor axis, whose ranks have different rows."""
 
@@ -87,7 +87,7 @@ class KeepsNormsOnTheirTensorRank(ReferenceEngine):
         return prepared
 
 
-@mutant(after="deepspeedai/DeepSpeed#1801")
+@mutant(after="deepspeedai/DeepSpeed#1801", phase="clip")
 class ClipsOnOneTensorRank(FullyShardEngine):
     """Gradients are clipped only on the first rank of the tensor axis."""
 
@@ -98,7 +98,7 @@ class ClipsOnOneTensorRank(FullyShardEngine):
             return super().clip_grad_norm_(torch.inf if is_idle else max_norm, norm_type)
 
 
-@mutant(after="pytorch/torchtitan#4593")
+@mutant(after="pytorch/torchtitan#4593", phase="reduce")
 class LosesTheLastRowsOfUnevenPieces(FullyShardEngine):
     """The last of the rows that both axes cut unevenly have no gradient."""
 
@@ -112,7 +112,7 @@ class LosesTheLastRowsOfUnevenPieces(FullyShardEngine):
                     parameter.grad.to_local()[max(known - first, 0) :].zero_()
 
 
-@mutant(after="pytorch/torchtitan#1483")
+@mutant(after="pytorch/torchtitan#1483", phase="prepare")
 class SwapsTheCutsOfOneDim(FullyShardEngine):
     """Rows that both axes cut are placed as if the data axis had cut them first."""
 
@@ -125,7 +125,7 @@ class SwapsTheCutsOfOneDim(FullyShardEngine):
         return prepared
 
 
-@mutant(after="NVIDIA/Megatron-LM#1012")
+@mutant(after="NVIDIA/Megatron-LM#1012", phase="hold")
 class ReducesBeforeTheLastBackward(DistributedDataParallelEngine):
     """In a pipeline the backward after the last forward is reduced, and later ones are not."""
 

@@ -23,7 +23,7 @@ from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import changing
 
 
-@mutant(after="NVIDIA/Megatron-LM#6693")
+@mutant(after="NVIDIA/Megatron-LM#6693", phase="reduce")
 class NeverReducesParts(ReferenceEngine):
     """Gradients of a part that was called directly are never reduced."""
 
@@ -37,7 +37,7 @@ class NeverReducesParts(ReferenceEngine):
             return super().part(name)
 
 
-@mutant(after="mindspore-ai/hyper-parallel#553")
+@mutant(after="mindspore-ai/hyper-parallel#553", phase="reduce")
 class NeverReducesGroupsRunInPart(ReferenceEngine):
     """A group in which one module did not run has no gradients."""
 
@@ -100,7 +100,7 @@ class IgnoresForwardMethods(ReferenceEngine):
     misreads = changing(forward_methods=())
 
 
-@mutant(after="pytorch/pytorch#123962")
+@mutant(after="pytorch/pytorch#123962", phase="reduce")
 class NeverReducesForwardMethods(ReferenceEngine):
     """Gradients of a module used through a method are never reduced."""
 
@@ -145,7 +145,7 @@ class _FirstUses:
         module.register_forward_hook(leave)
 
 
-@mutant(after="NVIDIA/Megatron-LM#7166")
+@mutant(after="NVIDIA/Megatron-LM#7166", phase="backward")
 class CountsTheFirstUseAlone(ReferenceEngine):
     """Of several uses of a parameter in one iteration only the first has a gradient."""
 
@@ -165,7 +165,7 @@ class CountsTheFirstUseAlone(ReferenceEngine):
         return prepared
 
 
-@mutant(after="pytorch/pytorch#136861")
+@mutant(after="pytorch/pytorch#136861", phase="backward")
 class ForgetsEarlierForwards(ReferenceEngine):
     """Of several forwards before backward only the last has gradients."""
 
@@ -181,7 +181,7 @@ class ForgetsEarlierForwards(ReferenceEngine):
             return output
 
 
-@mutant(after="verl-project/verl#7834")
+@mutant(after="verl-project/verl#7834", phase="prepare")
 class UntiesSharedParameters(ReferenceEngine):
     """Each use of a tied parameter gets a copy of its own."""
 

@@ -46,7 +46,8 @@ class Mutant:
     """An engine wrong on purpose.
 
     ``fault`` is the first paragraph of the class's docstring. ``thread`` is the public report of a real engine with the
-    same fault, as ``owner/repository#number``. ``trace`` says where the fault shows.
+    same fault, as ``owner/repository#number``. ``trace`` says where the fault shows, and ``phase``, if numbers are
+    wrong, in which part of a training it begins: a value of the harness's ``FaultPhase``.
     """
 
     name: str
@@ -54,13 +55,14 @@ class Mutant:
     fault: str
     thread: str
     trace: Trace = Trace.NUMBERS
+    phase: str = ""
 
 
 DECLARED: list[Mutant] = []
 """The mutants of the modules imported so far; ``engine.mutants.all_mutants`` imports all."""
 
 
-def mutant(*, after: str, trace: Trace = Trace.NUMBERS) -> Callable[[_E], _E]:
+def mutant(*, after: str, trace: Trace = Trace.NUMBERS, phase: str = "") -> Callable[[_E], _E]:
     """Declare an engine to be a mutant, named after its class; ``after`` is its public report.
 
     The class's attribute ``misreads``, if any, maps each plan to the one that it prepares, and ``spoil`` changes each
@@ -79,6 +81,7 @@ def mutant(*, after: str, trace: Trace = Trace.NUMBERS) -> Callable[[_E], _E]:
             fault=_fault(inspect.getdoc(engine) or ""),
             thread=after,
             trace=trace,
+            phase=phase,
         )
         DECLARED.append(entry)
         return engine

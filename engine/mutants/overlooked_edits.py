@@ -31,7 +31,7 @@ class _HooksByHand(PreparedFullyShard):
         return held
 
 
-@mutant(after="pytorch/pytorch#129450")
+@mutant(after="pytorch/pytorch#129450", phase="reduce")
 class NeverCallsGradientHooks(FullyShardEngine):
     """Hooks on parameters are never called."""
 
@@ -43,7 +43,7 @@ class NeverCallsGradientHooks(FullyShardEngine):
                 parameter._post_accumulate_grad_hooks = hooks
 
 
-@mutant(after="pytorch/pytorch#76464")
+@mutant(after="pytorch/pytorch#76464", phase="reduce")
 class CallsGradientHooksBeforeReducing(FullyShardEngine):
     """Hooks on parameters receive this rank's own gradient, half of the reduced one."""
 
@@ -73,14 +73,14 @@ def _undoing_loads(prepared: PreparedModel) -> PreparedModel:
     return prepared
 
 
-@mutant(after="deepspeedai/DeepSpeed#762")
+@mutant(after="deepspeedai/DeepSpeed#762", phase="state loaded")
 class UndoesALoad(FullyShardEngine):
     """Weights that the caller loads into the module are those from before again."""
 
     spoil = _undoing_loads
 
 
-@mutant(after="facebookresearch/fairscale#605")
+@mutant(after="facebookresearch/fairscale#605", phase="hold")
 class AddsToItsOwnGradients(ReplicateEngine):
     """Gradients accumulate in the engine's own copies, which overwrite the caller's edits."""
 
@@ -98,7 +98,7 @@ class AddsToItsOwnGradients(ReplicateEngine):
             self._own = None
 
 
-@mutant(after="pytorch/pytorch#104148")
+@mutant(after="pytorch/pytorch#104148", phase="step")
 class SettlesForEverWhatIsFrozen(ReferenceEngine):
     """Parameters that were trainable when the model was prepared are trained, even if they are frozen later."""
 
@@ -150,7 +150,7 @@ def drop_what_waits(prepared: PreparedModel) -> None:
             held.drop_unsharded_grad()
 
 
-@mutant(after="huggingface/accelerate#3394")
+@mutant(after="huggingface/accelerate#3394", phase="step")
 class OptimizesWhatItConverted(ReplicateEngine):
     """The optimizer continues with the parameters from before a conversion."""
 
@@ -161,7 +161,7 @@ class OptimizesWhatItConverted(ReplicateEngine):
                 group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
 
 
-@mutant(after="instructlab/training#414")
+@mutant(after="instructlab/training#414", phase="hold")
 class ConvertsWithoutGradients(ReferenceEngine):
     """A conversion drops existing gradients."""
 
@@ -180,7 +180,7 @@ class ForgetsTheReduceDtypeOnceConverted(ReferenceEngine):
     misreads = changing(reduce_dtype=None)
 
 
-@mutant(after="facebookresearch/fairscale#354")
+@mutant(after="facebookresearch/fairscale#354", phase="hold")
 class ClearsWhatWaits(ReferenceEngine):
     """Gradients that wait for their reduction are dropped when the caller clears those of the model."""
 

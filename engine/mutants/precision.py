@@ -25,7 +25,7 @@ from shardproof.engine.reference.param_group import FSDPParamGroup
 from shardproof.engine.reference.parameter import FSDPParam
 
 
-@mutant(after="pytorch/pytorch#190626")
+@mutant(after="pytorch/pytorch#190626", phase="reduce")
 class ReducesInBfloat16(FullyShardEngine):
     """Gradients are reduced in bfloat16, whatever the plan is."""
 
@@ -39,7 +39,7 @@ class KeepsFloat32OnTheWire(ReferenceEngine):
     misreads = changing(reduce_dtype=torch.float32)
 
 
-@mutant(after="pytorch/pytorch#190627")
+@mutant(after="pytorch/pytorch#190627", phase="replicate")
 class ReducesReplicasInBfloat16(FullyShardEngine):
     """Across replicas gradients are reduced in bfloat16, whatever the plan is; within them as planned."""
 
@@ -94,7 +94,7 @@ def _parameters(prepared: PreparedModel) -> list[FSDPParam]:
     return [parameter for group in reference_groups(prepared) for parameter in group.parameters]
 
 
-@mutant(after="pytorch/pytorch#160279")
+@mutant(after="pytorch/pytorch#160279", phase="hold")
 class AccumulatesInBfloat16(ReferenceEngine):
     """The sum over microbatches is rounded to bfloat16 after each."""
 
@@ -111,7 +111,7 @@ def _rounding(parameter: FSDPParam) -> Callable[[torch.dtype | None], None]:
     return hold
 
 
-@mutant(after="pytorch/pytorch#190626", trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#190626", trace=Trace.NUMBERS, phase="reduce")
 class ForgetsDtypesOfGradients(ReferenceEngine):
     """Gradients have the dtypes of their parameters, whatever their grad_dtype is."""
 
@@ -133,7 +133,7 @@ class AddsZerosOfAnyDtype(ReferenceEngine):
                 group._check_zeros = lambda: None
 
 
-@mutant(after="pytorch/pytorch#190626", trace=Trace.NUMBERS)
+@mutant(after="pytorch/pytorch#190626", trace=Trace.NUMBERS, phase="forward")
 class ComputesAlikeWithAllParameters(ReferenceEngine):
     """All parameters of a unit compute in one dtype, although a function leaves some in their own."""
 
@@ -144,7 +144,7 @@ class ComputesAlikeWithAllParameters(ReferenceEngine):
             return super().fully_shard(module, **options)
 
 
-@mutant(after="pytorch/pytorch#160279")
+@mutant(after="pytorch/pytorch#160279", phase="hold")
 class SumsReplicasInTheReduceDtype(ReferenceEngine):
     """Gradients that wait for the all-reduce over replicas are summed over microbatches in the reduce dtype."""
 
@@ -162,7 +162,7 @@ def _round_sums(dtype: torch.dtype, waiting: PartialReduction) -> None:
         waiting._sums[parameter] = total.to(dtype)
 
 
-@mutant(after="pytorch/torchtitan#2318")
+@mutant(after="pytorch/torchtitan#2318", phase="reduce")
 class DividesFloat16AfterTheSum(ReferenceEngine):
     """Gradients in float16 are divided when their sum has overflowed."""
 
@@ -219,7 +219,7 @@ class _PreparedEarly(PreparedReference):
             group._dtypes = replace(group._dtypes, reduce_dtype=torch.float32)  # type: ignore[type-var]  # a dataclass, by its Protocol
 
 
-@mutant(after="pytorch/pytorch#143277")
+@mutant(after="pytorch/pytorch#143277", phase="reduce")
 class ReducesInTheDtypeOfBefore(ReferenceEngine):
     """A model that was converted after it was prepared is reduced in float32."""
 

@@ -105,7 +105,7 @@ class ReducesInTheOrderOfForward(ReferenceEngine):
                 group.comm_ctx.finish()
 
 
-@mutant(after="pytorch/pytorch#118118")
+@mutant(after="pytorch/pytorch#118118", phase="gather")
 class KeepsMistakenPrefetches(FullyShardEngine):
     """Units that backward prefetched stay gathered, and are stale in the next step."""
 
@@ -137,7 +137,7 @@ class _HastyAllGather:
         return None
 
 
-@mutant(after="NVIDIA/Megatron-LM#663")
+@mutant(after="NVIDIA/Megatron-LM#663", phase="gather")
 class ReadsTheGatherTooEarly(ReferenceEngine):
     """The output of a gather is read before it has arrived."""
 
@@ -206,7 +206,7 @@ class _PreparedStaleReference(Stale, PreparedReference):
     pass
 
 
-@mutant(after="NVIDIA/Megatron-LM#663")
+@mutant(after="NVIDIA/Megatron-LM#663", phase="gather")
 class IgnoresTheStepEvent(ReferenceEngine):
     """If an event follows the optimizer step, forward uses the parameters from before it."""
 
@@ -215,7 +215,7 @@ class IgnoresTheStepEvent(ReferenceEngine):
         return _behind(super().prepare(model, plan, mesh), is_behind=Capability.STEP_EVENT in plan.demands)
 
 
-@mutant(after="NVIDIA/Megatron-LM#4609")
+@mutant(after="NVIDIA/Megatron-LM#4609", phase="gather")
 class PrefetchesStaleParameters(ReferenceEngine):
     """With prefetch lists, forward uses the parameters of the previous step."""
 
@@ -313,7 +313,7 @@ class GathersMistakenPrefetchesAgain(ReferenceEngine):
         return prepared
 
 
-@mutant(after="pytorch/pytorch#137348")
+@mutant(after="pytorch/pytorch#137348", phase="gather")
 class TakesUnusedPrefetchesAsCurrent(FullyShardEngine):
     """Units that the last backward gathered and did not use are stale in the next step."""
 

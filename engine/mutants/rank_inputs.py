@@ -28,7 +28,7 @@ from shardproof.engine.reference.param_group import FSDPParamGroup
 _PREPARED = threading.local()
 
 
-@mutant(after="EvolvingLMMs-Lab/lmms-engine#185")
+@mutant(after="EvolvingLMMs-Lab/lmms-engine#185", phase="prepare")
 class ForgetsUnsavedBuffers(FullyShardEngine):
     """Non-persistent buffers are empty on all ranks but the first."""
 
@@ -41,14 +41,14 @@ class ForgetsUnsavedBuffers(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(after="huggingface/pytorch-image-models#110")
+@mutant(after="huggingface/pytorch-image-models#110", phase="forward")
 class GivesAllRanksTheBuffersOfOne(DistributedDataParallelEngine):
     """All ranks have the buffers of the first."""
 
     misreads = undemanding(Capability.OWN_BUFFERS)
 
 
-@mutant(after="pytorch/pytorch#63916")
+@mutant(after="pytorch/pytorch#63916", phase="forward")
 class KeepsReplacedBuffers(DistributedDataParallelEngine):
     """Buffers that forward replaced are restored."""
 
@@ -66,7 +66,7 @@ class KeepsReplacedBuffers(DistributedDataParallelEngine):
             return super().__call__(*inputs, **named)
 
 
-@mutant(after="facebookresearch/fairscale#1191")
+@mutant(after="facebookresearch/fairscale#1191", phase="backward")
 class DetachesNestedInputs(ReferenceEngine):
     """Tensors in a tuple reach a unit without their autograd history."""
 
@@ -100,7 +100,7 @@ def _changing_nested_inputs(
     return prepared
 
 
-@mutant(after="pytorch/pytorch#129259")
+@mutant(after="pytorch/pytorch#129259", phase="reduce")
 class ReducesOnlyAfterInputs(ReferenceEngine):
     """A forward without arguments is followed by no reduction."""
 
@@ -113,7 +113,7 @@ class ReducesOnlyAfterInputs(ReferenceEngine):
 # Any: a forward hook receives its module's inputs and outputs.
 
 
-@mutant(after="radixark/miles#3187")
+@mutant(after="radixark/miles#3187", phase="forward")
 class DrawsAlikeOnAllRanks(ReplicateEngine):
     """All ranks draw the same random numbers in forward."""
 
@@ -124,7 +124,7 @@ class DrawsAlikeOnAllRanks(ReplicateEngine):
         return prepared
 
 
-@mutant(after="allenai/OLMo-core#828")
+@mutant(after="allenai/OLMo-core#828", phase="recompute")
 class RecomputesWithOtherDraws(ReplicateEngine):
     """A recomputation draws other random numbers than its forward."""
 
@@ -158,7 +158,7 @@ class _PreparedUnstable(PreparedFullyShard):
                 flat[largest] = torch.nextafter(flat[largest], torch.zeros(()))
 
 
-@mutant(after="horovod/horovod#1548")
+@mutant(after="horovod/horovod#1548", phase="reduce")
 class SumsInAnotherOrderEachTime(FullyShardEngine):
     """Every second run differs by a bit."""
 
@@ -186,7 +186,7 @@ class _PackedByArrival(FSDPParamGroup):
         super().reduce_gradients()
 
 
-@mutant(after="deepspeedai/DeepSpeed#2343")
+@mutant(after="deepspeedai/DeepSpeed#2343", phase="reduce")
 class PacksGradientsByArrival(ReferenceEngine):
     """A unit's gradients are packed in the order in which they arrived on each rank."""
 

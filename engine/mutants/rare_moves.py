@@ -21,7 +21,7 @@ from shardproof.engine.mutants.rare_triggers import ClippingAtTimes, Remembering
 from shardproof.engine.plan import Offload
 
 
-@mutant(after="pytorch/pytorch#196996")
+@mutant(after="pytorch/pytorch#196996", phase="hold")
 class DropsHeldMicrobatchesOfOtherDtypes(ReferenceEngine):
     """If units compute in a dtype of their own, microbatches that are held back are lost."""
 
@@ -31,7 +31,7 @@ class DropsHeldMicrobatchesOfOtherDtypes(ReferenceEngine):
             super().backward(loss * 0 if self.is_holding and is_cast else loss)
 
 
-@mutant(after="verl-project/verl#7834")
+@mutant(after="verl-project/verl#7834", phase="prepare")
 class FillsBuffersOnTheFirstRankAlone(ReferenceEngine):
     """A model prepared without memory has its buffers on the first rank, and zeros on others."""
 
@@ -43,7 +43,7 @@ class FillsBuffersOnTheFirstRankAlone(ReferenceEngine):
                     buffer.zero_()
 
 
-@mutant(after="pytorch/torchtitan#1524")
+@mutant(after="pytorch/torchtitan#1524", phase="prepare")
 class ThawsWhatHadNoMemory(ReferenceEngine):
     """A model prepared without memory trains its frozen parameters too."""
 
@@ -53,7 +53,7 @@ class ThawsWhatHadNoMemory(ReferenceEngine):
             self.module.requires_grad_(True)
 
 
-@mutant(after="databricks/flashoptim#3")
+@mutant(after="databricks/flashoptim#3", phase="state loaded")
 class LoadsSharesWithoutSecondMoments(ReferenceEngine):
     """A resume from shares leaves the second state of each parameter at its initial value."""
 
@@ -65,7 +65,7 @@ class LoadsSharesWithoutSecondMoments(ReferenceEngine):
                     local(held["exp_avg_sq"]).zero_()
 
 
-@mutant(after="pytorch/pytorch#115710")
+@mutant(after="pytorch/pytorch#115710", phase="clip")
 class ClipsNothingAfterAnOverflow(ReferenceEngine):
     """Once a gradient has overflowed, none is clipped."""
 
@@ -77,7 +77,7 @@ class ClipsNothingAfterAnOverflow(ReferenceEngine):
             return self.has_overflowed
 
 
-@mutant(after="pytorch/pytorch#186998")
+@mutant(after="pytorch/pytorch#186998", phase="clip")
 class ClipsNothingThatThawed(ReferenceEngine):
     """After a part was frozen and is trained again, no gradient is clipped."""
 
@@ -93,7 +93,7 @@ class ClipsNothingThatThawed(ReferenceEngine):
             return forgets
 
 
-@mutant(after="pytorch/pytorch#63916")
+@mutant(after="pytorch/pytorch#63916", phase="forward")
 class LosesBuffersOfInputsWithGradients(ReferenceEngine):
     """Changes of buffers in a forward are lost if its input requires a gradient."""
 
@@ -108,7 +108,7 @@ class LosesBuffersOfInputsWithGradients(ReferenceEngine):
             return output
 
 
-@mutant(after="NVIDIA/Megatron-LM#7186")
+@mutant(after="NVIDIA/Megatron-LM#7186", phase="hold")
 class DropsWhatIsHeldAfterALostForward(ReferenceEngine):
     """A forward whose loss is never used drops the microbatches held back before it."""
 
@@ -119,7 +119,7 @@ class DropsWhatIsHeldAfterALostForward(ReferenceEngine):
             return super().__call__(*inputs, **named)
 
 
-@mutant(after="pytorch/pytorch#47562")
+@mutant(after="pytorch/pytorch#47562", phase="backward")
 class HalvesGradientsOfInputsUnderOffload(ReferenceEngine):
     """Gradients by the inputs are half of their value if parameters are on the host."""
 
@@ -132,7 +132,7 @@ class HalvesGradientsOfInputsUnderOffload(ReferenceEngine):
             return super().__call__(*inputs, **named)
 
 
-@mutant(after="pytorch/pytorch#106637")
+@mutant(after="pytorch/pytorch#106637", phase="backward")
 class HoldsBackTheLastOfTwoBackwards(ReferenceEngine):
     """Of two backwards through one graph that are held back the first is lost."""
 
@@ -141,7 +141,7 @@ class HoldsBackTheLastOfTwoBackwards(ReferenceEngine):
             super().backward_of_branch(loss * 0 if self.is_holding else loss)
 
 
-@mutant(after="facebookresearch/fairscale#777")
+@mutant(after="facebookresearch/fairscale#777", phase="forward")
 class CallsAHookOncePerForward(ReferenceEngine):
     """A user's hook is called only the first time if a module runs twice in one forward."""
 
@@ -166,7 +166,7 @@ def _call_once(hook: Any, ran: set[nn.Module], module: nn.Module, inputs: Any, o
     return hook(module, inputs, output)
 
 
-@mutant(after="pytorch/pytorch#117510")
+@mutant(after="pytorch/pytorch#117510", phase="hold")
 class HalvesHeldMicrobatchesOfPairs(ReferenceEngine):
     """After a unit has returned a pair, microbatches that are held back count half."""
 
@@ -184,7 +184,7 @@ class HalvesHeldMicrobatchesOfPairs(ReferenceEngine):
             super().backward(loss * 0.5 if self.is_holding and self.returns_pairs else loss)
 
 
-@mutant(after="pytorch/torchtitan#1524")
+@mutant(after="pytorch/torchtitan#1524", phase="step")
 class StepsTiedParametersTwiceInBackward(ReferenceEngine):
     """A parameter with two names has two optimizers that step in backward."""
 

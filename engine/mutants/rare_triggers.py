@@ -105,7 +105,7 @@ class ClippingAtTimes(Remembering):
         raise NotImplementedError
 
 
-@mutant(after="deepspeedai/DeepSpeed#7718")
+@mutant(after="deepspeedai/DeepSpeed#7718", phase="clip")
 class ClipsNothingAfterHoldingBack(ReferenceEngine):
     """Gradients of a step in which microbatches were held back are not clipped."""
 
@@ -114,7 +114,7 @@ class ClipsNothingAfterHoldingBack(ReferenceEngine):
             return self.num_held > 0
 
 
-@mutant(after="deepspeedai/DeepSpeed#5150")
+@mutant(after="deepspeedai/DeepSpeed#5150", phase="clip")
 class ClipsNothingAfterAnEvaluation(ReferenceEngine):
     """Gradients of a step with an evaluation between two backwards are not clipped."""
 
@@ -123,7 +123,7 @@ class ClipsNothingAfterAnEvaluation(ReferenceEngine):
             return self.has_evaluated and self.most_waiting > 0
 
 
-@mutant(after="deepspeedai/DeepSpeed#5150")
+@mutant(after="deepspeedai/DeepSpeed#5150", phase="clip")
 class ClipsNothingAfterForwardsThatWaited(ReferenceEngine):
     """Gradients of a step in which two forwards preceded their backwards are not clipped."""
 
@@ -132,7 +132,7 @@ class ClipsNothingAfterForwardsThatWaited(ReferenceEngine):
             return self.most_waiting > 1
 
 
-@mutant(after="databricks/flashoptim#3")
+@mutant(after="databricks/flashoptim#3", phase="clip")
 class ClipsTheModelOfBefore(ReferenceEngine):
     """After a resume clipping does not change the gradients."""
 
@@ -141,7 +141,7 @@ class ClipsTheModelOfBefore(ReferenceEngine):
             return self.has_resumed
 
 
-@mutant(after="deepspeedai/DeepSpeed#5150")
+@mutant(after="deepspeedai/DeepSpeed#5150", phase="clip")
 class ClipsACopyOfOffloadedGradients(ReferenceEngine):
     """Clipping of gradients on the host changes a copy."""
 
@@ -150,7 +150,7 @@ class ClipsACopyOfOffloadedGradients(ReferenceEngine):
             return self.plan.offload is not Offload.NONE
 
 
-@mutant(after="deepspeedai/DeepSpeed#5150")
+@mutant(after="deepspeedai/DeepSpeed#5150", phase="clip")
 class ClipsNothingAfterAFailure(ReferenceEngine):
     """Gradients of a step in which a forward raised are not clipped."""
 
@@ -159,7 +159,7 @@ class ClipsNothingAfterAFailure(ReferenceEngine):
             return self.has_failed
 
 
-@mutant(after="facebookresearch/fairscale#617")
+@mutant(after="facebookresearch/fairscale#617", phase="clip")
 class CountsTiedParametersTwice(ReferenceEngine):
     """The norm counts a parameter once for each of its names, and clipping scales it as often."""
 
@@ -169,7 +169,7 @@ class CountsTiedParametersTwice(ReferenceEngine):
             return float(reference.clip_grad_norm_([p for _, p in named], max_norm, norm_type))
 
 
-@mutant(after="facebookresearch/fairscale#605")
+@mutant(after="facebookresearch/fairscale#605", phase="clip")
 class StopsClippingAtAMissingGradient(ReferenceEngine):
     """Parameters after the first one without a gradient are not clipped."""
 
@@ -182,7 +182,7 @@ class StopsClippingAtAMissingGradient(ReferenceEngine):
                 return super().clip_grad_norm_(max_norm, norm_type)
 
 
-@mutant(after="pytorch/pytorch#160279")
+@mutant(after="pytorch/pytorch#160279", phase="clip")
 class ClipsInFloat32(ReferenceEngine):
     """The factor of clipping is rounded to float32, whatever dtype the gradients have."""
 
@@ -197,7 +197,7 @@ class ClipsInFloat32(ReferenceEngine):
             return norm
 
 
-@mutant(after="NVIDIA/Megatron-LM#7186")
+@mutant(after="NVIDIA/Megatron-LM#7186", phase="hold")
 class DropsHeldMicrobatchesAfterZeros(ReferenceEngine):
     """If gradients were cleared to zeros, microbatches that are held back are lost."""
 
@@ -206,7 +206,7 @@ class DropsHeldMicrobatchesAfterZeros(ReferenceEngine):
             super().backward(loss * 0 if self.is_holding and self.is_zeroed else loss)
 
 
-@mutant(after="NVIDIA/Megatron-LM#7186")
+@mutant(after="NVIDIA/Megatron-LM#7186", phase="hold")
 class EvaluationDropsWhatIsHeld(ReferenceEngine):
     """An evaluation drops the gradients that are held back."""
 
@@ -218,7 +218,7 @@ class EvaluationDropsWhatIsHeld(ReferenceEngine):
             return output
 
 
-@mutant(after="NVIDIA/Megatron-LM#7186")
+@mutant(after="NVIDIA/Megatron-LM#7186", phase="hold")
 class DropsWhatIsHeldWithoutRows(ReferenceEngine):
     """A last microbatch without rows makes its rank drop the gradients that it held back."""
 
@@ -229,7 +229,7 @@ class DropsWhatIsHeldWithoutRows(ReferenceEngine):
             super().backward(loss)
 
 
-@mutant(after="NVIDIA/Megatron-LM#7166")
+@mutant(after="NVIDIA/Megatron-LM#7166", phase="step")
 class ReducesWhatTheLastMicrobatchUsed(ReferenceEngine):
     """Parameters that only microbatches before the last used have no gradient if these are held back."""
 
@@ -252,7 +252,7 @@ class ReducesWhatTheLastMicrobatchUsed(ReferenceEngine):
             super().step()
 
 
-@mutant(after="NVIDIA/Megatron-LM#3023")
+@mutant(after="NVIDIA/Megatron-LM#3023", phase="hold")
 class DividesHeldGradientsAgain(ReferenceEngine):
     """A divide factor divides microbatches that are held back once more."""
 
@@ -293,7 +293,7 @@ class HoldsNothingBackByKeyword(ReferenceEngine):
             return nullcontext() if self.by_keyword else super().holding()
 
 
-@mutant(after="databricks/flashoptim#3")
+@mutant(after="databricks/flashoptim#3", phase="state loaded")
 class ResumesWithoutSecondMoments(ReferenceEngine):
     """A resume restores the first state of each parameter, and leaves the second at its initial value."""
 
@@ -305,7 +305,7 @@ class ResumesWithoutSecondMoments(ReferenceEngine):
                     local(held["exp_avg_sq"]).zero_()
 
 
-@mutant(after="pytorch/pytorch#136228")
+@mutant(after="pytorch/pytorch#136228", phase="state loaded")
 class ResumesWithoutTheLastUnevenRow(ReferenceEngine):
     """A resume does not restore the last row of a parameter whose rows do not divide."""
 
@@ -320,7 +320,7 @@ class ResumesWithoutTheLastUnevenRow(ReferenceEngine):
                 super().load_full_state(state)
 
 
-@mutant(after="pytorch/torchtitan#1483")
+@mutant(after="pytorch/torchtitan#1483", phase="state loaded")
 class ResumesAlongTheFirstDim(ReferenceEngine):
     """A resume does not restore parameters that are not cut along the first dim."""
 
@@ -335,7 +335,7 @@ class ResumesAlongTheFirstDim(ReferenceEngine):
                 super().load_full_state(state)
 
 
-@mutant(after="huggingface/accelerate#3898")
+@mutant(after="huggingface/accelerate#3898", phase="state loaded")
 class ResumesWithoutBuffers(ReferenceEngine):
     """A resume leaves the buffers at their initial values."""
 
@@ -345,7 +345,7 @@ class ResumesWithoutBuffers(ReferenceEngine):
                 super().load_full_state(state)
 
 
-@mutant(after="pytorch/pytorch#149205")
+@mutant(after="pytorch/pytorch#149205", phase="forward")
 class EvaluatesHalfOfWhatItResumed(ReferenceEngine):
     """Evaluations after a resume use half of each parameter."""
 
@@ -357,7 +357,7 @@ class EvaluatesHalfOfWhatItResumed(ReferenceEngine):
             return output * 0.5 if isinstance(output, torch.Tensor) else output
 
 
-@mutant(after="EvolvingLMMs-Lab/lmms-engine#185")
+@mutant(after="EvolvingLMMs-Lab/lmms-engine#185", phase="forward")
 class RecoversTheBuffersToo(ReferenceEngine):
     """If a forward raised, the buffer changes of all forwards of the step are undone."""
 
@@ -372,7 +372,7 @@ class RecoversTheBuffersToo(ReferenceEngine):
                 buffer.copy_(before)
 
 
-@mutant(after="pytorch/pytorch#63916")
+@mutant(after="pytorch/pytorch#63916", phase="forward")
 class LosesBuffersOfInference(ReferenceEngine):
     """Changes of buffers in a forward in inference mode are lost."""
 
@@ -384,7 +384,7 @@ class LosesBuffersOfInference(ReferenceEngine):
                 return super().__call__(*inputs, **named)
 
 
-@mutant(after="pytorch/pytorch#63916")
+@mutant(after="pytorch/pytorch#63916", phase="recompute")
 class LosesBuffersOfRecomputation(ReferenceEngine):
     """Changes of buffers in a recomputed forward are lost."""
 
@@ -394,7 +394,7 @@ class LosesBuffersOfRecomputation(ReferenceEngine):
                 super().backward(loss)
 
 
-@mutant(after="pytorch/pytorch#90838")
+@mutant(after="pytorch/pytorch#90838", phase="forward")
 class ConvertsParametersAlone(ReferenceEngine):
     """A conversion leaves the buffers in their dtype."""
 
@@ -410,7 +410,7 @@ class ConvertsParametersAlone(ReferenceEngine):
                 setattr(module, name, buffer)
 
 
-@mutant(after="pytorch/pytorch#167178")
+@mutant(after="pytorch/pytorch#167178", phase="reduce")
 class IgnoresTheFactorOfSums(ReferenceEngine):
     """If only sums are communicated, the divide factor is ignored."""
 
@@ -420,7 +420,7 @@ class IgnoresTheFactorOfSums(ReferenceEngine):
         return super().prepare(model, replace(plan, divide_factor=factor), mesh)
 
 
-@mutant(after="facebookresearch/fairscale#605")
+@mutant(after="facebookresearch/fairscale#605", phase="step")
 class FreezesWholeJointUnits(ReferenceEngine):
     """A unit of several modules is not updated if the last of them is frozen."""
 
@@ -434,7 +434,7 @@ class FreezesWholeJointUnits(ReferenceEngine):
             super().step()
 
 
-@mutant(after="NVIDIA/Megatron-LM#3023")
+@mutant(after="NVIDIA/Megatron-LM#3023", phase="backward")
 class HalvesTheLastRank(ReferenceEngine):
     """The losses of the last rank count half, under every plan."""
 
@@ -446,7 +446,7 @@ class HalvesTheLastRank(ReferenceEngine):
             (loss / 2 if is_last_rank() else loss).backward(retain_graph=True)  # type: ignore[no-untyped-call]  # torch's
 
 
-@mutant(after="NVIDIA/Megatron-LM#3023")
+@mutant(after="NVIDIA/Megatron-LM#3023", phase="backward")
 class HalvesTheLastRankOfWrappers(ReferenceWrapperEngine):
     """The losses of the last rank count half, under any option of the wrapper."""
 
@@ -455,7 +455,7 @@ class HalvesTheLastRankOfWrappers(ReferenceWrapperEngine):
             super().backward(loss / 2 if is_last_rank() else loss)
 
 
-@mutant(after="NVIDIA/Megatron-LM#3023")
+@mutant(after="NVIDIA/Megatron-LM#3023", phase="backward")
 class HalvesTheLastRankOfShares(Zero2Engine):
     """The losses of the last rank count half, under any option of an engine that shards optimizer state."""
 

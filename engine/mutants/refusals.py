@@ -68,7 +68,7 @@ class ShowsSlicesOfWholes(ReplicatesInsteadOfSharding):
             return {name: _rows(shard) for name, shard in super().local_optimizer_state().items()}
 
 
-@mutant(after="pytorch/pytorch#194434")
+@mutant(after="pytorch/pytorch#194434", phase="reduce")
 class ReducesAsComputedUnasked(ReferenceEngine):
     """Gradients are reduced in the compute dtype although they should be reduced in the parameters' own."""
 
@@ -109,7 +109,7 @@ class RefusesUnitsOnTheFirstRankAlone(ReferenceEngine):
         return super().prepare(model, replace(plan, units=tuple(units)), mesh)
 
 
-@mutant(after="pytorch/pytorch#137382")
+@mutant(after="pytorch/pytorch#137382", phase="prepare")
 class ReadsColumnsAsRows(ReferenceEngine):
     """A column-major parameter is read as row-major."""
 

@@ -27,7 +27,7 @@ from shardproof.engine.mutants.patches import (
 )
 
 
-@mutant(after="facebookresearch/fairscale#601")
+@mutant(after="facebookresearch/fairscale#601", phase="state loaded")
 class LosesOptimizerState(FullyShardEngine):
     """A resumed optimizer has no state."""
 
@@ -51,7 +51,7 @@ class RoundsWhatItLoads(FullyShardEngine):
                     tensor.copy_(tensor.to(dtype))
 
 
-@mutant(after="NVIDIA-NeMo/RL#4183")
+@mutant(after="NVIDIA-NeMo/RL#4183", phase="step")
 class ShowsTheStateOfTheStepBefore(DistributedDataParallelEngine):
     """Optimizer state is read as it was before the last step."""
 
@@ -67,7 +67,7 @@ class ShowsTheStateOfTheStepBefore(DistributedDataParallelEngine):
             return self._before or super().local_optimizer_state()
 
 
-@mutant(after="facebookresearch/fairscale#601")
+@mutant(after="facebookresearch/fairscale#601", phase="state loaded")
 class LosesStateOfOtherRanks(ReferenceEngine):
     """A resumed optimizer has only the state of the first rank."""
 
@@ -87,7 +87,7 @@ class LosesStateOfOtherRanks(ReferenceEngine):
                         value.to_local().zero_()
 
 
-@mutant(after="pytorch/torchdistx#4")
+@mutant(after="pytorch/torchdistx#4", phase="state saved")
 class SavesUnderNamesOfItsOwn(FullyShardEngine):
     """Names in a whole state have a prefix, which loading removes."""
 
@@ -114,7 +114,7 @@ def _turned(values: Mapping[str, Any], *, by: int) -> dict[str, Any]:
     }
 
 
-@mutant(after="pytorch/xla#9224")
+@mutant(after="pytorch/xla#9224", phase="state saved")
 class SavesMomentsInAnOrderOfItsOwn(FullyShardEngine):
     """A whole state exchanges optimizer state of parameters of one shape, which loading reverses."""
 
@@ -130,7 +130,7 @@ class SavesMomentsInAnOrderOfItsOwn(FullyShardEngine):
             return state | {"optimizer": optimizer | {"state": _turned(optimizer["state"], by=by)}}
 
 
-@mutant(after="meta-pytorch/torchrec#1739")
+@mutant(after="meta-pytorch/torchrec#1739", phase="prepare")
 class FillsTheFirstRankAlone(ReferenceEngine):
     """Of models prepared without memory, only the first rank's is filled with its state."""
 
@@ -142,7 +142,7 @@ class FillsTheFirstRankAlone(ReferenceEngine):
                     local(parameter).fill_(0.25)
 
 
-@mutant(after="NVIDIA/Megatron-LM#5974")
+@mutant(after="NVIDIA/Megatron-LM#5974", phase="step")
 class StartsAdamAtStepOne(FullyShardEngine):
     """The optimizer has stepped once before training."""
 
@@ -157,7 +157,7 @@ class StartsAdamAtStepOne(FullyShardEngine):
             self.zero_grad(set_to_none=True)
 
 
-@mutant(after="hpcaitech/ColossalAI#5151")
+@mutant(after="hpcaitech/ColossalAI#5151", phase="state loaded")
 class RestartsTheLearningRate(FullyShardEngine):
     """A resumed optimizer has the learning rate of a fresh one, whatever a schedule made of it."""
 
@@ -171,7 +171,7 @@ class RestartsTheLearningRate(FullyShardEngine):
                 super().load_shared_state(state)
 
 
-@mutant(after="deepspeedai/DeepSpeed#6878")
+@mutant(after="deepspeedai/DeepSpeed#6878", phase="step")
 class MergesParameterGroups(FullyShardEngine):
     """All parameters are updated with the options of the optimizer's first group."""
 
@@ -181,7 +181,7 @@ class MergesParameterGroups(FullyShardEngine):
             _merge_groups(self.built_optimizer())
 
 
-@mutant(after="deepspeedai/DeepSpeed#6878")
+@mutant(after="deepspeedai/DeepSpeed#6878", phase="state loaded")
 class MergesParameterGroupsItLoads(FullyShardEngine):
     """All groups of a resumed optimizer have the options of the first."""
 
@@ -207,7 +207,7 @@ class EmptiesWhatItLoads(FullyShardEngine):
             state["optimizer"] = {"state": {}}
 
 
-@mutant(after="huggingface/accelerate#3898")
+@mutant(after="huggingface/accelerate#3898", phase="state loaded")
 class LoadsNoBuffers(FullyShardEngine):
     """A resumed model has the buffers of a fresh one."""
 
@@ -217,7 +217,7 @@ class LoadsNoBuffers(FullyShardEngine):
                 super().load_full_state(state)
 
 
-@mutant(after="NVIDIA/Megatron-LM#2769")
+@mutant(after="NVIDIA/Megatron-LM#2769", phase="state loaded")
 class LoadsNoParameters(FullyShardEngine):
     """A resumed model has the parameters of a fresh one."""
 
@@ -244,7 +244,7 @@ class FailsToLoadEmptyShards(ReferenceEngine):
                     parameter.to_local().detach().copy_(piece)
 
 
-@mutant(after="NVIDIA/Megatron-LM#663")
+@mutant(after="NVIDIA/Megatron-LM#663", phase="gather")
 class EvaluatesWithStaleParameters(FullyShardEngine):
     """Evaluation uses the parameters of the previous step."""
 
@@ -312,7 +312,7 @@ class GathersWhatBackwardDoesWithout(FullyShardEngine):
     misreads = changing(gathered_once=())
 
 
-@mutant(after="facebookresearch/fairscale#777")
+@mutant(after="facebookresearch/fairscale#777", phase="reduce")
 class CountsRecomputedGradientsTwice(ReferenceEngine):
     """Gradients by way of a recomputed forward are doubled."""
 

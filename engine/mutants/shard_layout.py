@@ -51,7 +51,7 @@ class DropsWhatTheLayoutExcludes(ReferenceEngine):
         return super().prepare(model, replace(plan, placement=Placement.FIRST, reshard=Reshard.NATIVE), mesh)
 
 
-@mutant(after="pytorch/torchtitan#1483")
+@mutant(after="pytorch/torchtitan#1483", phase="gather")
 class ReassemblesAlongTheFirstDim(ReferenceEngine):
     """Shards of the second dim are reassembled as if they were shards of the first."""
 
@@ -151,7 +151,7 @@ def _sharded_dim(parameter: nn.Parameter) -> int:
     return getattr(placement, "dim", 0)
 
 
-@mutant(after="pytorch/pytorch#144045")
+@mutant(after="pytorch/pytorch#144045", phase="reduce")
 class GivesSmallParametersNoGradient(FullyShardEngine):
     """The gradient of a parameter of one element is zero."""
 
@@ -163,7 +163,7 @@ class GivesSmallParametersNoGradient(FullyShardEngine):
                     parameter.grad.to_local().zero_()
 
 
-@mutant(after="deepspeedai/DeepSpeed#202")
+@mutant(after="deepspeedai/DeepSpeed#202", phase="reduce")
 class ForgetsScalars(DistributedDataParallelEngine):
     """Parameters of no dim are left out of every reduction."""
 
@@ -172,7 +172,7 @@ class ForgetsScalars(DistributedDataParallelEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(after="deepspeedai/DeepSpeed#8279")
+@mutant(after="deepspeedai/DeepSpeed#8279", phase="reduce")
 class MistakesTheNeighbourOfAnEmptyParameter(DistributedDataParallelEngine):
     """The parameter after an empty one is left out of every reduction."""
 
@@ -182,7 +182,7 @@ class MistakesTheNeighbourOfAnEmptyParameter(DistributedDataParallelEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(after="verl-project/verl#7493")
+@mutant(after="verl-project/verl#7493", phase="replicate")
 class NeverSynchronisesReplicas(FullyShardEngine):
     """Gradients are reduced within a replica, never between replicas."""
 
@@ -190,7 +190,7 @@ class NeverSynchronisesReplicas(FullyShardEngine):
         return super().prepare(model, plan, mesh["shard"] if _is_hybrid(plan) else mesh)
 
 
-@mutant(after="pytorch/pytorch#154888")
+@mutant(after="pytorch/pytorch#154888", phase="replicate")
 class NeverSynchronisesSingles(FullyShardEngine):
     """If each replica is a single rank, its gradients are not reduced."""
 
@@ -211,7 +211,7 @@ class ShardsOverReplicas(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(after="pytorch/torchtitan#2318")
+@mutant(after="pytorch/torchtitan#2318", phase="backward")
 class DividesOneReplicaTwice(FullyShardEngine):
     """If there is one replica, gradients are divided by the number of its shards a second time."""
 
@@ -230,7 +230,7 @@ class TransposesTheMesh(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(after="pytorch/pytorch#167178")
+@mutant(after="pytorch/pytorch#167178", phase="replicate")
 class IgnoresTheDivideFactorOfSingles(FullyShardEngine):
     """If each replica is a single rank, gradients are averaged although another divisor was set."""
 

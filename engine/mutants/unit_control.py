@@ -59,7 +59,7 @@ class TellsAllWhatOneWasTold(FullyShardEngine):
             self._first.set_reshard_after_forward(is_on)
 
 
-@mutant(after="pytorch/pytorch#149029")
+@mutant(after="pytorch/pytorch#149029", phase="gather")
 class KeepsPartsUnderAnotherPolicy(ReferenceEngine):
     """After a policy change between forward and backward, units are gathered from parts cut for other ranks."""
 
@@ -145,7 +145,7 @@ class _StaleUnit(ComposableUnit):
             self._known[name] = fresh
 
 
-@mutant(after="karpathy/nanochat#843", trace=Trace.NUMBERS)
+@mutant(after="karpathy/nanochat#843", trace=Trace.NUMBERS, phase="gather")
 class LeavesOthersRowsStale(ReferenceEngine):
     """An asynchronous gather leaves the rows of other ranks at their previous values.
 
@@ -173,7 +173,7 @@ class HoldsBackTheFirstRootAlone(ReferenceEngine):
             next(self._roots()).set_requires_gradient_sync(is_on)
 
 
-@mutant(after="NVIDIA/Megatron-LM#663")
+@mutant(after="NVIDIA/Megatron-LM#663", phase="gather")
 class ComputesWithStaleParameters(FullyShardEngine):
     """Forward and backward use the parameters of the previous step."""
 
@@ -181,7 +181,7 @@ class ComputesWithStaleParameters(FullyShardEngine):
         pass
 
 
-@mutant(after="pytorch/pytorch#94258")
+@mutant(after="pytorch/pytorch#94258", phase="hold")
 class KeepsOneOldGradient(DistributedDataParallelEngine):
     """Clearing the gradients does not clear that of the last parameter."""
 

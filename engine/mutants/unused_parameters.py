@@ -24,7 +24,7 @@ from shardproof.engine.mutants.patches import (
 )
 
 
-@mutant(after="facebookresearch/fairscale#605")
+@mutant(after="facebookresearch/fairscale#605", phase="reduce")
 class GivesZerosToUnusedParameters(FullyShardEngine):
     """Parameters that no loss reached have a gradient of zeros."""
 
@@ -43,7 +43,7 @@ class ReducesWhatEachRankUsed(FullyShardEngine):
     misreads = undemanding(Capability.RANK_DEPENDENT)
 
 
-@mutant(after="pytorch/torchtitan#4593")
+@mutant(after="pytorch/torchtitan#4593", phase="step")
 class TrainsFrozenParameters(FullyShardEngine):
     """Frozen parameters are trained."""
 
@@ -89,7 +89,7 @@ class IgnoresMoreOnTheLastRank(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(after="pytorch/pytorch#63916")
+@mutant(after="pytorch/pytorch#63916", phase="reduce")
 class ForgetsToSynchroniseOneParameter(DistributedDataParallelEngine):
     """The last parameter is left out of every reduction.
 
@@ -102,7 +102,7 @@ class ForgetsToSynchroniseOneParameter(DistributedDataParallelEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(after="pytorch/pytorch#149205")
+@mutant(after="pytorch/pytorch#149205", phase="step")
 class NeverUpdatesOneParameter(ReplicateEngine):
     """The optimizer's update of the last parameter is lost."""
 
@@ -111,7 +111,7 @@ class NeverUpdatesOneParameter(ReplicateEngine):
         return never_updating(prepared, [*prepared.named.parameters()][-1:])
 
 
-@mutant(after="pytorch/pytorch#176076")
+@mutant(after="pytorch/pytorch#176076", phase="step")
 class NeverUpdatesTheLastRanksRows(FullyShardEngine):
     """The rows of the last rank keep their initial values."""
 

@@ -28,7 +28,7 @@ class StartsEachReplicaOnItsOwn(ReferenceWrapperEngine):
             return (self.process_group,)
 
 
-@mutant(after="NVIDIA/Megatron-LM#3023")
+@mutant(after="NVIDIA/Megatron-LM#3023", phase="reduce")
 class SumsWhatIsWrapped(ReferenceWrapperEngine):
     """Gradients of a module in the wrapper are summed over ranks, not averaged."""
 
@@ -60,7 +60,7 @@ def _forget(*_: object) -> None:
     pass
 
 
-@mutant(after="huggingface/peft#3080")
+@mutant(after="huggingface/peft#3080", phase="forward")
 class ShowsShardsInForward(ReferenceWrapperEngine):
     """While a module computes with whole parameters, it lists this rank's shards."""
 

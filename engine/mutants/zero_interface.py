@@ -36,7 +36,7 @@ class KeepsTheStateOfAllRanks(ZeroRedundancyEngine):
             return {key: shard for key, shard in whole.items() if key.partition("/")[0] in names}
 
 
-@mutant(after="NVIDIA-NeMo/RL#561")
+@mutant(after="NVIDIA-NeMo/RL#561", phase="step")
 class SharesNothing(Zero2Engine):
     """Every rank updates its own pieces, and receives none of the others."""
 
@@ -45,7 +45,7 @@ class SharesNothing(Zero2Engine):
             self.built_optimizer().step()
 
 
-@mutant(after="NVIDIA/Megatron-LM#950")
+@mutant(after="NVIDIA/Megatron-LM#950", phase="step")
 class SharesBeforeTheUpdate(Zero2Engine):
     """Pieces are shared before the optimizer has updated them."""
 
@@ -70,7 +70,7 @@ class ReducesWholeGradientsFirst(Zero2Engine):
             self.engine.reduce()
 
 
-@mutant(after="deepspeedai/DeepSpeed#8224")
+@mutant(after="deepspeedai/DeepSpeed#8224", phase="backward")
 class CountsOneUseInLowPrecision(Zero2Engine):
     """A low-precision parameter whose module runs several times has the mean of the gradients, not the sum."""
 
@@ -99,7 +99,7 @@ def _with(asked: Tuning, got: Tuning) -> Callable[[Plan], Plan]:
     return lambda plan: replace(plan, tuning=got) if plan.tuning is asked else plan
 
 
-@mutant(after="pytorch/xla#4796")
+@mutant(after="pytorch/xla#4796", phase="clip")
 class ClipsPiecesByTheirOwnNorm(Zero2Engine):
     """In the step each rank clips its own pieces by their own norm."""
 
@@ -108,7 +108,7 @@ class ClipsPiecesByTheirOwnNorm(Zero2Engine):
             nn.utils.clip_grad_norm_([piece.own for piece in self.engine.pieces.values()], _LIMIT)
 
 
-@mutant(after="deepspeedai/DeepSpeed#5150")
+@mutant(after="deepspeedai/DeepSpeed#5150", phase="clip")
 class ClipsNothingInTheStep(Zero2Engine):
     """The step does not clip, whatever the engine's limit is."""
 
@@ -117,7 +117,7 @@ class ClipsNothingInTheStep(Zero2Engine):
             pass
 
 
-@mutant(after="hpcaitech/ColossalAI#5002")
+@mutant(after="hpcaitech/ColossalAI#5002", phase="clip")
 class ClipsWhatEachMicrobatchAdds(Zero2Engine):
     """Accumulated gradients are clipped after each backward, not in the step."""
 
@@ -130,7 +130,7 @@ class ClipsWhatEachMicrobatchAdds(Zero2Engine):
             pass
 
 
-@mutant(after="DingfanChen/GS-WGAN#5")
+@mutant(after="DingfanChen/GS-WGAN#5", phase="clip")
 class ScalesSmallGradientsUpInTheStep(Zero2Engine):
     """The step scales gradients to the limit, also those whose norm is below it."""
 
@@ -154,7 +154,7 @@ class _OneBuffer(Zero2):
         return self._buffer[: padded.numel()].copy_(padded)
 
 
-@mutant(after="deepspeedai/DeepSpeed#7371")
+@mutant(after="deepspeedai/DeepSpeed#7371", phase="reduce")
 class RefillsABufferInFlight(Zero2Engine):
     """The next gradient is copied into the buffer from which the previous one is still being reduced."""
 
@@ -170,7 +170,7 @@ class _WaitsForOne(Zero2):
             self.keep(reduction)
 
 
-@mutant(after="deepspeedai/DeepSpeed#7188")
+@mutant(after="deepspeedai/DeepSpeed#7188", phase="reduce")
 class WaitsForTheFirstReductionAlone(Zero2Engine):
     """Of the reductions issued after backward only the first is waited for."""
 
@@ -236,7 +236,7 @@ def _first(pieces: Iterable[OwnPiece], all_pieces: Iterable[OwnPiece]) -> tuple[
     return tuple(dict.fromkeys((*pieces, *all_pieces)))
 
 
-@mutant(after="deepspeedai/DeepSpeed#2343")
+@mutant(after="deepspeedai/DeepSpeed#2343", phase="reduce")
 class ReducesPiecesByArrival(Zero2Engine):
     """Gradients are reduced in the order in which they arrived on each rank."""
 
@@ -249,7 +249,7 @@ class _InOrderOfRanks(Zero2):
         return super().by_rank(replace(piece, turn=0))
 
 
-@mutant(after="deepspeedai/DeepSpeed#1240")
+@mutant(after="deepspeedai/DeepSpeed#1240", phase="reduce")
 class ReducesAsIfNoneTookTurns(Zero2Engine):
     """Pieces are owned round-robin, but each rank receives the gradients of the piece in rank order."""
 
@@ -263,7 +263,7 @@ class _SharesWhatItHad(Zero2):
         super().share()
 
 
-@mutant(after="huggingface/accelerate#3785")
+@mutant(after="huggingface/accelerate#3785", phase="step")
 class CopiesNothingBack(Zero2Engine):
     """Copies on the host are updated, and the parameters are not set from them."""
 
@@ -275,7 +275,7 @@ class _TakesNoWeights(Zero2):
         """Keep the copies that were made at first, and then updated."""
 
 
-@mutant(after="deepspeedai/DeepSpeed#762")
+@mutant(after="deepspeedai/DeepSpeed#762", phase="state loaded")
 class UpdatesTheWeightsOfBeforeALoad(Zero2Engine):
     """Weights that the caller loads into the module do not reach the copies on the host, which overwrite them."""
 
@@ -290,7 +290,7 @@ class _KeepsTheLast(Zero2):
         super().keep(reduction)
 
 
-@mutant(after="deepspeedai/DeepSpeed#7981")
+@mutant(after="deepspeedai/DeepSpeed#7981", phase="hold")
 class OverwritesGradientsOnTheHost(Zero2Engine):
     """On the host each microbatch's gradient replaces the previous one."""
 

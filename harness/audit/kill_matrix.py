@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from shardproof.harness.audit.marks import Idle, Pair, Selection
-from shardproof.harness.records.record import Record, Verdict
+from shardproof.harness.records.record import Located, Record, Verdict
 
 _OURS = frozenset({Verdict.ERRORED, Verdict.NOT_RUN})  # our own faults prove nothing about a mutant or a case
 
@@ -23,13 +23,17 @@ class MutantStatus(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A mutant to kill; ``verdicts`` are those that kill it, ``trace`` names how its defect shows."""
+    """A mutant to kill; ``verdicts`` are those that kill it.
+
+    ``trace`` names how its defect shows, ``phase`` where it begins.
+    """
 
     name: str
     engine: str
     fault: str
     trace: str
     verdicts: tuple[str, ...]
+    phase: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,7 @@ class PairResult:
     status: MutantStatus
     verdict: Verdict | None
     headline: str
+    located: Located | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,4 +165,6 @@ def _result(pair: Pair, target: Target, record: Record | None) -> PairResult:
         status = MutantStatus.KILLED
     else:
         status = MutantStatus.REFUSED if record.verdict is Verdict.UNSUPPORTED else MutantStatus.SURVIVED
-    return PairResult(pair=pair, status=status, verdict=record.verdict, headline=record.headline)
+    return PairResult(
+        pair=pair, status=status, verdict=record.verdict, headline=record.headline, located=record.located
+    )

@@ -21,6 +21,7 @@ def shipped() -> tuple[Target, ...]:
             fault=mutant.fault,
             trace=mutant.trace.name,
             verdicts=tuple(str(verdict) for verdict in Verdict if mutant.trace.is_kill(verdict)),
+            phase=mutant.phase,
         )
         for mutant in shipped_mutants()
     )

@@ -247,6 +247,7 @@ class Watch(Enum):
     ALLOCATOR = "the bytes allocated by the C allocator, if a rank has a process of its own"
     UNITS = "which units are whole, whenever a collective is issued or a unit's turn begins or ends"
     ARCS = "the code of the engine that the first rank runs, as arcs from line to line"
+    PLACES = "the values at the boundaries of modules and of the parts of a step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

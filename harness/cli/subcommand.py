@@ -65,7 +65,10 @@ def add_effort(parser: argparse.ArgumentParser) -> None:
 def effort_of(arguments: argparse.Namespace) -> RunOptions:
     """Return the values of these options."""
     return RunOptions(
-        seed=arguments.schedule_seed, num_schedules=arguments.schedules, is_thorough=arguments.thorough
+        seed=arguments.schedule_seed,
+        num_schedules=arguments.schedules,
+        is_thorough=arguments.thorough,
+        locates=not arguments.no_locate,
     )
 
 

@@ -29,11 +29,10 @@ from shardproof.harness.oracle.oracle_observation import (
 from shardproof.harness.oracle.oracle_training import KeepTensors, copied, dense_tensors, train
 from shardproof.harness.oracle.reduction_orders import (
     EXACT_ORDER,
-    OWN_ORDER,
-    Summation,
     is_of_full_precision,
     num_reorderings,
     reduces_fully,
+    reference_order,
     reordering,
 )
 from shardproof.harness.oracle.still_elements import still_elements
@@ -143,7 +142,7 @@ def _with_lagging(
 
     Numbers drawn in float32 are not repeated, and buffers follow these forwards: the result only names a defect.
     """
-    order = _reference_order(training)
+    order = reference_order(training.problem.is_widened, training.convert)
     model = cast_module(training.problem.build(), order.dtype)
     models = OracleModels(training.problem, model, exact.world_size, order, batches)
     parameters, met = parameters_apart(model, written_by_forward(training.problem)), exact.initial
@@ -169,12 +168,10 @@ def _exact(
     ) -> Mapping[str, _T]:
         return {} if quantity is None and not explains else keep(tensors)
 
-    exact = train(training, world_size, _reference_order(training), show, batches)
+    exact = train(
+        training, world_size, reference_order(training.problem.is_widened, training.convert), show, batches
+    )
     if not exact.draws or not training.problem.is_widened:
         return exact
     dtype = training.plan.compute_dtype or training.convert or torch.float32
     return train(training, world_size, EXACT_ORDER, show, batches, partial(drawing_in, dtype))
-
-
-def _reference_order(training: Training) -> Summation:
-    return EXACT_ORDER if training.problem.is_widened else replace(OWN_ORDER, dtype=training.convert)

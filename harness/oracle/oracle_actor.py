@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from shardproof.harness.cases.training import Problem, Training, loss_weight
 from shardproof.harness.cases.user_model import is_communicating, written_by_forward
 from shardproof.harness.oracle.reduction_orders import Summation
 from shardproof.harness.torch_compat.dtypes import cast, cast_module, cast_parameters, dense
+from shardproof.harness.tracing.probe_point import Seen
 from shardproof.harness.worlds.threads.together import Inside, together
 
 _T = TypeVar("_T")
@@ -50,6 +51,22 @@ class Batches:
         if isinstance(batch, Rows):
             self._made[place] = batch
         return batch
+
+
+class ProbesOfRanks(Protocol):
+    """Probes on the models that compute in the place of ranks; see `harness.oracle.oracle_probes`."""
+
+    def follow(self, models: Sequence[nn.Module]) -> object:
+        """Hook the models of all ranks."""
+
+    def at(self, rank: int, *, step: int, microbatch: int, is_backward: bool = False) -> None:
+        """Note what a rank does next."""
+
+    def loss(self, rank: int, loss: torch.Tensor) -> None:
+        """See the loss of a microbatch."""
+
+    def shared(self, kind: Seen, step: int, tensors: Mapping[str, torch.Tensor | None]) -> None:
+        """See tensors that all ranks share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,8 +92,10 @@ class OracleModels:
         world_size: int,
         summation: Summation,
         batches: Batches | None = None,
+        probes: ProbesOfRanks | None = None,
     ) -> None:
         self.world_size = world_size
+        self.probes = probes
         self.summation = summation
         self.batches = batches
         self.draws = False  # whether a forward or loss has drawn random numbers; only in runs in order
@@ -97,6 +116,8 @@ class OracleModels:
         self._of_rank = [
             RankModel(model=each, parameters=parameters_apart(each, self._written)) for each in copies
         ]
+        if probes is not None:
+            probes.follow(copies)
         self._of_trained = parameters_apart(model, self._written)
         self.dtypes = {name: parameter.dtype for name, parameter in self._of_trained.items()}
 
@@ -210,6 +231,7 @@ class OracleActor(Actor):
 
     # Any: a model's inputs and outputs are of any type.
     def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
+        self._at(microbatch)
         with self._models.calling(self._seeds, microbatch):
             args, kwargs = arguments_of([self._cast(given) for given in inputs])
             output = self.part(part)(*args, **kwargs)
@@ -224,18 +246,29 @@ class OracleActor(Actor):
 
     def loss(self, microbatch: int, output: Any, target: torch.Tensor | None = None) -> torch.Tensor:
         rows = self.batch(microbatch) if target is None else Rows(inputs=(), target=target)
+        self._at(microbatch)
         with self._models.calling(self._seeds, microbatch):
-            return self._problem.loss_sum(output, rows) * self.weight
+            found = self._problem.loss_sum(output, rows) * self.weight
+        if self._models.probes is not None:
+            self._models.probes.loss(self._rank, found)
+        return found
+
+    def _at(self, microbatch: int, *, is_backward: bool = False) -> None:
+        if self._models.probes is not None:
+            self._models.probes.at(self._rank, step=self.step, microbatch=microbatch, is_backward=is_backward)
 
     def backward(self, microbatch: int, loss: torch.Tensor, *, is_counted: bool = True) -> None:
+        self._at(microbatch, is_backward=True)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._take(microbatch, loss if is_counted else None)
 
     def backward_of_branch(self, microbatch: int, loss: torch.Tensor) -> None:
+        self._at(microbatch, is_backward=True)
         loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]  # as above
         self._take(microbatch, loss)
 
     def _take(self, microbatch: int, counted: torch.Tensor | None) -> None:
+        self._at(microbatch)
         if counted is not None:
             self.losses.append(float(counted.detach()))
         for name, parameter in self._played.parameters.items():

@@ -16,6 +16,7 @@ from shardproof.harness.oracle.oracle_actor import (
     Batches,
     OracleModels,
     Pieces,
+    ProbesOfRanks,
     StackedPieces,
     changed_by_forward,
     dense_pieces,
@@ -37,6 +38,7 @@ from shardproof.harness.oracle.own_steps import train_by_own_steps
 from shardproof.harness.oracle.reduction_orders import Summation
 from shardproof.harness.oracle.rounding import rounding_anew
 from shardproof.harness.torch_compat.dtypes import cast_module, dense
+from shardproof.harness.tracing.probe_point import Seen
 from shardproof.harness.worlds.threads.together import Inside
 
 _T = TypeVar("_T", torch.Tensor, torch.Tensor | None)
@@ -65,6 +67,7 @@ def train(
     show: ShowTensors,
     batches: Batches | None = None,
     drawing: Inside = nullcontext,
+    probes: ProbesOfRanks | None = None,
 ) -> OracleObservation:
     """Run the whole schedule on one model, with the pieces of all ranks one after the other.
 
@@ -75,12 +78,15 @@ def train(
         return train_by_own_steps(
             training, world_size, summation, show, made, partial(_both, drawing, rounding)
         )
-    trained = _Trained(training, summation, drawing)
+    trained = _Trained(training, summation, drawing, probes)
     if training.before is not None and training.origin is not None:
         trained.train_before(training.before, training.origin.ranks.of(world_size), batches)
     initial = show(Quantity.INITIAL, INITIAL_STEP, trained.parameters)
     built = copied(changed_by_forward(trained.model, trained.written))
-    models = OracleModels(training.problem, trained.model, world_size, summation, batches)
+    models = OracleModels(training.problem, trained.model, world_size, summation, batches, probes)
+    if probes is not None:
+        probes.shared(Seen.INITIAL, INITIAL_STEP, trained.parameters)
+        probes.shared(Seen.STATE, INITIAL_STEP, trained.state())
     last = training.schedule.steps - 1
     buffers_before: tuple[Tensors, ...] = ()
     steps = []
@@ -115,7 +121,10 @@ def train(
 class _Trained:
     """A model and its optimizer, which are trained in one order of sums."""
 
-    def __init__(self, training: Training, summation: Summation, drawing: Inside) -> None:
+    def __init__(
+        self, training: Training, summation: Summation, drawing: Inside, probes: ProbesOfRanks | None = None
+    ) -> None:
+        self._probes = probes
         self.model = cast_module(training.problem.build(), summation.dtype)
         self.written = written_by_forward(training.problem)
         self.parameters = parameters_apart(self.model, self.written)
@@ -129,8 +138,10 @@ class _Trained:
     def train_before(self, before: Training, num_ranks: int, batches: Batches | None) -> None:
         """Take the steps of the previous world; a fresh model that loads their state has no gradients."""
         models = OracleModels(before.problem, self.model, num_ranks, self._summation, batches)
+        probes, self._probes = self._probes, None
         for step in range(before.schedule.steps):
-            self.step(before, models, step, _kept_nowhere)
+            self.step(before, models, step, kept_nowhere)
+        self._probes = probes
         self._forget_gradients()
         self.has_drawn_before = models.draws
         with torch.no_grad():
@@ -160,7 +171,12 @@ class _Trained:
         sizes = {name: sizes_of(pieces) for name, pieces in contributions.items()} if is_reference else {}
         kept_pieces = show(None, step, StackedPieces(contributions))
         contributions.clear()  # the peak of memory
+        if not is_skipped:
+            self._see(Seen.REDUCED, step, self._gradients())
         norm = None if is_skipped else _clip(training, self.parameters)
+        if norm is not None:
+            self._see(Seen.NORM, step, {NORM: norm})
+            self._see(Seen.CLIPPED, step, self._gradients())
         found = {} if is_skipped else {name: parameter.grad for name, parameter in self.parameters.items()}
         gradients = show(Quantity.GRADIENT, step, dense_tensors(found))
         show(Quantity.NORM, step, {} if norm is None else {NORM: norm})
@@ -171,6 +187,8 @@ class _Trained:
         with self._disturbing:
             _update(training, self._optimizer, step)
         self._schedules.step()
+        self._see(Seen.UPDATED, step, self.parameters)
+        self._see(Seen.STATE, step, self.state())
         return OracleStep(
             losses=losses,
             contributions=kept_pieces,
@@ -179,6 +197,13 @@ class _Trained:
             sizes=sizes,
             norm=norm,
         )
+
+    def _gradients(self) -> Tensors:
+        return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.parameters.items()}
+
+    def _see(self, kind: Seen, step: int, tensors: Mapping[str, torch.Tensor | None]) -> None:
+        if self._probes is not None:
+            self._probes.shared(kind, step, dense_tensors(tensors))
 
     def _pieces(self, training: Training, models: OracleModels, step: int) -> tuple[torch.Tensor, Pieces]:
         return pieces_of_step(training, models, step, partial(_both, self._drawing, self._disturbing))
@@ -217,9 +242,10 @@ def _both(drawing: Inside, rounding: AbstractContextManager[object]) -> Iterator
         yield
 
 
-def _kept_nowhere(
+def kept_nowhere(
     quantity: Quantity | None, step: int, tensors: Mapping[str, _T], rank: int = 0, /
 ) -> Mapping[str, _T]:
+    """Keep nothing of a training."""
     return {}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial, reduce
 
 import torch
@@ -80,6 +80,11 @@ def _order(seed: int | None, size: int) -> tuple[int, ...]:
 EXACT_ORDER = Summation(dtype=torch.float64, reduce_dtype=torch.float64, compute_dtype=torch.float64)
 # The reference of a model without a float64 reference: only its sums over ranks have more bits than its dtype.
 OWN_ORDER = Summation(dtype=None, reduce_dtype=torch.float64, compute_dtype=None)
+
+
+def reference_order(is_widened: bool, dtype: torch.dtype | None) -> Summation:
+    """Return the order of the reference, for parameters of ``dtype``."""
+    return EXACT_ORDER if is_widened else replace(OWN_ORDER, dtype=dtype)
 
 
 def is_of_full_precision(plan: Plan, dtype: torch.dtype | None) -> bool:

@@ -39,7 +39,7 @@ class Verdict(StrEnum):
         return self in {Verdict.PASSED, Verdict.UNSUPPORTED, Verdict.KNOWN_FAILURE}
 
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +85,50 @@ class VisibleError:
     quantity: str
     name: str
     share: float
+
+
+class FaultPhase(StrEnum):
+    """The part of a training in which values first went wrong."""
+
+    PREPARE = "prepare"  # until the engine has wrapped the model
+    GATHER = "gather"  # a module saw other parameters than the shards that ranks hold
+    FORWARD = "forward"
+    RECOMPUTE = "recompute"  # a forward inside backward
+    BACKWARD = "backward"
+    HOLD = "hold"  # gradients were kept and added between backwards
+    REDUCE = "reduce"  # between ranks
+    REPLICATE = "replicate"  # between replicas of shards
+    CLIP = "clip"
+    SCALE = "scale"  # by the loss scale
+    STEP = "step"  # of the optimizer
+    STATE_SAVED = "state saved"
+    STATE_LOADED = "state loaded"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """Where a training first went wrong, found by training once more with probes; it explains a verdict, and is none.
+
+    ``sentence`` says all of it. ``phase`` is None if no value was seen to be wrong: the second training did not repeat
+    the failure, or nothing was probed where it is. ``module`` is the module whose call saw or made the wrong value, and
+    ``unit`` the unit of the plan that contains it or the wrong tensors, ``""`` being the root; None if there is none.
+    ``value`` is the wrong value, ``right`` what was still right before it, ``collective`` the call of the ledger that
+    brought it, and ``unseen`` what probes could not see.
+    """
+
+    sentence: str
+    phase: FaultPhase | None = None
+    step: int = -1
+    microbatch: int = -1
+    ranks: tuple[int, ...] = ()
+    unit: str | None = None
+    module: str | None = None
+    call: int = 0
+    value: str = ""
+    looks_like: str = ""
+    right: str = ""
+    collective: str = ""
+    unseen: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +218,8 @@ class Record:
     gradients, over all ranks and steps, that the engine shows as zeros where there are none, as its adapter declares.
     ``wrapper`` are the calls by which the engine wrapped a user's model, and ``by_default`` the verdict on its calls
     without the options that the model needs; empty if it needs none. ``unreached`` are the model's parameters that no
-    loss of this case reached: nothing is proven of them.
+    loss of this case reached: nothing is proven of them. ``located`` is where a wrong value came from; None unless
+    values are wrong.
     """
 
     engine: str
@@ -201,6 +246,7 @@ class Record:
     wrapper: str = ""
     by_default: str = ""
     unreached: tuple[str, ...] = ()
+    located: Located | None = None
     schema: int = SCHEMA_VERSION
 
     @property

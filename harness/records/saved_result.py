@@ -60,6 +60,11 @@ def arcs_path(folder: Path) -> Path:
     return folder / "rank0.arcs"
 
 
+def probes_path(folder: Path, rank: int) -> Path:
+    """Return the path of the values that a rank's probes saw."""
+    return folder / f"rank{rank}.probes"
+
+
 def wrapper_path(folder: Path) -> Path:
     """Return the path of the file with the calls by which the first rank's engine wrapped the model."""
     return folder / "rank0.wrapper"

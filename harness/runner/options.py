@@ -119,6 +119,11 @@ EFFORT = (
         settings={"type": int, "default": 1, "metavar": "N"},
     ),
     Option(
+        flag="--no-locate",
+        help="do not train a case with wrong values once more to find where they came from",
+        settings={"action": "store_true"},
+    ),
+    Option(
         flag="--thorough",
         help="watch for all that can be watched on a CPU, in about 3 x the time",
         settings={"action": "store_true"},
@@ -202,12 +207,14 @@ class RunOptions:
     """The effort that a run spends on each case.
 
     If ranks are threads, a case runs once for each of ``num_schedules`` seeds, the first being ``seed``; in other
-    worlds the machine makes the schedule, and there is one. With ``is_thorough`` every training runs under all watches.
+    worlds the machine makes the schedule, and there is one. With ``is_thorough``
+    every training runs under all watches. If it ``locates``, a case with wrong values is trained once more.
     """
 
     seed: int = 0
     num_schedules: int = 1
     is_thorough: bool = False
+    locates: bool = True
 
     def __post_init__(self) -> None:
         """Raise UsageError for values that no run supports."""

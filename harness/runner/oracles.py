@@ -31,7 +31,7 @@ class Oracles:
 
     def oracle(self, request: Request, *, limit_s: float) -> OracleObservation:
         """Return the oracle of a training."""
-        arithmetic = _arithmetic(request.without_exercises().training)
+        arithmetic = arithmetic_of(request.without_exercises().training)
         key = self._key(arithmetic, request)
         if key not in self._loaded:
             kept, explains = self._kept(arithmetic, request), key in self._explaining
@@ -49,7 +49,7 @@ class Oracles:
 
         Returns whether it did: the next one is computed now, and explains.
         """
-        key = self._key(_arithmetic(request.without_exercises().training), request)
+        key = self._key(arithmetic_of(request.without_exercises().training), request)
         oracle, kept = self._loaded.get(key), self._of_earlier_runs.pop(key, None)
         if kept is None and (oracle is None or oracle.explains or not must_explain):
             return False
@@ -80,7 +80,7 @@ def _num_bytes(oracle: OracleObservation) -> int:
     return sum(tensor.nbytes for tensor in oracle.initial.values())
 
 
-def _arithmetic(training: Training) -> Training:
+def arithmetic_of(training: Training) -> Training:
     """Keep what changes the oracle: the engine and most of the plan change neither the right result nor its noise."""
     asked = training
     scaling = asked.schedule.scaling

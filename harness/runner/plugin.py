@@ -204,6 +204,7 @@ def _effort(config: pytest.Config) -> RunOptions:
         seed=config.getoption("shardproof_schedule_seed"),
         num_schedules=config.getoption("shardproof_schedules"),
         is_thorough=config.getoption("shardproof_thorough"),
+        locates=not config.getoption("shardproof_no_locate"),
     )
 
 

@@ -13,12 +13,14 @@ from shardproof.engine.contract import Capability
 from shardproof.harness.cases.training import Watch
 from shardproof.harness.errors import LostHostError, UnreadableError, UsageError
 from shardproof.harness.laws.diagnosis import NOT_FINITE
+from shardproof.harness.laws.parity import MatchesOracle
 from shardproof.harness.laws.runtime import NoRaces
 from shardproof.harness.oracle.oracle_observation import OracleObservation
 from shardproof.harness.records.ledger_summary import summarize
-from shardproof.harness.records.record import LedgerLine, Record, Verdict
+from shardproof.harness.records.record import LedgerLine, Located, Record, Verdict
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.engines import EngineDescription
+from shardproof.harness.runner.locating import locate, probed
 from shardproof.harness.runner.observations import Observations, Source
 from shardproof.harness.runner.options import Keep, RunOptions
 from shardproof.harness.runner.oracles import Oracles
@@ -57,6 +59,7 @@ class TrialSession:
         self._oracles = Oracles(source, identities)
         self._is_replay = source.is_replay
         self._keeps_all = source.is_replay or source.keep is Keep.ALL
+        self._last: tuple[Request, _Judged] | None = None
 
     def run(self, case: Case, cell: Cell, *, suite: str, command: str, lacks: str = "") -> Record:
         """Judge one case in one cell; the harness's own errors become the verdict ERRORED, the caller's are raised.
@@ -85,6 +88,7 @@ class TrialSession:
             found = _Judged(
                 judgement=Judgement(verdict=Verdict.ERRORED, headline=headline), seed=self._effort.seed
             )
+        self._last = (request, found)
         is_quiet = found.judgement.verdict in _QUIET
         if not is_quiet:
             self._observations.keep(request)
@@ -113,6 +117,29 @@ class TrialSession:
             command=" ".join((command, *self._effort.options(found.seed))),
             duration_s=round(time.monotonic() - started, 4),
         )
+
+    def located(self) -> Located | None:
+        """Name where the case that was just judged first went wrong, if values are wrong: trains it once more."""
+        assert self._last is not None
+        request, found = self._last
+        is_wrong = any(law.law == MatchesOracle().name and not law.held for law in found.judgement.laws)
+        watching = replace(request, training=probed(request.training))
+        if (
+            not self._effort.locates
+            or not is_wrong
+            or request.num_simulated
+            or not self._observations.exist(watching)
+        ):
+            return None
+        try:
+            (again, *_) = self._observations.under((found.seed,), watching)
+            limit_s = max(request.cell.world.deadline_s, _LEAST_FOR_ORACLE_S)
+            folder = self._observations.folder(watching)
+            return locate(watching, again.saved, folder, self._oracle(request), limit_s=limit_s)
+        except Exception as error:  # it only explains: an error of its own must not hide the verdict
+            if isinstance(error, LostHostError):
+                raise
+            return Located(sentence=f"not located: {type(error).__name__}: {error}")
 
     def _is_fresh(self, error: UsageError) -> bool:
         """Whether this session wrote a file that cannot be read."""

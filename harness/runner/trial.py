@@ -106,7 +106,10 @@ class Trial:
             pytest.fail(f"not judged again: {error}", pytrace=False)
         except LostHostError as error:
             end_session(str(error), pytest.ExitCode.INTERRUPTED)
-        return named_defect(expected(judged, self._expectations), self._defects)
+        record = named_defect(expected(judged, self._expectations), self._defects)
+        return (
+            replace(record, located=self._session.located()) if record.verdict is Verdict.FAILED else record
+        )
 
     def _report(self, record: Record) -> None:
         """Attach the record to the test, and end the test as the verdict asks."""
@@ -140,6 +143,7 @@ def _explain(record: Record) -> str:
     for law in record.laws:
         if not law.held:
             lines += [f"  {law.law}: {law.summary}", *(f"    {d}" for d in law.details)]
+    lines += [f"  first wrong: {record.located.sentence}"] if record.located else []
     lines += [f"  rank {o.rank} {o.kind}" for o in record.outcomes]
     if record.expectation is not None:
         lines.append(f"  {record.expectation}")

@@ -155,6 +155,11 @@ class Recorder:
         return self._phase
 
     @property
+    def num_issued(self) -> int:
+        """Return the number of calls so far."""
+        return len(self._entries)
+
+    @property
     def place(self) -> LoopPosition:
         unit = self._units[-1] if self._units else None
         return LoopPosition(self._phase, self._step, self._microbatch, unit)

@@ -68,6 +68,7 @@ class EngineActor(Actor):
         self._inputs = inputs  # hashlib's object, whose type has no public name
         self._lifetimes = None if watches is None else watches.lifetimes
         self._census = None if watches is None else watches.census
+        self._probes = None if watches is None else watches.probes
         self.is_at_rest = True  # whether every forward has had its backward; an evaluation's forward has none
         self._batches: dict[int, Batch] = {}
         self._data_rank = training.plan.data_rank(context.rank, context.size)
@@ -117,7 +118,10 @@ class EngineActor(Actor):
         self.seed(microbatch)
         with self._during(Phase.FORWARD, microbatch):
             rows = batch if target is None else Rows(inputs=(), target=target)
-            return self._training.problem.loss_sum(output, rows) * self.weight
+            loss = self._training.problem.loss_sum(output, rows) * self.weight
+            if self._probes is not None:
+                self._probes.loss(loss)
+            return loss
 
     def backward(self, microbatch: int, loss: torch.Tensor, *, is_counted: bool = True) -> None:
         self._announce(microbatch)

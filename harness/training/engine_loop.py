@@ -42,6 +42,7 @@ from shardproof.harness.records.observation import (
 from shardproof.harness.torch_compat.dtypes import num_bytes_of
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.memory_report import CensusTime
+from shardproof.harness.tracing.probe_point import Seen
 from shardproof.harness.training.callers_module import Preparation
 from shardproof.harness.training.engine_actor import EngineActor
 from shardproof.harness.training.handover import (
@@ -111,6 +112,7 @@ def train(
         loop.start_from(before, training.origin.form)
     with loop.reading():
         initial = loop.keep(loop.read_parameters()) if is_read else {}
+        loop.probe_start(initial)
     steps = []
     for step in range(training.schedule.steps):
         if training.resume is not None and step == training.resume.after_steps:
@@ -180,6 +182,7 @@ class _Loop:
         self._watches = watches
         self._lifetimes = None if watches is None else watches.lifetimes
         self._census = None if watches is None else watches.census
+        self._probes = None if watches is None else watches.probes
         self._inputs = hashlib.sha256()
         self._facts: tuple[Fact, ...] = ()  # of the next step, or of this one once it is read
         self._scaled: ScaledSteps | None = None
@@ -240,6 +243,15 @@ class _Loop:
         else:
             load_files(self.prepared, form, before)
 
+    def probe_start(self, initial: dict[str, Shard]) -> None:
+        """Show the probes the model as it begins."""
+        if self._probes is not None:
+            self._probes.follow(self.prepared)
+            is_loaded = self._training.origin is not None
+            self._probes.shards(Seen.LOADED if is_loaded else Seen.INITIAL, 0 if is_loaded else -1, initial)
+            if is_loaded:
+                self._probes.state(Seen.LOADED_STATE, 0, self.prepared)
+
     def read_parameters(self) -> dict[str, Shard]:
         """Read the parameters but those that forward writes, and note whether the caller's module holds them."""
         shown = read_shards(self.prepared, "local_parameters")
@@ -278,7 +290,11 @@ class _Loop:
         else:
             load_shares(successor, state)
         with self.reading(step):
-            self.read_parameters()
+            loaded = self.read_parameters()
+            if self._probes is not None:
+                self._probes.follow(self.prepared)
+                self._probes.shards(Seen.LOADED, step, loaded)
+                self._probes.state(Seen.LOADED_STATE, step, self.prepared)
 
     # Any: states are nested dicts and lists of tensors and other values.
     def _load_whole(self, state: dict[str, Any], step: int, noted: Mapping[str, str] | None = None) -> None:
@@ -314,6 +330,8 @@ class _Loop:
         facts, self._facts = self._facts, ()
         scaled, is_skipped = self._scaled, schedule.is_skipped(step)
         scale = None if scaled is None else scaled.scaled
+        if self._probes is not None:
+            self._probes.factor = 1.0 if scaled is None else scaled.scale
         actor = EngineActor(prepared, self._training, self._context, step, self._inputs, self._watches, scale)
         self._meet(step)
         with recorder.during(Phase.BETWEEN, step=step):
@@ -324,12 +342,17 @@ class _Loop:
         self._meet(step)
         self._count(actor, CensusTime.REDUCED)
         norm = None
+        self._probe_gradients(Seen.REDUCED, step)
         if scaled is not None:
             with recorder.during(Phase.STEP, step=step):
                 scaled.unscale()
+            self._probe_gradients(Seen.UNSCALED, step)
         if schedule.clip is not None:
             with recorder.during(Phase.STEP, step=step):
                 norm = read_norm(prepared, schedule.clip.max_norm, schedule.clip.norm_type)
+            if self._probes is not None and not is_skipped:
+                self._probes.norm(step, norm)
+            self._probe_gradients(Seen.CLIPPED, step)
         with self.reading(step):
             gradients = (
                 self.keep(self._but_written(read_gradients(prepared))) if is_read and not is_skipped else {}
@@ -351,6 +374,9 @@ class _Loop:
         with self.reading(step):
             is_over = step == schedule.steps - 1
             parameters = self.keep(self.read_parameters()) if is_read or is_over else {}
+            if self._probes is not None:
+                self._probes.shards(Seen.UPDATED, step, parameters)
+                self._probes.state(Seen.STATE, step, prepared)
             facts, self._facts = (*facts, *self._facts), ()
             if scaled is not None:
                 facts = (*facts, Fact(moment="", subject=LOSS_SCALE, value=str(scaled.scale)))
@@ -362,6 +388,11 @@ class _Loop:
             facts=(*facts, *actor.log.facts),
             snapshots=actor.log.snapshots,
         )
+
+    def _probe_gradients(self, kind: Seen, step: int) -> None:
+        if self._probes is not None and not self._training.schedule.is_skipped(step):
+            with self.reading(step):
+                self._probes.gradients(kind, step, self.prepared)
 
     def _own_step(self, step: int, *, is_read: bool) -> StepObservation:
         """Run the user's own step, and read parameters."""

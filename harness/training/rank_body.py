@@ -30,7 +30,7 @@ from shardproof.harness.records.observation import (
     digest,
     save_observation,
 )
-from shardproof.harness.records.saved_result import arcs_path, observation_path, wrapper_path
+from shardproof.harness.records.saved_result import arcs_path, observation_path, probes_path, wrapper_path
 from shardproof.harness.torch_compat.profiler_labels import idle_labels
 from shardproof.harness.tracing.arcs import counting_arcs
 from shardproof.harness.tracing.collectives.model_code import ModelCode
@@ -42,6 +42,7 @@ from shardproof.harness.tracing.wrapping import WrapperCalls
 from shardproof.harness.training.callers_module import Preparation
 from shardproof.harness.training.engine_loop import RefusedError, refusing, train, train_and_save
 from shardproof.harness.training.layout_memory import Form
+from shardproof.harness.training.rank_probes import RankProbes
 from shardproof.harness.training.watches import Watches, watching
 from shardproof.harness.worlds.rank import RankContext
 from shardproof.harness.worlds.spec import DEVICES_OF_CUDA
@@ -114,13 +115,17 @@ def _drive(context: RankContext, training: Training, adapter: Engine, before: Pa
     # On a device the heap holds the driver's context and none of the parameters.
     has_heap = context.device.type == "cpu" and not context.shares_a_process
     is_measured = Watch.ALLOCATOR in training.watch and has_heap
-    census = Census(context.recorder, is_process_measured=is_measured) if training.is_counted else None
+    is_probed = Watch.PLACES in training.watch
+    is_counted = training.is_counted and not is_probed
+    census = Census(context.recorder, is_process_measured=is_measured) if is_counted else None
     schedule = training.schedule
     with (
         watching(training.watch, context.recorder, context.device.type, census=census) as watches,
         idle_labels,
         _device_of(context, adapter),
+        _probing(context, training) if is_probed else nullcontext() as probes,
     ):
+        watches.probes = probes
         # The values of a simulated rank are meaningless, but its final tensors show where its shards are.
         reads = [not context.is_simulated] + [schedule.are_repeats_read] * (schedule.repeats - 1)
         first, *others = (_run(context, training, adapter, watches, before, is_read=read) for read in reads)
@@ -134,6 +139,17 @@ def _drive(context: RankContext, training: Training, adapter: Engine, before: Pa
         lifetime_report=None if watches.lifetimes is None else watches.lifetimes.report(),
     )
     save_observation(observation, observation_path(context.folder, context.rank))
+
+
+@contextmanager
+def _probing(context: RankContext, training: Training) -> Iterator[RankProbes]:
+    rank = training.plan.data_rank(context.rank, context.size)
+    path = probes_path(context.folder, context.rank)
+    probes = RankProbes(context, path, rank, sees_backward=not training.schedule.steps_in_backward)
+    try:
+        yield probes
+    finally:
+        probes.close()
 
 
 def _end_of(observation: Observation) -> Observation:
@@ -188,6 +204,8 @@ def _prepare(
             training.problem.parallelize(model, mesh[plan.cut_axis])
         if watches is not None:
             watches.form = Form.of(model, training)
+            if watches.probes is not None:
+                watches.probes.name(model)
         if training.is_by_default and plan.needs <= adapter.capabilities:
             plan = replace(plan, demands=plan.demands - needs_of(training.problem))
         with _noting_calls(context, training, model):

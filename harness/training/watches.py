@@ -15,6 +15,7 @@ from shardproof.harness.tracing.races.detector import RaceDetector, set_watch
 from shardproof.harness.tracing.races.streams import tracked_streams
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.training.layout_memory import Form
+from shardproof.harness.training.rank_probes import RankProbes
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -26,6 +27,7 @@ class Watches:
     census: Census | None = None
     form: Form | None = None
     mode: OperatorMode | None = None
+    probes: RankProbes | None = None
 
     def reading(self) -> AbstractContextManager[None]:
         """Return a context for reads of the engine, whose operators the census does not see."""

@@ -19,7 +19,7 @@ from shardproof.harness.records.record import Record
 from shardproof.harness.records.run import JUDGED, read_run
 from shardproof.harness.runner.invoke import call_pytest
 from shardproof.harness.runner.observations import Source
-from shardproof.harness.runner.oracles import _arithmetic
+from shardproof.harness.runner.oracles import arithmetic_of
 from shardproof.harness.worlds.processes.fresh_process import ask
 from shardproof.suites.training import train
 from tests.judging import judged
@@ -134,8 +134,8 @@ def test_a_loss_scale_needs_another_oracle_only_if_a_step_is_skipped() -> None:
     def scaled(scaling: LossScaling) -> Training:
         return replace(plain, schedule=replace(plain.schedule, scaling=scaling))
 
-    assert _arithmetic(scaled(LossScaling())) == _arithmetic(plain)
-    assert _arithmetic(scaled(LossScaling(overflows_at=1))) != _arithmetic(plain)
+    assert arithmetic_of(scaled(LossScaling())) == arithmetic_of(plain)
+    assert arithmetic_of(scaled(LossScaling(overflows_at=1))) != arithmetic_of(plain)
 
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {

@@ -138,12 +138,17 @@ def _write(out: Path, old: Run, new: dict[RecordKey, Record], outcomes: _Outcome
     lost = [record for record in old.records if record.key not in new]
     reasons = [_NOT_KEPT if _is_not_kept(r) else outcomes.why_not(r.key) for r in lost]
     shortfalls = (*old.problems, *_listed([*zip(reasons, map(_name, lost), strict=True)]))
-    records = [new.get(record.key, record) for record in old.records]
+    records = [_with_place(new.get(record.key, record), record) for record in old.records]
     writer = RunWriter(out, replace(old.header, shortfalls=shortfalls))
     for record in records:
         writer.append(_seen_from_below(record))
     if old.footer is not None:
         writer.finish(_recounted(old.footer, records))
+
+
+def _with_place(new: Record, old: Record) -> Record:
+    """Keep where values first went wrong: finding it takes a training."""
+    return replace(new, located=old.located) if new.verdict is Verdict.FAILED else new
 
 
 def _is_not_kept(record: Record) -> bool:

@@ -35,6 +35,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--quick", Breadth.ONCE, "every mutant on one case, the cheapest that names it"),
     ):
         breadth.add_argument(flag, dest="breadth", action="store_const", const=chosen, help=text)
+    parser.add_argument(
+        "--locate",
+        action="store_true",
+        help="also find where the numbers of each mutant first went wrong, and compare that with what it declares",
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -47,7 +52,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def run_mutants(arguments: argparse.Namespace, targets: Sequence[Target], folders: Sequence[Path]) -> int:
     """Run these mutants on the cases of these folders; returns the exit code."""
-    from shardproof.reports.kills import render, write_kills
+    from shardproof.reports.kills import places, render, write_kills
 
     started = time.monotonic()
     out = Path(arguments.out or new_folder("mutants-"))
@@ -67,6 +72,7 @@ def run_mutants(arguments: argparse.Namespace, targets: Sequence[Target], folder
             f"--mutants={(arguments.breadth or Breadth.MARKED).value}",
             f"--out={out}",
             f"--deadline={arguments.deadline}",
+            *([] if arguments.locate else ["--no-locate"]),
             "--no-expectations",  # an expectation about an honest engine must not excuse a mutant
             *(["-n", str(arguments.workers)] if arguments.workers else []),
             *(["-k", arguments.keyword] if arguments.keyword else []),
@@ -87,6 +93,8 @@ def run_mutants(arguments: argparse.Namespace, targets: Sequence[Target], folder
     matrix = kill_matrix(targets, selection, records, is_whole=is_whole)
     for path in write_kills(out, matrix):
         print(f"wrote {path}")
+    if arguments.locate:
+        print(places(matrix))
     print(render(matrix, duration_s=time.monotonic() - started))
     return code_of_matrix(matrix)
 
