@@ -5,7 +5,7 @@ It is made by ``harness.verdicts.hang_analysis`` and travels in records.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -85,7 +85,7 @@ class Divergence:
     position: int
     common: CallRecord | None
     sides: tuple[Side, ...]
-    desynchronised: tuple[Side, ...] = field(default=(), metadata={"formerly": "strayed"})
+    desynchronised: tuple[Side, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class HangReport:
     """
 
     summary: str
-    suspects: tuple[int, ...] = field(metadata={"formerly": "blamed"})
+    suspects: tuple[int, ...]
     cycle: tuple[int, ...]
     ranks: tuple[RankState, ...]
     difference: Divergence | None

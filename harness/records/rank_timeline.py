@@ -71,7 +71,7 @@ class CollectiveSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaceMark:
-    """A race, with the lanes and times of its two accesses; unknown in an older report."""
+    """A race, with the lanes and times of its two accesses."""
 
     race: Race
     lanes: tuple[str, str]
@@ -171,7 +171,7 @@ def _races_in(
         return ()
     try:
         races = decode(RaceReport, json.loads(read_regular(file))).races
-        return tuple(_race_mark(race, events, lanes) for race in races if race.second.at_ns)
+        return tuple(_race_mark(race, events, lanes) for race in races)
     except UNREADABLE:
         problems[file.name] = "damaged, left out"
         return ()

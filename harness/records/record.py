@@ -238,7 +238,7 @@ class Record:
     command: str = ""
     duration_s: float = 0.0
     expectation: Expectation | None = None
-    hang: HangReport | None = field(default=None, metadata={"formerly": "autopsy"})
+    hang: HangReport | None = None
     output: str = ""
     known_as: str = ""
     known_version: str = ""

@@ -29,7 +29,6 @@ OBSERVATIONS = "observations"
 JUDGED = "judged"
 
 _UNKNOWN = "unknown"
-_FIRST_WITH_MANIFEST = 5  # schema
 _MADE_OF_EQUALS = ("laws", "ledger", "outcomes")
 _MOSTLY_EQUAL = ("engine", "case", "world", "headline", "suite", "engine_version", "expectation", "output")
 
@@ -143,7 +142,7 @@ def read_run(path: Path) -> Run:
     ends = list(_lines(path, RUN))
     records = tuple(_with_shared_parts(_readable(Record, path / RECORDS, _lines(path, RECORDS), damage)))
     header, footer = _read_ends(path / RUN, ends, records, damage)
-    damage += _changed(path, header, footer)
+    damage += _changed(path, footer)
     problems = dict.fromkeys((*header.shortfalls, *damage, *_miscounts(header, records, footer)))
     return Run(
         header=header,
@@ -287,9 +286,9 @@ def _header(file: Path, lines: Sequence[_RawLine], records: Sequence[Record], da
     )
 
 
-def _changed(path: Path, header: Header, footer: Footer | None) -> list[str]:
-    """List files that changed since the run ended; unknown before schema 5 and for a run without a footer."""
-    if not (path / MANIFEST).exists() and (footer is None or header.schema < _FIRST_WITH_MANIFEST):
+def _changed(path: Path, footer: Footer | None) -> list[str]:
+    """List files that changed since the run ended; unknown for a run without a footer."""
+    if not (path / MANIFEST).exists() and footer is None:
         return []
     return [f"{name}: {why}" for name, why in changes(path).items()]
 

@@ -5,7 +5,6 @@ A line of a run is one JSON object. Its keys are the fields of the dataclass, ne
 lines of several kinds share a file. JSON has no NaN and no infinity, and parsers disagree about the literals that
 Python would write, so a float that is not finite is written as one of the strings "nan", "inf", "-inf". A line at the
 newest schema must have every field. In a line of an older schema a field that has a default may be absent.
-default may be absent.
 
 [Note: why no library] The input may come from an engine, or from a damaged file. It may contain half a surrogate pair,
 a repeated field or an unknown one. The codec must refuse it and report the field, the expected type and the value
@@ -320,7 +319,6 @@ def _fields_reader(kind: Any, is_older: bool) -> _Reader:
     readers |= {f.name: _row_reader(readers[f.name]) for f in all_fields if "is_row" in f.metadata}
     has_default = {f.name for f in all_fields if f.default is not MISSING or f.default_factory is not MISSING}
     needed = readers.keys() - (has_default if is_older else set())
-    formerly = {f.metadata["formerly"]: f.name for f in all_fields if "formerly" in f.metadata}
     how = {name: (_unchanged(hints[name]), read) for name, read in readers.items()}
 
     def check_names(value: Mapping[str, Any]) -> None:
@@ -335,8 +333,6 @@ def _fields_reader(kind: Any, is_older: bool) -> _Reader:
             value = dict(zip(readers, value, strict=True))
         if not isinstance(value, dict):
             raise MismatchError(f"an object with the fields of a {kind.__name__}", _quote(value))
-        if is_older and formerly:
-            value = {formerly.get(name, name): part for name, part in value.items()}
         if value.keys() != readers.keys():
             check_names(value)
         return kind(**_each(value, how))

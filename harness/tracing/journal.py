@@ -26,7 +26,7 @@ _OF_TENSORS = ("dtype", "shapes", "num_bytes", "reduce_op", "peer", "is_async")
 
 
 class Journal(NamedTuple):
-    """The journal of one rank; it has no events if the file is older than event logs.
+    """The journal of one rank.
 
     ``damaged`` are the numbers of unreadable lines, from 1; the ledger and the events omit them.
     """

@@ -175,7 +175,7 @@ def _unnamed(entry: Expectation, record: Record) -> list[str]:
     return [
         name
         for name, whole in seen.items()
-        if entry.shows and not any(matches(glob, text) for glob in entry.shows for text in (name, whole))
+        if not any(matches(glob, text) for glob in entry.shows for text in (name, whole))
     ]
 
 

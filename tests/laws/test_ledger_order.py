@@ -15,7 +15,6 @@ from shardproof.fixtures.problems import EXACT_LINEAR, ModelProblem
 from shardproof.harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor, harm_in
 from shardproof.harness.laws.communication.order import Computes, Gathers, Order, Reduces, Reshards, Together
 from shardproof.harness.records.observation import Observation
-from shardproof.harness.tracing.codec import decode, encode
 from shardproof.harness.tracing.events import EventKind, TraceEvent
 from shardproof.harness.tracing.ledger import BufferViolation, Ledger, Op, Phase, ViolationKind, Wait
 from tests.ledgers import changed, entry, evidence, numbered, sharding_ledger
@@ -230,15 +229,6 @@ def test_reductions_in_flight_are_counted_until_waited_for() -> None:
         assert not record.held
         assert f"expected at most {count - 1} in flight, got {count}" in record.summary
     assert not two.judge(evidence((), (), steps=2, microbatches=1)).record.held
-
-
-def test_waits_of_older_journals_are_read() -> None:
-    made = reductions(3)[0]
-    assert made.wait is not None
-    plain = encode(made.wait)
-    assert decode(Wait, plain) == made.wait
-    del plain["num_issued"]
-    assert decode(Wait, plain) == replace(made.wait, num_issued=None)
 
 
 def test_calls_that_block_are_not_asynchronous() -> None:

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from jsonschema import Draft202012Validator
 
 from shardproof.harness.errors import UsageError
-from shardproof.harness.records.hang import HangReport
 from shardproof.harness.records.json_schema import run_schema
 from shardproof.harness.records.record import SCHEMA_VERSION, Footer, Header, Record, from_json, to_json
 from shardproof.harness.records.tensor_file import TensorWriter, read_tree, write_tree
@@ -137,43 +136,10 @@ def test_a_line_of_an_older_schema_may_lack_fields_with_a_default(monkeypatch: p
         from_json(Record, edited(case=...), where=WHERE)
 
 
-@pytest.mark.parametrize(("field", "schema"), [("expectation", 1), ("hang", 2)])
-def test_a_record_from_before_a_field_is_read(field: str, schema: int) -> None:
-    assert from_json(Record, edited(**{field: ..., "schema": schema}), where=WHERE) == a_record(schema=schema)
-
-
-def test_a_hang_report_from_before_its_fields_were_renamed_is_read() -> None:
-    report = {"summary": "s", "blamed": [1], "cycle": [], "ranks": [], "difference": None}
-    line = edited(autopsy=report, hang=..., schema=5)
-    read = from_json(Record, line, where=WHERE)
-    assert read.hang == HangReport(summary="s", suspects=(1,), cycle=(), ranks=(), difference=None)
-    with pytest.raises(UsageError, match="autopsy"):
-        from_json(Record, edited(autopsy=report, hang=...), where=WHERE)
-
-
 def test_every_line_has_the_fields_that_readers_in_other_languages_need() -> None:
     plain = json.loads(to_json(a_record()))
     assert {"engine", "case", "world", "verdict"} <= plain.keys()
     assert plain["verdict"] == "FAILED"
-
-
-def test_an_expectation_from_before_it_named_laws_is_read() -> None:
-    entry = {
-        "number": 1,
-        "engine": "torch.ddp",
-        "version": "",
-        "case": "c",
-        "world": "*",
-        "verdict": "FAILED",
-        "reason": "r",
-        "link": "https://example.org",
-        "expiry": "2030-01-01",
-    }
-    read = from_json(Record, edited(expectation=entry, schema=3), where=WHERE)
-    assert read.expectation is not None
-    assert read.expectation.shows == ()
-    with pytest.raises(UsageError, match="shows"):
-        from_json(Record, edited(expectation=entry), where=WHERE)
 
 
 # The published schema.

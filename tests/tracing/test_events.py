@@ -89,18 +89,6 @@ def test_times_and_marks_are_no_part_of_the_ledger(tmp_path: Path) -> None:
     assert read_journal(tmp_path / "plain").ledger == read_journal(tmp_path / "marked").ledger
 
 
-def test_a_journal_without_a_course_is_read(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "journal")
-    recorder.waited(recorder.issued(a_call()))
-    recorder.close()
-    lines = [json.loads(line) for line in (tmp_path / "journal").read_text().splitlines()]
-    old = [{k: v for k, v in line.items() if k != "at_ns"} for line in lines]
-    (tmp_path / "old").write_text("".join(json.dumps(line) + "\n" for line in old))
-    assert read_journal(tmp_path / "old").ledger == read_journal(tmp_path / "journal").ledger
-    assert read_journal(tmp_path / "old").events == ()
-    assert read_journal(tmp_path / "nowhere").events == ()
-
-
 def test_the_last_call_of_a_killed_rank_is_recorded_with_the_marks_before_it(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "journal")
     recorder.mark(EventKind.COMPUTES, "a")

@@ -142,11 +142,6 @@ def test_where_no_law_was_judged_the_headline_must_be_the_one_expected() -> None
     )
 
 
-def test_an_expectation_kept_by_an_older_release_names_no_laws() -> None:
-    old = an_entry(shows=())
-    assert expected(a_record(laws=(MATCHES, BROKEN)), known(old)).verdict is Verdict.KNOWN_FAILURE
-
-
 @pytest.mark.parametrize("verdict", sorted(set(Verdict) - {Verdict.FAILED, Verdict.PASSED}))
 def test_no_other_verdict_is_changed(verdict: Verdict) -> None:
     assert expected(a_record(verdict), known(ENTRY)).verdict is verdict

@@ -24,7 +24,7 @@ class RaceKind(StrEnum):
 class Touch:
     """One operator or collective that accessed memory: its stream, the unit's turn, and its call site.
 
-    ``at_ns`` is the time by the clock of the event log; equality ignores it. It is 0 in reports recorded without it.
+    ``at_ns`` is the time by the clock of the event log; equality ignores it.
     """
 
     operator: str
