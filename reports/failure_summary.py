@@ -6,6 +6,7 @@ from shardproof.harness.records.run import Run
 from shardproof.reports import user_model_result
 from shardproof.reports.causes import Cause, causes
 from shardproof.reports.expected import stale
+from shardproof.reports.markdown import engines_table
 from shardproof.reports.markup import Budget, block, code, escape, listed, num_bytes
 from shardproof.reports.summary import conclude, tally, warnings
 from shardproof.reports.text import versions
@@ -31,6 +32,7 @@ def _head(run: Run) -> str:
     parts = [
         f"# Shardproof: {conclude(run).value.lower()}",
         f"**{counted.score}**: {counted.words}.",
+        engines_table(run),
         escape(versions(run.header.versions), limit=500),
         *([block(user_model_result.render(run))] if run.header.model else []),
         *listed("**This run is not whole:**", warnings(run)),

@@ -17,6 +17,7 @@ from shardproof.reports.evidence import headroom, ledger_rows, outcome_groups, p
 from shardproof.reports.expected import address, idle, stale
 from shardproof.reports.markup import Budget, block, code, escape, listed, num_bytes, table
 from shardproof.reports.matrix import CaseRow, Column, Matrix, arrange, by_severity, label
+from shardproof.reports.overview import overview
 from shardproof.reports.summary import conclude, declared_zeros, tally, warnings
 from shardproof.reports.text import duration, printable, size, versions
 from shardproof.reports.verdict_style import MARKS
@@ -27,6 +28,7 @@ _MATRIX_BYTES = LIMIT_BYTES // 2  # so that failures keep room for their evidenc
 _NUM_WARNINGS = 20
 _NUM_COLUMNS = 100
 _NUM_CARDS = 8
+_NUM_ENGINES = 40  # of the first table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,7 @@ def _head(run: Run) -> str:
     parts = [
         f"# Shardproof: {conclude(run).value.lower()}",
         f"**{counted.score}**: {counted.words}.",
+        engines_table(run),
         *_warnings(run),
         *listed("**Stale expectations, which fail this run:**", stale(run)),
         *listed("Gradients that were not judged as None:", declared_zeros(run)),
@@ -66,6 +69,16 @@ def _head(run: Run) -> str:
         _origin(run),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def engines_table(run: Run) -> str:
+    """Write the overview of a run as a table."""
+    found = overview(run)
+    judged = found.engines[:_NUM_ENGINES]
+    rows = [[code(engine), *(cell.text if cell else "" for cell in cells)] for engine, cells in judged]
+    if len(judged) < len(found.engines):
+        rows.append([f"and {len(found.engines) - len(judged)} more"])
+    return table(["engine", *map(escape, found.worlds)], rows) if rows else ""
 
 
 def _of_model(run: Run) -> list[str]:

@@ -65,17 +65,29 @@ class Matrix:
 def arrange(run: Run) -> Matrix:
     """Sort records into cells; engines and worlds in the header's order, cases by id,
     because parallel workers finish in any order."""
-    columns = _columns(run)
+    found = columns(run)
     cells: dict[tuple[str, str], dict[Column, list[Record]]] = {}
     for record in run.records:
         row = cells.setdefault((record.suite, record.case), {})
         row.setdefault(Column(engine=record.engine, world=record.world), []).append(record)
     suites: dict[str, list[CaseRow]] = {}
     for (suite, case), row in sorted(cells.items()):
-        arranged = tuple(tuple(row.get(column, ())) for column in columns)
+        arranged = tuple(tuple(row.get(column, ())) for column in found)
         suites.setdefault(suite, []).append(CaseRow(case=case, label=label(case, suite), cells=arranged))
     return Matrix(
-        columns=columns, suites=tuple(SuiteRows(suite=s, rows=tuple(rows)) for s, rows in suites.items())
+        columns=found, suites=tuple(SuiteRows(suite=s, rows=tuple(rows)) for s, rows in suites.items())
+    )
+
+
+def columns(run: Run) -> tuple[Column, ...]:
+    """Return the engines and worlds that have records, in the header's order."""
+    engines, worlds = _ranking(run.header.engines), _ranking(run.header.worlds)
+    present = {Column(engine=record.engine, world=record.world) for record in run.records}
+    last = len(engines) + len(worlds)  # merged or edited runs may contain more than their header announces
+    return tuple(
+        sorted(
+            present, key=lambda c: (engines.get(c.engine, last), c.engine, worlds.get(c.world, last), c.world)
+        )
     )
 
 
@@ -97,17 +109,6 @@ _SEVERITY = (
     *(v for v in MARKS if v.is_conforming and v is not Verdict.PASSED),
     Verdict.PASSED,
 )
-
-
-def _columns(run: Run) -> tuple[Column, ...]:
-    engines, worlds = _ranking(run.header.engines), _ranking(run.header.worlds)
-    present = {Column(engine=record.engine, world=record.world) for record in run.records}
-    last = len(engines) + len(worlds)  # merged or edited runs may contain more than their header announces
-    return tuple(
-        sorted(
-            present, key=lambda c: (engines.get(c.engine, last), c.engine, worlds.get(c.world, last), c.world)
-        )
-    )
 
 
 def _ranking(names: tuple[str, ...]) -> dict[str, int]:

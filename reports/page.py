@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from shardproof.harness.records.record import FaultPhase, Record, RecordKey, Verdict
+from shardproof.harness.records.record import FaultPhase, RecordKey, Verdict
 from shardproof.harness.records.run import Run
 from shardproof.reports import evidence, expected, text, user_model_result
 from shardproof.reports.causes import causes
-from shardproof.reports.matrix import Column, arrange, by_severity, label
+from shardproof.reports.matrix import arrange, by_severity, label
+from shardproof.reports.overview import overview
 from shardproof.reports.page_data import index, pack, pieces
-from shardproof.reports.summary import Tally, conclude, declared_zeros, tally, warnings
+from shardproof.reports.summary import conclude, declared_zeros, tally, warnings
 from shardproof.reports.verdict_style import MARKS, VerdictStyle
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -38,7 +39,7 @@ def render(run: Run, pictures: Mapping[RecordKey, str] = MappingProxyType({})) -
         .get_template("page.html")
         .render(
             run=run,
-            columns=[(column, _of(column, run.records)) for column in matrix.columns],
+            overview=overview(run),
             tally=tally(run.records),
             conclusion=conclude(run),
             warnings=warnings(run),
@@ -53,10 +54,6 @@ def render(run: Run, pictures: Mapping[RecordKey, str] = MappingProxyType({})) -
             pieces=pieces(fragments),
         )
     )
-
-
-def _of(column: Column, records: Sequence[Record]) -> Tally:
-    return tally(r for r in records if (r.engine, r.world) == (column.engine, column.world))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""A run as text for a terminal: the matrix, the legend, the counts, and the failures by cause."""
+"""A run as text for a terminal: one small table, the counts, and the failures by cause; on demand every case."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from shardproof.reports import evidence
 from shardproof.reports.causes import Cause, causes
 from shardproof.reports.expected import expectation_text, idle, known, stale
 from shardproof.reports.matrix import Column, Matrix, SuiteRows, arrange, label
+from shardproof.reports.overview import overview_lines
 from shardproof.reports.summary import Tally, conclude, declared_zeros, tally, warnings
 from shardproof.reports.text import duration, one_line, versions
 from shardproof.reports.verdict_style import MARKS
@@ -28,17 +29,19 @@ _NUM_PRINTED = 10  # last lines of the ranks' output
 _NUM_ALIKE = 5  # named cases that fail like another
 
 
-def render(run: Run, *, width: int = _WIDTH) -> str:
-    """Render the run in lines of ``width`` characters; plain ASCII except for texts of engines and cases."""
-    counted = tally(run.records)
+def render(run: Run, *, width: int = _WIDTH, is_verbose: bool = False) -> str:
+    """Render the run in lines of ``width`` characters; plain ASCII except for texts of engines and cases.
+
+    If ``is_verbose``, with the verdict of each case, and what is of no consequence.
+    """
     parts = [
-        _origin(run),
-        *_tables(arrange(run), width),
-        _legend(counted),
+        *([_origin(run), *_tables(arrange(run), width)] if is_verbose else []),
+        "\n".join(overview_lines(run, width)),
+        _legend(tally(run.records)),
         *_headlines(run, width),
         *_known(run),
-        *map(one_line, declared_zeros(run)),
-        *_unused(run),
+        *([*map(one_line, declared_zeros(run)), *_unexercised(run)] if is_verbose else []),
+        *(f"STALE {one_line(text)}" for text in stale(run)),
         *_warnings(run),
         _score(run),
     ]
@@ -197,16 +200,11 @@ def _known(run: Run) -> list[str]:
     ]
 
 
-def _unused(run: Run) -> list[str]:
-    lines = [f"STALE {one_line(text)}" for text in stale(run)]
+def _unexercised(run: Run) -> list[str]:
     found = idle(run)
     if len(found) > MOST_LISTED:
-        lines.append(
-            f"not exercised: {len(found)} expectations, of other cases or worlds; report.md lists them"
-        )
-    else:
-        lines += [f"not exercised: {one_line(text)}" for text in found]
-    return ["\n".join(lines)] if lines else []
+        return [f"not exercised: {len(found)} expectations, of other cases or worlds; report.md lists them"]
+    return ["\n".join(f"not exercised: {one_line(text)}" for text in found)]
 
 
 def _warnings(run: Run) -> list[str]:

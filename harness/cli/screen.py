@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from shardproof.harness.records.run import Run
 
 _NARROWEST, _WIDEST = 80, 160
+# Of the overview: a name, then how many promises hold, and those with other verdicts by letter.
+_COUNTS = re.compile(r"^\S+(?: +(?:-|\d+[A-Zk]?))+$", re.MULTILINE)
 _CELLS = re.compile(r"^ {2}\S.*?(?P<cells>(?: +[-.A-Zk]{1,3})+)$", re.MULTILINE)
 
 
@@ -53,7 +55,9 @@ def _print(
     elif arguments.quiet:
         show(terminal.render_causes(run, width=width()))
     else:
-        show(render(run) if render else terminal.render(run, width=width()))
+        is_verbose = arguments.verbose
+        own = None if is_verbose else render
+        show(own(run) if own else terminal.render(run, width=width(), is_verbose=is_verbose))
         print(*(f"wrote {path}" for path in paths), sep="\n")
 
 
@@ -79,6 +83,9 @@ def styled(text: str) -> Text:
     made = Text(text)
     for pattern, style in _styles():
         made.highlight_regex(pattern, style)
+    for row in _COUNTS.finditer(text):
+        for other in re.finditer(r"\d+([A-Zk])", row[0]):
+            made.stylize(_letters().get(other[1], ""), row.start() + other.start(), row.start() + other.end())
     for row in _CELLS.finditer(text):
         for letter in re.finditer(r"\S", row["cells"]):
             start = row.start("cells") + letter.start()

@@ -139,6 +139,7 @@ KNOWN_FAILURES = (
     Option(flag="--no-expectations", help="excuse no known failure", settings={"action": "store_true"}),
 )
 PRINTED = (
+    Option(flag="--verbose", help="print the verdict of each case too", settings={"action": "store_true"}),
     Option(
         flag="--quiet", help="print what does not conform, and the score", settings={"action": "store_true"}
     ),

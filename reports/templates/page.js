@@ -166,7 +166,7 @@
 
   // ---- what is shown, and its address ----
   const chips = [...document.querySelectorAll(".chips input")];
-  let cause = null; // the number of the only one to show
+  const only = { cause: null, column: null }; // the numbers of the only ones to show
   const asked = () => new URLSearchParams(location.hash.slice(1));
 
   function address(changes) {
@@ -194,9 +194,9 @@
     const isFound = finds(words);
     shown.clear();
     for (const record of records) {
-      const isOfCause = cause === null || record.cause === Number(cause);
+      const isAsked = Object.entries(only).every(([name, number]) => number === null || record[name] === Number(number));
       if ($("changed").checked && !isChanged(record)) continue;
-      if (isOfCause && (!wanted.size || wanted.has(verdictOf(record)[0])) && isFound(record)) shown.add(record);
+      if (isAsked && (!wanted.size || wanted.has(verdictOf(record)[0])) && isFound(record)) shown.add(record);
     }
     const kept = [];
     let heading = null;
@@ -290,8 +290,9 @@
     const query = asked();
     const wanted = new Set((query.get("v") || "").split(" ").filter(Boolean));
     const isOther = (query.get("q") || "") !== $("search").value || chips.some((chip) => chip.checked !== wanted.has(chip.value));
-    if (isOther || query.get("cause") !== cause) {
-      cause = query.get("cause");
+    if (isOther || Object.keys(only).some((name) => query.get(name) !== only[name])) {
+      for (const name of Object.keys(only)) only[name] = query.get(name);
+      for (const link of document.querySelectorAll(".heat a")) link.ariaCurrent = link.hash === `#column=${only.column}`;
       $("search").value = query.get("q") || "";
       for (const chip of chips) chip.checked = wanted.has(chip.value);
       filter();
@@ -307,18 +308,20 @@
   toolbar.addEventListener("submit", (event) => event.preventDefault());
   toolbar.addEventListener("input", () => {
     const wanted = chips.filter((chip) => chip.checked).map((chip) => chip.value).join(" ");
-    cause = null;
-    history.replaceState(null, "", address({ q: $("search").value, v: wanted, cause }));
+    only.cause = null;
+    history.replaceState(null, "", address({ q: $("search").value, v: wanted, cause: null }));
     filter();
   });
   // Links of the page keep what is shown.
   document.addEventListener("click", (event) => {
-    const link = event.target.closest?.('a[href^="#record="], a[href^="#cause="]');
+    const link = event.target.closest?.('a[href^="#record="], a[href^="#cause="], a[href^="#column="]');
     if (!link) return;
     event.preventDefault();
     const [name, value] = link.hash.slice(1).split("=");
-    location.hash = name === "cause" ? address({ cause: value, q: "", v: "" }) : address({ record: value });
-    if (name === "cause") $("matrix").scrollIntoView();
+    if (name === "record") { location.hash = address({ record: value }); return; }
+    const isAgain = only[name] === value; // a second click shows all again
+    location.hash = address({ cause: null, column: null, q: "", v: "", [name]: isAgain ? null : value });
+    if (!isAgain) $("matrix").scrollIntoView();
   });
   window.addEventListener("hashchange", follow);
   head();

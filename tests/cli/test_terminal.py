@@ -96,7 +96,7 @@ def test_quiet_prints_only_failures_and_json_a_document(
 def test_rows_that_conform_alike_are_folded() -> None:
     passed = [a_record(f"parity/test_x.py::test_y[{i}]") for i in range(30)]
     run = a_run(*passed, a_record("parity/test_x.py::test_z", Verdict.FAILED))
-    lines = terminal.render(run).splitlines()
+    lines = terminal.render(run, is_verbose=True).splitlines()
     (folded,) = (line for line in lines if "30 cases" in line)
     assert folded.split() == ["30", "cases", "."]
     assert any(line.split() == ["x::z", "F"] for line in lines)
@@ -113,20 +113,43 @@ def test_lines_fit_however_many_engines_there_are(width: int) -> None:
         for case in ("parity/test_x.py::test_y", f"parity/test_x.py::test_{'long_' * 30}")
     ]
     run = a_run(*records)
-    longest = max(map(len, terminal.render(run, width=width).splitlines()))
-    assert longest <= width
-    rows = [line.split() for line in terminal.render(run, width=width).splitlines() if "x::y" in line]
+    shown = terminal.render(run, width=width, is_verbose=True).splitlines()
+    assert max(map(len, shown)) <= width
+    rows = [line.split() for line in shown if "x::y" in line]
     cells = [cell for row in rows if row[0] == "x::y" for cell in row[1:]]
     assert cells == ["F"] * 12, "each column stands in one of the tables"
 
 
+def test_a_run_opens_with_one_small_table() -> None:
+    worlds = [f"threads:{n}" for n in range(1, 6)] + [f"processes:{n}" for n in (2, 3, 4)]
+    verdicts = [Verdict.PASSED] * 75 + [Verdict.KNOWN_FAILURE, Verdict.UNSUPPORTED]
+    records = [
+        a_record(f"p/{n}", v, engine="torch.fsdp2", world=w) for w in worlds for n, v in enumerate(verdicts)
+    ]
+    run = a_run(
+        *records, a_record("p/0", Verdict.UNSUPPORTED, engine="path/to/mine.py:Mine", world="threads:2")
+    )
+    kinds, sizes, fsdp2, mine, *_ = terminal.render(run, width=80).splitlines()
+    assert sorted(kinds.split()) == ["processes", "threads"]
+    assert sizes.split() == ["engine", "1", "2", "3", "4", "5", "2", "3", "4"]
+    assert fsdp2.split() == ["torch.fsdp2", *["75", "1k"] * 8]
+    assert mine.split() == ["path/to/mine.py:Mine", "-"]
+    folded = terminal.render(run, width=60).splitlines()
+    assert [folded[0].split(), folded[2].split()] == [
+        ["threads", "processes"],
+        ["torch.fsdp2", "375", "5k", "225", "3k"],
+    ]
+
+
 def test_colours_stand_on_verdicts_and_cells_alone() -> None:
     def coloured(record: Record) -> set[str]:
-        text = styled(terminal.render(a_run(record)))
+        text = styled(terminal.render(a_run(record), is_verbose=True))
         return {text.plain[span.start : span.end] for span in text.spans}
 
     assert coloured(a_record(headline="F E N")) == {"PASSED", ".", "Conforming"}
-    assert {"FAILED", "F", "Not conforming"} <= coloured(a_record(verdict=Verdict.FAILED, headline="F E N"))
+    assert {"FAILED", "F", "1F", "Not conforming"} <= coloured(
+        a_record(verdict=Verdict.FAILED, headline="F E N")
+    )
 
 
 @pytest.mark.slow

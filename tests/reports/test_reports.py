@@ -35,7 +35,12 @@ def shown_page(run: Run) -> str:
     return unpacked(page.render(run))
 
 
-RENDERERS = [terminal.render, markdown.render, junit.render, shown_page]
+def whole(run: Run) -> str:
+    return terminal.render(run, is_verbose=True)
+
+
+RENDERERS = [whole, markdown.render, junit.render, shown_page]
+NAMES = ("terminal", "markdown", "junit", "page")
 
 
 class _Page(HTMLParser):
@@ -76,7 +81,7 @@ def test_what_is_not_declared_stands_beside_the_score() -> None:
     assert tally([passed] * 1999 + [a_record("b", Verdict.FAILED)]).percent == "99.9%"
     for render in RENDERERS:
         assert "UNSUPPORTED" in render(a_run(passed, opted_out))
-    for render in (terminal.render, markdown.render, shown_page):
+    for render in (whole, markdown.render, shown_page):
         assert "1 not declared" in render(a_run(passed, opted_out))
 
 
@@ -86,7 +91,7 @@ def test_a_run_concludes_as_its_worst_verdict(verdict: Verdict) -> None:
     assert conclude(a_run(a_record("a"), a_record("b", verdict))) is expected
 
 
-@pytest.mark.parametrize("render", RENDERERS, ids=lambda render: render.__module__)
+@pytest.mark.parametrize("render", RENDERERS, ids=NAMES)
 def test_a_known_failure_is_reported_with_its_reason_and_apart_from_passes(
     render: Callable[[Run], str],
 ) -> None:
@@ -99,7 +104,7 @@ def test_a_known_failure_is_reported_with_its_reason_and_apart_from_passes(
     assert conclude(a_run(a_record(), known)) is Conclusion.CONFORMING
 
 
-@pytest.mark.parametrize("render", RENDERERS, ids=lambda render: render.__module__)
+@pytest.mark.parametrize("render", RENDERERS, ids=NAMES)
 def test_a_stale_expectation_makes_a_run_red_and_an_idle_one_does_not(render: Callable[[Run], str]) -> None:
     def ending(*, is_stale: bool) -> Run:
         unused = UnusedExpectation(expectation=ENTRY, why="unused because", is_stale=is_stale)
@@ -113,7 +118,7 @@ def test_a_stale_expectation_makes_a_run_red_and_an_idle_one_does_not(render: Ca
     assert failures == ["1", "0"]
 
 
-@pytest.mark.parametrize("render", RENDERERS, ids=lambda render: render.__module__)
+@pytest.mark.parametrize("render", RENDERERS, ids=NAMES)
 def test_gradients_shown_as_zeros_are_counted_for_each_engine(render: Callable[[Run], str]) -> None:
     shown = [a_record(case, engine="flat", declared_zeros=n) for case, n in (("p/a", 4), ("p/b", 3))]
     text = render(a_run(*shown, a_record("p/c")))
@@ -139,7 +144,7 @@ def test_a_run_that_is_not_whole_does_not_conform() -> None:
     assert conclude(a_run()) is Conclusion.EMPTY
 
 
-@pytest.mark.parametrize("render", RENDERERS, ids=lambda render: render.__module__)
+@pytest.mark.parametrize("render", RENDERERS, ids=NAMES)
 def test_interruption_and_problems_are_reported(render: Callable[[Run], str]) -> None:
     text = render(a_run(a_record(), footer=None, problems=("a record is missing",)))
     assert "interrupted" in text
@@ -147,7 +152,7 @@ def test_interruption_and_problems_are_reported(render: Callable[[Run], str]) ->
     assert "interrupted" not in render(a_run(a_record()))
 
 
-@pytest.mark.parametrize("render", RENDERERS, ids=lambda render: render.__module__)
+@pytest.mark.parametrize("render", RENDERERS, ids=NAMES)
 def test_a_record_that_does_not_conform_is_reported_with_its_headline(render: Callable[[Run], str]) -> None:
     text = render(one_of_each()).replace("\\", "")
     for verdict in Verdict:
@@ -167,7 +172,7 @@ def test_every_record_is_in_exactly_one_cell() -> None:
 
 def test_two_records_of_one_cell_are_both_shown() -> None:
     run = a_run(a_record(), a_record(verdict=Verdict.FAILED))
-    assert ".F" in terminal.render(run)
+    assert ".F" in whole(run)
     assert "`.F`" not in markdown.render(a_run(a_record()))
     assert "`.F`" in markdown.render(run)
     index = index_of(page.render(run))
@@ -175,9 +180,7 @@ def test_two_records_of_one_cell_are_both_shown() -> None:
 
 
 def test_the_terminal_matrix_reads_line_by_line() -> None:
-    lines = terminal.render(
-        a_run(a_record(), a_record(engine="torch.fsdp2", verdict=Verdict.HUNG))
-    ).splitlines()
+    lines = whole(a_run(a_record(), a_record(engine="torch.fsdp2", verdict=Verdict.HUNG))).splitlines()
     row = next(line for line in lines if "single::matches[mlp]" in line)
     assert row.split() == ["single::matches[mlp]", "H", "."]
     assert lines[-1] == "Not conforming: 1 of 2 declared passed (50.0%) in 1 min 00 s, 1 not conforming"
@@ -225,7 +228,7 @@ def test_junit_is_xml_for_any_text_of_an_engine(message: str) -> None:
     assert root.get("tests") == "2"
 
 
-@pytest.mark.parametrize("render", RENDERERS, ids=lambda render: render.__module__)
+@pytest.mark.parametrize("render", RENDERERS, ids=NAMES)
 def test_hostile_text_stays_text(render: Callable[[Run], str]) -> None:
     record = a_record(
         HOSTILE,
@@ -250,7 +253,7 @@ def test_hostile_text_stays_text(render: Callable[[Run], str]) -> None:
     assert seen.depth == 0
 
 
-@pytest.mark.parametrize("render", RENDERERS, ids=lambda render: render.__module__)
+@pytest.mark.parametrize("render", RENDERERS, ids=NAMES)
 def test_a_hang_report_folds_ranks_in_one_state(render: Callable[[Run], str]) -> None:
     record = a_record(verdict=Verdict.HUNG, hang=a_hang("engine.py:7 in reduce"))
     visible_text = html.unescape(re.sub(r"</?\w[^>]*>", " ", render(a_run(record))))
