@@ -57,7 +57,7 @@ _KNOWN = {
     ("Longformer", "torch.fsdp2"): _UNUSED,
     ("PromptTuning", "torch.fsdp2"): _TWO_NAMES,
     ("SegmentAnything", "torch.fsdp2"): _UNUSED,
-    ("Spline", "torch.fsdp2"): "used outside the forward of its unit",
+    ("Spline", "torch.fsdp2"): "no hooks on an output that holds no tensors",
     ("Translator", "torch.fsdp2"): _TWO_NAMES,
 }
 _LETTERS = {Verdict.PASSED: "passed", Verdict.UNSUPPORTED: "not declared", Verdict.KNOWN_FAILURE: "known"}

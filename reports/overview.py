@@ -20,7 +20,7 @@ _GOOD = (Verdict.PASSED, Verdict.UNSUPPORTED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class CellCounts:
     """The counts of one engine in one world, or in several worlds that are folded."""
 
     column: int  # its number in the matrix; of folded ones the first
@@ -48,7 +48,7 @@ class Overview:
     """The cells of each engine, one for each of the worlds; None where it was not judged."""
 
     worlds: tuple[str, ...]
-    engines: tuple[tuple[str, tuple[Cell | None, ...]], ...]
+    engines: tuple[tuple[str, tuple[CellCounts | None, ...]], ...]
 
 
 def overview(run: Run, fold: Callable[[str], str] = str) -> Overview:
@@ -59,7 +59,7 @@ def overview(run: Run, fold: Callable[[str], str] = str) -> Overview:
     first: dict[tuple[str, str], int] = {}
     for number, column in enumerate(columns(run)):
         first.setdefault((column.engine, fold(column.world)), number)
-    cells = {key: Cell(column=first[key], counted=tally(records)) for key, records in found.items()}
+    cells = {key: CellCounts(column=first[key], counted=tally(records)) for key, records in found.items()}
     known = dict.fromkeys(fold(world) for world in (*run.header.worlds, *(c.world for c in columns(run))))
     kinds = [*dict.fromkeys(map(_kind, known))]
     judged = {world for _, world in cells}

@@ -111,7 +111,7 @@ class Codebooks:
 
 
 class Spline:
-    """Returns a distribution, which the loss evaluates: there FSDP2 has not gathered its parameters."""
+    """Returns a distribution, which the loss evaluates: FSDP2 finds no tensors in it to hook."""
 
     def build(self) -> Any:
         return zuko.flows.NSF(features=3, context=2, transforms=2, hidden_features=(16, 16))
