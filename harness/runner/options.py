@@ -56,138 +56,100 @@ class Option:
         return [f"{flag}={each}" for each in (value if isinstance(value, list) else [value])]
 
 
-_MANY: Mapping[str, Any] = {"action": "append"}
-ENGINE = Option(
-    flag="--engine",
-    help="engine to judge, repeat for several",
-    default_text="all built in",
-    settings={**_MANY, "metavar": "NAME"},
+def _option(flag: str, text: str, *, shown: str = "", in_pytest: str = "", **settings: Any) -> Option:
+    return Option(flag=flag, help=text, default_text=shown, settings=settings, in_pytest=in_pytest)
+
+
+ENGINE = _option(
+    "--engine", "engine to judge, repeat for several", shown="all built in", action="append", metavar="NAME"
 )
-WORLD = Option(
-    flag="--world",
-    help="world to judge in, repeat for several; gpu is the best for this machine's accelerator",
-    default_text=DEFAULT_WORLD,
-    settings={**_MANY, "metavar": "KIND:SIZE"},
+WORLD = _option(
+    "--world",
+    "world to judge in, repeat for several; gpu is the best for this machine's accelerator",
+    shown=DEFAULT_WORLD,
+    action="append",
+    metavar="KIND:SIZE",
 )
 WRAPPING = (
-    Option(
-        flag="--with",
-        help="option of the call that wraps the model, such as find_unused_parameters=True; repeat for several",
-        settings={**_MANY, "metavar": "NAME=VALUE"},
+    _option(
+        "--with",
+        "option of the call that wraps the model, such as find_unused_parameters=True; repeat for several",
+        action="append",
+        metavar="NAME=VALUE",
     ),
-    Option(
-        flag="--wrap",
-        help="function of your own that wraps the model with the engine, called with the model or with model and mesh",
-        settings={"metavar": "FILE.py:FUNCTION"},
+    _option(
+        "--wrap",
+        "function of your own that wraps the model with the engine, called with the model or with model and mesh",
+        metavar="FILE.py:FUNCTION",
     ),
 )
-OUT = Option(
-    flag="--out",
-    help="folder for records, observations and reports",
-    default_text="none is kept",
-    settings={"metavar": "DIR"},
+OUT = _option("--out", "folder for records, observations and reports", shown="none is kept", metavar="DIR")
+DEADLINE = _option(
+    "--deadline",
+    "seconds a world may take",
+    shown=f"{DEADLINE_S:.0f}",
+    type=float,
+    default=DEADLINE_S,
+    metavar="S",
 )
-DEADLINE = Option(
-    flag="--deadline",
-    help="seconds a world may take",
-    default_text=f"{DEADLINE_S:.0f}",
-    settings={"type": float, "default": DEADLINE_S, "metavar": "S"},
+KEEP = _option(
+    "--keep", "observations to keep", shown=Keep.FAILURES.value, choices=[*Keep], default=Keep.FAILURES.value
 )
-KEEP = Option(
-    flag="--keep",
-    help="observations to keep",
-    default_text=Keep.FAILURES.value,
-    settings={"choices": [*Keep], "default": Keep.FAILURES.value},
-)
-ORACLES = Option(
-    flag="--oracles",
-    help="folder that keeps references between runs; an engine that fails is judged by a fresh one",
-    default_text="none is kept",
-    settings={"metavar": "DIR"},
+ORACLES = _option(
+    "--oracles",
+    "folder that keeps references between runs; an engine that fails is judged by a fresh one",
+    shown="none is kept",
+    metavar="DIR",
 )
 EFFORT = (
-    Option(
-        flag="--schedule-seed",
-        help="seed of schedules and hashes",
-        default_text="0",
-        settings={"type": int, "default": 0, "metavar": "S"},
+    _option("--schedule-seed", "seed of schedules and hashes", shown="0", type=int, default=0, metavar="S"),
+    _option(
+        "--schedules",
+        "run each case under N schedules, where ranks are threads",
+        shown="1",
+        type=int,
+        default=1,
+        metavar="N",
     ),
-    Option(
-        flag="--schedules",
-        help="run each case under N schedules, where ranks are threads",
-        default_text="1",
-        settings={"type": int, "default": 1, "metavar": "N"},
+    _option(
+        "--no-locate",
+        "do not train a case with wrong values once more to find where they came from",
+        action="store_true",
     ),
-    Option(
-        flag="--no-locate",
-        help="do not train a case with wrong values once more to find where they came from",
-        settings={"action": "store_true"},
-    ),
-    Option(
-        flag="--thorough",
-        help="watch for all that can be watched on a CPU, in about 3 x the time",
-        settings={"action": "store_true"},
+    _option(
+        "--thorough", "watch for all that can be watched on a CPU, in about 3 x the time", action="store_true"
     ),
 )
 KNOWN_FAILURES = (
-    Option(
-        flag="--expectations",
-        help="known failures",
-        default_text="suites/expectations.toml",
-        settings={"metavar": "FILE"},
-    ),
-    Option(flag="--no-expectations", help="excuse no known failure", settings={"action": "store_true"}),
+    _option("--expectations", "known failures", shown="suites/expectations.toml", metavar="FILE"),
+    _option("--no-expectations", "excuse no known failure", action="store_true"),
 )
 PRINTED = (
-    Option(flag="--verbose", help="print the verdict of each case too", settings={"action": "store_true"}),
-    Option(
-        flag="--quiet", help="print what does not conform, and the score", settings={"action": "store_true"}
-    ),
-    Option(
-        flag="--json",
-        help="print the conclusion and its causes as JSON; all else goes to stderr",
-        settings={"action": "store_true"},
+    _option("--verbose", "print the verdict of each case too", action="store_true"),
+    _option("--quiet", "print what does not conform, and the score", action="store_true"),
+    _option(
+        "--json", "print the conclusion and its causes as JSON; all else goes to stderr", action="store_true"
     ),
 )
 SHARDS = (
-    Option(
-        flag="--shard",
-        help="run one of several parts of the cases, such as 2/8",
-        settings={"metavar": "N/OF"},
-    ),
-    Option(
-        flag="--durations",
-        help="balance shards by the durations of this run",
-        default_text="by number",
-        settings={"metavar": "DIR"},
+    _option("--shard", "run one of several parts of the cases, such as 2/8", metavar="N/OF"),
+    _option(
+        "--durations",
+        "balance shards by the durations of this run",
+        shown="by number",
         in_pytest="--durations-of",
+        metavar="DIR",
     ),
 )
 REMAINDERS = (
-    Option(
-        flag="--resume",
-        help="the rest of an interrupted run; needs that run's options",
-        settings={"metavar": "DIR"},
-    ),
-    Option(
-        flag="--last-failed",
-        help="only what did not conform in this run",
-        settings={"metavar": "DIR"},
-        in_pytest="--last-failed-of",
+    _option("--resume", "the rest of an interrupted run; needs that run's options", metavar="DIR"),
+    _option(
+        "--last-failed", "only what did not conform in this run", in_pytest="--last-failed-of", metavar="DIR"
     ),
 )
 OF_PYTEST = (
-    Option(
-        flag="--model",
-        help="model that the suite user_model trains",
-        default_text="a small one",
-        settings={"metavar": "NAME"},
-    ),
-    Option(
-        flag="--replay",
-        help="judge what this run observed, and start no world",
-        settings={"metavar": "DIR"},
-    ),
+    _option("--model", "model that the suite user_model trains", shown="a small one", metavar="NAME"),
+    _option("--replay", "judge what this run observed, and start no world", metavar="DIR"),
 )
 OF_RUNS = (ENGINE, WORLD, OUT, DEADLINE, KEEP, ORACLES, *EFFORT, *KNOWN_FAILURES, *SHARDS, *REMAINDERS)
 
