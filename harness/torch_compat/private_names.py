@@ -7,7 +7,7 @@ Other private names are those of the reference engine and of the adapters, each 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -89,172 +89,85 @@ def _refusal(missing: Iterable[PrivateName]) -> UnsupportedTorchError:
     )
 
 
-# A path is a module, and after the colon attributes of it.
-NAMES = (
-    # Operators and the dispatcher.
-    PrivateName(
-        path="torch._C:DispatchKey",
-        use="names the keys under which kernels are registered and calls redispatched",
-        without=Feature.COLLECTIVES,
-    ),
-    PrivateName(
-        path="torch._C:DispatchKeySet",
-        use="shows which device a call is for, and excludes autograd's keys",
-        without=Feature.COLLECTIVES,
-    ),
-    PrivateName(
-        path="torch._C:_dispatch_key_for_device",
-        use="names the key of the kernels of a maker's device",
-        without="operators of a library on accelerators other than CUDA are looked at as a whole",
-    ),
-    PrivateName(
-        path="torch._C:_ExcludeDispatchKeyGuard",
-        use="writes results as a backend does, unseen by autograd and version counters",
-        without=Feature.THREADS,
-    ),
-    PrivateName(
-        path="torch._C:_DisableTorchDispatch",
-        use="writes results as a backend does, unseen by dispatch modes",
-        without=Feature.THREADS,
-    ),
-    PrivateName(
-        path="torch._C:_dispatch_get_all_op_names",
-        use="lists the operators that draw random numbers, so that each rank draws its own",
-        without=Feature.THREADS,
-    ),
-    PrivateName(
-        path="torch._C:_dispatch_has_kernel_for_dispatch_key",
-        use="keeps to operators that have a kernel on the CPU",
-        without=Feature.THREADS,
-    ),
-    PrivateName(
-        path="torch._C:_set_multithreading_enabled",
-        use="runs a backward on the thread of the rank that called it",
-        without=Feature.THREADS,
-    ),
-    PrivateName(
-        path="torch._C:_current_graph_task_id",
-        use="shows whether a future is waited for inside a backward",
-        without=Feature.COLLECTIVES,
-    ),
-    PrivateName(
-        path="torch._C:_current_autograd_node",
-        use="shows whether a backward has computed all gradients",
-        without=Feature.COLLECTIVES,
-    ),
-    PrivateName(
-        path="torch.autograd:Variable._execution_engine",
-        use="calls back at the end of a backward",
-        without=Feature.COLLECTIVES,
-    ),
-    PrivateName(
-        path="torch.utils._python_dispatch:TorchDispatchMode",
-        use="sees each operator, with what it reads and writes",
-        without=Feature.OPERATORS,
-    ),
-    PrivateName(
-        path="torch.utils._python_dispatch:_get_current_dispatch_mode",
-        use="shows whether the mode that sees operators can step aside while an engine is read",
-        without="it sees the operators of reads too, which makes them slower",
-    ),
-    PrivateName(
-        path="torch.autograd:_profiler_enabled",
-        use="shows whether a profiler reads the labels of an engine",
-        without="labels are made that no profiler reads, which makes steps slower",
-    ),
-    PrivateName(
-        path="torch._C._dynamo.eval_frame:set_code_exec_strategy",
-        use="keeps the compiler out of what sees operators",
-        without="torch wraps what sees operators, which makes them slower",
-    ),
-    PrivateName(
-        path="torch._C._dynamo.eval_frame:_FrameExecStrategy",
-        use="says for which calls it is kept out",
-        without="torch wraps what sees operators, which makes them slower",
-    ),
-    PrivateName(
-        path="torch._C._dynamo.eval_frame:_FrameAction",
-        use="says what it does instead",
-        without="torch wraps what sees operators, which makes them slower",
-    ),
-    PrivateName(
-        path="torch:_foreach_copy_",
-        use="writes the outputs of a collective in one call",
-        without="they are written one by one, which is slower",
-    ),
-    PrivateName(
-        path="torch._dynamo",
-        use="is imported once by the fork server, for all ranks, and leaves collectives uncompiled",
-        without="every rank imports what it needs of it, a second each; compiled forwards may hang",
-    ),
-    # Process groups and meshes.
-    PrivateName(
-        path="torch.distributed.distributed_c10d:_World",
-        use="holds the process groups of a rank",
-        without=Feature.THREADS,
-    ),
-    PrivateName(
-        path="torch.distributed.distributed_c10d:_world",
-        use="is replaced, so that every rank finds its own process groups",
-        without=Feature.THREADS,
-    ),
-    PrivateName(
-        path="torch.distributed.distributed_c10d:_new_process_group_helper",
-        use="makes the group of a split on its members alone",
-        without=Feature.THREADS,
-    ),
-    PrivateName(
-        path="torch.distributed.distributed_c10d:_get_default_timeout",
-        use="is the timeout of such a group",
-        without=Feature.THREADS,
-    ),
-    PrivateName(
-        path="torch._C._distributed_c10d:_set_thread_isolation_mode",
-        use="looks up a group's name among those of the calling thread",
-        without=Feature.THREADS,
-    ),
-    PrivateName(
-        path="torch._C._distributed_c10d:_register_process_group",
-        use="makes a rank's groups known on threads that the rank starts",
-        without=Feature.THREADS,
-    ),
-    PrivateName(
-        path="torch._C._distributed_c10d:FakeProcessGroup",
-        use="is the backend below a group of threads, and moves nothing",
-        without=Feature.THREADS,
-    ),
-    PrivateName(
-        path="torch.distributed.fsdp._debug_utils:SimpleProfiler",
-        use="is given a set of names for each thread, so that FSDP1 saves states on several ranks at once",
-        without="nothing is replaced: FSDP1 times no longer",
-    ),
-    # DTensor.
-    PrivateName(
-        path="torch.distributed.tensor._dtensor_spec:DTensorSpec",
-        use="is what a sharding propagation depends on",
-        without="ranks that are threads propagate shardings each for itself, which is slower",
-    ),
-    PrivateName(
-        path="torch.distributed.tensor._op_schema:OutputSharding",
-        use="is the result of a sharding propagation",
-        without="ranks that are threads propagate shardings each for itself, which is slower",
-    ),
-    PrivateName(
-        path="torch.distributed.tensor._sharding_prop:ShardingPropagator",
-        use="is where results of sharding propagations are shared between ranks that are threads",
-        without="ranks that are threads propagate shardings each for itself, which is slower",
-    ),
-    # CUDA.
-    PrivateName(
-        path="torch.cuda._gpu_trace",
-        use="reports events, waits and synchronizations of CUDA's streams",
-        without=Feature.CUDA_STREAMS,
-    ),
-    PrivateName(
-        path="torch._C:_activate_gpu_trace",
-        use="turns these reports on",
-        without=Feature.CUDA_STREAMS,
-    ),
+# By what is lost without them: names and their uses. A path is a module, and after the colon attributes of it.
+_USES: Mapping[Feature | str, Mapping[str, str]] = {
+    Feature.COLLECTIVES: {
+        "torch._C:DispatchKey": "names the keys under which kernels are registered and calls redispatched",
+        "torch._C:DispatchKeySet": "shows which device a call is for, and excludes autograd's keys",
+        "torch._C:_current_graph_task_id": "shows whether a future is waited for inside a backward",
+        "torch._C:_current_autograd_node": "shows whether a backward has computed all gradients",
+        "torch.autograd:Variable._execution_engine": "calls back at the end of a backward",
+    },
+    "operators of a library on accelerators other than CUDA are looked at as a whole": {
+        "torch._C:_dispatch_key_for_device": "names the key of the kernels of a maker's device",
+    },
+    Feature.THREADS: {
+        "torch._C:_ExcludeDispatchKeyGuard": (
+            "writes results as a backend does, unseen by autograd and version counters"
+        ),
+        "torch._C:_DisableTorchDispatch": "writes results as a backend does, unseen by dispatch modes",
+        "torch._C:_dispatch_get_all_op_names": (
+            "lists the operators that draw random numbers, so that each rank draws its own"
+        ),
+        "torch._C:_dispatch_has_kernel_for_dispatch_key": "keeps to operators that have a kernel on the CPU",
+        "torch._C:_set_multithreading_enabled": "runs a backward on the thread of the rank that called it",
+        "torch.distributed.distributed_c10d:_World": "holds the process groups of a rank",
+        "torch.distributed.distributed_c10d:_world": "is replaced, so that every rank finds its own process groups",
+        "torch.distributed.distributed_c10d:_new_process_group_helper": (
+            "makes the group of a split on its members alone"
+        ),
+        "torch.distributed.distributed_c10d:_get_default_timeout": "is the timeout of such a group",
+        "torch._C._distributed_c10d:_set_thread_isolation_mode": (
+            "looks up a group's name among those of the calling thread"
+        ),
+        "torch._C._distributed_c10d:_register_process_group": (
+            "makes a rank's groups known on threads that the rank starts"
+        ),
+        "torch._C._distributed_c10d:FakeProcessGroup": "is the backend below a group of threads, and moves nothing",
+    },
+    Feature.OPERATORS: {
+        "torch.utils._python_dispatch:TorchDispatchMode": "sees each operator, with what it reads and writes",
+    },
+    "it sees the operators of reads too, which makes them slower": {
+        "torch.utils._python_dispatch:_get_current_dispatch_mode": (
+            "shows whether the mode that sees operators can step aside while an engine is read"
+        ),
+    },
+    "labels are made that no profiler reads, which makes steps slower": {
+        "torch.autograd:_profiler_enabled": "shows whether a profiler reads the labels of an engine",
+    },
+    "torch wraps what sees operators, which makes them slower": {
+        "torch._C._dynamo.eval_frame:set_code_exec_strategy": "keeps the compiler out of what sees operators",
+        "torch._C._dynamo.eval_frame:_FrameExecStrategy": "says for which calls it is kept out",
+        "torch._C._dynamo.eval_frame:_FrameAction": "says what it does instead",
+    },
+    "they are written one by one, which is slower": {
+        "torch:_foreach_copy_": "writes the outputs of a collective in one call",
+    },
+    "every rank imports what it needs of it, a second each; compiled forwards may hang": {
+        "torch._dynamo": "is imported once by the fork server, for all ranks, and leaves collectives uncompiled",
+    },
+    "nothing is replaced: FSDP1 times no longer": {
+        "torch.distributed.fsdp._debug_utils:SimpleProfiler": (
+            "is given a set of names for each thread, so that FSDP1 saves states on several ranks at once"
+        ),
+    },
+    "ranks that are threads propagate shardings each for itself, which is slower": {
+        "torch.distributed.tensor._dtensor_spec:DTensorSpec": "is what a sharding propagation depends on",
+        "torch.distributed.tensor._op_schema:OutputSharding": "is the result of a sharding propagation",
+        "torch.distributed.tensor._sharding_prop:ShardingPropagator": (
+            "is where results of sharding propagations are shared between ranks that are threads"
+        ),
+    },
+    Feature.CUDA_STREAMS: {
+        "torch.cuda._gpu_trace": "reports events, waits and synchronizations of CUDA's streams",
+        "torch._C:_activate_gpu_trace": "turns these reports on",
+    },
+}
+NAMES = tuple(
+    PrivateName(path=path, use=use, without=without)
+    for without, uses in _USES.items()
+    for path, use in uses.items()
 )
 
 _BY_PATH = {name.path: name for name in NAMES}
