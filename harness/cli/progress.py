@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardproof.harness.cases.case_id import Node
 from shardproof.harness.cli.screen import styled, width
-from shardproof.harness.records.record import Record, Verdict, from_json
+from shardproof.harness.records.record import Record, from_json
 from shardproof.harness.runner.record_writer import LEFT_OUT_PROPERTY, RECORD_PROPERTY
 
 if TYPE_CHECKING:  # importing them takes a while, and not every command needs them
@@ -19,6 +20,7 @@ if TYPE_CHECKING:  # importing them takes a while, and not every command needs t
     from rich.progress import Progress, TaskID
 
 _PARTS = 10  # lines of a long run in a pipe, in addition to those of failures
+_ALIKE = 10  # of an engine's first cases, after which the other ones hardly end otherwise
 _INDENT = " " * 11
 # Names stay whole, because they are copied. Any: settings of several types.
 _LINES: Mapping[str, Any] = {
@@ -38,6 +40,7 @@ class CaseProgress:
     def __init__(self, *, lists_all: bool = False, is_quiet: bool = False) -> None:
         self._lists_all, self._is_quiet = lists_all, is_quiet
         self._num_cases = self._num_ended = self._num_red = 0
+        self._num_alike = Counter[tuple[str, str]]()  # by engine and cause
         self._has_cells = False  # several engines or worlds
         self.is_interrupted = False  # by Ctrl-C; pytest ends alike for other reasons
         self._started_s = time.monotonic()
@@ -81,12 +84,17 @@ class CaseProgress:
         self._num_ended += 1
         if self._bar is not None:
             self._bar.advance()
-        outcome, conforms = _outcome(report)
+        outcome, conforms, cause = _outcome(report)
         self._num_red += not conforms
-        if self._lists_all or not conforms:
+        self._num_alike[node.engine, cause] += 1
+        is_new = not conforms and self._num_alike[node.engine, cause] == 1
+        if self._lists_all or is_new:
             self._write(self._line(node, outcome, report.duration))
         elif self._bar is None and self._num_ended % max(1, self._num_cases // _PARTS) == 0:
             self._write(f"{self._count()}  {'; '.join(['cases', *self._state()])}")
+        of_engine = sum(n for (engine, _), n in self._num_alike.items() if engine == node.engine)
+        if not conforms and of_engine == self._num_alike[node.engine, cause] == _ALIKE:
+            self._write(f"{node.engine}: the first {_ALIKE} cases end alike; is it broken? Ctrl-C keeps them")
 
     # Any: pytest does not export the type of what it caught.
     def pytest_keyboard_interrupt(self, excinfo: Any) -> None:
@@ -186,12 +194,22 @@ class _Bar:
         self._file.close()
 
 
-def _outcome(report: pytest.TestReport) -> tuple[str, bool]:
-    """Return how a case ended, and whether it conforms."""
+class _Outcome(NamedTuple):
+    """How a case ended, whether it conforms, and what is alike in cases that fail alike."""
+
+    text: str
+    conforms: bool
+    cause: str = ""
+
+
+def _outcome(report: pytest.TestReport) -> _Outcome:
     for name, value in report.user_properties:
         if name == RECORD_PROPERTY:
-            verdict: Verdict = from_json(Record, str(value), where=report.nodeid).verdict
-            return str(verdict), verdict.is_conforming
+            from shardproof.reports.causes import shape
+
+            record: Record = from_json(Record, str(value), where=report.nodeid)
+            cause = "" if record.verdict.is_conforming else f"{record.verdict} {shape(record.headline)}"
+            return _Outcome(str(record.verdict), record.verdict.is_conforming, cause)
         if name == LEFT_OUT_PROPERTY:
-            return "does not apply", True
-    return report.outcome, not report.failed
+            return _Outcome("does not apply", True)
+    return _Outcome(report.outcome, not report.failed, report.outcome)

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from shardproof.harness.cli.main import main
+from shardproof.harness.cli.progress import CaseProgress
 from shardproof.harness.cli.screen import styled
-from shardproof.harness.records.record import LawRecord, Record, Verdict
+from shardproof.harness.records.record import LawRecord, Record, Verdict, to_json
 from shardproof.harness.records.run import read_run
+from shardproof.harness.runner.record_writer import RECORD_PROPERTY
 from shardproof.harness.worlds.output import drop_empty, printed
 from shardproof.reports import terminal
 from tests.pages import unpacked
@@ -139,6 +141,36 @@ def test_a_run_opens_with_one_small_table() -> None:
         ["threads", "processes"],
         ["torch.fsdp2", "375", "5k", "225", "3k"],
     ]
+
+
+def test_failures_that_are_alike_are_written_once_and_a_broken_engine_is_told() -> None:
+    class Screen:
+        def __init__(self) -> None:
+            self.lines: list[str] = []
+
+        def write_line(self, line: str) -> None:
+            self.lines += line.splitlines()
+
+    screen, progress = Screen(), CaseProgress()
+    progress._terminal = screen
+    for number in range(12):
+        failed = a_record(
+            f"parity/test_x.py::test_{number}", Verdict.CRASHED, headline=f"rank {number} raised"
+        )
+        report = pytest.TestReport(
+            f"suites/parity/test_x.py::test_{number}[torch.ddp@threads:2]",
+            ("", 0, ""),
+            {},
+            "failed",
+            None,
+            "call",
+            user_properties=[(RECORD_PROPERTY, to_json(failed))],
+        )
+        progress.pytest_runtest_logreport(report)
+    assert [line.split("; ")[0].split()[2:] for line in screen.lines if "CRASHED" in line] == [
+        ["0", "CRASHED", "in", "0.0", "s"]
+    ]
+    assert "torch.ddp: the first 10 cases end alike; is it broken? Ctrl-C keeps them" in screen.lines
 
 
 def test_colours_stand_on_verdicts_and_cells_alone() -> None:
