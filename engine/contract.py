@@ -290,7 +290,12 @@ class PreparedModel:
 
     def full_state(self) -> dict[str, Any]:
         """Gather whole state dicts of model and optimizer, on every rank; may communicate."""
-        model, optimizer = get_state_dict(self.stateful_module, self.built_optimizer(), options=_WHOLE)
+        held = self.built_optimizer()
+        has_stepped = bool(held.state)
+        model, optimizer = get_state_dict(self.stateful_module, held, options=_WHOLE)
+        if not has_stepped:  # undo the step by which torch makes state before the first one (pytorch#164929)
+            held.state.clear()
+            optimizer["state"] = {}
         return {"model": model, "optimizer": optimizer}
 
     def load_full_state(self, state: dict[str, Any]) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -91,6 +92,12 @@ class PreparedFullyShard(PreparedComposable):
         if Capability.ASYNC_GATHER in plan.demands:
             for root in self._roots():
                 root._set_unshard_async_op(True)  # private in torch; there is no public method
+
+    def full_state(self) -> dict[str, Any]:
+        """Call torch's function and leave its effects: FSDP2 documents it as the way to its state dicts."""
+        options = StateDictOptions(full_state_dict=True)
+        model, optimizer = get_state_dict(self.module, self.built_optimizer(), options=options)
+        return {"model": model, "optimizer": optimizer}
 
     def pipelined(self) -> nn.Module:
         """Return the module itself: torch's stages support its class."""

@@ -129,6 +129,19 @@ class FreesOnlyWhatGotGradients(ReferenceEngine):
                     unit.reshard()
 
 
+@mutant(after="deepspeedai/DeepSpeed#8130", trace=Trace.STATE)
+class KeepsPartlyFrozenUnits(ReferenceEngine):
+    """A unit of which a part is frozen stays gathered from its first backward until the optimizer needs the shards."""
+
+    class Prepared(_PreparedLeaky):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            for name, unit in self.units().items():
+                trains = {p.requires_grad for p in self.part(name).parameters(recurse=bool(name))}
+                if trains != {True, False}:
+                    unit.reshard()
+
+
 @mutant(after="Haian-Jin/LVSM#22", trace=Trace.STATE)
 class FreesHeldUnitsAfterBackward(ReferenceEngine):
     """Units are freed after backward although they were set to stay gathered."""

@@ -181,3 +181,26 @@ class ClipsAsIfStillScaled(DistributedDataParallelEngine):
         def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
             scale = 1.0 if self._scaler is None else self._scaler.get_scale()
             return super().clip_grad_norm_(max_norm / scale, norm_type)
+
+
+@mutant(after="pytorch/pytorch#132816", trace=Trace.STATE)
+class CombinesOverflowsOverReplicas(FullyShardEngine):
+    """Of a mesh with two axes, only the ranks of the first one agree whether a gradient has overflowed."""
+
+    class Prepared(PreparedFullyShard):
+        def grad_scaler(self, *, init_scale: float, growth_interval: int) -> GradScaler:
+            first = next(iter(self.owned_parameters().values()))
+            assert isinstance(first, DTensor)
+            scaler = _OfOneAxis("cpu", init_scale=init_scale, growth_interval=growth_interval)
+            scaler.group = first.device_mesh.get_group(0)
+            return scaler
+
+
+class _OfOneAxis(_OfOwnShards):
+    group: dist.ProcessGroup
+
+    def _unscale_grads_(self, *given: Any) -> dict[torch.device, torch.Tensor]:  # Any: as above
+        found = super()._unscale_grads_(*given)
+        for has_overflowed in found.values():
+            dist.all_reduce(has_overflowed, op=dist.ReduceOp.MAX, group=self.group)
+        return found

@@ -199,3 +199,33 @@ class StepsTiedParametersTwiceInBackward(ReferenceEngine):
                 elif parameter.requires_grad:
                     again = factory([parameter])
                     parameter.register_post_accumulate_grad_hook(lambda _, again=again: again.step())  # type: ignore[no-untyped-call]  # torch's
+
+
+@mutant(after="deepspeedai/DeepSpeed#7969")
+class SchedulesTheFirstGroupAlone(ReferenceEngine):
+    """Each group of parameters is updated with the learning rate of the first."""
+
+    class Prepared(Remembering):
+        def step(self) -> None:
+            groups = self.built_optimizer().param_groups
+            rates = [group["lr"] for group in groups]
+            for group in groups:
+                group["lr"] = rates[0]
+            super().step()
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+
+@mutant(after="modelscope/ms-swift#10084")
+class DividesByTheMicrobatchesOfTheFirstStep(ReferenceEngine):
+    """A step with fewer microbatches than the first is divided by the number of the first."""
+
+    class Prepared(Remembering):
+        num_in_first_step = 0
+
+        def step(self) -> None:
+            num_microbatches = self.num_held + 1
+            self.num_in_first_step = self.num_in_first_step or num_microbatches
+            for gradient in self.gradients():
+                gradient.mul_(num_microbatches / self.num_in_first_step)
+            super().step()

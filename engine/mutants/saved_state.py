@@ -25,6 +25,7 @@ from shardproof.engine.mutants.patches import (
     set_group_options,
     unchanged,
 )
+from shardproof.engine.mutants.rare_triggers import Remembering
 
 
 @mutant(after="facebookresearch/fairscale#601", phase="state loaded")
@@ -345,3 +346,26 @@ class CountsRecomputedGradientsTwice(ReferenceEngine):
         def _enter(self, module: nn.Module, inputs: Any) -> None:  # Any: a module's inputs are of any type
             if self._is_in_backward:
                 self._recomputed.add(module)
+
+
+@mutant(after="pytorch/torchtitan#1167", trace=Trace.CRASH)
+class SavesNothingAfterAnEvaluation(ReferenceEngine):
+    """State cannot be taken while a unit is whole, as after an evaluation."""
+
+    class Prepared(PreparedReference):
+        def full_state(self) -> dict[str, Any]:
+            for unit in self.units().values():
+                if unit.is_unsharded():
+                    raise RuntimeError("the state of a unit that is gathered cannot be taken")
+            return super().full_state()
+
+
+@mutant(after="huggingface/transformers#22143")
+class LosesWhatIsHeldBackWhenSaved(ReferenceEngine):
+    """Microbatches that were held back when the state is taken are lost."""
+
+    class Prepared(Remembering):
+        def full_state(self) -> dict[str, Any]:
+            if self.num_held:
+                self.drop_held()
+            return super().full_state()

@@ -115,6 +115,10 @@ class Actor(ABC):
         """Return handles of the plan's units by name, ``""`` for the root."""
 
     @abstractmethod
+    def save(self) -> None:
+        """Take the whole state, as a loop does that saves and goes on; note whether it is what the ranks hold."""
+
+    @abstractmethod
     def look(self, moment: str) -> None:
         """Observe the current parameters, and whether units are gathered."""
 

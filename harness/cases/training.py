@@ -100,12 +100,14 @@ class LossScaling:
 
     The factor doubles after ``growth_interval`` steps without an overflow. If a gradient of any rank is not finite, all
     ranks skip the step and the factor halves. In the step ``overflows_at`` the gradient of the first column of the
-    model's output, a single tensor, is infinite on the last rank alone.
+    model's output, a single tensor, is infinite on the last rank alone; with ``in_one_piece`` one element of a reduced
+    gradient is, on the ranks that hold it.
     """
 
     init_scale: float = 2.0**10
     growth_interval: int = 2
     overflows_at: int | None = None
+    in_one_piece: bool = False
 
     def after(self, step: int) -> float:
         """Return the factor after a step, as torch's ``GradScaler`` documents it."""
@@ -129,7 +131,8 @@ class Schedule:
 
     ``repeats`` runs it again from the same start. ``are_repeats_read``: repeats are read in each step, as the first run
     is. Otherwise they are read at their end, and only ends are compared. ``steps_in_backward``: each parameter has an
-    optimizer of its own, and a hook steps it as soon as the gradient is reduced.
+    optimizer of its own, and a hook steps it as soon as the gradient is reduced. ``short_steps`` have one microbatch
+    fewer, as the last step of an epoch may.
     """
 
     steps: int = 3
@@ -141,6 +144,11 @@ class Schedule:
     are_repeats_read: bool = True
     steps_in_backward: bool = False
     scaling: LossScaling | None = None
+    short_steps: tuple[int, ...] = ()
+
+    def microbatches_in(self, step: int) -> int:
+        """Return the number of microbatches of a step."""
+        return self.microbatches - (step in self.short_steps)
 
     def is_skipped(self, step: int) -> bool:
         """Return whether no parameter changes in a step, because a gradient overflows."""
@@ -373,7 +381,7 @@ def loss_weight(training: Training, world_size: int, step: int) -> float:
     problem = training.problem
     total = sum(
         problem.num_items(step=step, microbatch=microbatch, rank=rank)
-        for microbatch in range(training.schedule.microbatches)
+        for microbatch in range(training.schedule.microbatches_in(step))
         for rank in range(world_size)
     )
     return world_size / total

@@ -180,6 +180,13 @@ def still_parameters(problem: object) -> frozenset[str]:
     return frozenset(problem.still) if isinstance(problem, UserModel) else frozenset()
 
 
+def frozen_parameters(problem: object, model: nn.Module) -> frozenset[str]:
+    """Return the parameters that require no gradient; ``model`` may be the skeleton of a user's model."""
+    if isinstance(problem, UserModel):
+        return frozenset(problem.facts.frozen)
+    return frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
+
+
 def written_by_forward(problem: object) -> frozenset[str]:
     """Return the frozen parameters that forward changes: each rank has its own, as it has buffers of its own."""
     return frozenset(problem.facts.written) if isinstance(problem, UserModel) else frozenset()
@@ -254,18 +261,15 @@ class UserOptimizer:
 
 
 class StepSchedules:
-    """The learning rate schedules of all optimizers that a factory makes in one training, if the user's model has any.
+    """The learning rate schedules of all optimizers that a factory makes in one training, if it defines any.
 
     The loop steps them after the optimizer, because loading state into an optimizer may call its ``step`` too.
     """
 
     def __init__(self, factory: NamedOptimizer, steps_done: int = 0) -> None:
         self._factory = factory
-        self._make = (
-            getattr(definition(factory.spec), "scheduler", None)
-            if isinstance(factory, UserOptimizer)
-            else None
-        )
+        defined = definition(factory.spec) if isinstance(factory, UserOptimizer) else factory
+        self._make = getattr(defined, "scheduler", None)
         self._steps_done = steps_done
         self._made: list[Any] = []  # Any: objects with a step()
 

@@ -10,7 +10,7 @@ import math
 import torch
 
 from shardproof.engine.contract import NoGradient, Shard
-from shardproof.harness.laws.hypotheses import Suspect, factor_between, hypotheses, share_of
+from shardproof.harness.laws.hypotheses import Suspect, factor_between, hypotheses, scaled_update, share_of
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.structure import RankShard
 from shardproof.harness.laws.tolerance import allowed_error
@@ -48,6 +48,7 @@ def looks_like(evidence: Evidence, place: TensorKey, piece: RankShard) -> str:
         or _scalar_factor(suspect)
         or _permuted(suspect)
         or wrong_update(suspect)
+        or _scaled_update(suspect)
         or _rounded_in_reduction(suspect)
         or UNSTRUCTURED
     )
@@ -106,6 +107,11 @@ def _constant_factor(suspect: Suspect) -> str | None:
     if factor is None or not suspect.fits(suspect.expected * factor):
         return None
     return f"a constant factor {factor:.6g} of the reference"
+
+
+def _scaled_update(suspect: Suspect) -> str | None:
+    scaled = scaled_update(suspect)
+    return None if scaled is None or not suspect.fits(scaled.tensor) else scaled.text
 
 
 def _scalar_factor(suspect: Suspect) -> str | None:

@@ -271,13 +271,21 @@ def _of_parameter(suspect: Suspect) -> Iterator[Hypothesis]:
         return
     if step > 0:
         yield Hypothesis(text="the previous step's value (stale)", tensor=before)
+    text = "updated by 2 x the reference's update: added once more"
+    yield Hypothesis(text=text, tensor=before + 2 * (suspect.expected - before))
+
+
+def scaled_update(suspect: Suspect) -> Hypothesis | None:
+    """Return the reference's update times the factor that fits best; None if it is not of a parameter, or none fits."""
+    before = suspect.earlier(suspect.place.step - 1)
+    if suspect.place.quantity is not Quantity.PARAMETER or before is None:
+        return None
     update = suspect.expected - before
     factor = factor_between(suspect.got - before, update)
-    if factor is not None:
-        factor = factor.real
-        more = ": added once more" if math.isclose(factor, 2, rel_tol=1e-3) else ""
-        text = f"updated by {factor:.6g} x the reference's update{more}"
-        yield Hypothesis(text=text, tensor=before + factor * update)
+    if factor is None:
+        return None
+    text = f"updated by {factor.real:.6g} x the reference's update"
+    return Hypothesis(text=text, tensor=before + factor.real * update)
 
 
 def _of_loss(suspect: Suspect) -> Iterator[Hypothesis]:

@@ -207,7 +207,7 @@ class OracleActor(Actor):
         self, models: OracleModels, played: RankModel, training: Training, step: int, rank: int
     ) -> None:
         self.step = step
-        self.num_microbatches = training.schedule.microbatches
+        self.num_microbatches = training.schedule.microbatches_in(step)
         self.weight = loss_weight(training, models.world_size, step)
         self.losses: list[float] = []
         self.gradients: dict[tuple[int, str], torch.Tensor] = {}
@@ -299,6 +299,9 @@ class OracleActor(Actor):
     def units(self) -> Mapping[str, UnitHandle]:
         return _NoUnits()
 
+    def save(self) -> None:
+        """Do nothing: a save changes nothing."""
+
     def look(self, moment: str) -> None:
         """Observe nothing."""
 
@@ -360,7 +363,7 @@ def pieces_of_step(
 
     Each thread that plays enters the context that ``inside`` makes.
     """
-    num_microbatches, world_size = training.schedule.microbatches, models.world_size
+    num_microbatches, world_size = training.schedule.microbatches_in(step), models.world_size
 
     def play(rank: int) -> OracleActor:
         with models.playing(rank) as played:

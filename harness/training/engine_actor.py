@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardproof.engine.contract import Accumulation, Capability, PreparedModel, Shard, UnitHandle
 from shardproof.harness.cases.batch import Batch, Rows, arguments_of, converted, tensors_in, tensors_of
@@ -22,14 +24,17 @@ from shardproof.harness.cases.script import (
     sum_of_squares,
     with_gradients,
 )
-from shardproof.harness.cases.training import Training, loss_weight
+from shardproof.harness.cases.training import AS_HELD, HANDED_OUT, StateForm, Training, loss_weight
+from shardproof.harness.cases.units import shares_of
 from shardproof.harness.records.observation import Fact
 from shardproof.harness.torch_compat.dtypes import bytes_of
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.recorder import Recorder
+from shardproof.harness.training.handover import state_of
 from shardproof.harness.training.loss_scale import overflowing
 from shardproof.harness.training.reads import read_shards
 from shardproof.harness.training.watches import Watches
+from shardproof.harness.training.whole_state import difference_of_state
 from shardproof.harness.worlds.rank import RankContext
 
 
@@ -57,8 +62,14 @@ class EngineActor(Actor):
     ) -> None:
         self.step = step
         self._scaled = scaled or (lambda loss: loss)
-        self._overflows = training.schedule.is_skipped(step) and context.rank == context.size - 1
-        self.num_microbatches = training.schedule.microbatches
+        scaling = training.schedule.scaling
+        self._overflows = (
+            scaling is not None
+            and scaling.overflows_at == step
+            and not scaling.in_one_piece
+            and context.rank == context.size - 1
+        )
+        self.num_microbatches = training.schedule.microbatches_in(step)
         data_size = training.plan.data_size(context.size)
         self.weight = 1.0 if context.is_simulated else loss_weight(training, data_size, step)
         self.log = StepLog()
@@ -69,6 +80,7 @@ class EngineActor(Actor):
         self._lifetimes = None if watches is None else watches.lifetimes
         self._census = None if watches is None else watches.census
         self._probes = None if watches is None else watches.probes
+        self.between: Callable[[], None] | None = None  # called before each forward after a backward
         self.is_at_rest = True  # whether every forward has had its backward; an evaluation's forward has none
         self._batches: dict[int, Batch] = {}
         self._data_rank = training.plan.data_rank(context.rank, context.size)
@@ -98,6 +110,8 @@ class EngineActor(Actor):
 
     # Any: a model's inputs and outputs are of any type.
     def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
+        if microbatch and self.is_at_rest and self.between is not None:
+            self.between()
         self.seed(microbatch)
         self._announce(microbatch)
         self.is_at_rest = False
@@ -168,6 +182,25 @@ class EngineActor(Actor):
 
     def units(self) -> Mapping[str, UnitHandle]:
         return self._prepared.units()
+
+    def save(self) -> None:
+        """Take the state in whole tensors, and compare it with this rank's shards."""
+        with self._context.recorder.during(Phase.BETWEEN, step=self.step):
+            state = state_of(self._prepared, StateForm.WHOLE)
+        with self._context.recorder.during(Phase.OBSERVE, step=self.step):
+            names = frozenset(self._training.problem.build().state_dict())
+            self.note(HANDED_OUT, difference_of_state(self._prepared, state, names) or AS_HELD)
+
+    def overflow_in_one_piece(self) -> None:
+        """Make one element of a reduced gradient infinite, on the last ranks to hold shares of gradients."""
+        size = self._context.size
+        num_shares = shares_of(self._training.plan, size).gradients
+        if self._context.rank % num_shares != num_shares - 1:
+            return
+        gradients = (p.grad for p in self._prepared.owned_parameters().values() if p.grad is not None)
+        pieces = (g.to_local() if isinstance(g, DTensor) else g for g in gradients)
+        piece = next(piece for piece in pieces if piece.numel())
+        piece[(0,) * piece.dim()] = math.inf
 
     def look(self, moment: str) -> None:
         """Read parameters, and the state of units if the plan requires that they can be read."""

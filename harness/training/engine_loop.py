@@ -13,6 +13,7 @@ import torch
 
 from shardproof.engine.contract import (
     Cut,
+    Layout,
     Masters,
     NoGradient,
     Plan,
@@ -20,6 +21,7 @@ from shardproof.engine.contract import (
     Shard,
     UnsupportedError,
 )
+from shardproof.harness.cases.scripts.eventful import goes_in_turn
 from shardproof.harness.cases.training import (
     AS_HANDED_OUT,
     AS_HELD,
@@ -54,7 +56,7 @@ from shardproof.harness.training.handover import (
     write_files,
     write_whole,
 )
-from shardproof.harness.training.layout_memory import Form, explained
+from shardproof.harness.training.layout_memory import Form, HeldGradients, explained
 from shardproof.harness.training.loss_scale import ScaledSteps
 from shardproof.harness.training.rank_step import OwnStep
 from shardproof.harness.training.reads import calling, read_declared, read_gradients, read_norm, read_shards
@@ -333,6 +335,8 @@ class _Loop:
         if self._probes is not None:
             self._probes.factor = 1.0 if scaled is None else scaled.scale
         actor = EngineActor(prepared, self._training, self._context, step, self._inputs, self._watches, scale)
+        if goes_in_turn(self._training.script):
+            actor.between = lambda: self._count(actor, CensusTime.BETWEEN)
         self._meet(step)
         with recorder.during(Phase.BETWEEN, step=step):
             if isinstance(prepared, _TakesSteps):
@@ -344,6 +348,8 @@ class _Loop:
         norm = None
         self._probe_gradients(Seen.REDUCED, step)
         if scaled is not None:
+            if is_skipped and schedule.scaling is not None and schedule.scaling.in_one_piece:
+                actor.overflow_in_one_piece()
             with recorder.during(Phase.STEP, step=step):
                 scaled.unscale()
             self._probe_gradients(Seen.UNSCALED, step)
@@ -423,17 +429,34 @@ class _Loop:
 
     def _count(self, actor: EngineActor, moment: CensusTime) -> None:
         form = None if self._watches is None else self._watches.form
+        # Engines that shard optimizer state alone may keep buffers of whole gradients, as DDP below them does.
+        is_sharded = self._training.plan.layout in {Layout.SHARD, Layout.HYBRID}
+        if moment is CensusTime.BETWEEN and not is_sharded:
+            return
         if self._census is not None and form is not None and actor.is_at_rest:
             with self.reading(actor.step):
-                self._census.take(actor.step, moment, lambda: self._explained(form))
+                gradients = HeldGradients.at(moment, actor.step, self._training)
+                is_before_updates = actor.step == 0 and moment in {CensusTime.BETWEEN, CensusTime.REDUCED}
+                self._census.take(
+                    actor.step,
+                    moment,
+                    lambda: self._explained(form, gradients),
+                    state_bytes=self._state_bytes() if is_sharded and is_before_updates else None,
+                    kind=(gradients, is_before_updates),
+                )
 
-    def _explained(self, form: Form) -> int:
-        """Return the bytes that the layout and the reported optimizer state explain; a law checks the report itself."""
+    def _state_bytes(self) -> int:
         shown = read_shards(self.prepared, "local_optimizer_state")
-        state = sum(num_bytes_of(shard.tensor) for shard in shown.values())
+        return sum(num_bytes_of(shard.tensor) for shard in shown.values())
+
+    def _explained(self, form: Form, gradients: HeldGradients) -> int:
+        """Return the bytes that the layout and the reported optimizer state explain; a law checks the report itself."""
+        state = self._state_bytes()
         size, cut = self._context.size, read_declared(self.prepared, "cut", Cut)
         masters = read_declared(self.prepared, "masters", Masters)
-        return explained(form, self._training, size, cut=cut, state=state, masters=masters).num_bytes
+        return explained(
+            form, self._training, size, cut=cut, state=state, masters=masters, gradients=gradients
+        ).num_bytes
 
     def _meet(self, step: int) -> None:
         if self._lifetimes is not None:

@@ -17,6 +17,9 @@ If the loop calls parts of the model directly, an engine may keep the buffer of 
 forward would free it, and may not follow. Between steps nothing else is explained: no gathered unit, no other buffer
 and no copy in another dtype. The engines of torch and ours keep none of these after the optimizer step.
 
+Between microbatches whose reduction is held back a rank holds whole gradients, and beside them shares that were cleared
+to zeros. Before the first update it holds no more optimizer state than the engine reports.
+
 After a forward without a backward, as in an evaluation, the reshard policy explains gathered units. A step that ends
 with such a forward is not counted.
 """
@@ -25,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from fractions import Fraction
 from math import ceil, prod
 from operator import mul
@@ -32,7 +36,15 @@ from operator import mul
 import torch
 from torch import nn
 
-from shardproof.engine.contract import Capability, Cut, Masters, Placement, Plan
+from shardproof.engine.contract import (
+    Accumulation,
+    Capability,
+    Cut,
+    Masters,
+    Placement,
+    Plan,
+    Reshard,
+)
 from shardproof.harness.cases.training import Training
 from shardproof.harness.cases.units import (
     FLAT_ALIGNMENT_BYTES,
@@ -43,17 +55,39 @@ from shardproof.harness.cases.units import (
     shares_of,
     skeleton_of,
 )
+from shardproof.harness.cases.user_model import frozen_parameters
+from shardproof.harness.tracing.memory.census_report import CensusTime
 
 _MASTER_BYTES = 4  # copies that the optimizer updates are at least float32
 
 
+class HeldGradients(Enum):
+    """What a rank may hold of gradients at one moment."""
+
+    SHARES = "what the layout gives it"
+    WHOLE = "all of them, for their reduction is held back"
+    WHOLE_AND_SHARES = "all of them, beside shares that were cleared to zeros"
+
+    @classmethod
+    def at(cls, moment: CensusTime, step: int, training: Training) -> HeldGradients:
+        """Return what a rank may hold at a moment of a step."""
+        is_held_back = training.plan.accumulation is Accumulation.LAST_MICROBATCH
+        if moment is not CensusTime.BETWEEN or not is_held_back:
+            return cls.SHARES
+        return cls.WHOLE if training.schedule.clears_to_none(step - 1) else cls.WHOLE_AND_SHARES
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """The facts of a model that the closed form uses: its groups, and the bytes that every rank holds whole."""
+    """The facts of a model that the closed form uses.
+
+    These are its groups, the bytes that every rank holds whole, and the parameters that require no gradient.
+    """
 
     groups: tuple[UnitParameters, ...]
     buffer_bytes: int
     ignored_bytes: int
+    frozen: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, model: nn.Module, training: Training) -> Form:
@@ -64,6 +98,7 @@ class Form:
             groups=groups_in(model, training.plan),
             buffer_bytes=sum(_num_bytes(buffer, dtype) for buffer in model.buffers()),
             ignored_bytes=sum(_num_bytes(parameter, dtype) for parameter in ignored),
+            frozen=frozen_parameters(training.problem, model),
         )
 
 
@@ -111,19 +146,32 @@ def explained(
     cut: Cut,
     state: int,
     masters: Masters = Masters.NONE,
+    gradients: HeldGradients = HeldGradients.SHARES,
 ) -> Explained:
     """Add up what a rank may hold, with this many bytes of optimizer state; see [Note: what a layout explains]."""
     shares = shares_of(training.plan, world_size)
+    # FSDP1 keeps such units whole from one microbatch to the next.
+    keeps_units = gradients is not HeldGradients.SHARES and training.plan.reshard is Reshard.KEEP
     dtype, reduced = training.convert, training.plan.reduction_dtype
     widths = [dtype.itemsize if dtype else group.bytes_per_element for group in form.groups]
     numels = [_group_numel(group, training.plan, shares.state, cut) for group in form.groups]
     parts = list(zip(numels, widths, strict=True))
-    of_gradients = [max(width, reduced.itemsize if reduced else 0) for width in widths]
+    of_gradients = [
+        0 if form.frozen.issuperset(group.names) else max(width, reduced.itemsize if reduced else 0)
+        for group, width in zip(form.groups, widths, strict=True)
+    ]
+    of_layout = shares.state // shares.gradients
+    copies = {
+        HeldGradients.SHARES: of_layout,
+        HeldGradients.WHOLE: shares.state,
+        HeldGradients.WHOLE_AND_SHARES: shares.state + of_layout,
+    }
     keeps_a_gather = Capability.PARTS in training.plan.needs
     spill = _spill(form, shares.state, cut)
     return Explained(
-        parameters=sum(numel * width for numel, width in parts) * (shares.state // shares.parameters),
-        gradients=sum(map(mul, numels, of_gradients)) * (shares.state // shares.gradients)
+        parameters=sum(numel * width for numel, width in parts)
+        * (shares.state // shares.parameters + (shares.state if keeps_units else 0)),
+        gradients=sum(map(mul, numels, of_gradients)) * copies[gradients]
         + (spill * max(of_gradients) if shares.gradients > 1 else 0),
         state=state,
         whole=form.buffer_bytes + 2 * form.ignored_bytes,

@@ -11,6 +11,7 @@ from shardproof.harness.cases.training import Training, Watch
 from shardproof.harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor, harm_in
 from shardproof.harness.laws.communication.counts import ReadsAreSilent
 from shardproof.harness.laws.communication.matching import Counterparts, first_disagreement
+from shardproof.harness.laws.communication.needs import laws_of_needs
 from shardproof.harness.laws.law import Evidence, Law, Ruling
 from shardproof.harness.laws.memory.lifetimes import UserTensorsLive
 from shardproof.harness.laws.memory.share import MemoryIsExplained
@@ -106,7 +107,13 @@ def implied(training: Training) -> tuple[Law, ...]:
     watched = (law for watch, law in _IMPLIED_BY.items() if watch in training.watch)
     scaling = training.schedule.scaling
     scaled = () if scaling is None else (ScalesLosses(scaling=scaling),)
-    return (*_IMPLIED, *scaled, *((MemoryIsExplained(),) if training.is_counted else ()), *watched)
+    return (
+        *_IMPLIED,
+        *laws_of_needs(training),
+        *scaled,
+        *((MemoryIsExplained(),) if training.is_counted else ()),
+        *watched,
+    )
 
 
 def _judge_damage(saved: SavedResult) -> Judgement:

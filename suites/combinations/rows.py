@@ -32,6 +32,7 @@ _REPLICAS = frozenset(
         Capability.STATE,
         Capability.OWN_BUFFERS,
         Capability.LOSS_SCALE,
+        Capability.PARAMETER_SHAPES,
     }
 )
 _WRAPPED = frozenset(

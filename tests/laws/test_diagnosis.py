@@ -137,7 +137,10 @@ UPDATES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor, Moment], torch.Te
     "frozen": (lambda b, a, m: b, "unchanged since initialisation"),
     "stale": (lambda b, a, m: b if m.step == 1 else a, "the previous step's value (stale)"),
     "zero": (lambda b, a, m: torch.zeros_like(a), "zero"),
-    "world size times": (lambda b, a, m: b + WORLD_SIZE * (a - b), "updated by 4 x the reference's update"),
+    "world size times": (
+        lambda b, a, m: b + WORLD_SIZE * (a - b),
+        "updated by 4 x the gradient that was read",
+    ),
     "scaled": (lambda b, a, m: b + 0.37 * (a - b), "updated by 0.37 x the reference's update"),
     "applied twice": (
         lambda b, a, m: b + 2 * (a - b),

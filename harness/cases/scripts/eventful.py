@@ -10,8 +10,20 @@ import torch
 
 from shardproof.engine.contract import Capability
 from shardproof.harness.cases.batch import ModelBatch
-from shardproof.harness.cases.script import Actor, Evaluation, Probe, Script, with_gradients
+from shardproof.harness.cases.script import (
+    Actor,
+    EachMicrobatch,
+    Evaluation,
+    Probe,
+    Script,
+    with_gradients,
+)
 from shardproof.harness.cases.scripts.failures import RAISED
+
+
+def goes_in_turn(script: Script) -> bool:
+    """Return whether each microbatch goes forward and backward before the next one, as in most training loops."""
+    return isinstance(script.inner if isinstance(script, Eventful) else script, EachMicrobatch)
 
 
 class Interlude(Enum):
@@ -45,7 +57,8 @@ class Eventful:
     """Play ``inner`` with these events.
 
     ``by_keyword`` passes the rows to forward as ``rows=``, and ``inputs_have_gradients`` as leaves that get one.
-    ``backward_by_halves`` runs two backwards through the graph of each forward, each of half the loss.
+    ``backward_by_halves`` runs two backwards through the graph of each forward, each of half the loss. ``saved`` is
+    when the whole state is taken, once an evaluation or probe of the same moment is over.
     """
 
     inner: Script
@@ -58,6 +71,7 @@ class Eventful:
     probed: Interlude = Interlude.BEFORE
     backward_by_halves: bool = False
     freezing: Freezing | None = None
+    saved: Interlude = Interlude.NONE
 
     @property
     def demands(self) -> frozenset[Capability]:
@@ -67,6 +81,7 @@ class Eventful:
             Capability.UNIT_SYNC: self.backward_by_halves,  # as for other backwards through one graph
             Capability.FREEZE: self.freezing is not None,
             Capability.UNUSED: self.freezing is not None,
+            Capability.STATE: self.saved is not Interlude.NONE,
         }
         return self.inner.demands | {capability for capability, is_asked in asked.items() if is_asked}
 
@@ -91,6 +106,8 @@ class Eventful:
             actor.evaluate(0, self.how)
         if self.probe is not None and self.probed is moment:
             actor.probe(0, self.probe)
+        if self.saved is moment:
+            actor.save()
 
     def _around(self, actor: Actor, *, is_counted: bool = True) -> Actor:
         return cast(Actor, _Proxy(actor, self, is_counted=is_counted))  # it delegates all other methods

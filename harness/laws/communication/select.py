@@ -108,20 +108,20 @@ class Select:
         return tuple(self._moments(schedule, per))
 
     def _moments(self, schedule: Schedule, per: Per) -> Iterator[LoopStep]:
-        indices = self._indices(schedule)
         if per is Per.STEP and self._covers_step(BEFORE_STEPS):
             yield LoopStep(step=BEFORE_STEPS)
         for step in filter(self._covers_step, range(schedule.steps)):
+            indices = self._indices(schedule, step)
             if per is Per.MICROBATCH:
                 yield from (LoopStep(step=step, microbatch=m) for m in indices)
             elif indices:
                 yield LoopStep(step=step)
 
-    def _indices(self, schedule: Schedule) -> range | tuple[int, ...]:
-        last = schedule.microbatches - 1
+    def _indices(self, schedule: Schedule, step: int) -> range | tuple[int, ...]:
+        last = schedule.microbatches_in(step) - 1
         match self.microbatches:
             case Microbatches.ALL:
-                return range(schedule.microbatches)
+                return range(last + 1)
             case Microbatches.LAST:
                 return (last,)
             case Microbatches.ALL_BUT_LAST:
@@ -153,7 +153,10 @@ class Select:
             and self.axis in {None, entry.axis}
             and self.group_size in {None, len(entry.group)}
             and (not self.units or entry.unit in self.units)
-            and (self.microbatches is Microbatches.ALL or entry.microbatch in self._indices(schedule))
+            and (
+                self.microbatches is Microbatches.ALL
+                or entry.microbatch in self._indices(schedule, entry.step)
+            )
         )
 
 

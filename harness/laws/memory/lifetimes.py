@@ -97,8 +97,10 @@ class LiveBytes:
             AfterPhase.BACKWARD: Phase.BACKWARD,
             AfterPhase.STEP: Phase.STEP,
         }[self.after]
-        microbatches = (-1,) if self.after is AfterPhase.STEP else tuple(range(schedule.microbatches))
         for step in range(schedule.steps):
+            microbatches = (
+                (-1,) if self.after is AfterPhase.STEP else tuple(range(schedule.microbatches_in(step)))
+            )
             for microbatch in microbatches:
                 found = last_of(report, step, microbatch, phase)
                 if found is None:

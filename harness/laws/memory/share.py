@@ -12,7 +12,14 @@ from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.oracle.oracle_observation import Quantity
 from shardproof.harness.records.observation import Observation
 from shardproof.harness.tracing.memory.memory_report import CensusEntry
-from shardproof.harness.training.layout_memory import Explained, StateTensor, explained, form_of, state_bytes
+from shardproof.harness.training.layout_memory import (
+    Explained,
+    HeldGradients,
+    StateTensor,
+    explained,
+    form_of,
+    state_bytes,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +46,11 @@ class MemoryIsExplained:
             limit = _explained(evidence, observation)
             counts = list(_counted(evidence.training, observation))
             most = max([most, *(count.num_bytes for count in counts)])
+            limits = [_explained_at(count, evidence, observation) for count in counts]
             broken += [
-                _breach(observation.rank, count, limit)
-                for count in counts
-                if count.num_bytes > limit.num_bytes
+                _breach(observation.rank, count, most_now)
+                for count, most_now in zip(counts, limits, strict=True)
+                if count.num_bytes > most_now.num_bytes
             ]
             broken += list(_growth(evidence, observation.rank, counts, limit))
             broken += list(_left_on_the_device(evidence, observation.rank, counts, limit))
@@ -89,6 +97,12 @@ def _left_on_the_device(
             )
 
 
+def _explained_at(count: CensusEntry, evidence: Evidence, observation: Observation) -> Explained:
+    """Return what is explained at one moment: before the first update only the state that the engine reported."""
+    gradients = HeldGradients.at(count.moment, count.step, evidence.training)
+    return _explained(evidence, observation, gradients=gradients, reported=count.state_bytes)
+
+
 def _breaches_in_sum(evidence: Evidence) -> Iterator[str]:
     """Compare the sum over ranks where one may hold more because another holds less."""
     if not any(observation.cut is Cut.PARAMETERS for observation in evidence.ranks):
@@ -111,7 +125,14 @@ def _counted(training: Training, observation: Observation) -> Iterator[CensusEnt
     return (count for count in observation.counts if count.step < last)
 
 
-def _explained(evidence: Evidence, observation: Observation, cut: Cut | None = None) -> Explained:
+def _explained(
+    evidence: Evidence,
+    observation: Observation,
+    cut: Cut | None = None,
+    *,
+    gradients: HeldGradients = HeldGradients.SHARES,
+    reported: int | None = None,
+) -> Explained:
     training, size, cut = evidence.training, evidence.world_size, cut or observation.cut
     oracle, form = evidence.oracle, form_of(evidence.training)
     state = (
@@ -123,7 +144,10 @@ def _explained(evidence: Evidence, observation: Observation, cut: Cut | None = N
         for name, whole in oracle.optimizer_state.items()
     )
     num_bytes = state_bytes(form, training, size, cut=cut, state=state)
-    return explained(form, training, size, cut=cut, state=num_bytes, masters=observation.masters)
+    num_bytes = num_bytes if reported is None else min(num_bytes, reported)
+    return explained(
+        form, training, size, cut=cut, state=num_bytes, masters=observation.masters, gradients=gradients
+    )
 
 
 def _breach(rank: int, count: CensusEntry, limit: Explained) -> str:

@@ -72,8 +72,8 @@ class Census:
         self._recorder = recorder
         self._seen: dict[int, _Seen] = {}  # by the storage's id, which may be reused after its end
         self._counts: list[CensusEntry] = []
-        self._limit = -1  # the explained bytes at the last look
-        self._stayed = -1  # the bytes above the limit that remained after a full wait
+        self._limits: dict[object, int] = {}  # the explained bytes at the last look, by what explains them
+        self._stayed: dict[object, int] = {}  # the bytes above a limit that remained after a full wait
         self._in_use = allocator() if is_process_measured else None
         self._growth: Growth | None = None
         self.observed_bytes = 0  # held by the harness's own reads
@@ -111,14 +111,25 @@ class Census:
             if (seen := self._note(local, "unknown")) is not None:
                 seen.is_users = True
 
-    def take(self, step: int, moment: CensusTime, explained: Callable[[], int]) -> None:
-        """Count now; above the explained bytes, repeat the count until late releases are done."""
+    def take(
+        self,
+        step: int,
+        moment: CensusTime,
+        explained: Callable[[], int],
+        *,
+        state_bytes: int | None = None,
+        kind: object = None,
+    ) -> None:
+        """Count now; above the explained bytes, repeat the count until late releases are done.
+
+        Counts of one ``kind`` share a limit.
+        """
         sizes = self._sizes()
-        if _total(sizes) > self._limit:
-            self._limit = explained()  # state may have grown since, or this is the first count
-        # A count that stayed too high is a breach already, and all counts share one limit: waiting again could not undo
-        # it.
-        enough = self._limit if self._in_use is not None else max(self._limit, self._stayed)
+        if _total(sizes) > self._limits.get(kind, -1):
+            self._limits[kind] = explained()  # state may have grown since, or this is the first count
+        # A count that stayed too high is a breach already: waiting again could not undo it.
+        limit = self._limits[kind]
+        enough = limit if self._in_use is not None else max(limit, self._stayed.get(kind, -1))
         for retry in range(_MAX_RETRIES):
             if _total(sizes) <= enough:
                 break
@@ -128,7 +139,7 @@ class Census:
                 gc.collect()
             sizes = self._sizes()
         else:
-            self._stayed = max(self._stayed, _total(sizes))
+            self._stayed[kind] = max(self._stayed.get(kind, -1), _total(sizes))
         largest = nlargest(_NUM_LARGEST, sizes, key=itemgetter(1))
         pieces = tuple(_piece(seen, num_bytes) for seen, num_bytes in largest)
         self._counts.append(
@@ -139,6 +150,7 @@ class Census:
                 largest=pieces,
                 process_bytes=self._process_bytes(),
                 device_bytes=sum(num_bytes for seen, num_bytes in sizes if seen.device != "cpu"),
+                state_bytes=state_bytes,
             )
         )
 

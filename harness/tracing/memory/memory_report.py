@@ -168,6 +168,7 @@ def _spell(unit: str) -> str:
 class CensusTime(StrEnum):
     """When the memory was counted."""
 
+    BETWEEN = "between two microbatches"
     REDUCED = "after the last backward"
     STEPPED = "after the optimizer step"
     CLEARED = "after zero_grad"
@@ -194,6 +195,7 @@ class LiveStorage:
 class CensusEntry:
     """All memory that a rank holds at one moment of a step, and the largest pieces of it.
 
+    ``state_bytes`` is the optimizer state that the engine reported, before the first update; None after it.
     ``process_bytes`` is the growth of its process since before the model was built, observations excluded. It is None
     where it was not requested, or where ranks share a process. ``device_bytes`` are those on an accelerator.
     """
@@ -204,3 +206,4 @@ class CensusEntry:
     largest: tuple[LiveStorage, ...]
     process_bytes: int | None = None
     device_bytes: int = 0
+    state_bytes: int | None = None

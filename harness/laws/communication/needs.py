@@ -1,0 +1,160 @@
+"""Laws that follow from plan, script and events of any training: nothing is communicated early, or more than once.
+
+[Note: what calls need] A gather serves one call of a unit in forward, or one backward through it; a reduction serves
+one backward. How often a unit was called, and how often backward reached it, is in the event log. Each forward and
+backward of the loop may call every unit, whether or not its module shows it. Amounts are in bytes, so it does not
+matter in how many collectives an engine sends them; parameters are padded as engines pad them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shardproof.engine.contract import Accumulation, Capability, Cut
+from shardproof.harness.cases.script import Probe
+from shardproof.harness.cases.scripts.eventful import Eventful, goes_in_turn
+from shardproof.harness.cases.training import Training
+from shardproof.harness.cases.units import UnitParameters, chunked_buffer_numel, groups_of
+from shardproof.harness.laws.communication.bounds import ledgers, when
+from shardproof.harness.laws.communication.order import spell_unit
+from shardproof.harness.laws.law import Evidence, Law, Ruling, rule
+from shardproof.harness.records.observation import Observation
+from shardproof.harness.tracing.events import EventKind
+from shardproof.harness.tracing.ledger import Entry, Op, Phase
+from shardproof.harness.training.layout_memory import share_numel
+
+_REDUCING = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.REDUCE)
+_IN_PASSES = {Phase.FORWARD, Phase.BACKWARD}
+# Engines communicate otherwise than by parameters' sizes where these are asked for.
+_OF_OTHER_SIZES = {Capability.PACKED_GATHERS, Capability.SPARSE_GRADIENTS, Capability.UNIT_DTYPES}
+
+
+def laws_of_needs(training: Training) -> tuple[Law, ...]:
+    """Return the laws of this module that hold of a training."""
+    laws: tuple[Law, ...] = ()
+    if not training.plan.needs & _OF_OTHER_SIZES and training.plan.pipeline_stages == 1:
+        laws = (CommunicatesAsNeeded(),)
+    return (*laws, HeldBackIsSilent()) if _holds_back(training) else laws
+
+
+def _holds_back(training: Training) -> bool:
+    """Whether each microbatch but the last is held back, in a plain order and without another backward."""
+    script = training.script
+    # The backward of a probe is of no microbatch, and holds nothing back.
+    has_another_backward = isinstance(script, Eventful) and script.probe is Probe.OF_INPUTS
+    return (
+        goes_in_turn(script)
+        and not has_another_backward
+        and training.plan.accumulation is Accumulation.LAST_MICROBATCH
+        and training.schedule.microbatches > 1
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldBackIsSilent:
+    """No gradient is reduced before the last microbatch of a step."""
+
+    name: str = "nothing is reduced before the last microbatch"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        schedule = evidence.training.schedule
+        broken = [
+            f"rank {rank} {when(e)}: expected no reduction before microbatch {last}, got {e.describe()}"
+            for rank, ledger in ledgers(evidence)
+            for e in ledger
+            if e.op in _REDUCING
+            and e.phase is Phase.BACKWARD
+            and _is_of_numbers(e)
+            and 0 <= e.microbatch < (last := schedule.microbatches_in(e.step) - 1)
+        ]
+        return rule(self.name, broken, held=f"in {schedule.steps} steps on {evidence.world_size} ranks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommunicatesAsNeeded:
+    """In each step forwards and backwards gather and reduce at most what their calls need; see the note above."""
+
+    name: str = "gathers and reductions serve one call each"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        broken: list[str] = []
+        worst = 0.0
+        for observation in evidence.ranks:
+            calls = _Calls(observation, evidence)
+            for step, entries in _by_step(observation, evidence.training):
+                for what, ops, most in calls.limits(step):
+                    sent = [e for e in entries if e.op in ops]
+                    got = sum(e.num_bytes for e in sent)
+                    worst = max(worst, got / most) if most else worst
+                    if got > most:
+                        broken.append(
+                            f"rank {observation.rank} step {step}: expected at most {most} bytes to be {what}, "
+                            f"once for each call of a unit, got {got}; {_most_often(sent)}"
+                        )
+        return rule(
+            self.name, broken, held=f"at most {worst:.0%} of what calls may need, in any step on any rank"
+        )
+
+
+def _most_often(entries: Sequence[Entry]) -> str:
+    counts = Counter((e.op, e.phase, e.unit, e.num_bytes, e.site) for e in entries)
+    (op, phase, unit, num_bytes, site), times = counts.most_common(1)[0]
+    return f"most often {times} x {op} of {num_bytes} bytes in {phase} of {spell_unit(unit or '')} at {site}"
+
+
+def _by_step(observation: Observation, training: Training) -> Iterator[tuple[int, list[Entry]]]:
+    """Yield the steps with what forwards and backwards sent, until another model takes over, whose calls none sees."""
+    end = training.schedule.steps if training.resume is None else training.resume.after_steps
+    found: dict[int, list[Entry]] = {}
+    for entry in observation.ledger:
+        if 0 <= entry.step < end and entry.phase in _IN_PASSES and _is_of_numbers(entry):
+            found.setdefault(entry.step, []).append(entry)
+    yield from found.items()
+
+
+def _is_of_numbers(entry: Entry) -> bool:
+    """Whether it carries numbers of a model, not an engine's own flags and sizes."""
+    return "float" in entry.dtype or "complex" in entry.dtype or entry.dtype == "uint8"
+
+
+class _Calls:
+    """How often each unit was called and reached by backward on one rank, step by step."""
+
+    def __init__(self, observation: Observation, evidence: Evidence) -> None:
+        self._training, self._size = evidence.training, evidence.world_size
+        self._groups = groups_of(evidence.training)
+        self._is_held_back = _holds_back(evidence.training)
+        self._is_in_chunks = observation.cut is Cut.CHUNKS
+        self._counts = Counter(
+            (e.step, e.what, e.phase if e.unit is None else None, e.unit) for e in observation.events
+        )
+
+    def limits(self, step: int) -> Iterator[tuple[str, tuple[Op, ...], int]]:
+        """Yield what may be sent, by which collectives, and the most bytes of it."""
+        forwards, backwards = (
+            self._counts[step, EventKind.BEGAN, phase, None] for phase in (Phase.FORWARD, Phase.BACKWARD)
+        )
+        backwards = backwards or forwards  # a user's own step runs backward by itself
+        gathered = reduced = 0
+        for group in self._groups:
+            entered, reached = (
+                sum(self._counts[step, what, None, module] for module in group.unit.split(","))
+                for what in (EventKind.ENTERED, EventKind.BACKWARD_ENTERED)
+            )
+            num_bytes, through = self._padded_bytes(group), max(reached, backwards)
+            gathered += num_bytes * (max(entered, forwards) + through)
+            reduced += num_bytes * (1 if self._is_held_back else through)
+        yield "gathered", (Op.ALL_GATHER,), gathered
+        for op in _REDUCING:
+            yield "reduced", (op,), reduced
+
+    def _padded_bytes(self, group: UnitParameters) -> int:
+        plan, convert = self._training.plan, self._training.convert
+        dtypes = [d for d in (convert, plan.compute_dtype, plan.reduction_dtype) if d is not None]
+        width = max([group.bytes_per_element, *(d.itemsize for d in dtypes)])
+        if self._is_in_chunks:
+            return chunked_buffer_numel(group, self._size) * self._size * width
+        numel = sum(share_numel(shape, plan, self._size, group.bytes_per_element) for shape in group.shapes)
+        return (numel + self._size) * self._size * width

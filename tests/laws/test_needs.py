@@ -1,0 +1,90 @@
+"""What is gathered and reduced serves calls of units: the laws hold of an honest ledger, and see one call too many."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shardproof import (
+    Accumulation,
+    EachMicrobatch,
+    Eventful,
+    Evidence,
+    Layout,
+    Plan,
+    Probe,
+    Schedule,
+    Training,
+)
+from shardproof.fixtures.chain import CHAIN
+from shardproof.fixtures.optimizers import SGD
+from shardproof.harness.cases.units import groups_of
+from shardproof.harness.laws.communication.needs import CommunicatesAsNeeded, HeldBackIsSilent, laws_of_needs
+from shardproof.harness.tracing.events import EventKind, TraceEvent
+from shardproof.harness.tracing.ledger import Entry, Op, Phase
+from tests.ledgers import entry, evidence, numbered
+
+HELD_BACK = Accumulation.LAST_MICROBATCH
+PLAN = Plan(units=CHAIN.units, layout=Layout.SHARD, accumulation=HELD_BACK)
+TRAINING = Training(problem=CHAIN, optimizer=SGD, plan=PLAN, schedule=Schedule(steps=1, microbatches=2))
+
+
+def _honest(training: Training = TRAINING) -> list[Entry]:
+    """Gather each group for forward and backward of each microbatch, and reduce it after the last."""
+    entries = []
+    for microbatch in range(2):
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            for group in groups_of(training):
+                sent: dict[str, Any] = {
+                    "phase": phase,
+                    "microbatch": microbatch,
+                    "num_bytes": group.padded_bytes(2),
+                }
+                entries.append(entry(Op.ALL_GATHER, unit=group.unit, **sent))
+                if (phase, microbatch) == (Phase.BACKWARD, 1):
+                    entries.append(entry(Op.REDUCE_SCATTER, unit=group.unit, **sent))
+    return entries
+
+
+def _evidence(entries: list[Entry], training: Training = TRAINING) -> Evidence:
+    ledger = numbered(entries)
+    given = evidence(ledger, ledger, steps=1, microbatches=2)
+    events = tuple(
+        TraceEvent(what=EventKind.BEGAN, at_ns=0, phase=phase, step=0, microbatch=microbatch)
+        for microbatch in range(2)
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    )
+    return replace(given, training=training, ranks=tuple(replace(r, events=events) for r in given.ranks))
+
+
+def test_both_laws_hold_of_an_engine_that_sends_what_is_needed() -> None:
+    given = _evidence(_honest())
+    assert all(law.judge(given).record.held for law in laws_of_needs(TRAINING))
+    assert [type(law) for law in laws_of_needs(TRAINING)] == [CommunicatesAsNeeded, HeldBackIsSilent]
+
+
+@pytest.mark.parametrize(
+    ("op", "phase", "what"),
+    [(Op.ALL_GATHER, Phase.FORWARD, "gathered"), (Op.REDUCE_SCATTER, Phase.BACKWARD, "reduced")],
+)
+def test_sending_everything_once_more_is_too_much(op: Op, phase: Phase, what: str) -> None:
+    again = [e for e in _honest() if (e.op, e.phase) == (op, phase)]
+    record = CommunicatesAsNeeded().judge(_evidence([*_honest(), *again])).record
+    assert f"bytes to be {what}, once for each call of a unit" in record.summary
+
+
+def test_a_reduction_before_the_last_microbatch_is_early() -> None:
+    early = entry(Op.ALL_REDUCE, microbatch=0, num_bytes=4)
+    record = HeldBackIsSilent().judge(_evidence([early, *_honest()])).record
+    assert "expected no reduction before microbatch 1, got all_reduce" in record.summary
+    flags = replace(early, dtype="int32")  # an engine's own
+    assert HeldBackIsSilent().judge(_evidence([flags, *_honest()])).record.held
+
+
+def test_loops_that_hold_nothing_back_are_not_held_to_silence() -> None:
+    probing = replace(TRAINING, script=Eventful(inner=EachMicrobatch(), probe=Probe.OF_INPUTS))
+    every = replace(TRAINING, plan=replace(PLAN, accumulation=Accumulation.EVERY_MICROBATCH))
+    for training in (probing, every):
+        assert HeldBackIsSilent() not in laws_of_needs(training)
