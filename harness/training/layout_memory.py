@@ -17,8 +17,9 @@ If the loop calls parts of the model directly, an engine may keep the buffer of 
 forward would free it, and may not follow. Between steps nothing else is explained: no gathered unit, no other buffer
 and no copy in another dtype. The engines of torch and ours keep none of these after the optimizer step.
 
-Between microbatches whose reduction is held back a rank holds whole gradients, and beside them shares that were cleared
-to zeros. Before the first update it holds no more optimizer state than the engine reports.
+Between microbatches whose reduction is held back a rank holds whole gradients, and beside them shares that are zeros if
+gradients are cleared to zeros or a probe reduces some. Before the first update it holds no more optimizer state than the
+engine reports.
 
 After a forward without a backward, as in an evaluation, the reshard policy explains gathered units. A step that ends
 with such a forward is not counted.
@@ -45,6 +46,7 @@ from shardproof.engine.contract import (
     Plan,
     Reshard,
 )
+from shardproof.harness.cases.scripts.eventful import Eventful
 from shardproof.harness.cases.training import Training
 from shardproof.harness.cases.units import (
     FLAT_ALIGNMENT_BYTES,
@@ -66,7 +68,7 @@ class HeldGradients(Enum):
 
     SHARES = "what the layout gives it"
     WHOLE = "all of them, for their reduction is held back"
-    WHOLE_AND_SHARES = "all of them, beside shares that were cleared to zeros"
+    WHOLE_AND_SHARES = "all of them, beside shares that are zeros"
 
     @classmethod
     def at(cls, moment: CensusTime, step: int, training: Training) -> HeldGradients:
@@ -74,7 +76,10 @@ class HeldGradients(Enum):
         is_held_back = training.plan.accumulation is Accumulation.LAST_MICROBATCH
         if moment is not CensusTime.BETWEEN or not is_held_back:
             return cls.SHARES
-        return cls.WHOLE if training.schedule.clears_to_none(step - 1) else cls.WHOLE_AND_SHARES
+        # A probe's backward is of no microbatch: it may reduce zeros.
+        is_probed = isinstance(training.script, Eventful) and training.script.probe is not None
+        has_shares = is_probed or not training.schedule.clears_to_none(step - 1)
+        return cls.WHOLE_AND_SHARES if has_shares else cls.WHOLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
