@@ -18,8 +18,8 @@ forward would free it, and may not follow. Between steps nothing else is explain
 and no copy in another dtype. The engines of torch and ours keep none of these after the optimizer step.
 
 Between microbatches whose reduction is held back a rank holds whole gradients, and beside them shares that are zeros if
-gradients are cleared to zeros or a probe reduces some. Before the first update it holds no more optimizer state than the
-engine reports.
+gradients are cleared to zeros or a probe reduces some. Before the first update it holds no more optimizer state than
+the engine reports.
 
 After a forward without a backward, as in an evaluation, the reshard policy explains gathered units. A step that ends
 with such a forward is not counted.
@@ -58,7 +58,7 @@ from shardproof.harness.cases.units import (
     skeleton_of,
 )
 from shardproof.harness.cases.user_model import frozen_parameters
-from shardproof.harness.tracing.memory.census_report import CensusTime
+from shardproof.harness.tracing.memory.memory_report import CensusTime
 
 _MASTER_BYTES = 4  # copies that the optimizer updates are at least float32
 
