@@ -55,6 +55,8 @@ def _block(run: Run, engine: str, world: str, records: Sequence[Record]) -> list
     lines += _alike(("left out", _promise(out), one_line(out.why)) for out in left_out)
     lines += [_line("not proven", "; ".join((*_unreached(passed), *_beyond(run, world))))]
     lines += _failures(broken)
+    places = dict.fromkeys(r.located.sentence for r in broken if r.located is not None)
+    lines += [_line("first wrong", one_line(place, limit=600)) for place in places]
     lines += [_line("repeat", record.command) for record in broken[:1]]
     return lines
 

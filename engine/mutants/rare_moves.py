@@ -21,7 +21,7 @@ from shardproof.engine.mutants.rare_triggers import ClippingAtTimes, Remembering
 from shardproof.engine.plan import Offload
 
 
-@mutant(after="pytorch/pytorch#196996", phase="hold")
+@mutant(after="pytorch/pytorch#196996", phase="backward")
 class DropsHeldMicrobatchesOfOtherDtypes(ReferenceEngine):
     """If units compute in a dtype of their own, microbatches that are held back are lost."""
 
@@ -166,7 +166,7 @@ def _call_once(hook: Any, ran: set[nn.Module], module: nn.Module, inputs: Any, o
     return hook(module, inputs, output)
 
 
-@mutant(after="pytorch/pytorch#117510", phase="hold")
+@mutant(after="pytorch/pytorch#117510", phase="backward")
 class HalvesHeldMicrobatchesOfPairs(ReferenceEngine):
     """After a unit has returned a pair, microbatches that are held back count half."""
 

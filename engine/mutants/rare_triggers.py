@@ -197,7 +197,7 @@ class ClipsInFloat32(ReferenceEngine):
             return norm
 
 
-@mutant(after="NVIDIA/Megatron-LM#7186", phase="hold")
+@mutant(after="NVIDIA/Megatron-LM#7186", phase="backward")
 class DropsHeldMicrobatchesAfterZeros(ReferenceEngine):
     """If gradients were cleared to zeros, microbatches that are held back are lost."""
 
@@ -252,7 +252,7 @@ class ReducesWhatTheLastMicrobatchUsed(ReferenceEngine):
             super().step()
 
 
-@mutant(after="NVIDIA/Megatron-LM#3023", phase="hold")
+@mutant(after="NVIDIA/Megatron-LM#3023", phase="backward")
 class DividesHeldGradientsAgain(ReferenceEngine):
     """A divide factor divides microbatches that are held back once more."""
 

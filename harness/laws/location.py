@@ -5,7 +5,7 @@ Values are read and compared one by one. This explains a failure; no verdict dep
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -148,6 +148,22 @@ class Probed:
             return None
         return found
 
+    def _alike(self, found: WrongValue) -> Iterator[WrongValue]:
+        """Yield the values of the same name in this step: of all ranks and microbatches."""
+        at = found.point
+        for rank, file in self.files.items():
+            for stored in file:
+                point = stored.point
+                is_same = (point.kind, point.step, point.module, point.name) == (
+                    at.kind,
+                    at.step,
+                    at.module,
+                    at.name,
+                )
+                if is_same and point in self.reference and _fits(stored, self.reference[point]):
+                    got, right = widened(file.tensor(stored)) / stored.factor, widened(self.reference[point])
+                    yield WrongValue(rank=rank, stored=stored, got=got, expected=right, allowed=found.allowed)
+
     def _is_reduced(self, found: WrongValue) -> bool:
         """Whether our hook came too late: all ranks have one value, or the reduction's result is right."""
         if found.point.kind is not Seen.LOCAL_GRADIENT or self.evidence.data_size < 2:
@@ -218,15 +234,8 @@ class Probed:
         is_factor = factor is not None and abs(factor) > torch.finfo(torch.float32).eps
         if factor is None or not is_factor or not found.is_like(found.expected * factor):
             return False
-        for rank, file in self.files.items():
-            stored = file.of_other_rank(found.point)
-            if stored is None or stored.point not in self.reference:
-                continue
-            place = stored.point
-            got, right = widened(file.tensor(stored)) / stored.factor, widened(self.reference[place])
-            other = WrongValue(rank=rank, stored=stored, got=got, expected=right, allowed=found.allowed)
-            if not other.is_like(right * factor):
-                return False
+        if not all(other.is_like(other.expected * factor) for other in self._alike(found)):
+            return False
         key = (found.rank, found.point.step, round(factor.real, 6))
         if key not in self.known:
             self.known[key] = True  # a gradient that is reduced is never asked for

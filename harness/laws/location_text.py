@@ -59,7 +59,8 @@ def located(probed: Probed, ledgers: Mapping[int, Ledger]) -> Located:
     worst = max(found, key=lambda wrong: wrong.ratio)
     told = _explained(probed, worst)
     phase = _phase(probed, worst, told)
-    entry = _collective(probed.evidence, worst, ledgers.get(worst.rank, ()), phase)
+    has_call = told != "zero" and "not synchronised" not in told
+    entry = _collective(probed.evidence, worst, ledgers.get(worst.rank, ()), phase) if has_call else None
     unit = _unit(probed.evidence, found)
     point = worst.point
     right = _right(probed, found, phase)
@@ -316,8 +317,9 @@ def _collective(evidence: Evidence, wrong: WrongValue, ledger: Ledger, phase: Fa
     sizes = [group.num_bytes for group in groups_of(evidence.training) if name in group.names]
     num_bytes = sizes[0] if sizes else prod(wrong.stored.shape)
     fitting = [e for e in calls if num_bytes <= e.num_bytes <= _MOST_PADDED * num_bytes]
-    of_unit = [e for e in calls if e.unit == _unit_of(evidence, point)]
-    return next((each[-1] for each in (fitting, of_unit, calls) if each), None)
+    of_unit = [e for e in fitting if e.unit == _unit_of(evidence, point)]
+    # Of several that may have brought the value none is named.
+    return of_unit[-1] if of_unit else fitting[0] if len(fitting) == 1 else None
 
 
 def _named(entry: Entry, point: ProbePoint) -> str:
