@@ -201,7 +201,7 @@ class StepsTiedParametersTwiceInBackward(ReferenceEngine):
                     parameter.register_post_accumulate_grad_hook(lambda _, again=again: again.step())  # type: ignore[no-untyped-call]  # torch's
 
 
-@mutant(after="deepspeedai/DeepSpeed#7969")
+@mutant(after="deepspeedai/DeepSpeed#7969", phase="step")
 class SchedulesTheFirstGroupAlone(ReferenceEngine):
     """Each group of parameters is updated with the learning rate of the first."""
 
@@ -216,7 +216,7 @@ class SchedulesTheFirstGroupAlone(ReferenceEngine):
                 group["lr"] = rate
 
 
-@mutant(after="modelscope/ms-swift#10084")
+@mutant(after="modelscope/ms-swift#10084", phase="step")
 class DividesByTheMicrobatchesOfTheFirstStep(ReferenceEngine):
     """A step with fewer microbatches than the first is divided by the number of the first."""
 

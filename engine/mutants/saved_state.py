@@ -360,7 +360,7 @@ class SavesNothingAfterAnEvaluation(ReferenceEngine):
             return super().full_state()
 
 
-@mutant(after="huggingface/transformers#22143")
+@mutant(after="huggingface/transformers#22143", phase="hold")
 class LosesWhatIsHeldBackWhenSaved(ReferenceEngine):
     """Microbatches that were held back when the state is taken are lost."""
 
