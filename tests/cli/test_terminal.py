@@ -74,7 +74,9 @@ def test_a_file_gets_plain_lines_and_each_failure_once(
     (line,) = re.findall(r"^ *\d of 2 .*FAILED(?:.*\n {11})*.*$", shown, re.MULTILINE)
     assert "; 1 red" in line
     assert SUMS in line
-    assert " ".join(shown.split()).count("exactly 2 x the reference") == 3, "the headline and two details"
+    assert " ".join(shown.split()).count("exactly 2 x the reference") == 4, (
+        "the headline, its place, two details"
+    )
     assert shown.count("repeat: shardproof run") == 1
 
 
