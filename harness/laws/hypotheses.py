@@ -321,6 +321,11 @@ def _of_norm(suspect: Suspect) -> Iterator[Hypothesis]:
     order, expected = suspect.clip.norm_type, suspect.expected
     for whose, norm in _partial_norms(suspect, order):
         yield Hypothesis(text=f"the norm of {whose}", tensor=torch.full_like(expected, norm))
+    scaling = suspect.evidence.training.schedule.scaling
+    if scaling is not None:
+        scale = scaling.after(suspect.place.step - 1)
+        yield Hypothesis(text="the norm of gradients that are still scaled", tensor=expected * scale)
+        yield Hypothesis(text="the norm of gradients that were unscaled twice", tensor=expected / scale)
     clipped = _norm([g for g in suspect.at.gradients.values() if g is not None], order)
     yield Hypothesis(text="the norm after clipping", tensor=torch.full_like(expected, clipped))
     if math.isinf(order):
@@ -336,6 +341,9 @@ def _of_norm(suspect: Suspect) -> Iterator[Hypothesis]:
     parts = [_norm([whole], order) for whole in _unclipped(suspect).values()]
     text = "the sum of the parameters' norms"
     yield Hypothesis(text=text, tensor=torch.full_like(expected, sum(parts)))
+    text = f"the squares of the parameters' norms added up, to the power of 1/{order:g}"
+    squares = sum(part**2 for part in parts) ** (1 / order)
+    yield Hypothesis(text=text, tensor=torch.full_like(expected, squares))
 
 
 def _partial_norms(suspect: Suspect, order: float) -> Iterator[tuple[str, float]]:
