@@ -66,7 +66,7 @@ class HeldBackIsSilent:
             for e in ledger
             if e.op in _REDUCING
             and e.phase is Phase.BACKWARD
-            and _is_of_numbers(e)
+            and _is_of_the_engine(e, evidence.training)
             and 0 <= e.microbatch < (last := schedule.microbatches_in(e.step) - 1)
         ]
         return rule(self.name, broken, held=f"in {schedule.steps} steps on {evidence.world_size} ranks")
@@ -109,14 +109,15 @@ def _by_step(observation: Observation, training: Training) -> Iterator[tuple[int
     end = training.schedule.steps if training.resume is None else training.resume.after_steps
     found: dict[int, list[Entry]] = {}
     for entry in observation.ledger:
-        if 0 <= entry.step < end and entry.phase in _IN_PASSES and _is_of_numbers(entry):
+        if 0 <= entry.step < end and entry.phase in _IN_PASSES and _is_of_the_engine(entry, training):
             found.setdefault(entry.step, []).append(entry)
     yield from found.items()
 
 
-def _is_of_numbers(entry: Entry) -> bool:
-    """Whether it carries numbers of a model, not an engine's own flags and sizes."""
-    return "float" in entry.dtype or "complex" in entry.dtype or entry.dtype == "uint8"
+def _is_of_the_engine(entry: Entry, training: Training) -> bool:
+    """Whether it carries numbers of a model, not an engine's own flags, and is not tensor parallelism's own."""
+    is_of_numbers = "float" in entry.dtype or "complex" in entry.dtype or entry.dtype == "uint8"
+    return is_of_numbers and (training.plan.cut_axis is None or entry.axis != training.plan.cut_axis)
 
 
 class _Calls:
