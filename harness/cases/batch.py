@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from shardproof.harness.torch_compat.tensor_trees import tensors_in
+
 # Large primes, far apart, so that no two microbatches of a training share a seed.
 _STEP, _MICROBATCH, _RANK = 1_000_003, 10_007, 101
 
@@ -84,18 +86,6 @@ def converted(batch: Batch, convert: Callable[[torch.Tensor], torch.Tensor]) -> 
     if isinstance(batch, ModelBatch):
         return ModelBatch(value=_converted(batch.value, convert))
     return Rows(inputs=tuple(map(convert, batch.inputs)), target=convert(batch.target))
-
-
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a tree of mappings, tuples and lists."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from tensors_in(value)
-    elif isinstance(tree, tuple | list):
-        for value in tree:
-            yield from tensors_in(value)
 
 
 def _converted(tree: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:

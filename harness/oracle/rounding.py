@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from shardproof.harness.torch_compat.private_names import optional
+from shardproof.harness.torch_compat.tensor_trees import tensors_in
 
 # Without it the noise of such a model would be only that of its reduction.
 _Mode: Any = optional("torch.utils._python_dispatch:TorchDispatchMode") or object
@@ -48,7 +49,7 @@ class _NoticesNarrow(_Mode):  # type: ignore[misc]  # a class of Any
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if any(is_narrow(tensor.dtype) for tensor in _tensors(result)):
+        if any(is_narrow(tensor.dtype) for tensor in tensors_in(result)):
             self._notify()
         return result
 
@@ -64,7 +65,7 @@ class _RoundsAnew(_Mode):  # type: ignore[misc]  # as above
         schema = func._schema
         for argument, value in zip(schema.arguments, _in_order(schema, args, kwargs), strict=True):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in _tensors(value):
+                for tensor in tensors_in(value):
                     tensor.copy_(self._rounded(tensor))
         if any(returned.alias_info is not None for returned in schema.returns):
             return result  # a view, or an output that was written above
@@ -91,11 +92,3 @@ class _RoundsAnew(_Mode):  # type: ignore[misc]  # as above
 def _in_order(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     for position, argument in enumerate(schema.arguments):
         yield args[position] if position < len(args) else kwargs.get(argument.name)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardproof.harness.torch_compat.tensor_trees import tensors_in
 from shardproof.harness.tracing.probe_point import ComputeTurn, ProbePoint, Seen, sampled
 
 # Parts of names that torch's wrappers add.
@@ -111,7 +112,7 @@ class ModuleProbes:
     def see_all(self, kind: Seen, module: str, values: Any, turn: ComputeTurn) -> None:
         """Copy the tensors among inputs or outputs, and hook their gradients."""
         gradient = Seen.INPUT_GRADIENT if kind is Seen.INPUT else Seen.OUTPUT_GRADIENT
-        for place, tensor in enumerate(_tensors_in(values)):
+        for place, tensor in enumerate(tensors_in(values)):
             self.see(kind, module, str(place), tensor, turn)
             # Engines pass the inputs of inner modules on as tensors of their own, which have a part of the gradient.
             is_seen = kind is Seen.OUTPUT or not module
@@ -133,7 +134,7 @@ class ModuleProbes:
 
     def see_backward(self, module: nn.Module, name: str, output: Any) -> None:
         """Copy a module's parameters once more when its backward begins, after the engine's own hooks."""
-        node = next((t.grad_fn for t in _tensors_in(output) if t.grad_fn is not None), None)
+        node = next((t.grad_fn for t in tensors_in(output) if t.grad_fn is not None), None)
         if node is not None and self._sees_backward and self._names[name]:
             node.register_prehook(lambda *_: self.see_parameters(module, name, ComputeTurn.BACKWARD))
 
@@ -228,13 +229,3 @@ def _is_there(tensor: torch.Tensor) -> bool:
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
     return (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
-
-
-def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, Mapping):
-        yield from _tensors_in(list(values.values()))
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _tensors_in(value)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardproof.engine.contract import UnitHandle
+from shardproof.harness.torch_compat.tensor_trees import tensors_in
 from shardproof.harness.tracing.events import EventKind
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.recorder import Recorder
@@ -88,7 +89,7 @@ class _Hooks:
         self._recorder.mark(EventKind.COMPUTES, self._unit)
         if self._recorder.phase is Phase.BACKWARD:
             return  # a recomputed forward: the hooks were registered the first time
-        given = (t.grad_fn for t in _tensors_in(inputs) if t.requires_grad)
+        given = (t.grad_fn for t in tensors_in(inputs) if t.requires_grad)
         # An engine that watches inputs inserts one node of its own before them all; this hook comes before that node.
         if (node := next((n for n in given if n is not None), None)) is not None:
             node.register_prehook(self._marks(EventKind.BACKWARD_ENDED))
@@ -96,14 +97,14 @@ class _Hooks:
     def leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """End the turn, and hook the outputs' gradients to record that backward reaches the unit."""
         self._recorder.leave_unit(self._unit)
-        for tensor in _tensors_in(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad and self._turns.is_new(tensor):
                 tensor.register_hook(self._arrive)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def left(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Hook the gradients of the output, as the engine returns it, to record when backward begins."""
         self._recorder.look()
-        for tensor in _tensors_in(output):
+        for tensor in tensors_in(output):
             if tensor.grad_fn is not None and self._results.is_new(tensor):
                 # Hooks of a node run after those of its tensors, where engines gather.
                 tensor.grad_fn.register_prehook(self._marks(EventKind.BACKWARD_STARTED))
@@ -116,13 +117,3 @@ class _Hooks:
             self._recorder.mark(what, self._unit)
 
         return mark
-
-
-def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        yield from _tensors_in(list(output.values()))
-    elif isinstance(output, list | tuple):
-        for part in output:
-            yield from _tensors_in(part)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.engine.contract import Accumulation, Capability, PreparedModel, Shard, UnitHandle
-from shardproof.harness.cases.batch import Batch, Rows, arguments_of, converted, tensors_in, tensors_of
+from shardproof.harness.cases.batch import Batch, Rows, arguments_of, converted, tensors_of
 from shardproof.harness.cases.draws import Seeds
 from shardproof.harness.cases.script import (
     Actor,
@@ -28,6 +28,7 @@ from shardproof.harness.cases.training import AS_HELD, HANDED_OUT, StateForm, Tr
 from shardproof.harness.cases.units import shares_of
 from shardproof.harness.records.observation import Fact
 from shardproof.harness.torch_compat.dtypes import bytes_of
+from shardproof.harness.torch_compat.tensor_trees import tensors_in
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.training.handover import state_of

@@ -28,7 +28,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from heapq import nlargest
 from operator import itemgetter
 from typing import Any
@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardproof.harness.torch_compat.tensor_trees import tensors_in
 from shardproof.harness.tracing.collectives.call_site import call_site
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.memory_report import CensusEntry, CensusTime, LiveStorage
@@ -101,7 +102,7 @@ class Census:
         if isinstance(result, torch.Tensor):  # nearly always
             self._note(result, operator)
             return
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             self._note(tensor, operator)
 
     def holds(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -176,15 +177,6 @@ class Census:
         alive = [(seen, storage.nbytes()) for seen in self._seen.values() if (storage := seen()) is not None]
         self._seen = {seen.key: seen for seen, _ in alive}
         return [(seen, num_bytes) for seen, num_bytes in alive if not seen.is_users]
-
-
-# Any: what an operator returns.
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
 
 
 def _total(sizes: Iterable[tuple[_Seen, int]]) -> int:
