@@ -75,6 +75,19 @@ def test_sending_everything_once_more_is_too_much(op: Op, phase: Phase, what: st
     assert f"bytes to be {what}, once for each call of a unit" in record.summary
 
 
+def test_each_repetition_reduces_once_what_it_holds_back() -> None:
+    twice = replace(TRAINING, schedule=replace(TRAINING.schedule, repeats=2))
+    one, again = _evidence(_honest(), twice), [e for e in _honest() if e.op is Op.REDUCE_SCATTER]
+    both = _evidence([*_honest(), *again], twice)
+    assert all(CommunicatesAsNeeded().judge(given).record.held for given in (one, both))
+    assert (
+        "to be reduced"
+        in CommunicatesAsNeeded().judge(_evidence([*_honest(), *again, *again], twice)).record.summary
+    )
+    gathers = [e for e in _honest() if (e.op, e.phase) == (Op.ALL_GATHER, Phase.FORWARD)]
+    assert not CommunicatesAsNeeded().judge(_evidence([*_honest(), *gathers], twice)).record.held
+
+
 def test_a_reduction_before_the_last_microbatch_is_early() -> None:
     early = entry(Op.ALL_REDUCE, microbatch=0, num_bytes=4)
     record = HeldBackIsSilent().judge(_evidence([early, *_honest()])).record

@@ -144,11 +144,10 @@ class _Calls:
                 sum(self._counts[step, what, None, module] for module in group.unit.split(","))
                 for what in (EventKind.ENTERED, EventKind.BACKWARD_ENTERED)
             )
-            # Repetitions have the steps of the first run, and events of it alone.
-            num_bytes = self._padded_bytes(group) * self._training.schedule.repeats
-            through = max(reached, backwards)
+            num_bytes, through = self._padded_bytes(group), max(reached, backwards)
             gathered += num_bytes * (max(entered, forwards) + through)
-            reduced += num_bytes * (1 if self._is_held_back else through)
+            # Repetitions have the steps of the first run, so calls count them, and each holds back once.
+            reduced += num_bytes * (self._training.schedule.repeats if self._is_held_back else through)
         yield "gathered", (Op.ALL_GATHER,), gathered
         for op in _REDUCING:
             yield "reduced", (op,), reduced
