@@ -17,7 +17,7 @@ from shardproof.harness.torch_compat.dtypes import widened
 
 # A hypothesis must fit this many times better than the error it explains; otherwise a small defect would fit similar
 # hypotheses.
-_MUST_EXPLAIN = 8.0
+MUST_EXPLAIN = 8.0
 # The constant that torch.nn.utils.clip_grad_norm_ adds to the norm before it divides by it.
 _CLIP_EPSILON = 1e-6
 _LAGGING = "computed with last step's parameters"
@@ -96,7 +96,7 @@ class Suspect:
         rounding = 16 * torch.finfo(torch.float32).eps * largest(hypothesis)
         slack = max(2 * self.allowed * min(growth, 1e3), rounding)
         distance = deviation(self.got, hypothesis).max().item()
-        return distance <= slack and distance * _MUST_EXPLAIN <= self.error.max().item()
+        return distance <= slack and distance * MUST_EXPLAIN <= self.error.max().item()
 
 
 def hypotheses(suspect: Suspect) -> Iterator[Hypothesis]:

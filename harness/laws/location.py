@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from shardproof.engine.contract import Shard
-from shardproof.harness.laws.hypotheses import factor_between
+from shardproof.harness.laws.hypotheses import MUST_EXPLAIN, factor_between
 from shardproof.harness.laws.law import Evidence
-from shardproof.harness.laws.tolerance import MULTIPLE, allowed_error
+from shardproof.harness.laws.tolerance import FLOOR_ROUNDINGS, MULTIPLE, allowed_error
 from shardproof.harness.oracle.absolute_error import deviation, largest
 from shardproof.harness.oracle.oracle_observation import NORM, Quantity, TensorKey
 from shardproof.harness.oracle.oracle_probes import ProbeReference
@@ -45,8 +45,6 @@ _QUANTITIES: Mapping[Seen, Quantity] = {
 }
 _STAGE_OF_MODULES = STAGES.index(None)
 _Replicas = dict[tuple[object, ...], tuple[int, torch.Tensor]]
-_ROUNDINGS = 2.0  # of a tensor's largest value, as for the verdict
-_MUST_EXPLAIN = 8.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,7 +83,7 @@ class WrongValue:
         error = deviation(self.got, self.expected)[mask].max().item()
         distance = deviation(self.got, other)[mask].max().item()
         rounding = 16 * torch.finfo(torch.float32).eps * largest(other)
-        return distance <= max(2 * self.allowed, rounding) and distance * _MUST_EXPLAIN <= error
+        return distance <= max(2 * self.allowed, rounding) and distance * MUST_EXPLAIN <= error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -211,7 +209,7 @@ class Probed:
         plan = self.evidence.training.plan
         rounded = [dtype, *(d for d in (plan.compute_dtype, plan.reduction_dtype) if d is not None)]
         eps = max(torch.finfo(d).eps for d in (rounded if place.kind is not Seen.NORM else [torch.float32]))
-        floor = _ROUNDINGS * eps * largest(self.reference[place])
+        floor = FLOOR_ROUNDINGS * eps * largest(self.reference[place])
         of_verdict = self._allowed_by_verdict(place)
         return max(MULTIPLE * max(self.reference.noise(place), floor), of_verdict)
 

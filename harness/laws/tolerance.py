@@ -24,7 +24,7 @@ MULTIPLE = 16.0
 # A tensor of few elements may happen not to deviate in any noise run. Two roundings of its largest value are always
 # possible. Where the reference has as few bits as the engine, as bfloat16, two steps are the whole tolerance: it rounds
 # as the engine does, up to the reduction, and 16 times that would be a quarter of the tensor's largest value.
-_FLOOR_ROUNDINGS = 2.0
+FLOOR_ROUNDINGS = 2.0
 
 
 # Runs that round each operator anew, including the optimizer's, cover nearly all that another engine may do
@@ -58,7 +58,7 @@ def error_of_noise(
     oracle: OracleObservation, place: TensorKey, noise: float, dtype: torch.dtype = torch.float32
 ) -> float:
     """Return the allowed error where noise was measured in ``dtype``."""
-    floor = _FLOOR_ROUNDINGS * torch.finfo(dtype).eps * oracle.scales[place]
+    floor = FLOOR_ROUNDINGS * torch.finfo(dtype).eps * oracle.scales[place]
     if not oracle.is_widened and place.quantity in {Quantity.PARAMETER, Quantity.OPTIMIZER_STATE}:
         return _disturbed(place.quantity, noise, floor, dtype)
     if not oracle.is_widened and is_narrow(dtype):
@@ -77,6 +77,6 @@ def _disturbed(quantity: Quantity, noise: float, floor: float, dtype: torch.dtyp
     such bit, from the gradient that went into it: correct engines on four and five ranks differ by both.
     """
     if is_narrow(dtype):
-        step = floor if quantity is Quantity.OPTIMIZER_STATE else floor / _FLOOR_ROUNDINGS
+        step = floor if quantity is Quantity.OPTIMIZER_STATE else floor / FLOOR_ROUNDINGS
         return step + max(0.0, _MULTIPLE_OF_DISTURBED * (noise - step))
     return max(_MULTIPLE_OF_DISTURBED * noise, MULTIPLE * floor)

@@ -35,7 +35,6 @@ from shardproof.harness.training.handover import state_of
 from shardproof.harness.training.loss_scale import overflowing
 from shardproof.harness.training.reads import read_shards
 from shardproof.harness.training.watches import Watches
-from shardproof.harness.training.whole_state import difference_of_state
 from shardproof.harness.worlds.rank import RankContext
 
 
@@ -81,6 +80,8 @@ class EngineActor(Actor):
         self._lifetimes = None if watches is None else watches.lifetimes
         self._census = None if watches is None else watches.census
         self._probes = None if watches is None else watches.probes
+        # Compares a whole state with this rank's shards; returns the first difference in words.
+        self.difference_from: Callable[[dict[str, Any]], str] | None = None
         self.between: Callable[[], None] | None = None  # called before each forward after a backward
         self.is_at_rest = True  # whether every forward has had its backward; an evaluation's forward has none
         self._batches: dict[int, Batch] = {}
@@ -188,9 +189,8 @@ class EngineActor(Actor):
         """Take the state in whole tensors, and compare it with this rank's shards."""
         with self._context.recorder.during(Phase.BETWEEN, step=self.step):
             state = state_of(self._prepared, StateForm.WHOLE)
-        with self._context.recorder.during(Phase.OBSERVE, step=self.step):
-            names = frozenset(self._training.problem.build().state_dict())
-            self.note(HANDED_OUT, difference_of_state(self._prepared, state, names) or AS_HELD)
+        assert self.difference_from is not None
+        self.note(HANDED_OUT, self.difference_from(state) or AS_HELD)
 
     def overflow_in_one_piece(self) -> None:
         """Make one element of a reduced gradient infinite, on the last ranks to hold shares of gradients."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -335,6 +335,7 @@ class _Loop:
         if self._probes is not None:
             self._probes.factor = 1.0 if scaled is None else scaled.scale
         actor = EngineActor(prepared, self._training, self._context, step, self._inputs, self._watches, scale)
+        actor.difference_from = partial(self._difference_from, step=step)
         if goes_in_turn(self._training.script):
             actor.between = lambda: self._count(actor, CensusTime.BETWEEN)
         self._meet(step)
