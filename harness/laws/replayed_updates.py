@@ -48,28 +48,24 @@ def replays(suspect: Suspect) -> Iterator[Hypothesis]:
     """Yield what wrong uses of the optimizer would have made of the parameter."""
     training = suspect.evidence.training
     gradients = [step.gradients.get(suspect.place.name) for step in suspect.oracle.steps]
-    now = gradients[suspect.place.step]
-    if isinstance(training.optimizer, UserOptimizer) or now is None:
+    initial, now = suspect.oracle.initial.get(suspect.place.name), gradients[suspect.place.step]
+    if isinstance(training.optimizer, UserOptimizer) or initial is None or now is None:
         return
-    for text, change in _changes(suspect, now, gradients[: suspect.place.step]):
-        replay = _before(suspect, training, gradients, now)
-        if replay is None:
-            return
+    earlier = gradients[: suspect.place.step]
+    for text, change in _changes(suspect, now, earlier):
+        replay = _before(training, initial, earlier, now)
         change(replay)
         yield Hypothesis(text=text, tensor=suspect.shard.of(replay.parameter.detach()))
 
 
 def _before(
-    suspect: Suspect, training: Training, gradients: list[torch.Tensor | None], now: torch.Tensor
-) -> Replay | None:
+    training: Training, initial: torch.Tensor, earlier: list[torch.Tensor | None], now: torch.Tensor
+) -> Replay:
     """Replay the steps before the suspected one."""
-    initial = suspect.oracle.initial.get(suspect.place.name)
-    if initial is None:
-        return None
     parameter = nn.Parameter(initial.clone())
     schedules = StepSchedules(training.optimizer)
     replay = Replay(parameter, schedules.factory([parameter]), now, [])
-    for gradient in gradients[: suspect.place.step]:
+    for gradient in earlier:
         replay.rates_before = replay.rates
         if gradient is not None:
             replay.update(gradient)
