@@ -2,8 +2,9 @@
 
     python -m campaigns.gpu --budget 500
 
-Each stage has a limit of its own, and what fails stops no other stage. A stage that has run is not run again: delete
-its folder below ``conformance/gpu/`` to have it run anew. The exit code is 1 if a stage is red or was not reached.
+Each stage has a limit of its own, and what fails stops no other stage. ``--together`` runs several at a time, but for
+those that measure. A stage that has run is not run again: delete its folder below ``conformance/gpu/`` to have it run
+anew. The exit code is 1 if a stage is red or was not reached.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from shutil import which
 
 import torch
 from tabulate import tabulate
@@ -29,61 +32,81 @@ from shardproof.harness.torch_compat.accelerators import accelerator
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "conformance" / "gpu"
 PAGE = ROOT / "docs" / "gpu.md"
-_ENGINES = ("torch.ddp", "torch.fsdp2", "torch.replicate", "reference")
+_ENGINES = ("torch.ddp", "torch.fsdp1", "torch.fsdp2", "torch.replicate", "reference", "reference.zero2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One command of Shardproof, without its program; ``shows`` is what only an accelerator can show."""
+    """One command, without Python; ``shows`` is what only an accelerator can show.
+
+    ``is_alone`` says that it measures, so that nothing else may run.
+    """
 
     name: str
     shows: str
     command: tuple[str, ...]
-    limit_s: float = 120.0
+    limit_s: float = 150.0
+    is_alone: bool = False
+
+    @property
+    def judges(self) -> bool:
+        """Whether it judges cases."""
+        return self.command[1:2] in {("run",), ("mutants",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """How a stage ended: its exit code, None at its limit, its seconds, and its result in words."""
+    """How a stage ended: its exit code, None at its limit, its seconds, its result, and the table that it printed."""
 
     name: str
     code: int | None
     seconds: float
     result: str
+    table: str = ""
 
 
 def stages(device: str) -> Iterator[Stage]:
     """Yield the stages on a device: several ranks are threads, because a machine may have one device."""
     one, two, four = f"processes:1:{device}", f"threads:2:{device}", f"threads:4:{device}"
-    yield Stage(name="doctor", shows="which worlds start", command=("doctor",), limit_s=90)
-    yield _judged("one rank", "numbers over the device's own backend", one, "smoke", "parity")
-    yield _judged("two ranks", "sharding, on streams of each rank's own", two, "smoke", "parity", "clipping")
+    numbers = ("smoke", "parity", "clipping", "precision", "state", "communication")
+    yield Stage(name="doctor", shows="which worlds start", command=("shardproof", "doctor"), limit_s=90)
+    yield _judged("one rank", "the device's own backend", one, "smoke", "parity", "gpu", "building_blocks")
+    yield _judged("numbers", "sharding, on streams of each rank's own", two, *numbers, limit_s=240)
+    yield _judged("races", "waits between streams, as torch reports them", two, "races", "prefetch")
+    yield _judged("memory", "shares, offload and lifetimes", two, "offload", "lifetimes", "zero", "gpu")
+    yield _judged("kernels", "layers and repeatability", two, "building_blocks", "determinism")
+    yield _judged("four ranks", "replicas of shards", four, "smoke", "parity", "communication", "races")
     yield _judged("on the CPU", "worlds on the CPU beside an accelerator", "threads:2", "smoke", "races")
-    yield _judged("races", "waits between streams, as torch reports them", two, "races")
-    yield _mutants("mutants of races", "wrong engines die on the device", two, "races")
-    yield _judged(
-        "memory", "shares, offload and lifetimes on the device", two, "offload", "lifetimes", "zero"
-    )
-    yield _judged(
-        "kernels", "layers, dtypes and repeatability", one, "building_blocks", "precision", "determinism"
-    )
-    yield _judged("graphs and pools", "features that need the device", two, "gpu")
-    yield _judged("four ranks", "replicas of shards", four, "smoke", "parity")
-    yield _mutants("mutants", "wrong engines die on the device", two, "smoke", "offload")
+    yield _mutants("mutants of races", two, "races", "prefetch")
+    yield _mutants("mutants of memory", two, "smoke", "offload", "lifetimes", "zero")
+    yield _mutants("mutants of the device", one, "gpu")
     yield _judged("catalogue", "an eighth of all cases", two, options=("--shard", "1/8"), limit_s=180)
+    for world in (one, two, four):
+        yield Stage(
+            name=f"step, {world}",
+            shows="time, peak and overlap beside torch's engines",
+            command=("campaigns.gpu_step", f"--world={world}"),
+            is_alone=True,
+        )
 
 
 def _judged(
-    name: str, shows: str, world: str, *suites: str, options: Sequence[str] = (), limit_s: float = 120.0
+    name: str, shows: str, world: str, *suites: str, options: Sequence[str] = (), limit_s: float = 150.0
 ) -> Stage:
     chosen = [*(f"--engine={engine}" for engine in _ENGINES), *(f"--suite={suite}" for suite in suites)]
-    command = ("run", *chosen, f"--world={world}", "--quiet", *options)
+    command = ("shardproof", "run", *chosen, f"--world={world}", "--quiet", *options)
     return Stage(name=f"{name}, {world}", shows=shows, command=command, limit_s=limit_s)
 
 
-def _mutants(name: str, shows: str, world: str, *suites: str) -> Stage:
-    command = ("mutants", "--quick", *(f"--suite={suite}" for suite in suites), f"--world={world}")
-    return Stage(name=f"{name}, {world}", shows=shows, command=command)
+def _mutants(name: str, world: str, *suites: str) -> Stage:
+    command = (
+        "shardproof",
+        "mutants",
+        "--quick",
+        *(f"--suite={suite}" for suite in suites),
+        f"--world={world}",
+    )
+    return Stage(name=f"{name}, {world}", shows="wrong engines die on the device", command=command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,6 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", help="default: the accelerator that torch finds")
     parser.add_argument("--budget", type=float, default=500.0, metavar="SECONDS", help="default: %(default)g")
     parser.add_argument("--workers", type=int, default=4, metavar="N", help="default: %(default)d")
+    parser.add_argument(
+        "--together", type=int, default=1, metavar="N", help="stages at a time; default: %(default)d"
+    )
     parser.add_argument("--only", help="stages whose name contains this")
     parser.add_argument("--keyword", metavar="WORDS", help="cases that pytest's -k selects")
     parser.add_argument("--page", type=Path, default=PAGE, help="default: %(default)s")
@@ -106,20 +132,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     device = str(found)
     asked.out.mkdir(parents=True, exist_ok=True)
-    stop_at, done = time.monotonic() + asked.budget, list[Done]()
-    for stage in stages(device):
-        if asked.only and asked.only not in stage.name:
-            continue
+    stop_at = time.monotonic() + asked.budget
+    chosen = [stage for stage in stages(device) if asked.only is None or asked.only in stage.name]
+
+    def ran(stage: Stage) -> Done:
         folder = asked.out / stage.name.replace(", ", "-").replace(":", "-").replace(" ", "-")
-        done.append(_once(stage, folder, stop_at, _options(stage, asked)))
-        print(f"{done[-1].name}: {done[-1].result}, {done[-1].seconds:.0f} s", flush=True)
+        one = _once(stage, folder, stop_at, _options(stage, asked))
+        print(f"{one.name}: {one.result}, {one.seconds:.0f} s", flush=True)
+        return one
+
+    with ThreadPoolExecutor(asked.together) as pool:
+        done = list(pool.map(ran, [stage for stage in chosen if not stage.is_alone]))
+    done += [ran(stage) for stage in chosen if stage.is_alone]
     shown = {stage.name: stage.shows for stage in stages(device)}
     asked.page.write_text(page(done, shown, _machine(device)), encoding="utf-8")
     return int(any(one.code != 0 for one in done))
 
 
 def _options(stage: Stage, asked: argparse.Namespace) -> list[str]:
-    if stage.command[0] == "doctor":
+    if not stage.judges:
         return []
     return ["-n", str(asked.workers), *(["-k", asked.keyword] if asked.keyword else [])]
 
@@ -135,8 +166,8 @@ def _once(stage: Stage, folder: Path, stop_at: float, options: Sequence[str]) ->
     folder.mkdir(parents=True, exist_ok=True)
     began, code = time.monotonic(), None
     run = folder / f"run{len(list(folder.glob('run*')))}"  # one that was cut off is kept beside its successor
-    out = [] if stage.command[0] == "doctor" else ["--out", str(run)]
-    command = [sys.executable, "-m", "shardproof", *stage.command, *options, *out]
+    out = ["--out", str(run)] if stage.judges else []
+    command = [sys.executable, "-m", *stage.command, *options, *out]
     with (folder / "log").open("w", encoding="utf-8") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
         try:
@@ -146,9 +177,12 @@ def _once(stage: Stage, folder: Path, stop_at: float, options: Sequence[str]) ->
             process.wait()
     seconds = time.monotonic() - began
     # The records of mutants are red where all is well.
-    told = (_judged_cases(run) if stage.command[0] == "run" else "") or _last_line(folder / "log")
+    told = (_judged_cases(run) if stage.command[1] == "run" else "") or _last_line(folder / "log")
     cut = "cut off at its limit; " if code is None else ""
-    done = Done(name=stage.name, code=code, seconds=seconds, result=cut + told)
+    table = _table(folder / "log") if stage.is_alone else ""
+    done = Done(
+        name=stage.name, code=code, seconds=seconds, result=cut + ("below" if table else told), table=table
+    )
     if code is not None:
         kept.write_text(json.dumps(asdict(done)), encoding="utf-8")
     return done
@@ -174,11 +208,19 @@ def _last_line(log: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "nothing printed")[:160]
 
 
+def _table(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    return "\n".join(line for line in lines if line.startswith("|"))
+
+
 def _machine(device: str) -> Mapping[str, str]:
     module = torch.get_device_module(device)
     name = module.get_device_name() if hasattr(module, "get_device_name") else device
+    asked = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    driver = subprocess.run(asked, capture_output=True, text=True).stdout if which(asked[0]) else "none named"
     return {
         "device": f"{module.device_count()} of {name}",
+        "driver": driver.split("\n")[0],
         "CUDA": str(torch.version.cuda),
         "torch": torch.__version__,
         "date": datetime.now(UTC).date().isoformat(),
@@ -193,7 +235,8 @@ def page(done: Sequence[Done], shown: Mapping[str, str], machine: Mapping[str, s
     ]
     table = tabulate(rows, headers=["stage and world", "shows", "exit", "s", "result"], tablefmt="github")
     facts = ", ".join(f"{name} {value}" for name, value in machine.items())
-    return f"# On a GPU\n\n<!-- Written by `python -m campaigns.gpu`. -->\n\n{facts}.\n\n{table}\n"
+    measured = "".join(f"\n{one.table}\n" for one in done if one.table)
+    return f"# On a GPU\n\n<!-- Written by `python -m campaigns.gpu`. -->\n\n{facts}.\n\n{table}\n{measured}"
 
 
 if __name__ == "__main__":

@@ -224,6 +224,7 @@ from shardproof.harness.worlds.spec import EVEN as EVEN
 from shardproof.harness.worlds.spec import FOUR_OR_MORE_EVEN as FOUR_OR_MORE_EVEN
 from shardproof.harness.worlds.spec import FOURS as FOURS
 from shardproof.harness.worlds.spec import ODD as ODD
+from shardproof.harness.worlds.spec import OWN_PROCESSES as OWN_PROCESSES
 from shardproof.harness.worlds.spec import POWERS_OF_TWO as POWERS_OF_TWO
 from shardproof.harness.worlds.spec import SEVERAL as SEVERAL
 from shardproof.harness.worlds.spec import SIMULATED as SIMULATED

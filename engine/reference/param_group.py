@@ -152,6 +152,7 @@ class FSDPParamGroup:
         if not self._unsharded.is_in(gathered) and isinstance(self.all_gather, DefaultAllGather):
             self.comm_ctx.recycle(gathered)
         for parameter in self.parameters:
+            parameter.return_to_gathered()
             parameter.to_unsharded()
         self.state = ShardedState.UNSHARDED
 

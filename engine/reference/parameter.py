@@ -158,6 +158,7 @@ class FSDPParam(ABC):
         self.is_tied_elsewhere = getattr(origin, _MARK, False)
         setattr(origin, _MARK, True)
         self.unsharded_param: nn.Parameter | None = None
+        self._gathered: torch.Tensor | None = None  # the memory of the whole parameter, which gathers write
         self._required_grad = False  # when both last agreed
         self._grad_dtypes: tuple[torch.dtype | None, ...] = ()  # the one set for gradients, if any
         self._step_listener = StepListener()
@@ -217,6 +218,7 @@ class FSDPParam(ABC):
     def _init_from(self, whole: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         pending = None if self.unsharded_param is None else self.unsharded_param.grad
         self.unsharded_param = nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
+        self._gathered = whole
         self.unsharded_param.grad_dtype = None  # what waits is cast when it is held, and outlives a cast
         self.unsharded_param.grad = pending
         self._required_grad = self.sharded_param.requires_grad
@@ -224,6 +226,16 @@ class FSDPParam(ABC):
         self._on_gradient = on_gradient
         self._is_hooked = False
         self._hook()
+
+    def return_to_gathered(self) -> None:
+        """Let the whole parameter have the memory that gathers write, if forward gave it other memory.
+
+        `nn.LSTM` and its kind move the weights that they meet into one block, where cuDNN computes.
+        """
+        assert self.unsharded_param is not None
+        assert self._gathered is not None
+        if self.unsharded_param.data_ptr() != self._gathered.data_ptr():
+            self.unsharded_param.data = self._gathered
 
     def sync_requires_grad(self) -> None:
         """Set the same requires_grad on the whole and the optimizer's parameter after the caller changed one."""

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import lightning_fabric
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy, Strategy
@@ -82,6 +83,10 @@ class FabricDdpEngine(Engine):
         fabric = Fabric(accelerator="cpu", devices=mesh.size(), strategy=self.strategy(plan, mesh))
         fabric.launch()
         return PreparedFabric(fabric, model)
+
+    def version(self) -> str:
+        """Return the release of the module, which pytorch-lightning brings too."""
+        return f"{self.package} {lightning_fabric.__version__}"
 
     def strategy(self, plan: Plan, mesh: DeviceMesh) -> Strategy:
         """Pass on the options of DDP."""

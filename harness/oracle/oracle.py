@@ -14,7 +14,7 @@ import torch
 
 from shardproof.harness.cases.draws import drawing_in
 from shardproof.harness.cases.training import Training
-from shardproof.harness.cases.user_model import is_stepping, written_by_forward
+from shardproof.harness.cases.user_model import is_communicating, is_stepping, written_by_forward
 from shardproof.harness.oracle.absolute_error import largest_deviation
 from shardproof.harness.oracle.oracle_actor import Batches, OracleModels, parameters_apart, pieces_of_step
 from shardproof.harness.oracle.oracle_noise import noise_of, scales_of
@@ -46,24 +46,32 @@ _COARSE_ROUNDINGS = 256
 
 
 def run_oracle(
-    training: Training, world_size: int, keep: KeepTensors | None = None, *, explains: bool = True
+    training: Training,
+    world_size: int,
+    keep: KeepTensors | None = None,
+    *,
+    explains: bool = True,
+    device: str = "cpu",
 ) -> OracleObservation:
     """Train once in float64 and a few times in the parameters' dtype with other orders of summation.
 
     If float64 cannot be the reference, train once in the parameters' dtypes, and perturb the other runs; see [Note:
     rounded anew]. ``world_size`` counts the ranks with data of their own. Never communicates. ``keep`` copies tensors,
-    into memory if it is None. Unless ``explains``, omits results that only explain a failure.
+    into memory if it is None. Unless ``explains``, omits results that only explain a failure. What is measured of
+    rounding is measured on ``device``, the kind on which the ranks compute; the reference is computed on the CPU.
     """
     keep = keep or copied
     batches = Batches(training.problem)
     with drawing_apart():
         exact = _exact(training, world_size, keep, batches, explains)
         exact = replace(exact, still=still_elements(training, exact))
-        found = noise_of(training, world_size, exact, batches)
+        is_of_ranks = not (is_stepping(training.problem) or is_communicating(training.problem))
+        there = device if is_of_ranks else "cpu"  # their own code says where they compute
+        found = noise_of(training, world_size, exact, batches, there)
         noise = found.noise
         has_pieces = not is_stepping(training.problem)  # otherwise a step is whole
         is_coarse = has_pieces and _rounds_coarsely(training, exact, noise)
-        first = _first_step(training, world_size) if is_coarse else None
+        first = _first_step(training, world_size, there) if is_coarse else None
         has_lagging = explains and has_pieces
         steps = _with_lagging(training, exact, keep, batches) if has_lagging else exact.steps
     is_power_of_two = world_size & (world_size - 1) == 0
@@ -98,12 +106,15 @@ def _rounds_coarsely(training: Training, exact: OracleObservation, noise: Mappin
     )
 
 
-def _first_step(training: Training, world_size: int) -> FirstStep:
+def _first_step(training: Training, world_size: int, device: str) -> FirstStep:
     dtype = training.convert
-    model = cast_module(training.problem.build(), dtype)
-    in_order = replace(reordering(0, training.plan, dtype), seed=None)
+    model = cast_module(training.problem.build(), dtype).to(device)
+    in_order = replace(reordering(0, training.plan, dtype), seed=None, device=device)
     models = OracleModels(training.problem, model, world_size, in_order)
-    _, contributions = pieces_of_step(training, models, step=0)
+    _, found = pieces_of_step(training, models, step=0)
+    contributions = {
+        name: [[piece.cpu() for piece in of_ranks] for of_ranks in rows] for name, rows in found.items()
+    }
     orders = [reordering(k, training.plan, dtype) for k in range(num_reorderings(training.plan))]
     exact = {
         n: EXACT_ORDER.reduce([[*map(widened, of_ranks)] for of_ranks in pieces], training.plan)

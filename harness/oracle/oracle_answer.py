@@ -27,7 +27,7 @@ from shardproof.harness.oracle.oracle_observation import (
     TensorKey,
 )
 from shardproof.harness.records.tensor_file import TensorWriter, dtype_name, dtype_of, read_tree
-from shardproof.harness.torch_compat.accelerators import hide_accelerators
+from shardproof.harness.torch_compat.accelerators import use_only
 from shardproof.harness.worlds.machine import machine_fault
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
 from shardproof.harness.worlds.threads.together import together
@@ -46,6 +46,7 @@ def ask_oracle(
     kept: KeptOracle | None = None,
     folder: Path | None = None,
     explains: bool = False,
+    device: str = "cpu",
 ) -> OracleObservation:
     """Compute the oracle of a training in another process, or use the stored one unless it must ``explain`` a failure.
 
@@ -57,7 +58,7 @@ def ask_oracle(
     with tempfile.TemporaryDirectory(prefix="oracle-", dir=folder) as scratch:
         path = Path(scratch) / "tensors"
         try:
-            answer = ask(limit_s, _LONGEST, _answer, training, world_size, path, explains)
+            answer = ask(limit_s, _LONGEST, _answer, training, world_size, path, explains, device)
         except NoAnswerError as error:
             raise _failure(training, f"the process that computes it {error}") from None
         if answer:
@@ -95,9 +96,9 @@ def _failure(training: Training, got: str) -> HarnessBug:
     )
 
 
-def _answer(training: Training, world_size: int, path: Path, explains: bool) -> bytes:
+def _answer(training: Training, world_size: int, path: Path, explains: bool, device: str) -> bytes:
     """Write the oracle to a file; returns an exception of the model as JSON."""
-    hide_accelerators()
+    use_only(device)
     torch.compiler.set_stance("force_eager")  # the reference is computed by the model's own code
     warnings.simplefilter("ignore")  # those of the model were printed when it was studied
     try:
@@ -105,7 +106,9 @@ def _answer(training: Training, world_size: int, path: Path, explains: bool) -> 
             # Libraries may remember whether there were ranks when they were first asked.
             together(world_size, lambda rank: training.problem.build())
         with TensorWriter(path) as writer:
-            writer.finish(_plain(run_oracle(training, world_size, writer.keep, explains=explains)))
+            writer.finish(
+                _plain(run_oracle(training, world_size, writer.keep, explains=explains, device=device))
+            )
     except Exception as raised:
         error = machine_fault(raised) or raised
         fields = [str(arg) for arg in error.args] if isinstance(error, ShardproofError) else []

@@ -35,12 +35,17 @@ def _reorderings(training: Training, exact: OracleObservation, batches: Batches)
     return distinct(orders, plan, training.schedule.microbatches, exact.world_size)
 
 
-def noise_of(training: Training, world_size: int, exact: OracleObservation, batches: Batches) -> Deviations:
-    """Return the largest deviation and the dtype of each tensor over the other orders, whose tensors are not stored."""
+def noise_of(
+    training: Training, world_size: int, exact: OracleObservation, batches: Batches, device: str = "cpu"
+) -> Deviations:
+    """Return the largest deviation and the dtype of each tensor over the other orders, whose tensors are not stored.
+
+    They are computed on the ranks' device, whose kernels add in orders of their own.
+    """
     deviations = Deviations(exact)
     for order in _reorderings(training, exact, batches):
         deviations.met.clear()
-        train(training, world_size, order, deviations.show, batches)
+        train(training, world_size, replace(order, device=device), deviations.show, batches)
         if deviations.met < deviations.noise.keys():
             place = next(iter(deviations.noise.keys() - deviations.met))
             raise ValueError(f"expected the same tensors twice, got no {place.quantity} {place.name!r} again")
@@ -63,9 +68,10 @@ class Deviations:
         """Compare tensors, and store none."""
         if quantity is None:
             return {}
-        for name, tensor in tensors.items():
-            if tensor is None:
+        for name, shown in tensors.items():
+            if shown is None:
                 continue
+            tensor = shown.cpu()
             place = TensorKey(quantity=quantity, step=step, name=name)
             self.met.add(place)
             self.dtypes[TensorKey(quantity=quantity, step=INITIAL_STEP, name=name)] = tensor.dtype

@@ -21,7 +21,7 @@ from shardproof.harness.oracle.oracle_actor import Batches
 from shardproof.harness.oracle.oracle_observation import OracleObservation
 from shardproof.harness.oracle.oracle_training import kept_nowhere, train
 from shardproof.harness.oracle.reduction_orders import EXACT_ORDER, Summation, reference_order, reordering
-from shardproof.harness.torch_compat.accelerators import hide_accelerators
+from shardproof.harness.torch_compat.accelerators import use_only
 from shardproof.harness.torch_compat.dispatch import drawing_apart
 from shardproof.harness.tracing.module_probes import ModuleProbes, Moment, names_in
 from shardproof.harness.tracing.probe_point import (
@@ -106,7 +106,7 @@ class _Comparing(OracleProbes):
     def see(self, point: ProbePoint, tensor: torch.Tensor) -> None:
         stored = self._exact.get(point)
         if stored is not None and stored.shape == tuple(tensor.shape):
-            error = largest_deviation(tensor, read_at(self._file, stored))
+            error = largest_deviation(tensor.cpu(), read_at(self._file, stored))
             self._noise[point] = max(self._noise.get(point, 0.0), error)
 
 
@@ -129,13 +129,15 @@ class ProbeReference:
         return self._found[point][1]
 
 
-def ask_probes(training: Training, world_size: int, path: Path, *, limit_s: float) -> ProbeReference:
+def ask_probes(
+    training: Training, world_size: int, path: Path, *, limit_s: float, device: str = "cpu"
+) -> ProbeReference:
     """Train the oracle with probes in another process; the values stay in a file at ``path``.
 
     Raises HarnessBug if the model raises, or after ``limit_s`` seconds.
     """
     try:
-        answer = ask(limit_s, _LONGEST, _answer, training, world_size, path)
+        answer = ask(limit_s, _LONGEST, _answer, training, world_size, path, device)
     except NoAnswerError as error:
         answer = str(error).encode()
     if answer:
@@ -148,18 +150,18 @@ def ask_probes(training: Training, world_size: int, path: Path, *, limit_s: floa
     return ProbeReference(path)
 
 
-def _answer(training: Training, world_size: int, path: Path) -> bytes:
-    hide_accelerators()
+def _answer(training: Training, world_size: int, path: Path, device: str) -> bytes:
+    use_only(device)
     torch.compiler.set_stance("force_eager")
     try:
         with drawing_apart():
-            _write(training, world_size, path)
+            _write(training, world_size, path, device)
     except Exception:
         return json.dumps(traceback.format_exc()[-_LONGEST // 2 :]).encode()
     return b""
 
 
-def _write(training: Training, world_size: int, path: Path) -> None:
+def _write(training: Training, world_size: int, path: Path, device: str) -> None:
     batches = Batches(training.problem)
     order = reference_order(training.problem.is_widened, training.convert)
     writer, seen = _exact(training, world_size, path, order, batches)
@@ -171,7 +173,8 @@ def _write(training: Training, world_size: int, path: Path) -> None:
     with path.open("rb") as file:
         for number in range(_NUM_NOISE_RUNS):
             # Rows keep their places, or activations could not be compared.
-            run = replace(reordering(number, training.plan, training.convert), keeps_rows=True)
+            order = reordering(number, training.plan, training.convert)
+            run = replace(order, keeps_rows=True, device=device)
             compared = _Comparing(file.fileno(), exact, noise)
             train(training, world_size, run, kept_nowhere, batches, probes=compared)
     writer.close(noise=[noise.get(stored.point, 0.0) for stored in writer.stored])

@@ -125,7 +125,7 @@ class _Trained:
         self, training: Training, summation: Summation, drawing: Inside, probes: ProbesOfRanks | None = None
     ) -> None:
         self._probes = probes
-        self.model = cast_module(training.problem.build(), summation.dtype)
+        self.model = cast_module(training.problem.build(), summation.dtype).to(summation.device)
         self.written = written_by_forward(training.problem)
         self.parameters = parameters_apart(self.model, self.written)
         self.state_before: Tensors = {}  # before the last step

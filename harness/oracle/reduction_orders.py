@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, reduce
 
 import torch
 
@@ -21,7 +21,8 @@ class Summation:
     reduction between ranks; with None each tensor keeps its own. ``seed`` shuffles rows, microbatches and ranks; None
     keeps their order. ``is_tree`` adds in pairs, not one after the other; ``divides_first`` divides before adding, as
     engines do against overflow. ``accumulates_reduced`` keeps the local sum over microbatches in ``reduce_dtype``.
-    ``keeps_rows`` leaves rows in their order, for models that draw random numbers.
+    ``keeps_rows`` leaves rows in their order, for models that draw random numbers. ``device`` is where all of it is
+    computed: kernels of a device round otherwise than those of the CPU.
     """
 
     dtype: torch.dtype | None
@@ -32,16 +33,20 @@ class Summation:
     divides_first: bool = False
     accumulates_reduced: bool = False
     keeps_rows: bool = False
+    device: str = "cpu"
 
     def prepare(self, batch: Batch) -> Batch:
         """Cast the inputs' floats to ``compute_dtype``, those of the target to ``dtype``, and shuffle the rows."""
         if isinstance(batch, ModelBatch):  # which tensors have rows, and in which dim, is unknown
-            return converted(batch, partial(cast, dtype=self.dtype))  # the loss receives all of them
+            return converted(
+                batch, lambda tensor: cast(tensor, self.dtype).to(self.device)
+            )  # all, for the loss
         order = torch.tensor(
             _order(None if self.keeps_rows else self.seed, batch.target.shape[0]), dtype=torch.long
         )
         inputs = tuple(cast(tensor, self.compute_dtype)[order] for tensor in batch.inputs)
-        return Rows(inputs=inputs, target=cast(batch.target, self.dtype)[order])
+        rows = Rows(inputs=inputs, target=cast(batch.target, self.dtype)[order])
+        return rows if self.device == "cpu" else converted(rows, lambda tensor: tensor.to(self.device))
 
     def reduce(self, pieces: Sequence[Sequence[torch.Tensor]] | torch.Tensor, plan: Plan) -> torch.Tensor:
         """Add ``pieces`` [microbatches][ranks] over both, divided by the plan's divisor."""

@@ -57,7 +57,8 @@ class _NoticesNarrow(_Mode):  # type: ignore[misc]  # a class of Any
 class _RoundsAnew(_Mode):  # type: ignore[misc]  # as above
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self._generator = torch.Generator().manual_seed(seed)
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -80,13 +81,18 @@ class _RoundsAnew(_Mode):  # type: ignore[misc]  # as above
         if not tensor.dtype.is_floating_point or tensor.layout is not torch.strided or not tensor.numel():
             return tensor
         eps = torch.finfo(tensor.dtype).eps
-        drawn = torch.rand(tensor.shape, generator=self._generator)
+        drawn = torch.rand(tensor.shape, generator=self._of(tensor.device), device=tensor.device)
         if is_narrow(tensor.dtype):
             steps = (drawn < 0.5 / _ONE_IN).float() - (drawn > 1 - 0.5 / _ONE_IN).float()
             moved = (tensor.float() * (1 + _MORE_THAN_HALF * eps * steps)).to(tensor.dtype)
         else:
             moved = tensor * (1 + eps * (2 * drawn.to(tensor.dtype) - 1))
         return torch.empty_like(tensor).copy_(torch.where(tensor == tensor.trunc(), tensor, moved))
+
+    def _of(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
 
 
 def _in_order(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:

@@ -46,7 +46,8 @@ def locate(
     evidence = Evidence(training=training, world_size=len(saved.ranks), ranks=saved.ranks, oracle=reference)
     with tempfile.TemporaryDirectory(prefix="probes-", dir=folder) as scratch:
         arithmetic = arithmetic_of(request.without_exercises().training)
-        right = ask_probes(arithmetic, request.data_size, Path(scratch) / "oracle", limit_s=limit_s)
+        path, device = Path(scratch) / "oracle", request.cell.world.device
+        right = ask_probes(arithmetic, request.data_size, path, limit_s=limit_s, device=device)
         files = {o.rank: ProbeFile(probes_path(folder, o.rank)) for o in saved.ranks}
         found = located(Probed(evidence=evidence, files=files, reference=right), saved.ledgers_by_rank)
     if found.phase is None and MatchesOracle().judge(evidence).record.held:

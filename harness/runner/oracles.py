@@ -16,7 +16,9 @@ from shardproof.harness.runner.training_request import Identities, Request
 
 # Of the parameters as they were built; on disk a reference takes some twenty times as much.
 _MOST_BYTES_OF_ORACLES = 2**30
-_Key = tuple[str, int]  # a digest of what changes the oracle, and the number of ranks with data
+_Key = tuple[
+    str, int, str
+]  # a digest of what changes the oracle, the number of ranks with data, their device
 
 
 class Oracles:
@@ -32,14 +34,20 @@ class Oracles:
     def oracle(self, request: Request, *, limit_s: float) -> OracleObservation:
         """Return the oracle of a training."""
         arithmetic = arithmetic_of(request.without_exercises().training)
-        key = self._key(arithmetic, request)
+        key, device = self._key(arithmetic, request), request.cell.world.device
         if key not in self._loaded:
             kept, explains = self._kept(arithmetic, request), key in self._explaining
             if kept is not None and not explains and kept.path.exists():
                 self._of_earlier_runs[key] = kept
             folder = self._own_folder()
             self._loaded[key] = ask_oracle(
-                arithmetic, request.data_size, limit_s=limit_s, kept=kept, folder=folder, explains=explains
+                arithmetic,
+                request.data_size,
+                limit_s=limit_s,
+                kept=kept,
+                folder=folder,
+                explains=explains,
+                device=device,
             )
             drop_oldest(self._loaded, _num_bytes, _MOST_BYTES_OF_ORACLES)
         return self._loaded[key]
@@ -60,13 +68,15 @@ class Oracles:
         return True
 
     def _key(self, arithmetic: Training, request: Request) -> _Key:
-        return self._identities.digest(arithmetic, request.case), request.data_size
+        digest = self._identities.digest(arithmetic, request.case)
+        return digest, request.data_size, request.cell.world.device
 
     def _kept(self, arithmetic: Training, request: Request) -> KeptOracle | None:
         if self._source.oracles is None:
             return None
         digests = self._identities.digests(arithmetic, request.case).values()
-        return kept_oracle(self._source.oracles, str(request.data_size), *digests) if all(digests) else None
+        where = (str(request.data_size), request.cell.world.device)
+        return kept_oracle(self._source.oracles, *where, *digests) if all(digests) else None
 
     def _own_folder(self) -> Path | None:
         """Return the folder below which this worker writes; None if it only reads."""

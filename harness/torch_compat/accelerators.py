@@ -81,11 +81,14 @@ def device_of_rank(kind: str, local_rank: int) -> torch.device:
 def make_current(device: torch.device) -> None:
     """Make an accelerator the calling thread's current one, and let it compute float32 in full.
 
-    cuDNN computes convolutions and recurrent cells in TF32 by default, which has ten bits of mantissa.
+    cuDNN computes convolutions and recurrent cells in TF32 by default, which has ten bits of mantissa, and cuBLAS may
+    add the parts of a product in its own few bits.
     """
     if device.type != "cpu":
         _module(device.type).set_device(device)
         torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 # The variables by which drivers are told what a process may see; "" is nothing.
@@ -101,6 +104,14 @@ def hide_accelerators() -> None:
     found = torch.accelerator.current_accelerator()
     of_vendor = [] if found is None else [f"{found.type.upper()}_VISIBLE_DEVICES"]
     os.environ.update(dict.fromkeys((*_VISIBLE, *of_vendor), ""))
+
+
+def use_only(kind: str) -> None:
+    """Let a process that has used none compute on a kind of accelerator; on the CPU none is there."""
+    if kind == "cpu":
+        hide_accelerators()
+    else:
+        make_current(device_of_rank(kind, 0))
 
 
 def own_stream(device: torch.device) -> None:

@@ -132,6 +132,12 @@ APART = Sizes(
     allows=lambda size: size > 1,
     kinds=frozenset({WorldKind.PROCESSES, WorldKind.LAUNCHED}),
 )
+# For what CUDA has once per process: graphs are captured and kernels profiled of all its threads.
+OWN_PROCESSES = Sizes(
+    name="ranks with a process each",
+    allows=lambda size: True,
+    kinds=frozenset({WorldKind.PROCESSES, WorldKind.LAUNCHED}),
+)
 # For laws that count live memory: gloo's own threads may hold a work, and its tensors, after the engine released it.
 TOGETHER = Sizes(
     name="several ranks that share a process",

@@ -5,8 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof import COPIES, EQUAL, FEW, HOMES, OWN_POOL, PINNED, POOL, REPLAY, SEVERAL, Buffers
-from shardproof import CountsCopies, Layout, MatchesOracle, Notes, NotesForms, Offload, RanksAgree
+from shardproof import APART, COPIES, EQUAL, FEW, HOMES, OWN_POOL, OWN_PROCESSES, PINNED, POOL, REPLAY
+from shardproof import (
+    SEVERAL,
+    Buffers,
+    CountsCopies,
+    Layout,
+    MatchesOracle,
+    Notes,
+    NotesForms,
+    Offload,
+    RanksAgree,
+)
 from shardproof import ReplaysAGraph, Trial, WatchesPools, Wire
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.placements import MANY_PARAMETERS
@@ -23,7 +33,7 @@ WIRES = [param(Wire.SUM, rows="C25"), param(Wire.NATIVE, rows="C26")]
 @on_cuda
 @pytest.mark.rows("T39")
 @pytest.mark.kills("CountsOnTheHost", world=WORLD)
-@pytest.mark.worlds(SEVERAL)
+@pytest.mark.worlds(OWN_PROCESSES)
 def test_a_replayed_graph_equals_the_eager_step(trial: Trial) -> None:
     training = train(MLP_EVEN, layout=Layout.SHARD, steps=2, script=ReplaysAGraph())
     trial.holds(training, MatchesOracle(), Notes(subject=REPLAY, value=EQUAL))
@@ -32,7 +42,7 @@ def test_a_replayed_graph_equals_the_eager_step(trial: Trial) -> None:
 @on_cuda
 @pytest.mark.rows("C05")
 @pytest.mark.kills("CopiesGradientsOneByOne", world=WORLD)
-@pytest.mark.worlds(SEVERAL)
+@pytest.mark.worlds(APART)
 def test_packs_gradients_of_one_group_together(trial: Trial) -> None:
     training = train(
         MANY_PARAMETERS,

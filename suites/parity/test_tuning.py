@@ -35,7 +35,6 @@ REDUCTIONS = Select(
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.device("!cuda")  # as in suites/prefetch/test_overlap.py
 @parametrize(
     "tuning, is_expected",
     param(

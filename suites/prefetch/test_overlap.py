@@ -19,8 +19,7 @@ from shardproof.suites.training import train_sharded
 from shardproof.suites.vocabulary import ALL_REDUCES, GATHERS_IN_BACKWARD, GATHERS_IN_FORWARD, PARITY
 from shardproof.suites.vocabulary import REDUCE_SCATTERS
 
-# On CUDA the watch has not been tested in these cases; `--thorough` requests it.
-pytestmark = [pytest.mark.worlds(SEVERAL), pytest.mark.device("!cuda")]
+pytestmark = pytest.mark.worlds(SEVERAL)
 
 ROOT = ""
 UNITS = CHAIN.units

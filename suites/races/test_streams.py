@@ -17,8 +17,7 @@ from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train_sharded
 from shardproof.suites.vocabulary import PARITY
 
-# On CUDA the watch has not been tested in these cases; `--thorough` requests it.
-pytestmark = [pytest.mark.worlds(SEVERAL), pytest.mark.device("!cuda")]
+pytestmark = pytest.mark.worlds(SEVERAL)
 
 LAWS = (NoRaces(), *PARITY)
 NATIVE = Reshard.NATIVE  # for engines that have only one way

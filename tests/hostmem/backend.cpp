@@ -219,6 +219,12 @@ struct DeviceBackend final : c10d::Backend {
       multiply(std::get<sizeof...(Others) - 1>(arguments), options, sizeof...(Others) == 1);
     }
     auto work = std::apply([&](auto&... given) { return (inner.get()->*method)(given...); }, arguments);
+    if constexpr (requires { options.asyncOp; }) {
+      if (!options.asyncOp) { // as nccl does
+        work->wait();
+        return nullptr;
+      }
+    }
     return c10::make_intrusive<DeviceWork>(std::move(work), flat(outputs));
   }
 

@@ -184,7 +184,7 @@ def _wait_until(is_so: Callable[[], bool]) -> None:
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("answer") / "tensors"
-    assert oracle_answer._answer(TRAINING, 2, path, False) == b""
+    assert oracle_answer._answer(TRAINING, 2, path, False, "cpu") == b""
     return path.read_bytes()
 
 

@@ -126,16 +126,18 @@ class _Kernel:
         seq = -1 if recorder is None else recorder.issued(_summary(call))
         observers = self._announce(call, recorder, seq)
         inner: dist.Work | None
+        result = None
         if self._interceptor.transport is not None:
             inner = self._interceptor.transport.start(
                 call, None if recorder is None else partial(recorder.record_violation, seq)
             )
         else:
-            inner = _work_in(self._go_on(keyset, *args, **kwargs))
+            result = self._go_on(keyset, *args, **kwargs)
+            inner = _work_in(result)
         observers.handed_over()
         if not self._schema.returns_work or inner is None:
             observers.waits(is_over=True)
-            return None
+            return result  # nccl returns no work of a synchronous call, but its tensors
         outputs = [tensor for piece in call.outputs for tensor in piece]
         boxed = self._works.watch(inner, observers, _valuer(self._interceptor, call.device), outputs).boxed()
         return boxed if self._schema.returned is None else (arguments[self._schema.returned], boxed)
