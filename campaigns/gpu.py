@@ -70,16 +70,16 @@ def stages(device: str) -> Iterator[Stage]:
     one, two, four = f"processes:1:{device}", f"threads:2:{device}", f"threads:4:{device}"
     numbers = ("smoke", "parity", "clipping", "precision", "state", "communication")
     yield Stage(name="doctor", shows="which worlds start", command=("shardproof", "doctor"), limit_s=90)
-    yield _judged("one rank", "the device's own backend", one, "smoke", "parity", "gpu", "building_blocks")
-    yield _judged("numbers", "sharding, on streams of each rank's own", two, *numbers, limit_s=240)
     yield _judged("races", "waits between streams, as torch reports them", two, "races", "prefetch")
-    yield _judged("memory", "shares, offload and lifetimes", two, "offload", "lifetimes", "zero", "gpu")
     yield _judged("kernels", "layers and repeatability", two, "building_blocks", "determinism")
+    yield _judged("one rank", "the device's own backend", one, "smoke", "parity", "gpu")
+    yield _mutants("mutants of races", two, "races", "prefetch")
+    yield _mutants("mutants of the device", one, "gpu")
+    yield _mutants("mutants of memory", two, "smoke", "offload", "lifetimes", "zero")
+    yield _judged("numbers", "sharding, on streams of each rank's own", two, *numbers, limit_s=240)
+    yield _judged("memory", "shares, offload and lifetimes", two, "offload", "lifetimes", "zero", "gpu")
     yield _judged("four ranks", "replicas of shards", four, "smoke", "parity", "communication", "races")
     yield _judged("on the CPU", "worlds on the CPU beside an accelerator", "threads:2", "smoke", "races")
-    yield _mutants("mutants of races", two, "races", "prefetch")
-    yield _mutants("mutants of memory", two, "smoke", "offload", "lifetimes", "zero")
-    yield _mutants("mutants of the device", one, "gpu")
     yield _judged("catalogue", "an eighth of all cases", two, options=("--shard", "1/8"), limit_s=180)
     for world in (one, two, four):
         yield Stage(
@@ -120,7 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--together", type=int, default=1, metavar="N", help="stages at a time; default: %(default)d"
     )
-    parser.add_argument("--only", help="stages whose name contains this")
+    parser.add_argument(
+        "--only", action="append", help="stages whose name begins with this; several may be given"
+    )
     parser.add_argument("--keyword", metavar="WORDS", help="cases that pytest's -k selects")
     parser.add_argument("--page", type=Path, default=PAGE, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=RUNS, help="default: %(default)s")
@@ -133,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = str(found)
     asked.out.mkdir(parents=True, exist_ok=True)
     stop_at = time.monotonic() + asked.budget
-    chosen = [stage for stage in stages(device) if asked.only is None or asked.only in stage.name]
+    chosen = [stage for stage in stages(device) if stage.name.startswith(tuple(asked.only or [""]))]
 
     def ran(stage: Stage) -> Done:
         folder = asked.out / stage.name.replace(", ", "-").replace(":", "-").replace(" ", "-")

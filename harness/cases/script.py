@@ -72,6 +72,7 @@ class Actor(ABC):
     step: int
     num_microbatches: int
     weight: float
+    has_engine = True  # the oracle has none, and keeps no notes
 
     @abstractmethod
     def batch(self, microbatch: int) -> Batch:

@@ -31,6 +31,7 @@ FLOOR_ROUNDINGS = 2.0
 # differently. For Muon in bfloat16, whose rounding is a fifth of each update, FSDP2 deviates by 1.8 times that noise,
 # and other engines by none of it.
 _MULTIPLE_OF_DISTURBED = 4.0
+_STEPS_OF_STATE = 3.0
 
 
 def allowed_error(oracle: OracleObservation, place: TensorKey, noise: float | None = None) -> float:
@@ -74,9 +75,11 @@ def _disturbed(quantity: Quantity, noise: float, floor: float, dtype: torch.dtyp
     """Return the allowed error of an optimizer's result, where its own operators were disturbed too.
 
     An error within a low-precision step is the last bit of an update, no sign of a larger error. A state has another
-    such bit, from the gradient that went into it: correct engines on four and five ranks differ by both.
+    such bit, from the gradient that went into it, and a square of that gradient has it twice: correct engines differ by
+    two steps on four and five ranks, and by two and a half on a GPU.
     """
     if is_narrow(dtype):
-        step = floor if quantity is Quantity.OPTIMIZER_STATE else floor / FLOOR_ROUNDINGS
+        steps = _STEPS_OF_STATE if quantity is Quantity.OPTIMIZER_STATE else 1.0
+        step = floor / FLOOR_ROUNDINGS * steps
         return step + max(0.0, _MULTIPLE_OF_DISTURBED * (noise - step))
     return max(_MULTIPLE_OF_DISTURBED * noise, MULTIPLE * floor)

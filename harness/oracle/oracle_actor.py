@@ -203,6 +203,8 @@ def _casting(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 class OracleActor(Actor):
     """One rank of one step; ``gradients`` are by (microbatch, parameter), in the parameters' dtype."""
 
+    has_engine = False
+
     def __init__(
         self, models: OracleModels, played: RankModel, training: Training, step: int, rank: int
     ) -> None:

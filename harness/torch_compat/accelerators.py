@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof.harness.errors import UsageError
+from shardproof.harness.torch_compat.dispatch import raw_access
 
 
 def accelerator() -> torch.device | None:
@@ -121,22 +122,30 @@ def own_stream(device: torch.device) -> None:
         torch.accelerator.set_stream(torch.Stream(device))
 
 
+# Torch's own: a watch replaces them for engines, and the transport's streams and events are none of an engine's.
+_current_stream, _record_stream = torch.accelerator.current_stream, torch.Tensor.record_stream
+
+
 def moment_of(device: torch.device) -> torch.Event | None:
     """Return an event after all work that the calling thread has issued to its current stream; None on a CPU."""
-    return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
+    if device.type == "cpu":
+        return None
+    with raw_access():
+        return _current_stream(device).record_event()
 
 
 def await_moment(device: torch.device, moment: torch.Event | None) -> None:
     """Let the calling thread's current stream wait for a `moment_of` another; the host does not wait."""
     if moment is not None:
-        torch.accelerator.current_stream(device).wait_event(moment)
+        with raw_access():
+            _current_stream(device).wait_event(moment)
 
 
 def used_here(tensors: Iterable[torch.Tensor]) -> None:
     """Keep the memory of tensors until the current stream has used them, though they were made on another stream."""
     for tensor in tensors:
         if tensor.device.type != "cpu":
-            tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+            _record_stream(tensor, _current_stream(tensor.device))
 
 
 def seed_device(kind: str, seed: int) -> None:

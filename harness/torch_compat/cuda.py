@@ -7,13 +7,18 @@ Without CUDA there are no reports. See ``torch.cuda._gpu_trace`` and ``torch.cud
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 
+from shardproof.harness.torch_compat.dispatch import is_raw
 from shardproof.harness.torch_compat.private_names import private
+
+_OF_MODES = ("shardproof.harness.", "torch._dynamo", "torch._compile", "torch.utils._python_dispatch")
 
 
 class StreamListener(Protocol):
@@ -59,11 +64,19 @@ _listeners: list[_Listener] = []
 # Any: the handles that torch passes.
 def _forwarding(method: str) -> Callable[..., None]:
     def forward(*handles: Any) -> None:
+        if is_raw():
+            return  # the harness's own transport, in the place of a backend
         for listener in tuple(_listeners):
             if listener.is_heard():
                 listener.notify(method, handles)
 
     return forward
+
+
+def _ended(event: int) -> None:
+    """Tell all listeners: any thread may end an event, whose handle another rank's may have next."""
+    for listener in tuple(_listeners):
+        listener.notify("event_ended", (event,))
 
 
 _is_registered = False
@@ -78,7 +91,7 @@ def _register_callbacks() -> None:
     activate, trace = private("torch._C:_activate_gpu_trace"), private("torch.cuda._gpu_trace")
     trace.register_callback_for_event_record(_forwarding("event_recorded"))
     trace.register_callback_for_event_wait(_forwarding("event_awaited"))
-    trace.register_callback_for_event_deletion(_forwarding("event_ended"))
+    trace.register_callback_for_event_deletion(_ended)
     trace.register_callback_for_event_synchronization(_forwarding("host_awaited_event"))
     trace.register_callback_for_stream_synchronization(_forwarding("host_awaited_stream"))
     trace.register_callback_for_device_synchronization(_forwarding("host_awaited_device"))
@@ -100,6 +113,14 @@ def reporting_streams(listener: StreamListener, is_heard: Callable[[], bool]) ->
         _listeners.remove(registered)
     if registered.failure is not None:
         raise registered.failure
+
+
+def is_run_by_autograd() -> bool:
+    """Return whether autograd's engine runs the operator that a dispatch mode sees now, and no Python code does."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_OF_MODES):
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 
 def current_stream_handle() -> int:

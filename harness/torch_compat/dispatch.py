@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,16 +38,29 @@ def _raw() -> tuple[Any, Any, Any]:  # Any: guards and keys, untyped by torch
     return guard, _bookkeeping(), disable
 
 
+class _Raw(threading.local):
+    depth = 0
+
+
+_inside_raw = _Raw()
+
+
+def is_raw() -> bool:
+    """Return whether the calling thread is inside `raw_access`."""
+    return _inside_raw.depth > 0
+
+
 class raw_access:  # noqa: N801 - reads as the context that it is
     """A context in which tensors are read and written as a backend does it.
 
-    Autograd, version counters and dispatch modes do not see these operations. A class, because it is entered twice for
-    every collective, and a generator would cost as much as the copy.
+    Autograd, version counters, dispatch modes and torch's trace do not see these operations. A class, because it is
+    entered twice for every collective, and a generator would cost as much as the copy.
     """
 
     __slots__ = ("_dispatch", "_exclude")
 
     def __enter__(self) -> None:
+        _inside_raw.depth += 1
         exclude, keys, disable = _raw()
         self._exclude = exclude(keys)
         self._exclude.__enter__()
@@ -56,6 +70,7 @@ class raw_access:  # noqa: N801 - reads as the context that it is
     def __exit__(self, *error: object) -> None:
         self._dispatch.__exit__(*error)
         self._exclude.__exit__(*error)
+        _inside_raw.depth -= 1
 
 
 def generator_address(generator: torch.Generator) -> int:

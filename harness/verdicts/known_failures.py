@@ -127,8 +127,19 @@ def matches(pattern: str, text: str) -> bool:
 
 
 def matches_world(pattern: str, world: str) -> bool:
-    """Match the name of a world; a pattern without a device, such as ``*:2``, matches worlds on any device."""
-    return matches(pattern, world if pattern.count(":") > 1 else ":".join(world.split(":")[:2]))
+    """Match the name of a world; a pattern without a device, such as ``*:2``, matches worlds on any device.
+
+    Of several patterns, all have to match. The device of a world whose name has none is ``cpu`` to ``*:*:cpu``.
+    """
+    kind, size, *device = world.split(":")
+    of_device = f"{kind}:{size}:{device[0] if device else 'cpu'}"
+
+    def is_like(one: str) -> bool:
+        if one.endswith(":cpu"):
+            return matches(one, of_device)
+        return matches(one, world if one.count(":") > 1 else f"{kind}:{size}")
+
+    return all(map(is_like, pattern.split()))
 
 
 def is_refused_throughout(entry: Expectation, records: Sequence[Record]) -> bool:

@@ -26,13 +26,13 @@ from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
 on_cuda = pytest.mark.device("cuda")
-WORLD = "processes:2:cuda"
+WORLD = "processes:2:cuda"  # for what one device cannot show
 WIRES = [param(Wire.SUM, rows="C25"), param(Wire.NATIVE, rows="C26")]
 
 
 @on_cuda
 @pytest.mark.rows("T39")
-@pytest.mark.kills("CountsOnTheHost", world=WORLD)
+@pytest.mark.kills("CountsOnTheHost", world="processes:1:cuda")
 @pytest.mark.worlds(OWN_PROCESSES)
 def test_a_replayed_graph_equals_the_eager_step(trial: Trial) -> None:
     training = train(MLP_EVEN, layout=Layout.SHARD, steps=2, script=ReplaysAGraph())
@@ -74,7 +74,7 @@ def test_trains_the_same_model_over_symmetric_memory(trial: Trial, wire: Wire) -
 
 @pytest.mark.device("!cpu")
 @pytest.mark.rows("T10", "R07")
-@pytest.mark.kills("DropsThePinnedCopy", world=WORLD)
+@pytest.mark.kills("DropsThePinnedCopy", world="threads:2:cuda")
 def test_trains_the_same_transformer_from_pinned_memory(trial: Trial) -> None:
     training = train(TRANSFORMER, ADAMW, offload=Offload.PINNED, script=NotesForms())
     trial.holds(

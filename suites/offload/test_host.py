@@ -26,7 +26,7 @@ def test_trains_the_same_transformer_from_the_host(trial: Trial) -> None:
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.rows("T10", "R07")
 @pytest.mark.kills("OffloadsZeros", "UpdatesACopy")
-@pytest.mark.kills("KeepsOffloadedGradients", world="processes:2:cuda")
+@pytest.mark.kills("KeepsOffloadedGradients", world="threads:2:cuda")
 @parametrize("offload", Offload.CPU, param(Offload.PINNED, marks=pytest.mark.device("!cpu")))
 def test_shards_leave_the_device(trial: Trial, offload: Offload) -> None:
     """Between steps an accelerator holds only buffers."""

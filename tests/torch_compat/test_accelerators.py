@@ -82,6 +82,9 @@ def test_a_device_that_is_not_here_starts_no_world(device: str, got: str, tmp_pa
         ("*:*:cuda", "processes:2:npu", False),
         ("!*:*:*", "processes:2:npu", False),
         ("!*:*:*", "threads:2", True),
+        ("!*:1 *:*:cpu", "threads:2", True),
+        ("!*:1 *:*:cpu", "threads:1", False),
+        ("!*:1 *:*:cpu", "threads:2:npu", False),
     ],
 )
 def test_a_known_failure_is_of_every_device_unless_it_names_one(

@@ -29,7 +29,7 @@ class ReplaysAGraph:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.GRAPHS})
 
     def play(self, actor: Actor) -> None:
-        if actor.batch(0).target.is_cuda:
+        if actor.has_engine and actor.batch(0).target.is_cuda:
             actor.note(REPLAY, EQUAL if _replay_is_equal(actor) else "another one")
         EachMicrobatch().play(actor)
 
@@ -94,7 +94,7 @@ class CountsCopies:
     def play(self, actor: Actor) -> None:
         output = actor.forward(0, *actor.batch(0).inputs)
         loss = actor.loss(0, output)
-        if not loss.is_cuda:
+        if not (actor.has_engine and loss.is_cuda):
             actor.backward(0, loss)
             return
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -120,7 +120,7 @@ class WatchesPools:
 
     def play(self, actor: Actor) -> None:
         EachMicrobatch().play(actor)
-        if actor.batch(0).target.is_cuda:
+        if actor.has_engine and actor.batch(0).target.is_cuda:
             segments: Any = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             is_there = any(tuple(segment["segment_pool_id"]) != (0, 0) for segment in segments)
             actor.note(POOL, OWN_POOL if is_there else "not there")

@@ -4,23 +4,33 @@
 runs it on a stream of its group, which waits for the engine's stream when the call is handed over. A stream that later
 waits for the group's stream, in Python or C++, has waited for the collective. The group's later collectives start after
 it.
+
+[Note: gradients between streams] Autograd runs the backward of an operator on the stream of its forward. Where a
+gradient was made on another stream, its engine lets the streams wait, which torch reports, and records the stream with
+the allocator, which torch does not report (torch/csrc/autograd/input_buffer.cpp).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from shardproof.harness.torch_compat.cuda import current_stream_handle, reporting_streams, stream_handle
+from shardproof.harness.torch_compat.cuda import (
+    current_stream_handle,
+    is_run_by_autograd,
+    reporting_streams,
+    stream_handle,
+)
 from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.tracing.collectives.call import Call
 from shardproof.harness.tracing.current_rank import current_rank
 from shardproof.harness.tracing.races.clock import Clock
 from shardproof.harness.tracing.races.detector import DEFAULT, RaceDetector, current_watch
+from shardproof.harness.tracing.races.shadow import is_memory
 from shardproof.harness.tracing.races.streams import name_of_variable
 from shardproof.harness.tracing.recorder import Recorder
 
@@ -64,6 +74,24 @@ class CudaRaceWatch(RaceDetector):
         """Record the engine's name for a stream before its use; CUDA reuses its streams."""
         with self._lock:
             self._stream_names.setdefault(stream, name)
+
+    # Called by the dispatch mode ------------------------------------------------------------------------------
+
+    def operator(
+        self, name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor], fresh: set[int]
+    ) -> None:
+        """Record an operator; see [Note: gradients between streams]."""
+        if self._is_observing or not is_run_by_autograd():
+            super().operator(name, reads, writes, fresh)
+            return
+        reads, writes = list(reads), list(writes)
+        with self._lock:
+            self._settle()
+            for tensor in (t for t in reads if is_memory(t, self.device_type)):
+                self._memory.taken_by_autograd(self._storages.key(tensor.untyped_storage()), self.selected)
+            super().operator(name, reads, writes, fresh)
+            for tensor in (t for t in writes if is_memory(t, self.device_type)):
+                self._memory.made_by_autograd(self._storages.key(tensor.untyped_storage()))
 
     # Called by torch ------------------------------------------------------------------------------------------
 

@@ -55,13 +55,14 @@ class _Life:
     """One piece of memory from its allocation to its release.
 
     ``accesses`` are those with which a later one may conflict. ``ghosts`` remain from earlier lives of memory that may
-    be the same. ``recorded`` are the timelines that `record_stream` named.
+    be the same. ``recorded`` are the timelines that `record_stream` named. ``is_gradient``: autograd's engine made it.
     """
 
     pool: int
     ghosts: tuple[Access, ...] = ()
     accesses: list[Access] = field(default_factory=list)
     recorded: set[int] = field(default_factory=set)
+    is_gradient: bool = False
 
 
 class Memory:
@@ -88,6 +89,15 @@ class Memory:
     def record(self, key: int, timeline: int) -> None:
         """Let the allocator wait for ``timeline`` before it reuses the memory."""
         self._life(key).recorded.add(timeline)
+
+    def made_by_autograd(self, key: int) -> None:
+        """Record that autograd's engine wrote the memory, as a gradient."""
+        self._life(key).is_gradient = True
+
+    def taken_by_autograd(self, key: int, timeline: int) -> None:
+        """Let the allocator wait for ``timeline`` if the memory is a gradient: autograd's engine records its stream."""
+        if self._life(key).is_gradient:
+            self.record(key, timeline)
 
     def touch(self, key: int, access: Access, clock: Clock) -> list[Conflict]:
         """Add an access that is ordered after ``clock``; return its conflicts with unordered earlier accesses."""
