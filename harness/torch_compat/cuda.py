@@ -74,7 +74,7 @@ def _forwarding(method: str) -> Callable[..., None]:
 
 
 def _ended(event: int) -> None:
-    """Tell all listeners: any thread may end an event, whose handle another rank's may have next."""
+    """Notify all listeners: any thread may end an event, and an event of another rank may have its handle next."""
     for listener in tuple(_listeners):
         listener.notify("event_ended", (event,))
 

@@ -103,7 +103,9 @@ class EngineActor(Actor):
             batch = self._training.problem.batch(step=self.step, microbatch=microbatch, rank=self._data_rank)
             for tensor in tensors_of(batch):
                 self._inputs.update(bytes_of(tensor))
-            self._batches[microbatch] = converted(batch, self._place)
+            # The host waits for a copy to a device, as no engine asked it to.
+            with self._context.recorder.during(Phase.OBSERVE, step=self.step, microbatch=microbatch):
+                self._batches[microbatch] = converted(batch, self._place)
             self.hold("an input", *tensors_of(self._batches[microbatch]))
         return self._batches[microbatch]
 

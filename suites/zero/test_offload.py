@@ -20,7 +20,6 @@ LAWS = (MatchesOracle(), HoldsItsShare(), MemoryIsExplained(), RanksAgree())
 pytestmark = pytest.mark.worlds(SEVERAL)
 
 
-@pytest.mark.kills("LeavesStateOnTheDevice", world="threads:2:cuda")
 @parametrize("layout", Layout.ZERO1, Layout.ZERO2)
 @parametrize(
     "optimizer, microbatches",

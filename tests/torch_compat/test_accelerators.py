@@ -33,6 +33,7 @@ STATE = "zero/test_offload.py::test_trains_the_same_model_from_the_host[adamw-m3
 SHARDS = "offload/test_host.py::test_shards_leave_the_device[pinned]"
 BUFFERS = "composable/test_training.py::test_steps_leave_nothing_to_a_collector"
 GRAPHS = "gpu/test_cuda.py::test_a_replayed_graph_equals_the_eager_step"
+OVERLAP = "prefetch/test_overlap.py::test_reductions_overlap_backward[shard]"
 WORLD, THREADS = "processes:2:hostmem", "threads:2:hostmem"
 DIVIDED = "parity/test_divide_factor.py::test_divides_sums_of_shards_by_more_than_the_ranks[before-and-after]"
 PREMULTIPLIED = "combinations/test_programs.py::test_units[708e285e]"
@@ -163,6 +164,28 @@ def test_the_cell_of_an_lstm_is_that_of_a_cpu(on_path: str) -> None:
     assert done.stdout == "alike\n", done.stderr
 
 
+ROUNDING = """
+from shardproof.fixtures.problems import MLP_EVEN
+from shardproof.harness.oracle import oracle, oracle_actor
+from shardproof.suites.training import train
+from shardproof.harness.torch_compat.accelerators import use_only
+use_only("hostmem")
+where = []
+forward = oracle_actor.OracleActor.forward
+def noted(self, microbatch, *inputs, **options):
+    where.append((inputs[0].dtype, inputs[0].device.type))
+    return forward(self, microbatch, *inputs, **options)
+oracle_actor.OracleActor.forward = noted
+found = oracle.run_oracle(train(MLP_EVEN), 2, device="hostmem")
+print(sorted({(str(dtype), device) for dtype, device in where}), any(found.noise.values()))
+"""
+
+
+def test_rounding_is_measured_where_the_ranks_compute(on_path: str) -> None:
+    done = python("-c", ROUNDING, PYTHONPATH=on_path)
+    assert done.stdout == "[('torch.float32', 'hostmem'), ('torch.float64', 'cpu')] True\n", done.stderr
+
+
 def test_require_device_knows_the_cpu() -> None:
     require_device("cpu")
 
@@ -181,6 +204,9 @@ def test_cases_and_mutants_on_host_memory(on_path: str, tmp_path: Path) -> None:
         ("torch.ddp", WORLD): honest | replicas,
         ("torch.fsdp2", WORLD): honest | {BUFFERS: Verdict.PASSED, SHARDS: Verdict.PASSED},
         ("reference.zero2", WORLD): {STATE: Verdict.PASSED},
+        ("torch.replicate", WORLD): {
+            PARITY: Verdict.PASSED
+        },  # reduces by calls that return no work, as nccl's
         ("reference", WORLD): honest | {BUFFERS: Verdict.PASSED},  # which once left buffers where they were
         (SUMMING, WORLD): {PARITY: Verdict.FAILED},
         (RACING, WORLD): {RACES: Verdict.FAILED},
@@ -188,7 +214,8 @@ def test_cases_and_mutants_on_host_memory(on_path: str, tmp_path: Path) -> None:
         (LEFT, WORLD): {STATE: Verdict.FAILED},
         (KEPT, WORLD): {SHARDS: Verdict.FAILED},
         ("torch.ddp", THREADS): passed | {SHARE: Verdict.UNSUPPORTED},
-        ("torch.fsdp2", THREADS): passed | dict.fromkeys((DIVIDED, PREMULTIPLIED, PINNED), Verdict.PASSED),
+        ("torch.fsdp2", THREADS): passed
+        | dict.fromkeys((DIVIDED, PREMULTIPLIED, PINNED, OVERLAP), Verdict.PASSED),
         ("reference", THREADS): passed | {DIVIDED: Verdict.PASSED, SHARDS: Verdict.PASSED},
         (SUMMING, THREADS): {PARITY: Verdict.FAILED},
         (RACING, THREADS): {RACES: Verdict.FAILED},

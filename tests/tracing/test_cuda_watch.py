@@ -6,7 +6,7 @@ No device is needed: torch's trace is fired by `tests.tracing.traced_streams` as
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from shardproof import Op, Phase, Watch
 from shardproof.engine.mutants.all_mutants import MUTANTS
 from shardproof.harness.torch_compat import cuda as torch_cuda
 from shardproof.harness.torch_compat.cuda import reporting_streams, stream_handle
-from shardproof.harness.torch_compat.dispatch import device_kernel
+from shardproof.harness.torch_compat.dispatch import device_kernel, raw_access
 from shardproof.harness.tracing.collectives.call import Call
 from shardproof.harness.tracing.races.clock import Clock
 from shardproof.harness.tracing.races.cuda_streams import CudaRaceWatch, watched_cuda_streams
@@ -117,6 +117,43 @@ def test_waits_of_the_harness_itself_order_nothing() -> None:
         with torch.cuda.stream(side):
             tensor.sum()
     assert [race.kind for race in watch.report().races] == [RAW]
+
+
+def test_waits_of_the_transport_order_nothing() -> None:
+    def body(_: CudaRaceWatch) -> None:
+        side, tensor = _stream(), torch.ones(4)
+        tensor.add_(1)
+        with raw_access():
+            side.wait_stream(torch.cuda.current_stream())
+            torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            tensor.sum()
+
+    assert _races(body) == [(RAW, "add_", "sum")]
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_autograd_keeps_gradients_for_the_stream_that_takes_them(is_saved: bool) -> None:
+    """A node runs on the stream of its forward; memory that autograd did not make, it does not keep."""
+
+    def body(_: CudaRaceWatch) -> None:
+        side, main = _stream(), torch.cuda.current_stream()
+        leaf, factor = torch.ones(4, requires_grad=True), torch.ones(4)
+        product = leaf * (factor if is_saved else 2.0)
+
+        def go_to_side(gradient: torch.Tensor) -> None:
+            side.wait_stream(main)
+            selected.enter_context(torch.cuda.stream(side))
+
+        product.register_hook(go_to_side)
+        with ExitStack() as selected:
+            (product * product.detach()).sum().backward()
+        leaf.grad = None
+        del factor, product
+        torch.zeros(4)
+
+    kinds = [kind for kind, *_ in _races(body)]
+    assert kinds == ([REUSE] if is_saved else [])
 
 
 def test_streams_go_by_the_names_that_the_engine_gave_them() -> None:

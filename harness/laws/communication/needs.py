@@ -132,6 +132,12 @@ class _Calls:
             (e.step, e.what, e.phase if e.unit is None else None, e.unit) for e in observation.events
         )
 
+        self._begun = Counter(
+            (e.step, e.microbatch)
+            for e in observation.events
+            if (e.what, e.phase, e.unit) == (EventKind.BEGAN, Phase.BACKWARD, None)
+        )
+
     def limits(self, step: int) -> Iterator[tuple[str, tuple[Op, ...], int]]:
         """Yield what may be sent, by which collectives, and the most bytes of it."""
         forwards, backwards = (
@@ -146,11 +152,15 @@ class _Calls:
             )
             num_bytes, through = self._padded_bytes(group), max(reached, backwards)
             gathered += num_bytes * (max(entered, forwards) + through)
-            # Repetitions have the steps of the first run, so calls count them, and each holds back once.
-            reduced += num_bytes * (self._training.schedule.repeats if self._is_held_back else through)
+            reduced += num_bytes * (self._last_backwards(step) if self._is_held_back else through)
         yield "gathered", (Op.ALL_GATHER,), gathered
         for op in _REDUCING:
             yield "reduced", (op,), reduced
+
+    def _last_backwards(self, step: int) -> int:
+        """Count the backwards of the last microbatch: one that raised is run again, as are those of repetitions."""
+        last = self._training.schedule.microbatches_in(step) - 1
+        return max(self._begun[step, last], self._training.schedule.repeats)
 
     def _padded_bytes(self, group: UnitParameters) -> int:
         plan, convert = self._training.plan, self._training.convert
