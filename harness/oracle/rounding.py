@@ -21,6 +21,7 @@ from shardproof.harness.torch_compat.tensor_trees import tensors_in
 # Without it the noise of such a model would be only that of its reduction.
 _Mode: Any = optional("torch.utils._python_dispatch:TorchDispatchMode") or object
 _ONE_IN = 64
+_BLOCK = 65_521  # a prime: rows of a tensor do not all get the same numbers
 _MORE_THAN_HALF = (
     0.75  # the largest step relative to a number: it moves each number by at least half of its own step
 )
@@ -54,11 +55,38 @@ class _NoticesNarrow(_Mode):  # type: ignore[misc]  # a class of Any
         return result
 
 
+class _Dice:
+    """The random numbers of one run on one device."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self._device = device
+        # Drawn once: an operator takes them from a random place on.
+        self._block = (
+            2 * torch.rand(_BLOCK, generator=self._generator, device=device, dtype=torch.float64) - 1
+        )
+
+    def places(self, numel: int) -> torch.Tensor:
+        """Return the places of one element in ``_ONE_IN``, on average."""
+        lucky = torch.rand((), generator=self._generator, device=self._device)
+        count = int(numel / _ONE_IN + float(lucky))
+        return torch.randint(numel, (count,), generator=self._generator, device=self._device)
+
+    def signs(self, count: int) -> torch.Tensor:
+        return torch.randint(2, (count,), generator=self._generator, device=self._device) * 2.0 - 1.0
+
+    def between(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return numbers between -1 and 1."""
+        start = int(torch.randint(_BLOCK, (), generator=self._generator, device=self._device))
+        block = self._block.to(dtype).roll(-start)
+        return block.repeat(-(-numel // _BLOCK))[:numel] if numel > _BLOCK else block[:numel]
+
+
 class _RoundsAnew(_Mode):  # type: ignore[misc]  # as above
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._seed = seed
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self._dice: dict[torch.device, _Dice] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -80,19 +108,27 @@ class _RoundsAnew(_Mode):  # type: ignore[misc]  # as above
     def _rounded(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.dtype.is_floating_point or tensor.layout is not torch.strided or not tensor.numel():
             return tensor
-        eps = torch.finfo(tensor.dtype).eps
-        drawn = torch.rand(tensor.shape, generator=self._of(tensor.device), device=tensor.device)
-        if is_narrow(tensor.dtype):
-            steps = (drawn < 0.5 / _ONE_IN).float() - (drawn > 1 - 0.5 / _ONE_IN).float()
-            moved = (tensor.float() * (1 + _MORE_THAN_HALF * eps * steps)).to(tensor.dtype)
-        else:
-            moved = tensor * (1 + eps * (2 * drawn.to(tensor.dtype) - 1))
-        return torch.empty_like(tensor).copy_(torch.where(tensor == tensor.trunc(), tensor, moved))
+        if tensor.device not in self._dice:
+            self._dice[tensor.device] = _Dice(self._seed, tensor.device)
+        dice, flat = self._dice[tensor.device], tensor.reshape(-1).clone()
+        (_step_some if is_narrow(tensor.dtype) else _round_all)(flat, dice)
+        return torch.empty_like(tensor).copy_(flat.view(tensor.shape))
 
-    def _of(self, device: torch.device) -> torch.Generator:
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-        return self._generators[device]
+
+def _step_some(flat: torch.Tensor, dice: _Dice) -> None:
+    """Move some elements by one step of their dtype, in place."""
+    places = dice.places(flat.numel())
+    before = flat[places]
+    change = _MORE_THAN_HALF * torch.finfo(flat.dtype).eps * dice.signs(len(places))
+    flat[places] = torch.where(
+        before == before.trunc(), before, (before.float() * (1 + change)).to(flat.dtype)
+    )
+
+
+def _round_all(flat: torch.Tensor, dice: _Dice) -> None:
+    """Move each element by up to one rounding, in place."""
+    change = torch.finfo(flat.dtype).eps * dice.between(flat.numel(), flat.dtype)
+    flat.mul_(torch.where(flat == flat.trunc(), 0.0, change).add_(1.0))
 
 
 def _in_order(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
