@@ -11,6 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 from shardproof.harness.cases.draws import drawing_in
 from shardproof.harness.cases.training import Training
@@ -93,15 +94,16 @@ def run_oracle(
 def _rounds_coarsely(training: Training, exact: OracleObservation, noise: Mapping[TensorKey, float]) -> bool:
     """Whether the first gradients round far more than their reduction does, as the plan requests or as measured."""
     plan, schedule = training.plan, training.schedule
-    if not exact.steps or schedule.clip or plan.clip_in_step is not None or training.origin is not None:
+    if not exact.steps or plan.clip_in_step is not None or training.origin is not None:
         return False
     if plan.compute_dtype is not None and schedule.microbatches == 1:
-        return reduces_fully(plan, training.convert)
+        return reduces_fully(plan, training.convert) and schedule.clip is None
     if not is_of_full_precision(plan, training.convert):
         return False
     coarse = _COARSE_ROUNDINGS * torch.finfo(torch.float32).eps
     return any(
-        noise[TensorKey(quantity=Quantity.GRADIENT, step=0, name=name)] > coarse * sizes.absolute
+        noise[TensorKey(quantity=Quantity.GRADIENT, step=0, name=name)]
+        > coarse * sizes.absolute * exact.clipping_factor(0, name)
         for name, sizes in exact.steps[0].sizes.items()
     )
 
@@ -116,12 +118,16 @@ def _first_step(training: Training, world_size: int, device: str) -> FirstStep:
         name: [[piece.cpu() for piece in of_ranks] for of_ranks in rows] for name, rows in found.items()
     }
     orders = [reordering(k, training.plan, dtype) for k in range(num_reorderings(training.plan))]
-    exact = {
-        n: EXACT_ORDER.reduce([[*map(widened, of_ranks)] for of_ranks in pieces], training.plan)
-        for n, pieces in contributions.items()
-    }
+    exact = _clipped(
+        training,
+        {
+            n: EXACT_ORDER.reduce([[*map(widened, of_ranks)] for of_ranks in pieces], training.plan)
+            for n, pieces in contributions.items()
+        },
+    )
     reduced = [
-        {n: order.reduce(pieces, training.plan) for n, pieces in contributions.items()} for order in orders
+        _clipped(training, {n: order.reduce(pieces, training.plan) for n, pieces in contributions.items()})
+        for order in orders
     ]
     parameters = _stepped(training, EXACT_ORDER.dtype, exact)
     shown = dense_tensors(exact)
@@ -131,6 +137,18 @@ def _first_step(training: Training, world_size: int, device: str) -> FirstStep:
         noise=_noise(shown, [*map(dense_tensors, reduced)]),
         parameter_noise=_noise(parameters, [_stepped(training, dtype, gradients) for gradients in reduced]),
     )
+
+
+def _clipped(training: Training, gradients: Tensors) -> Tensors:
+    """Return gradients as the schedule clips them."""
+    clip = training.schedule.clip
+    if clip is None:
+        return gradients
+    holders = {name: nn.Parameter(torch.empty_like(gradient)) for name, gradient in gradients.items()}
+    for name, holder in holders.items():
+        holder.grad = gradients[name]
+    nn.utils.clip_grad_norm_(holders.values(), clip.max_norm, clip.norm_type)
+    return {name: holder.grad for name, holder in holders.items() if holder.grad is not None}
 
 
 def _stepped(training: Training, dtype: torch.dtype | None, gradients: Tensors) -> Tensors:

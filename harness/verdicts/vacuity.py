@@ -21,6 +21,7 @@ from shardproof.harness.oracle.oracle_observation import Quantity
 from shardproof.harness.oracle.still_elements import ZERO_BESIDE
 from shardproof.harness.verdicts.simple_defects import (
     LARGER_STEPS,
+    claims_updates,
     hidden_because,
     largest_gradient,
     unreached,
@@ -56,7 +57,7 @@ def vacuous_because(evidence: Evidence) -> str | None:
         _equal_inputs(evidence)
         or _idle_ranks(evidence)
         or _independent_parameters(evidence)
-        or _still_parameters(evidence)
+        or (_still_parameters(evidence) if claims_updates(evidence) else None)
         or hidden_because(evidence)
     )
 
