@@ -13,7 +13,13 @@ from shardproof.suites.params import param, parametrize
 from shardproof.suites.vocabulary import PARITY
 
 LAWS = (*PARITY, AllWaited(select=Select()))
-WITH_OPTIMIZER = {"LowRankAdapters", "OrthogonalUpdates", "SomeParameters", "SparseEmbeddings"}
+WITH_OPTIMIZER = {
+    "DecoderInBfloat16",
+    "LowRankAdapters",
+    "OrthogonalUpdates",
+    "SomeParameters",
+    "SparseEmbeddings",
+}
 DRAWING = {"MaskedEncoder"}  # other devices draw other numbers than the oracle
 SPARSE = [b for b in BLOCKS if Capability.SPARSE_GRADIENTS in b.demands]  # threads exchange dense tensors
 
