@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from shardproof.engine.contract import Accumulation, Capability, Cut
 from shardproof.harness.cases.script import Probe
 from shardproof.harness.cases.scripts.eventful import Eventful, goes_in_turn
@@ -164,7 +166,8 @@ class _Calls:
 
     def _padded_bytes(self, group: UnitParameters) -> int:
         plan, convert = self._training.plan, self._training.convert
-        dtypes = [d for d in (convert, plan.compute_dtype, plan.reduction_dtype) if d is not None]
+        # Engines may reduce in float32 unasked: how often is judged here, and in which dtype where a plan asks for one.
+        dtypes = [d or torch.float32 for d in (convert, plan.compute_dtype, plan.reduction_dtype)]
         width = max([group.bytes_per_element, *(d.itemsize for d in dtypes)])
         if self._is_in_chunks:
             return chunked_buffer_numel(group, self._size) * self._size * width
