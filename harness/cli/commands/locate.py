@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import io
 import tempfile
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from shardproof.harness.cases.case_id import node_of
@@ -56,9 +58,9 @@ def _trained_again(record: Record, header: Header) -> Located | None:
         node = node_of(record.case, record.engine, record.world)
         cell = (f"--engine={record.engine}", f"--world={record.world}")
         seed = f"--schedule-seed={header.seed}"
-        code = call_pytest(
-            [node, *cell, *options, seed, f"--out={out}", "--no-expectations", "-qq", "--tb=no"]
-        )
+        asked = [node, *cell, *options, seed, f"--out={out}", "--no-expectations", "-qq", "--tb=no"]
+        with redirect_stdout(io.StringIO()):  # what pytest says of a case that is to fail
+            code = call_pytest(asked)
         records = read_run(out).records if code in PYTEST_ENDED and out.exists() else ()
     return next((r.located for r in records if r.key == record.key), None)
 
