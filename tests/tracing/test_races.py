@@ -256,6 +256,18 @@ def test_streams_without_a_wait_for_the_write_race(order: Ordering) -> None:
     ]
 
 
+@pytest.mark.parametrize("is_of_module", [True, False])
+def test_a_stream_of_torch_accelerator_waits_for_no_event_of_a_module(is_of_module: bool) -> None:
+    def order(device: Any, here: Any, there: Any) -> None:
+        recorded_on = here if is_of_module else torch.accelerator.current_stream()
+        event = recorded_on.record_event()
+        with device.stream(there):
+            torch.accelerator.current_stream().wait_event(event)
+
+    expected = [(RaceKind.READ_AFTER_WRITE, "add_", "sum")] if is_of_module else []
+    assert _races(lambda: write_here_read_there(torch.cpu, order)) == expected
+
+
 def test_unwatched_streams_are_idle_as_torchs_own() -> None:
     plain = torch.cpu.current_stream()
     with streams.tracked_streams():  # as another rank of this process wants them

@@ -4,6 +4,10 @@ An engine written for accelerators uses ``torch.cpu`` by the same code as ``torc
 them, records events and has streams wait. On a CPU these calls do nothing, because operators are complete when they
 return. But the engine decides which waits to make, and makes the same ones as on a device. On an accelerator whose
 streams torch does not trace, all work is then issued to the device's current stream, one operator after the other.
+
+[Note: events of two classes] A ``torch.cuda.Event`` records an event of its own, and not the one of its base class
+``torch.Event``, for which streams of ``torch.accelerator`` wait (torch/csrc/cuda/Event.h, torch/csrc/Stream.cpp). So on
+CUDA such a stream waits for no event of the device's module, and here it does not either.
 """
 
 from __future__ import annotations
@@ -30,6 +34,8 @@ _Event = torch.cpu.Event
 class TrackedStream(_Stream):
     """A stream of the rank that made it; torch's own no-op stream on a thread without a watch."""
 
+    is_of_module = True
+
     # Any, here and below: torch's stand-ins for streams and events of a CPU are untyped.
     def __init__(
         self, priority: int = -1, *, watch: RaceDetector | None = None, timeline: int | None = None
@@ -41,7 +47,7 @@ class TrackedStream(_Stream):
             self.timeline = timeline
         elif self.watch is not None:
             self.timeline = self.watch.begin_stream(name_of_variable())
-        if self.watch is not None:
+        if self.watch is not None and self.is_of_module:
             self.watch.streams[self.timeline] = self
 
     def record_event(self, event: Any = None) -> Any:
@@ -95,6 +101,20 @@ class AcceleratorStream(TrackedStream):
         self._selections.pop().__exit__(None, None, None)
 
 
+class GenericStream(AcceleratorStream):
+    """A stream of ``torch.accelerator``; see [Note: events of two classes]."""
+
+    is_of_module = False
+
+    def record_event(self, event: Any = None) -> Any:
+        return super().record_event(GenericEvent() if event is None else event)
+
+    def wait_event(self, event: Any) -> None:
+        """Wait for an event of ``torch.Event``; for one of a device's module there is nothing to wait for."""
+        if isinstance(event, GenericEvent):
+            super().wait_event(event)
+
+
 class TrackedEvent(_Event):
     """An event of the rank that records it."""
 
@@ -125,6 +145,10 @@ class TrackedEvent(_Event):
         return True
 
 
+class GenericEvent(TrackedEvent):
+    """An event of ``torch.Event``, as a stream of ``torch.accelerator`` records it."""
+
+
 class selection(AbstractContextManager[None]):  # noqa: N801 - reads as a context manager
     """Makes a stream the calling thread's current one."""
 
@@ -146,6 +170,8 @@ def _current_tracked(kind: type[TrackedStream] = TrackedStream) -> Any:
     watch = current_watch()
     if watch is None:
         return None
+    if kind is GenericStream:
+        return GenericStream(watch=watch, timeline=watch.selected)
     return watch.streams.get(watch.selected) or kind(watch=watch, timeline=watch.selected)
 
 
@@ -222,7 +248,8 @@ def _replacements(device_type: str) -> Iterator[tuple[Any, str, Any]]:
         yield holder, name, record_stream_of(vars(holder)[name])
     # If it has an event to wait for, FSDP2 asks for the accelerator's stream where it should ask for its device's. All
     # ranks of a process are on one kind of device, so on a CPU too, even if the machine has an accelerator.
-    yield torch.accelerator, "current_stream", current_stream
+    generic = _current_stream_of(GenericStream, torch.accelerator.current_stream)
+    yield torch.accelerator, "current_stream", generic
 
 
 @cache
