@@ -117,7 +117,6 @@ def _first_step(training: Training, world_size: int, device: str) -> FirstStep:
     contributions = {
         name: [[piece.cpu() for piece in of_ranks] for of_ranks in rows] for name, rows in found.items()
     }
-    orders = [reordering(k, training.plan, dtype) for k in range(num_reorderings(training.plan))]
     exact = _clipped(
         training,
         {
@@ -125,17 +124,16 @@ def _first_step(training: Training, world_size: int, device: str) -> FirstStep:
             for n, pieces in contributions.items()
         },
     )
+    orders = [reordering(k, training.plan, dtype) for k in range(num_reorderings(training.plan))]
     reduced = [
         _clipped(training, {n: order.reduce(pieces, training.plan) for n, pieces in contributions.items()})
         for order in orders
     ]
-    parameters = _stepped(training, EXACT_ORDER.dtype, exact)
     shown = dense_tensors(exact)
     return FirstStep(
         gradients=shown,
-        parameters=parameters,
+        parameters=_stepped(training, exact),
         noise=_noise(shown, [*map(dense_tensors, reduced)]),
-        parameter_noise=_noise(parameters, [_stepped(training, dtype, gradients) for gradients in reduced]),
     )
 
 
@@ -151,9 +149,9 @@ def _clipped(training: Training, gradients: Tensors) -> Tensors:
     return {name: holder.grad for name, holder in holders.items() if holder.grad is not None}
 
 
-def _stepped(training: Training, dtype: torch.dtype | None, gradients: Tensors) -> Tensors:
-    """Return the parameters after a first update by these gradients."""
-    model = cast_module(training.problem.build(), dtype)
+def _stepped(training: Training, gradients: Tensors) -> Tensors:
+    """Return the parameters after a first update by these gradients, in the dtype of exact ones."""
+    model = cast_module(training.problem.build(), EXACT_ORDER.dtype)
     for name, gradient in gradients.items():
         model.get_parameter(name).grad = gradient
     training.optimizer(model.parameters()).step()

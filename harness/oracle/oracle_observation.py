@@ -67,14 +67,12 @@ class OracleStep:
 class FirstStep:
     """The first step from pieces of the ranks' own dtype, rows in their order: rounded as the model rounds.
 
-    Pieces are added exactly. ``noise`` is the deviation of gradients when pieces are added in other orders, and
-    ``parameter_noise`` that of parameters.
+    Pieces are added exactly. ``noise`` is the deviation of gradients when pieces are added in other orders.
     """
 
     gradients: Tensors
     parameters: Tensors
     noise: Mapping[str, float]
-    parameter_noise: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -38,9 +38,8 @@ class Summation:
     def prepare(self, batch: Batch) -> Batch:
         """Cast the inputs' floats to ``compute_dtype``, those of the target to ``dtype``, and shuffle the rows."""
         if isinstance(batch, ModelBatch):  # which tensors have rows, and in which dim, is unknown
-            return converted(
-                batch, lambda tensor: cast(tensor, self.dtype).to(self.device)
-            )  # all, for the loss
+            # All tensors in one dtype: the loss receives the batch whole.
+            return converted(batch, lambda tensor: cast(tensor, self.dtype).to(self.device))
         order = torch.tensor(
             _order(None if self.keeps_rows else self.seed, batch.target.shape[0]), dtype=torch.long
         )
