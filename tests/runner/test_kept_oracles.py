@@ -107,7 +107,7 @@ def test_a_failure_is_explained_by_an_oracle_of_its_own(
 
     # Any: as they came.
     def noted(*args: Any) -> bytes:
-        asked.append(args[-1])
+        asked.append(args[-2])  # before the device
         return ask(*args)
 
     monkeypatch.setattr(oracle_answer, "ask", noted)

@@ -191,7 +191,7 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def _answering(written: bytes) -> Callable[..., bytes]:
     # Any: as `ask` is called.
     def answered(*args: Any) -> bytes:
-        args[-2].write_bytes(written)
+        next(arg for arg in args if isinstance(arg, Path)).write_bytes(written)
         return b""
 
     return answered
