@@ -15,10 +15,10 @@ from torch import nn
 
 from shardproof.harness.cases.draws import drawing_in
 from shardproof.harness.cases.training import Training
-from shardproof.harness.cases.user_model import is_communicating, is_stepping, written_by_forward
+from shardproof.harness.cases.user_model import is_stepping, written_by_forward
 from shardproof.harness.oracle.absolute_error import largest_deviation
 from shardproof.harness.oracle.oracle_actor import Batches, OracleModels, parameters_apart, pieces_of_step
-from shardproof.harness.oracle.oracle_noise import noise_of, scales_of
+from shardproof.harness.oracle.oracle_noise import noise_device, noise_of, scales_of
 from shardproof.harness.oracle.oracle_observation import (
     FirstStep,
     OracleObservation,
@@ -27,7 +27,7 @@ from shardproof.harness.oracle.oracle_observation import (
     TensorKey,
     Tensors,
 )
-from shardproof.harness.oracle.oracle_training import KeepTensors, copied, dense_tensors, train
+from shardproof.harness.oracle.oracle_training import KeepTensors, clip, copied, dense_tensors, train
 from shardproof.harness.oracle.reduction_orders import (
     EXACT_ORDER,
     is_of_full_precision,
@@ -66,8 +66,7 @@ def run_oracle(
     with drawing_apart():
         exact = _exact(training, world_size, keep, batches, explains)
         exact = replace(exact, still=still_elements(training, exact))
-        is_of_ranks = not (is_stepping(training.problem) or is_communicating(training.problem))
-        there = device if is_of_ranks else "cpu"  # their own code says where they compute
+        there = noise_device(training.problem, device)
         found = noise_of(training, world_size, exact, batches, there)
         noise = found.noise
         has_pieces = not is_stepping(training.problem)  # otherwise a step is whole
@@ -139,13 +138,12 @@ def _first_step(training: Training, world_size: int, device: str) -> FirstStep:
 
 def _clipped(training: Training, gradients: Tensors) -> Tensors:
     """Return gradients as the schedule clips them."""
-    clip = training.schedule.clip
-    if clip is None:
+    if training.schedule.clip is None:
         return gradients
     holders = {name: nn.Parameter(torch.empty_like(gradient)) for name, gradient in gradients.items()}
     for name, holder in holders.items():
         holder.grad = gradients[name]
-    nn.utils.clip_grad_norm_(holders.values(), clip.max_norm, clip.norm_type)
+    clip(training, holders)
     return {name: holder.grad for name, holder in holders.items() if holder.grad is not None}
 
 

@@ -9,7 +9,8 @@ from typing import TypeVar
 import torch
 
 from shardproof.harness.cases.batch import ModelBatch
-from shardproof.harness.cases.training import Training
+from shardproof.harness.cases.training import Problem, Training
+from shardproof.harness.cases.user_model import is_communicating, is_stepping
 from shardproof.harness.oracle.absolute_error import deviation, largest, largest_deviation
 from shardproof.harness.oracle.oracle_actor import Batches
 from shardproof.harness.oracle.oracle_observation import (
@@ -33,6 +34,11 @@ def _reorderings(training: Training, exact: OracleObservation, batches: Batches)
     if not keep_rows or not training.problem.is_widened:  # otherwise each run is perturbed differently
         return orders
     return distinct(orders, plan, training.schedule.microbatches, exact.world_size)
+
+
+def noise_device(problem: Problem, device: str) -> str:
+    """Return where rounding is measured for ranks on a device: where the model's own code computes, or there."""
+    return "cpu" if is_stepping(problem) or is_communicating(problem) else device
 
 
 def noise_of(

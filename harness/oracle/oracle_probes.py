@@ -18,6 +18,7 @@ from shardproof.harness.cases.training import Training
 from shardproof.harness.errors import HarnessBug
 from shardproof.harness.oracle.absolute_error import largest_deviation
 from shardproof.harness.oracle.oracle_actor import Batches
+from shardproof.harness.oracle.oracle_noise import noise_device
 from shardproof.harness.oracle.oracle_observation import OracleObservation
 from shardproof.harness.oracle.oracle_training import kept_nowhere, train
 from shardproof.harness.oracle.reduction_orders import EXACT_ORDER, Summation, reference_order, reordering
@@ -170,11 +171,12 @@ def _write(training: Training, world_size: int, path: Path, device: str) -> None
         writer, _ = _exact(training, world_size, path, EXACT_ORDER, batches, partial(drawing_in, dtype))
     exact = {stored.point: stored for stored in writer.stored}
     noise: dict[ProbePoint, float] = {}
+    there = noise_device(training.problem, device)
     with path.open("rb") as file:
         for number in range(_NUM_NOISE_RUNS):
             # Rows keep their places, or activations could not be compared.
-            order = reordering(number, training.plan, training.convert)
-            run = replace(order, keeps_rows=True, device=device)
+            run = reordering(number, training.plan, training.convert)
+            run = replace(run, keeps_rows=True, device=there)
             compared = _Comparing(file.fileno(), exact, noise)
             train(training, world_size, run, kept_nowhere, batches, probes=compared)
     writer.close(noise=[noise.get(stored.point, 0.0) for stored in writer.stored])

@@ -173,7 +173,7 @@ class _Trained:
         contributions.clear()  # the peak of memory
         if not is_skipped:
             self._see(Seen.REDUCED, step, self._gradients())
-        norm = None if is_skipped else _clip(training, self.parameters)
+        norm = None if is_skipped else clip(training, self.parameters)
         if norm is not None:
             self._see(Seen.NORM, step, {NORM: norm})
             self._see(Seen.CLIPPED, step, self._gradients())
@@ -249,11 +249,12 @@ def kept_nowhere(
     return {}
 
 
-def _clip(training: Training, parameters: Mapping[str, nn.Parameter]) -> torch.Tensor | None:
-    clip = training.schedule.clip
-    if clip is None:
+def clip(training: Training, parameters: Mapping[str, nn.Parameter]) -> torch.Tensor | None:
+    """Clip gradients in place as the schedule asks, and return their norm; None if it does not."""
+    asked = training.schedule.clip
+    if asked is None:
         return None
-    return nn.utils.clip_grad_norm_(parameters.values(), clip.max_norm, clip.norm_type).detach()
+    return nn.utils.clip_grad_norm_(parameters.values(), asked.max_norm, asked.norm_type).detach()
 
 
 def _update(training: Training, optimizer: torch.optim.Optimizer, step: int) -> None:

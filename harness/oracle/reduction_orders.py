@@ -43,9 +43,8 @@ class Summation:
         order = torch.tensor(
             _order(None if self.keeps_rows else self.seed, batch.target.shape[0]), dtype=torch.long
         )
-        inputs = tuple(cast(tensor, self.compute_dtype)[order] for tensor in batch.inputs)
-        rows = Rows(inputs=inputs, target=cast(batch.target, self.dtype)[order])
-        return rows if self.device == "cpu" else converted(rows, lambda tensor: tensor.to(self.device))
+        inputs = tuple(cast(tensor, self.compute_dtype)[order].to(self.device) for tensor in batch.inputs)
+        return Rows(inputs=inputs, target=cast(batch.target, self.dtype)[order].to(self.device))
 
     def reduce(self, pieces: Sequence[Sequence[torch.Tensor]] | torch.Tensor, plan: Plan) -> torch.Tensor:
         """Add ``pieces`` [microbatches][ranks] over both, divided by the plan's divisor."""

@@ -61,10 +61,9 @@ class _Dice:
     def __init__(self, seed: int, device: torch.device) -> None:
         self._generator = torch.Generator(device).manual_seed(seed)
         self._device = device
-        # Drawn once: an operator takes them from a random place on.
-        self._block = (
-            2 * torch.rand(_BLOCK, generator=self._generator, device=device, dtype=torch.float64) - 1
-        )
+        # Drawn once: an operator takes them from a random place on. Twice, so that it need not turn them round.
+        block = torch.rand(_BLOCK, generator=self._generator, device=device, dtype=torch.float64)
+        self._block = (2 * block - 1).repeat(2)
 
     def places(self, numel: int) -> torch.Tensor:
         """Return the places of one element in ``_ONE_IN``, on average."""
@@ -78,8 +77,8 @@ class _Dice:
     def between(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return numbers between -1 and 1."""
         start = int(torch.randint(_BLOCK, (), generator=self._generator, device=self._device))
-        block = self._block.to(dtype).roll(-start)
-        return block.repeat(-(-numel // _BLOCK))[:numel] if numel > _BLOCK else block[:numel]
+        block = self._block[start : start + min(numel, _BLOCK)].to(dtype)
+        return block.repeat(-(-numel // _BLOCK))[:numel] if numel > _BLOCK else block
 
 
 class _RoundsAnew(_Mode):  # type: ignore[misc]  # as above

@@ -277,8 +277,10 @@ def _computes_coarsely(evidence: Evidence) -> bool:
 def _coarse_dtype(evidence: Evidence) -> torch.dtype | None:
     """Return the dtype of few bits that the plan computes in, or that most of the model's noise is of."""
     oracle = evidence.oracle
-    if _computes_coarsely(evidence) or oracle.is_widened or oracle.plan.compute_dtype is not None:
-        return oracle.plan.compute_dtype if _computes_coarsely(evidence) else None
+    if _computes_coarsely(evidence):
+        return oracle.plan.compute_dtype
+    if oracle.is_widened or oracle.plan.compute_dtype is not None:
+        return None
     dtypes = (oracle.dtype(Quantity.PARAMETER, name) for name in _trained(evidence))
     return max(filter(is_narrow, dtypes), key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
