@@ -160,7 +160,7 @@ def compare_as_process(rank: int, size: int, folder: Path, work: Work) -> None:
         return recorder.ledger()
 
     torch.set_num_threads(1)
-    peaks = {name: _peak_bytes(name, work, _microbatches(work, rank)) for name in work.names}
+    peaks = {name: _peak_bytes(name, work, microbatches_of(work, rank)) for name in work.names}
     gc.collect()  # the measured modules are in reference cycles
     compared = _compare(rank, size, work, counted, time.process_time)
     taken = [replace(t, peak_bytes=peaks[t.name]) for t in compared]
@@ -193,8 +193,8 @@ def _compare(
     rank: int, size: int, work: Work, counted: Counted, processor_time: Callable[[], float]
 ) -> tuple[Taken, ...]:
     torch.set_num_threads(1)
-    microbatches = _microbatches(work, rank)
-    contenders = [_contender(name, work) for name in work.names]
+    microbatches = microbatches_of(work, rank)
+    contenders = [contender_of(name, work) for name in work.names]
     seconds: dict[Name, list[float]] = {name: [] for name in work.names}
     processor_s: dict[Name, list[float]] = {name: [] for name in work.names}
     losses: dict[Name, float] = {}
@@ -223,9 +223,10 @@ def _compare(
     )
 
 
-def _contender(name: Name, work: Work) -> Contender:
+def contender_of(name: Name, work: Work, device: str = "cpu") -> Contender:
+    """Wrap the model on a kind of device by one engine; all start from the same values."""
     torch.manual_seed(0)
-    model = Transformer(work)
+    model = Transformer(work).to(device)
     match name:
         case Name.DDP:
             ddp = DistributedDataParallel(model)
@@ -284,7 +285,8 @@ def _loss(module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
-def _microbatches(work: Work, rank: int) -> list[torch.Tensor]:
+def microbatches_of(work: Work, rank: int) -> list[torch.Tensor]:
+    """Return the tokens [rows, length] of each of a rank's microbatches."""
     generator = torch.Generator().manual_seed(rank)
     shape = (work.num_rows, work.length)
     return [torch.randint(VOCABULARY, shape, generator=generator) for _ in range(work.num_microbatches)]
@@ -390,7 +392,7 @@ def _peak_bytes(name: Name, work: Work, microbatches: Sequence[torch.Tensor]) ->
     """Build an engine and train under the mode; the peak is that of one step after the warm-up."""
     live = LiveBytes()
     with live:
-        contender = _contender(name, work)
+        contender = contender_of(name, work)
         contender.step(microbatches)
         live.reset_peak()
         contender.step(microbatches)

@@ -3,8 +3,8 @@
     python -m campaigns.gpu_step --world processes:1:cuda --world threads:2:cuda
 
 One transformer is trained by each engine in turn, step by step in one world, so that a ratio is one of the same minute.
-Times are medians of the rounds. Peaks are the caching allocator's, over what was held before the
-step; where ranks are threads they are of all ranks together, and hold the transport's copies.
+Times are medians of the rounds. Peaks are the caching allocator's, over what was held before
+the step; where ranks are threads they are of all ranks together, and hold the transport's copies.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -26,14 +26,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
-from torch.distributed import fsdp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.engine_work import COMPOSABLE, LOSS_TOLERANCE, VOCABULARY, Name, Reshard, Transformer, Work
-from shardproof.engine import reference
+from benchmarks.engine_work import (
+    COMPOSABLE,
+    LOSS_TOLERANCE,
+    Contender,
+    Name,
+    Reshard,
+    Work,
+    contender_of,
+    microbatches_of,
+)
 from shardproof.harness.torch_compat.accelerators import backends_for, device_of_rank, make_current
 from shardproof.harness.torch_compat.process_groups import FileStore
 from shardproof.harness.worlds.launch import launch
@@ -56,41 +60,22 @@ class Figures:
     loss: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Contender:
-    name: Name
-    module: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    tokens: torch.Tensor
-
-    def step(self) -> torch.Tensor:
-        logits = self.module(self.tokens)
-        loss = functional.cross_entropy(logits.flatten(0, 1), self.tokens.flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-
-def measure(device: torch.device, rank: int, size: int, work: Work, *, is_alone: bool) -> list[Figures]:
+def measure(device: torch.device, rank: int, work: Work, *, is_alone: bool) -> list[Figures]:
     """Train with each engine in turn on the calling rank; ``is_alone`` says that no other rank shares its process."""
-    mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("data",))
-    generator = torch.Generator().manual_seed(rank)
-    tokens = torch.randint(VOCABULARY, (work.num_rows, work.length), generator=generator).to(device)
-    contenders = [_contender(name, work, mesh, device, tokens) for name in work.names]
-    peaks = {one.name: _peak_bytes(one, device) for one in contenders}
+    tokens = [microbatch.to(device) for microbatch in microbatches_of(work, rank)]
+    contenders = [_contender(name, work, device) for name in work.names]
+    peaks = {one.name: _peak_bytes(one, tokens, device) for one in contenders}
     times: dict[Name, list[float]] = {name: [] for name in work.names}
     losses: dict[Name, float] = {}
     for turn in range(work.num_rounds):
         first = turn % len(contenders)
         for one in contenders[first:] + contenders[:first]:
             dist.barrier()
-            elapsed, loss = _timed(one, device)
+            elapsed, losses[one.name] = _timed(one, tokens, device)
             times[one.name].append(elapsed)
-            losses[one.name] = float(loss)
     overlaps: dict[Name, float] = {}
     if is_alone and device.type == "cuda":
-        overlaps = {one.name: _overlap_ms(one, device) for one in contenders}
+        overlaps = {one.name: _overlap_ms(one, tokens, device) for one in contenders}
     return [
         Figures(
             name=name,
@@ -103,25 +88,15 @@ def measure(device: torch.device, rank: int, size: int, work: Work, *, is_alone:
     ]
 
 
-# Any: a mesh and models whose classes the engines change.
-def _contender(name: Name, work: Work, mesh: Any, device: torch.device, tokens: torch.Tensor) -> _Contender:
-    torch.manual_seed(0)
-    model: Any = Transformer(work).to(device)
-    if name is Name.DDP:
-        model = DistributedDataParallel(model, device_ids=[device])
-    else:
-        shard: Callable[..., Any] = fsdp.fully_shard if name is Name.FSDP2 else reference.fully_shard
-        for block in model.blocks:
-            shard(block, mesh=mesh)
-        shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return _Contender(name=name, module=model, optimizer=optimizer, tokens=tokens)
+def _contender(name: Name, work: Work, device: torch.device) -> Contender:
+    contender = contender_of(name, work, device.type)
+    return replace(contender, optimizer=torch.optim.AdamW(contender.module.parameters(), lr=1e-3))
 
 
-def _peak_bytes(one: _Contender, device: torch.device) -> int | None:
+def _peak_bytes(one: Contender, tokens: Sequence[torch.Tensor], device: torch.device) -> int | None:
     """Warm up, and return the peak of one step over what is held before it; None on a device that does not count."""
     for _ in range(_WARM_UPS):
-        one.step()
+        one.step(tokens)
     memory = torch.get_device_module(device)
     if not hasattr(memory, "max_memory_allocated"):
         return None
@@ -129,7 +104,7 @@ def _peak_bytes(one: _Contender, device: torch.device) -> int | None:
     before = memory.memory_allocated(device)
     memory.reset_peak_memory_stats(device)
     _meet(device)
-    one.step()
+    one.step(tokens)
     _meet(device)
     return int(memory.max_memory_allocated(device)) - int(before)
 
@@ -139,19 +114,19 @@ def _meet(device: torch.device) -> None:
     dist.barrier()
 
 
-def _timed(one: _Contender, device: torch.device) -> tuple[float, torch.Tensor]:
+def _timed(one: Contender, tokens: Sequence[torch.Tensor], device: torch.device) -> tuple[float, float]:
     """Return the milliseconds of a step, from an idle device to an idle device, and its loss."""
     torch.accelerator.synchronize(device)
     began = time.perf_counter()
-    loss = one.step()
+    loss = one.step(tokens)
     torch.accelerator.synchronize(device)
     return (time.perf_counter() - began) * 1000, loss
 
 
-def _overlap_ms(one: _Contender, device: torch.device) -> float:
+def _overlap_ms(one: Contender, tokens: Sequence[torch.Tensor], device: torch.device) -> float:
     """Return the time of kernels and copies in which another stream works too, of one step, from torch's profiler."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        one.step()
+        one.step(tokens)
         torch.accelerator.synchronize(device)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
@@ -180,7 +155,7 @@ def _more_than_one(events: Sequence[Mapping[str, Any]]) -> float:
 
 def on_rank(context: RankContext, work: Work) -> None:
     """Measure on a rank of a world, and write what was found."""
-    figures = measure(context.device, context.rank, context.size, work, is_alone=False)
+    figures = measure(context.device, context.rank, work, is_alone=False)
     (context.folder / f"rank{context.rank}.pickle").write_bytes(pickle.dumps(figures))
 
 
@@ -192,7 +167,7 @@ def _in_this_process(kind: str, work: Work) -> list[Figures]:
         store = FileStore(str(Path(folder, "store")), 1)
         dist.init_process_group(backends_for(kind), store=store, rank=0, world_size=1)
         try:
-            return measure(device, 0, 1, work, is_alone=True)
+            return measure(device, 0, work, is_alone=True)
         finally:
             dist.destroy_process_group()
 
