@@ -63,6 +63,13 @@ def _aligned_bytes(training: Training, world_size: int) -> int:
     return sum(numel * group.bytes_per_element + FLAT_ALIGNMENT_BYTES for numel in multiples)
 
 
+def _most_buckets(training: Training, world_size: int) -> int:
+    """Count the buckets of one backward: each but the last is as large as asked."""
+    size = training.plan.bucket_bytes
+    assert size is not None
+    return all_parameters(training).num_bytes // size + 1
+
+
 # Units, several modules joined by commas being one, and the root.
 NUM_GROUPS = ClosedForm(
     name="communication groups with parameters", formula=lambda training, _: len(groups_of(training))
@@ -74,6 +81,7 @@ NUM_UNHELD_GROUPS = ClosedForm(name="groups that hold nothing back", formula=_nu
 GRADIENT_BYTES = ClosedForm(
     name="bytes of all gradients", formula=lambda training, _: all_parameters(training).num_bytes
 )
+MOST_BUCKETS = ClosedForm(name="bytes of all gradients by bucket, rounded up", formula=_most_buckets)
 ALIGNED_BYTES = ClosedForm(name="bytes of all gradients, each aligned and padded", formula=_aligned_bytes)
 PADDED_BYTES = ClosedForm(
     name="bytes of all gradients, rows padded to the world",

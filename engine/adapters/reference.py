@@ -63,9 +63,22 @@ class PreparedReference(PreparedComposable):
         for name, parameter in self._named_parameters().items():
             if name not in state["optimizer"]["state"]:
                 optimizer.state.pop(parameter, None)
+        _restore_empty_groups(optimizer, state["optimizer"])
+
+    def load_shared_state(self, state: dict[str, Any]) -> None:
+        super().load_shared_state(state)
+        _restore_empty_groups(self.built_optimizer(), state["optimizer"])
 
 
 # Any: states are nested dicts and lists of tensors and other values.
+def _restore_empty_groups(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load the options of groups without parameters: torch's functions take them away (pytorch#143828)."""
+    saved = [group for group in state["param_groups"] if not group["params"]]
+    empty = [group for group in optimizer.param_groups if not group["params"]]
+    for group, options in zip(empty, saved, strict=True):
+        group.update({name: value for name, value in options.items() if name != "params"})
+
+
 def _part_of(whole: Any, own: Any) -> Any:
     """Return ``whole`` in the form of ``own``, with this rank's part of each tensor that is sharded in ``own``."""
     if isinstance(own, DTensor):

@@ -93,6 +93,29 @@ class LeavesOutTheLastOfABucket(DistributedDataParallelEngine):
         return prepared
 
 
+@mutant(after="deepspeedai/DeepSpeed#7415", trace=Trace.COMMUNICATION)
+class ReducesOneByOneAfterTheFirstBucket(DistributedDataParallelEngine):
+    """After the first bucket of a training, each gradient is reduced alone."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        assert isinstance(prepared.module, DistributedDataParallel)
+        group, is_first = mesh.get_group(), [True]
+
+        # Any: buckets have no public type.
+        def reduce(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+            whole: torch.Tensor = bucket.buffer()
+            for part in [whole] if is_first.pop() else bucket.gradients():
+                dist.all_reduce(part, group=group)
+            is_first.append(False)
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(whole.div_(group.size()))
+            return done
+
+        prepared.module.register_comm_hook(None, lambda state, bucket: reduce(bucket))
+        return prepared
+
+
 @mutant(after="pytorch/pytorch#48880", trace=Trace.COMMUNICATION)
 class IgnoresTheSizeOfBuckets(DistributedDataParallelEngine):
     """Buckets have a size of the engine's choice."""

@@ -198,6 +198,25 @@ def _merge_groups(optimizer: torch.optim.Optimizer) -> None:
         set_group_options(group, first)
 
 
+@mutant(after="pytorch/pytorch#143828", trace=Trace.CRASH, phase="state loaded")
+class LosesOptionsBesideAnEmptyGroup(ReferenceEngine):
+    """Loading takes the options of a parameter group away that has no parameters."""
+
+    class Prepared(PreparedReference):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            super().load_full_state(state)
+            self._lose()
+
+        def load_shared_state(self, state: dict[str, Any]) -> None:
+            super().load_shared_state(state)
+            self._lose()
+
+        def _lose(self) -> None:
+            for group in self.built_optimizer().param_groups:
+                if not group["params"]:
+                    del group["betas"]
+
+
 @mutant(after="pytorch/pytorch#51601", trace=Trace.STATE)
 class EmptiesWhatItLoads(FullyShardEngine):
     """Loading removes the optimizer state from the caller's dict."""

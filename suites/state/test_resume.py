@@ -12,7 +12,7 @@ from shardproof import AS_HANDED_OUT, AS_HELD, EVEN, FOURS, FOUR_OR_MORE_EVEN, H
 from shardproof import TAKEN, UNCHANGED, Capability, Layout, NamedOptimizer, Notes, Plan, Problem, Resume
 from shardproof import Schedule, StateForm, Training, Trial
 from shardproof.fixtures.idle import SOMETIMES
-from shardproof.fixtures.optimizers import ADAMW, DECAYING, GROUPED, SGD
+from shardproof.fixtures.optimizers import ADAMW, DECAYING, EMPTY_GROUP, GROUPED, SGD
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
 from shardproof.fixtures.tensor_parallel import STACK_16, STACK_5
 from shardproof.fixtures.decoders import TIED
@@ -116,11 +116,23 @@ def test_resumes_from_shares(trial: Trial, layout: Layout, form: StateForm) -> N
     trial.holds(_training(MLP_UNEVEN, ADAMW, layout, layout, form=form), *PARITY)
 
 
-@pytest.mark.kills("MergesParameterGroupsItLoads")
-def test_resumes_several_parameter_groups(trial: Trial) -> None:
-    """Each group keeps its options and members."""
+@parametrize(
+    "optimizer",
+    param(GROUPED, kills="MergesParameterGroupsItLoads"),
+    param(EMPTY_GROUP, kills="LosesOptionsBesideAnEmptyGroup"),
+)
+def test_resumes_several_parameter_groups(trial: Trial, optimizer: NamedOptimizer) -> None:
+    """Each group keeps its options and members, and an empty one its options."""
     demands = frozenset({Capability.PARAMETER_SHAPES})
-    trial.holds(_training(MLP_UNEVEN, GROUPED, Layout.NATIVE, Layout.NATIVE, demands=demands), *PARITY)
+    trial.holds(_training(MLP_UNEVEN, optimizer, Layout.NATIVE, Layout.NATIVE, demands=demands), *PARITY)
+
+
+@pytest.mark.kills("LosesOptionsBesideAnEmptyGroup")
+@parametrize("form", StateForm.SHARES, StateForm.FILES)
+def test_resumes_an_empty_parameter_group_from_shares(trial: Trial, form: StateForm) -> None:
+    demands = frozenset({Capability.PARAMETER_SHAPES})
+    training = _training(MLP_UNEVEN, EMPTY_GROUP, Layout.SHARD, Layout.SHARD, form=form, demands=demands)
+    trial.holds(training, *PARITY)
 
 
 @pytest.mark.worlds(EVEN)
