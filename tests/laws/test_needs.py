@@ -88,6 +88,25 @@ def test_each_repetition_reduces_once_what_it_holds_back() -> None:
     assert not CommunicatesAsNeeded().judge(_evidence([*_honest(), *gathers], twice)).record.held
 
 
+def test_a_unit_that_is_called_twice_may_reduce_twice_what_it_held_back() -> None:
+    again = [e for e in _honest() if e.op is Op.REDUCE_SCATTER]
+    given = _evidence([*_honest(), *again])
+    entered = tuple(
+        TraceEvent(
+            what=EventKind.BACKWARD_ENTERED,
+            at_ns=0,
+            phase=Phase.BACKWARD,
+            step=0,
+            microbatch=1,
+            unit=group.unit,
+        )
+        for group in groups_of(TRAINING)
+    )
+    assert not CommunicatesAsNeeded().judge(given).record.held
+    twice = replace(given, ranks=tuple(replace(r, events=(*r.events, *entered * 2)) for r in given.ranks))
+    assert CommunicatesAsNeeded().judge(twice).record.held
+
+
 def test_a_reduction_before_the_last_microbatch_is_early() -> None:
     early = entry(Op.ALL_REDUCE, microbatch=0, num_bytes=4)
     record = HeldBackIsSilent().judge(_evidence([early, *_honest()])).record

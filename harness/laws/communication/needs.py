@@ -134,10 +134,11 @@ class _Calls:
             (e.step, e.what, e.phase if e.unit is None else None, e.unit) for e in observation.events
         )
 
-        self._begun = Counter(
-            (e.step, e.microbatch)
+        self._of_microbatches = Counter(
+            (e.step, e.microbatch, e.what, e.unit)
             for e in observation.events
-            if (e.what, e.phase, e.unit) == (EventKind.BEGAN, Phase.BACKWARD, None)
+            if e.what is EventKind.BACKWARD_ENTERED
+            or (e.what, e.phase, e.unit) == (EventKind.BEGAN, Phase.BACKWARD, None)
         )
 
     def limits(self, step: int) -> Iterator[tuple[str, tuple[Op, ...], int]]:
@@ -154,15 +155,18 @@ class _Calls:
             )
             num_bytes, through = self._padded_bytes(group), max(reached, backwards)
             gathered += num_bytes * (max(entered, forwards) + through)
-            reduced += num_bytes * (self._last_backwards(step) if self._is_held_back else through)
+            reduced += num_bytes * (self._last_backwards(step, group) if self._is_held_back else through)
         yield "gathered", (Op.ALL_GATHER,), gathered
         for op in _REDUCING:
             yield "reduced", (op,), reduced
 
-    def _last_backwards(self, step: int) -> int:
-        """Count the backwards of the last microbatch: one that raised is run again, as are those of repetitions."""
+    def _last_backwards(self, step: int, group: UnitParameters) -> int:
+        """Count the backwards of the last microbatch through a unit: it may be called twice, and a failed one again."""
         last = self._training.schedule.microbatches_in(step) - 1
-        return max(self._begun[step, last], self._training.schedule.repeats)
+        begun = self._of_microbatches[step, last, EventKind.BEGAN, None]
+        modules = group.unit.split(",")
+        reached = sum(self._of_microbatches[step, last, EventKind.BACKWARD_ENTERED, name] for name in modules)
+        return max(begun, reached, self._training.schedule.repeats)
 
     def _padded_bytes(self, group: UnitParameters) -> int:
         plan, convert = self._training.plan, self._training.convert
