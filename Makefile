@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 # A world per size; 3 for shards of unequal size, 4 for two replicas of two shards.
 WORLDS := threads:1 threads:2 threads:3 threads:4 processes:2
 
-.PHONY: setup conformance test twins versions models engines lint clean
+.PHONY: setup conformance test twins versions models engines lint docs clean
 
 setup: $(STAMP)
 
@@ -49,6 +49,11 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The pages of docs/ and the API as a site that can be read from its files: build/site/index.html.
+docs: $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	SITE_NAME="Shardproof $$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) .venvs conformance build *.egg-info

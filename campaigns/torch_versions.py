@@ -57,7 +57,7 @@ half. A release newer than the last one here runs too, with a line that it is un
 
 Each cell of the first two tables has four counts: passed, known failures, unsupported, not conforming. A difference
 between releases is an entry of [the known failures](known-failures.md) with its releases, or a capability that an
-adapter derives from the release. [shardproof diff](compare-runs.md) compares the runs of two releases.
+adapter derives from the release. [diff](read-a-report.md#compare-two-runs) compares the runs of two releases.
 
 ## The whole catalogue in threads:2
 
