@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -52,22 +54,35 @@ class PreparedReference(PreparedComposable):
         Nor does it support parameters without state: it refuses them, or creates the state of one step.
         """
         optimizer = self.built_optimizer()
-        model_part, optimizer_part = get_state_dict(self.module, optimizer)
-        set_model_state_dict(self.module, _part_of(state["model"], model_part))
-        set_optimizer_state_dict(
-            self.module,
-            optimizer,
-            _part_of(state["optimizer"], optimizer_part),
-            options=StateDictOptions(strict=False),
-        )
+        with self._thawed(state["optimizer"]):
+            model_part, optimizer_part = get_state_dict(self.module, optimizer)
+            set_model_state_dict(self.module, _part_of(state["model"], model_part))
+            set_optimizer_state_dict(
+                self.module,
+                optimizer,
+                _part_of(state["optimizer"], optimizer_part),
+                options=StateDictOptions(strict=False),
+            )
         for name, parameter in self._named_parameters().items():
             if name not in state["optimizer"]["state"]:
                 optimizer.state.pop(parameter, None)
         _restore_empty_groups(optimizer, state["optimizer"])
 
     def load_shared_state(self, state: dict[str, Any]) -> None:
-        super().load_shared_state(state)
+        with self._thawed(state["optimizer"]):
+            super().load_shared_state(state)
         _restore_empty_groups(self.built_optimizer(), state["optimizer"])
+
+    @contextmanager
+    def _thawed(self, state: dict[str, Any]) -> Iterator[None]:
+        """Thaw parameters that have state: torch's functions load none of those that are frozen (pytorch#192202)."""
+        named = self._named_parameters().items()
+        frozen = [p for name, p in named if not p.requires_grad and name in state["state"]]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 # Any: states are nested dicts and lists of tensors and other values.

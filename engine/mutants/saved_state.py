@@ -217,6 +217,25 @@ class LosesOptionsBesideAnEmptyGroup(ReferenceEngine):
                     del group["betas"]
 
 
+@mutant(after="pytorch/pytorch#192202", phase="state loaded")
+class LosesTheStateOfWhatIsFrozen(ReferenceEngine):
+    """Loading drops the state of parameters that are frozen at that time."""
+
+    class Prepared(PreparedReference):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            super().load_full_state(state)
+            self._drop()
+
+        def load_shared_state(self, state: dict[str, Any]) -> None:
+            super().load_shared_state(state)
+            self._drop()
+
+        def _drop(self) -> None:
+            held = self.built_optimizer().state
+            for parameter in [p for p in held if not p.requires_grad]:
+                del held[parameter]
+
+
 @mutant(after="pytorch/pytorch#51601", trace=Trace.STATE)
 class EmptiesWhatItLoads(FullyShardEngine):
     """Loading removes the optimizer state from the caller's dict."""

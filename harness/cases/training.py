@@ -183,12 +183,14 @@ class StateForm(Enum):
 class Resume:
     """After ``after_steps`` steps a fresh model, prepared under ``plan``, takes over the state.
 
-    Without a plan the same model loads it from files, after its parameters were lost, under a new optimizer.
+    Without a plan the same model loads it from files, after its parameters were lost, under a new optimizer. If it
+    ``freezes_first``, what a script of the class `Freezes` freezes in the next step is frozen before the state loads.
     """
 
     after_steps: int
     plan: Plan | None
     form: StateForm = StateForm.WHOLE
+    freezes_first: bool = False
 
 
 class RanksBefore(Enum):

@@ -22,6 +22,7 @@ from shardproof.engine.contract import (
     UnsupportedError,
 )
 from shardproof.harness.cases.scripts.eventful import goes_in_turn
+from shardproof.harness.cases.scripts.interventions import Freezes
 from shardproof.harness.cases.training import (
     AS_HANDED_OUT,
     AS_HELD,
@@ -120,7 +121,6 @@ def train(
         if training.resume is not None and step == training.resume.after_steps:
             plan = training.resume.plan
             loop.resume_in(None if plan is None else prepare(plan), step, training.resume.form)
-            loop.scale_losses()
         steps.append(loop.step(step, is_read=is_read))
     with loop.reading():
         return Observation(
@@ -285,6 +285,10 @@ class _Loop:
                     parameter.zero_()
         else:
             self._preparation = fresh
+        self.scale_losses()  # before the load, which must leave the scaler alone
+        resume, script = self._training.resume, self._training.script
+        if resume is not None and resume.freezes_first and isinstance(script, Freezes):
+            script.freeze(successor.part, step)
         if in_files:
             load_files(successor, form, self._context.folder)
         elif form is StateForm.WHOLE:

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from shardproof import SEVERAL, Accumulation, Bytes, Dtype, Exactly, Freezes, Layout, Nothing, Op, Overlaps
-from shardproof import Phase, Problem, Reshard, Select, Training, Trial, Watch
+from shardproof import Phase, Plan, Problem, Reshard, Resume, Select, StateForm, Training, Trial, Watch
 from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
 from shardproof.fixtures.optimizers import ADAMW
-from shardproof.fixtures.problems import MLP_UNEVEN, TRANSFORMER
+from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
 from shardproof.suites.closed_forms import ClosedForm, all_parameters
 from shardproof.suites.params import parametrize
 from shardproof.suites.training import train, train_sharded
@@ -37,6 +37,17 @@ def test_reduces_nothing_of_a_frozen_unit(trial: Trial, problem: Problem, reshar
     trial.holds(
         train_sharded(problem, reshard=reshard, steps=5, script=script), *PARITY, Nothing(select=reductions)
     )
+
+
+@pytest.mark.kills("LosesTheStateOfWhatIsFrozen")
+@parametrize("form", StateForm.WHOLE, StateForm.SHARES)
+def test_resumes_what_is_frozen_when_its_state_loads(trial: Trial, form: StateForm) -> None:
+    """It trained before, and trains again two steps later, from the state that it had."""
+    script = Freezes(parts=("layers.0",), steps=(1, 2))
+    layout = Layout.NATIVE if form is StateForm.WHOLE else Layout.SHARD
+    plan = Plan(units=MLP_EVEN.units, layout=layout)
+    resume = Resume(after_steps=1, plan=plan, form=form, freezes_first=True)
+    trial.holds(train(MLP_EVEN, ADAMW, layout=layout, steps=4, script=script, resume=resume), *PARITY)
 
 
 FROZEN_PART = "blocks.0.attention"

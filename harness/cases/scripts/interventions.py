@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 import torch
+from torch import nn
 
 from shardproof.engine.contract import Capability, Shard, shard_of
 from shardproof.harness.cases.script import Actor, EachMicrobatch, GradientEdit, train_microbatch
@@ -107,9 +109,13 @@ class Freezes:
     evaluates: bool = False
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.FREEZE, Capability.UNUSED})
 
+    def freeze(self, part: Callable[[str], nn.Module], step: int) -> None:
+        """Freeze or unfreeze the parts of a model, which ``part`` finds by name, for a step."""
+        for name in self.parts:
+            part(name).requires_grad_(step not in self.steps)
+
     def play(self, actor: Actor) -> None:
-        for part in self.parts:
-            actor.part(part).requires_grad_(actor.step not in self.steps)
+        self.freeze(actor.part, actor.step)
         if self.evaluates:
             actor.evaluate(0)
         EachMicrobatch().play(actor)
