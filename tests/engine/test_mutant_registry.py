@@ -91,7 +91,7 @@ def test_a_missing_package_is_named_with_the_command_to_install_it(monkeypatch: 
 def test_the_packages_to_install_are_extras() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     families = {name.partition(".")[0] for name in THIRD_PARTY}
-    assert families - registry._WITHOUT_EXTRA.keys() == extras.keys() - {"bench", "dev", "explore"}
+    assert families - registry._WITHOUT_EXTRA.keys() == extras.keys() - {"bench", "dev", "docs", "explore"}
 
 
 # Entry points.
