@@ -80,6 +80,11 @@ SECTIONS = (
         ),
     ),
     Section(
+        name="telling",
+        arguments=("benchmarks.time_limit",),
+        plot=Plot(columns=("dead in 30 s", "dead in 120 s"), labels=("engine",), unit="%", aim=95.0),
+    ),
+    Section(
         name="growth",
         arguments=("benchmarks.growth", _RUN),
         plot=Plot(columns=("ms each",), labels=("what", "number"), unit=" ms"),

@@ -8,7 +8,7 @@ from shardproof.reports.causes import Cause, causes
 from shardproof.reports.expected import stale
 from shardproof.reports.markdown import engines_table
 from shardproof.reports.markup import Budget, block, code, escape, listed, num_bytes
-from shardproof.reports.summary import conclude, tally, warnings
+from shardproof.reports.summary import conclude, limited, tally, warnings
 from shardproof.reports.text import versions
 
 LIMIT_BYTES = 60_000  # a comment on GitHub holds 65,536 characters
@@ -35,6 +35,7 @@ def _head(run: Run) -> str:
         engines_table(run),
         escape(versions(run.header.versions), limit=500),
         *([block(user_model_result.render(run))] if run.header.model else []),
+        *listed("The time was limited:", limited(run)),
         *listed("**This run is not whole:**", warnings(run)),
         *listed("**Stale expectations, which fail this run:**", stale(run)),
     ]

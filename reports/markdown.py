@@ -18,7 +18,7 @@ from shardproof.reports.expected import address, idle, stale
 from shardproof.reports.markup import Budget, block, code, escape, listed, num_bytes, table
 from shardproof.reports.matrix import CaseRow, Column, Matrix, arrange, by_severity, label
 from shardproof.reports.overview import overview
-from shardproof.reports.summary import conclude, declared_zeros, tally, warnings
+from shardproof.reports.summary import conclude, declared_zeros, limited, tally, warnings
 from shardproof.reports.text import duration, printable, size, versions
 from shardproof.reports.verdict_style import MARKS
 
@@ -63,6 +63,7 @@ def _head(run: Run) -> str:
         engines_table(run),
         *_warnings(run),
         *listed("**Stale expectations, which fail this run:**", stale(run)),
+        *listed("The time was limited:", limited(run)),
         *listed("Gradients that were not judged as None:", declared_zeros(run)),
         *_of_model(run),
         table(["", "verdict", "records", "meaning"], rows) if rows else "",

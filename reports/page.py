@@ -16,7 +16,7 @@ from shardproof.reports.causes import causes
 from shardproof.reports.matrix import arrange, by_severity, label
 from shardproof.reports.overview import overview
 from shardproof.reports.page_data import index, pack, pieces
-from shardproof.reports.summary import conclude, declared_zeros, tally, warnings
+from shardproof.reports.summary import conclude, declared_zeros, limited, tally, warnings
 from shardproof.reports.verdict_style import MARKS, VerdictStyle
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -46,6 +46,7 @@ def render(run: Run, pictures: Mapping[RecordKey, str] = MappingProxyType({})) -
             stale=expected.stale(run),
             idle=expected.idle(run),
             zeros=declared_zeros(run),
+            limited=limited(run),
             check=user_model_result.render(run) if run.header.model else "",
             causes=found,
             known=expected.known(run),

@@ -104,6 +104,16 @@ def warnings(run: Run) -> tuple[str, ...]:
     return (interrupted if run.is_interrupted else ()) + missing + run.problems
 
 
+def limited(run: Run) -> tuple[str, ...]:
+    """Return for each engine which part of its cases a run of limited time judged, and of their power it had."""
+    found = run.footer.powers if run.footer is not None else ()
+    return tuple(
+        f"{one.engine}: {one.num_ran} of {one.num_cases} cases, which kill {one.num_killed} of the {one.num_killable} "
+        f"mutants that all of them kill ({one.num_killed * 100 // max(1, one.num_killable)}%)"
+        for one in found
+    )
+
+
 def declared_zeros(run: Run) -> tuple[str, ...]:
     """Return for each engine that declares it how many gradients it showed as zeros where there are none."""
     found: dict[str, list[int]] = {}

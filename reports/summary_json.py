@@ -11,7 +11,7 @@ from typing import Any
 from shardproof.harness.records.run import Run
 from shardproof.reports.causes import Cause, causes
 from shardproof.reports.expected import stale
-from shardproof.reports.summary import conclude, conforms, tally, warnings
+from shardproof.reports.summary import conclude, conforms, limited, tally, warnings
 
 
 def render(run: Run, folder: Path, reports: Sequence[Path]) -> str:
@@ -24,6 +24,7 @@ def render(run: Run, folder: Path, reports: Sequence[Path]) -> str:
             "causes": [_cause(cause) for cause in causes(run.records)],
             "stale_expectations": list(stale(run)),
             "warnings": list(warnings(run)),
+            "limited": list(limited(run)),
             "duration_s": run.footer.duration_s if run.footer and isfinite(run.footer.duration_s) else None,
             "run": str(folder),
             "reports": [str(path) for path in reports],

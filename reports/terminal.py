@@ -15,7 +15,7 @@ from shardproof.reports.causes import Cause, causes
 from shardproof.reports.expected import expectation_text, idle, known, stale
 from shardproof.reports.matrix import Column, Matrix, SuiteRows, arrange, label
 from shardproof.reports.overview import overview_lines
-from shardproof.reports.summary import Tally, conclude, declared_zeros, tally, warnings
+from shardproof.reports.summary import Tally, conclude, declared_zeros, limited, tally, warnings
 from shardproof.reports.text import duration, one_line, versions
 from shardproof.reports.verdict_style import MARKS
 
@@ -43,6 +43,7 @@ def render(run: Run, *, width: int = _WIDTH, is_verbose: bool = False) -> str:
         *([*map(one_line, declared_zeros(run)), *_unexercised(run)] if is_verbose else []),
         *(f"STALE {one_line(text)}" for text in stale(run)),
         *_warnings(run),
+        *_limited(run),
         _score(run),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -50,7 +51,7 @@ def render(run: Run, *, width: int = _WIDTH, is_verbose: bool = False) -> str:
 
 def render_causes(run: Run, *, width: int = _WIDTH) -> str:
     """Render the failures, and the score."""
-    return "\n\n".join([*_headlines(run, width), *_warnings(run), _score(run)]) + "\n"
+    return "\n\n".join([*_headlines(run, width), *_warnings(run), *_limited(run), _score(run)]) + "\n"
 
 
 def _origin(run: Run) -> str:
@@ -205,6 +206,11 @@ def _unexercised(run: Run) -> list[str]:
     if len(found) > MOST_LISTED:
         return [f"not exercised: {len(found)} expectations, of other cases or worlds; report.md lists them"]
     return ["\n".join(f"not exercised: {one_line(text)}" for text in found)]
+
+
+def _limited(run: Run) -> list[str]:
+    found = [one_line(text) for text in limited(run)]
+    return ["\n".join(["the time was limited:", *(f"    {text}" for text in found)])] if found else []
 
 
 def _warnings(run: Run) -> list[str]:

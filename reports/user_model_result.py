@@ -9,7 +9,7 @@ from shardproof.harness.records.proof import is_proof, unproven
 from shardproof.harness.records.record import LeftOut, Record, Verdict, VisibleError
 from shardproof.harness.records.run import Run
 from shardproof.reports.matrix import label
-from shardproof.reports.summary import conclude, tally
+from shardproof.reports.summary import conclude, limited, tally
 from shardproof.reports.text import duration, one_line, rough
 
 _WIDTH = 100
@@ -32,7 +32,7 @@ def render(run: Run, *, width: int = _WIDTH) -> str:
     ]
     took = f", in {duration(run.footer.duration_s)}" if run.footer else ""
     score = f"{conclude(run).value}: {tally(run.records).score}{took}"
-    return "\n\n".join([*blocks, score]) + "\n"
+    return "\n\n".join([*blocks, *map(one_line, limited(run)), score]) + "\n"
 
 
 def _block(run: Run, engine: str, world: str, records: Sequence[Record]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
@@ -19,6 +20,7 @@ from shardproof.harness.records.provenance import today
 from shardproof.harness.records.run import refuse_existing
 from shardproof.harness.runner.interruption import uninterrupted
 from shardproof.harness.runner.invoke import call_pytest, check_temporary_folder, suites
+from shardproof.harness.runner.kill_power import seconds_of
 from shardproof.harness.runner.options import DEFAULT_WORLD, pytest_arguments
 from shardproof.harness.worlds.spec import WorldSpec
 
@@ -56,6 +58,7 @@ def judge_cases(
     paths = nodes or [str(path) for path in suites(arguments.suite)]
     for name in engines:
         check_spelling(name)
+    limit_s = seconds_of(arguments.within) if arguments.within is not None else math.inf
     # After all checks of spelling: a server started too early would outlive the error message.
     if not arguments.workers:  # workers have servers of their own
         draw_hash_seeds(seed)
@@ -66,12 +69,13 @@ def judge_cases(
     selected = [
         *("-q", "--tb=no"),  # our report shows every failure once, with its cause
         *pytest_arguments(vars(arguments) | resolved),
-        *(["-n", str(arguments.workers)] if arguments.workers else []),
+        # One at a time, so that cases begin in their order.
+        *(["-n", str(arguments.workers), "--maxschedchunk=1"] if arguments.workers else []),
         *(["-k", arguments.keyword] if arguments.keyword else []),
         *extra,
     ]
     is_quiet = arguments.quiet or arguments.json
-    progress = CaseProgress(lists_all=lists_all, is_quiet=is_quiet)
+    progress = CaseProgress(lists_all=lists_all, is_quiet=is_quiet, limit_s=limit_s)
     try:
         with redirect_stdout(sys.stderr if is_quiet else sys.stdout):
             code = call_pytest([*paths, *selected], progress)

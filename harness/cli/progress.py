@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -34,16 +35,17 @@ class CaseProgress:
     """A pytest plugin that prints the verdicts of cases, and an estimate of the time left.
 
     ``lists_all`` writes a line for each case, else only for those that do not conform; ``is_quiet`` writes
-    nothing but errors.
+    nothing but errors. No case begins after ``limit_s``.
     """
 
-    def __init__(self, *, lists_all: bool = False, is_quiet: bool = False) -> None:
+    def __init__(self, *, lists_all: bool = False, is_quiet: bool = False, limit_s: float = math.inf) -> None:
         self._lists_all, self._is_quiet = lists_all, is_quiet
         self._num_cases = self._num_ended = self._num_red = 0
         self._num_alike = Counter[tuple[str, str]]()  # by engine and cause
         self._has_cells = False  # several engines or worlds
         self.is_interrupted = False  # by Ctrl-C; pytest ends alike for other reasons
         self._started_s = time.monotonic()
+        self._ends_at = self._started_s + limit_s
         self._bar: _Bar | None = None
         self._terminal: Any = None  # pytest does not export its type
 
@@ -131,8 +133,9 @@ class CaseProgress:
         if self._num_red:
             yield f"{self._num_red} red"
         if left := self._num_cases - self._num_ended:
-            spent = time.monotonic() - self._started_s
-            yield f"about {spent / self._num_ended * left:.0f} s left"
+            now = time.monotonic()
+            left_s = min((now - self._started_s) / self._num_ended * left, self._ends_at - now)
+            yield f"about {max(0.0, left_s):.0f} s left"
 
     def _write(self, line: str) -> None:
         if not self._is_quiet:

@@ -39,7 +39,7 @@ class Verdict(StrEnum):
         return self in {Verdict.PASSED, Verdict.UNSUPPORTED, Verdict.KNOWN_FAILURE}
 
 
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +247,7 @@ class Record:
     by_default: str = ""
     unreached: tuple[str, ...] = ()
     located: Located | None = None
+    needs: tuple[str, ...] = ()
     schema: int = SCHEMA_VERSION
 
     @property
@@ -306,13 +307,29 @@ class LeftOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Power:
+    """How much of the power of an engine's cases a run had whose time was limited.
+
+    ``num_ran`` of ``num_cases`` were judged. All of them together kill ``num_killable`` mutants, and those that were
+    judged kill ``num_killed``, as far as was measured.
+    """
+
+    engine: str
+    num_cases: int
+    num_ran: int
+    num_killable: int
+    num_killed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Footer:
     """How a run ended; a run without one was interrupted.
 
     ``unavailable`` are the engines that were selected and could not be judged, each with the cause. ``is_whole``: every
     case of the suites was collected, as far as a shard of the run says; only then can an expectation be stale.
     ``num_selected`` counts the cases of all shards of this run; 0 where there are no others. ``left_out`` is what does
-    not apply to the user's model that a run is about.
+    not apply to the user's model that a run is about. If the time of the run was limited, ``num_beyond`` of the cases
+    that the header counts were not begun, and ``powers`` say what that costs.
     """
 
     ended_at: str  # ISO 8601, UTC
@@ -323,6 +340,8 @@ class Footer:
     is_whole: bool = False
     num_selected: int = 0
     left_out: tuple[LeftOut, ...] = ()
+    num_beyond: int = 0
+    powers: tuple[Power, ...] = ()
     schema: int = SCHEMA_VERSION
 
 

@@ -299,8 +299,10 @@ def _miscounts(header: Header, records: Sequence[Record], footer: Footer | None)
     for (engine, case, world), count in times.items():
         if count > 1:
             found.append(f"{count} records of {engine} on {case} in {world}; expected one")
-    num_left_out = sum(out.was_selected for out in footer.left_out) if footer is not None else 0
-    if footer is not None and len(times) + num_left_out != header.num_cases:
+    num_others = (
+        sum(out.was_selected for out in footer.left_out) + footer.num_beyond if footer is not None else 0
+    )
+    if footer is not None and len(times) + num_others != header.num_cases:
         found.append(f"the header announces {header.num_cases} cases; there are records of {len(times)}")
     counted = sum(footer.counts.values()) if footer is not None else 0
     if counted and counted != len(records):

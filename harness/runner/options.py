@@ -147,11 +147,28 @@ REMAINDERS = (
         "--last-failed", "only what did not conform in this run", in_pytest="--last-failed-of", metavar="DIR"
     ),
 )
+WITHIN = _option(
+    "--within",
+    "begin no case after this time, such as 60s or 2m; the most telling cases go first",
+    metavar="TIME",
+)
 OF_PYTEST = (
     _option("--model", "model that the suite user_model trains", shown="a small one", metavar="NAME"),
     _option("--replay", "judge what this run observed, and start no world", metavar="DIR"),
 )
-OF_RUNS = (ENGINE, WORLD, OUT, DEADLINE, KEEP, ORACLES, *EFFORT, *KNOWN_FAILURES, *SHARDS, *REMAINDERS)
+OF_RUNS = (
+    ENGINE,
+    WORLD,
+    OUT,
+    DEADLINE,
+    KEEP,
+    ORACLES,
+    *EFFORT,
+    *KNOWN_FAILURES,
+    *SHARDS,
+    *REMAINDERS,
+    WITHIN,
+)
 
 
 def add_to_pytest(add: Callable[..., object]) -> None:

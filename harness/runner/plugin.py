@@ -9,7 +9,7 @@ import gc
 import os
 import pickle
 from argparse import ArgumentError
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ from shardproof.harness.errors import UsageError
 from shardproof.harness.records.provenance import today
 from shardproof.harness.records.record import Expectations
 from shardproof.harness.records.run import read_run, refuse_existing
-from shardproof.harness.runner import selection
+from shardproof.harness.runner import selection, time_limit
 from shardproof.harness.runner.accelerator_worlds import concrete
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.launchers import is_launched, join_launcher
 from shardproof.harness.runner.options import DEFAULT_WORLD, RunOptions, add_to_pytest
 from shardproof.harness.runner.record_writer import RecordWriter
-from shardproof.harness.runner.session_end import Refusals
+from shardproof.harness.runner.session_end import Refusals, refuse
 from shardproof.harness.verdicts import known_failures_file
 from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, forkserver_context
 from shardproof.harness.worlds.processes.lineage import die_with_parent
@@ -99,6 +99,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[CELLS] = _cells(config)
         config.stash[EFFORT] = _effort(config)
         config.stash[EXPECTATIONS] = _expectations(config)
+        time_limit.begin(config)
         if not hasattr(config, "workerinput"):
             config.pluginmanager.register(_sink(config), "shardproof-sink")
             config.pluginmanager.register(Refusals(), "shardproof-refusals")
@@ -151,6 +152,15 @@ def _sink(config: pytest.Config) -> RecordWriter:
     return sink
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Leave no case if the selection is refused, as a -k that cannot be parsed is."""
+    try:
+        yield
+    except pytest.UsageError as error:
+        refuse(config, items, error)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Freeze all imported and collected objects, so that the garbage collector skips them."""
@@ -167,8 +177,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 # Any: xdist's node, whose package may not be installed.
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Send every worker the expectations and the day that this process read, so that all judge alike."""
+    """Send every worker what this process read: expectations and day, so that all judge alike, and the time limit."""
     node.workerinput[_TO_WORKER] = pickle.dumps(node.config.stash[EXPECTATIONS])
+    node.workerinput |= time_limit.told(node.config)
 
 
 def will_run(config: pytest.Config) -> bool:

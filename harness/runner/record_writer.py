@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import shlex
@@ -37,6 +38,7 @@ from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.interruption import uninterrupted
 from shardproof.harness.runner.options import RunOptions
 from shardproof.harness.runner.session_end import end_session
+from shardproof.harness.runner.time_limit import ENDS_AT, KILLS, KILLS_FROM_WORKER, powers
 from shardproof.harness.torch_compat.releases import remark
 from shardproof.harness.verdicts.known_failures import Ran, unused
 from shardproof.harness.worlds.launched.cluster import cluster
@@ -81,6 +83,7 @@ class RecordWriter:
         self._writer: RunWriter | None = None
         self._expected: list[Node] = []
         self._records: list[Record] = []
+        self._begun: set[str] = set()
         self._left_out: dict[str, str] = {}
         self._unused: tuple[UnusedExpectation, ...] = ()
         self._started_s = time.monotonic()
@@ -114,8 +117,13 @@ class RecordWriter:
             self._config.stash[UNAVAILABLE] = node.workeroutput[UNAVAILABLE_FROM_WORKER]
             is_part, num_selected = node.workeroutput[PART_FROM_WORKER]
             self._config.stash[IS_PART], self._config.stash[NUM_SELECTED] = is_part, num_selected
+            self._config.stash[KILLS] = node.workeroutput.get(KILLS_FROM_WORKER, {})
             self._open([])  # a shard without a case is a run too
             self._config.stash[LEFT_OUT] = node.workeroutput[LEFT_OUT_FROM_WORKER]
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Note which cases began: the others may not have, where the time of the run was limited."""
+        self._begun.add(nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write the record that a test's report carries."""
@@ -129,7 +137,8 @@ class RecordWriter:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Record the selected cases that were never reached, fail for stale expectations, and write the footer."""
-        for record in self._not_run():
+        beyond = self._beyond()
+        for record in self._not_run(beyond):
             self._append(record)
         self._unused = unused(self._expectations, self._ran())
         if any(found.is_stale for found in self._unused) and session.exitstatus == pytest.ExitCode.OK:
@@ -155,6 +164,8 @@ class RecordWriter:
                         is_whole=self._ran().catalogue.is_whole,
                         num_selected=self._config.stash.get(NUM_SELECTED, 0),
                         left_out=tuple(self._all_left_out()),
+                        num_beyond=len(beyond),
+                        powers=powers(self._config, self._records),
                     )
                 )
 
@@ -273,13 +284,19 @@ class RecordWriter:
                     was_selected=nodeid in self._left_out,
                 )
 
-    def _not_run(self) -> Iterator[Record]:
+    def _beyond(self) -> frozenset[str]:
+        """Return the cases that were not begun because the time was over."""
+        if time.monotonic() < self._config.stash.get(ENDS_AT, math.inf):
+            return frozenset()
+        return frozenset(node.nodeid for node in self._expected if node.nodeid not in self._begun)
+
+    def _not_run(self, beyond: frozenset[str]) -> Iterator[Record]:
         found = cluster()
         why = found.lost if found is not None else ""
         model = self._options.get("model", "").removeprefix(f"{Path.cwd()}{os.sep}")
         seen = {(r.engine, r.case, r.world) for r in self._records}
         for node in self._expected:
-            if node.key not in seen and node.nodeid not in self._left_out:
+            if node.key not in seen and node.nodeid not in self._left_out and node.nodeid not in beyond:
                 yield Record(
                     engine=node.engine,
                     case=node.case,

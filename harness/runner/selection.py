@@ -1,4 +1,4 @@
-"""Parts of a run: one shard of several, the rest of an interrupted run, or the failures of an earlier one."""
+"""Parts of a run: a shard, the rest of an interrupted run, the failures of an earlier one, or what fits in a time."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from shardproof.harness.records.diff.comparability import ComparedRun
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import Run, read_run
 from shardproof.harness.runner.record_writer import CATALOGUE, IS_PART, NUM_SELECTED, PART_FROM_WORKER
+from shardproof.harness.runner.time_limit import LIMIT_S, note_power, put_most_telling_first
 
 NUM_ELSEWHERE = pytest.StashKey[int]()  # cases that other shards run, or that the interrupted run has run
 
@@ -107,6 +108,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     )
     if failed:
         _keep(config, items, set(not_conforming(read_run(Path(failed)))))
+    note_power(config, items)
     num_selected = len(items)
     if shard:
         durations = config.getoption("shardproof_durations_of")
@@ -116,6 +118,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if resumed:
         done = {_name(r.engine, r.case, r.world) for r in interrupted(Path(resumed)).run.records}
         _keep(config, items, {name for item in items if (name := _name_of(item)) not in done})
+    if LIMIT_S in config.stash:
+        put_most_telling_first(config, items)
+        config.stash[CATALOGUE] = replace(config.stash[CATALOGUE], is_sharded=True)
     config.stash[NUM_ELSEWHERE] = num_selected - len(items)
     config.stash[IS_PART] = bool(shard or resumed) and num_selected > 0
     config.stash[NUM_SELECTED] = num_selected if shard else 0

@@ -116,6 +116,7 @@ class TrialSession:
             observation="" if is_quiet and not self._keeps_all else self._observations.name(request),
             command=" ".join((command, *self._effort.options(found.seed))),
             duration_s=round(time.monotonic() - started, 4),
+            needs=tuple(sorted(each.name for each in case.training.needs)),
         )
 
     def located(self) -> Located | None:

@@ -6,8 +6,6 @@ from typing import Any, NoReturn
 
 import pytest
 
-from shardproof.harness.errors import UsageError
-
 __all__ = ["end_session"]
 
 
@@ -35,7 +33,7 @@ class Refusals:
             raise pytest.UsageError(refused)
 
 
-def refuse(config: pytest.Config, items: list[pytest.Item], error: UsageError) -> None:
+def refuse(config: pytest.Config, items: list[pytest.Item], error: Exception) -> None:
     """End the session for ``error``, with nothing collected; otherwise an empty run would be kept.
 
     A worker passes the error on, because xdist would report its exception as an internal error.

@@ -1,4 +1,4 @@
-"""Selections of a run: shards that add up to it, the rest of an interrupted run, and the last run's failures."""
+"""Selections of a run: shards that add up to it, the rest of one, the last run's failures, and what fits in a time."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.harness.cli.exit_codes import CONFORMS, NOTHING_JUDGED
+from shardproof.harness.audit.shipped_mutants import shipped
+from shardproof.harness.cases.case_id import SUITES
+from shardproof.harness.cli.exit_codes import CONFORMS, NOTHING_JUDGED, USAGE
 from shardproof.harness.cli.main import main
 from shardproof.harness.errors import UsageError
 from shardproof.harness.records.record import RecordKey, Verdict
 from shardproof.harness.records.run import RECORDS, RUN, Run, read_run
+from shardproof.harness.runner.kill_power import most_telling_first, read_kill_power, seconds_of
 from shardproof.harness.runner.selection import RunShard, cut
+from shardproof.suites.combinations.rows import FAMILIES, rows_in
 
 KEYS = st.lists(st.text(max_size=6), unique=True, max_size=40)
 DURATIONS = st.dictionaries(st.text(max_size=6), st.floats(0, 1e3), max_size=40)
@@ -174,3 +178,88 @@ def test_only_cases_that_did_not_conform_run_again(
     again = read_run(Path("conformance/2")).records
     assert [r.key for r in again] == [r.key for r in red]
     assert main(["run", "--last-failed", str(whole), "--out", "conformance/3"]) == 2
+
+
+@pytest.mark.slow
+def test_a_time_that_suffices_changes_no_verdict(whole: Path, tmp_path: Path) -> None:
+    assert _run("--within", "1h", out=tmp_path / "all") == CONFORMS
+    run = read_run(tmp_path / "all")
+    assert run.problems == ()
+    assert _verdicts(run) == _verdicts(read_run(whole))
+    assert run.footer is not None
+    (had,) = run.footer.powers
+    assert had.num_ran == had.num_cases == len(run.records)
+    assert had.num_killed == had.num_killable > 0
+    shown = run.records[0]
+    assert shown.verdict is Verdict.PASSED, "what an engine declares comes before what it may refuse"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [(), ("-n", "1")])
+def test_a_time_that_is_over_leaves_a_whole_run_to_resume(
+    whole: Path, tmp_path: Path, workers: tuple[str, ...]
+) -> None:
+    short = tmp_path / "short"
+    assert _run("--within", "0.001s", *workers, out=short) == NOTHING_JUDGED
+    begun = read_run(short)
+    assert begun.problems == () == begun.records
+    assert begun.footer is not None
+    assert begun.footer.num_beyond == begun.header.num_cases > 0
+    assert begun.footer.powers[0].num_killed == 0
+    assert _run("--resume", str(short), out=tmp_path / "rest") == CONFORMS
+    assert _verdicts(read_run(tmp_path / "rest")) == _verdicts(read_run(whole))
+
+
+@pytest.mark.parametrize("text", ["", "0", "0s", "-1s", "soon", "1d", "1m30s"])
+def test_a_time_that_cannot_be_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="a time"):
+        seconds_of(text)
+
+
+CASES = st.dictionaries(st.text(max_size=3), st.tuples(st.integers(0, 255), st.floats(0.01, 10)), max_size=20)
+
+
+@given(CASES)
+def test_each_case_of_the_order_kills_most_per_second_of_what_is_left(
+    cases: Mapping[str, tuple[int, float]],
+) -> None:
+    kills, seconds = ({name: pair[part] for name, pair in cases.items()} for part in (0, 1))
+    order = most_telling_first(kills, seconds)  # type: ignore[arg-type]  # of one type each
+    assert sorted(order) == sorted(cases)
+    dead = 0
+
+    def rate(name: str) -> float:
+        return (cases[name][0] & ~dead).bit_count() / cases[name][1]
+
+    for number, name in enumerate(order):
+        assert rate(name) == max(map(rate, order[number:]))
+        dead |= cases[name][0]
+
+
+def test_the_table_is_current() -> None:
+    table, names = read_kill_power(), {target.name for target in shipped()}
+    again = "python -m campaigns.kill_power"
+    assert set(table.mutants) == names, f"try {again}"
+    gone = [case for case in table.cases if not (SUITES / case.partition("::")[0]).is_file()]
+    assert not gone, f"try {again}"
+    proven = 0
+    for case in table.cases.values():
+        for mutants in case.kills.values():
+            proven |= mutants
+    # The others die on devices and in simulated worlds.
+    assert proven.bit_count() > 0.98 * len(names), f"some case kills each mutant; try {again}"
+    rows = {f"[{row.id}]" for family in FAMILIES for row in rows_in(family)}
+    of_arrays = {
+        f"[{case.partition('[')[2]}" for case in table.cases if "test_programs.py::test_units" in case
+    }
+    assert of_arrays <= rows, f"try {again}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [(), ("-n", "1")])
+def test_a_keyword_that_cannot_be_parsed_leaves_no_run(
+    tmp_path: Path, workers: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert _run("-k", "trains and", *workers, out=tmp_path / "run") == USAGE
+    assert "Wrong expression" in "".join(capfd.readouterr())
+    assert not (tmp_path / "run").exists()

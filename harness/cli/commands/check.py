@@ -41,6 +41,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     for option in options.WRAPPING:
         option.add_to(parser.add_argument)
     add_cases(parser, deadline_s=None, deadline="grows with the model")
+    options.WITHIN.add_to(parser.add_argument)
     options.ORACLES.add_to(parser.add_argument)
     parser.add_argument(
         "--expectations",

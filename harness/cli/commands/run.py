@@ -30,6 +30,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_mutually_exclusive_group()
     resume.add_to(group.add_argument)
     last_failed.add_to(group.add_argument, nargs="?", const="", default_text="the newest below conformance/")
+    options.WITHIN.add_to(parser.add_argument)
     options.KEEP.add_to(parser.add_argument)
     options.ORACLES.add_to(parser.add_argument)
     add_effort(parser)
