@@ -198,7 +198,7 @@ def _merge_groups(optimizer: torch.optim.Optimizer) -> None:
         set_group_options(group, first)
 
 
-@mutant(after="pytorch/pytorch#143828", trace=Trace.CRASH, phase="state loaded")
+@mutant(after="pytorch/pytorch#143828", trace=Trace.CRASH)
 class LosesOptionsBesideAnEmptyGroup(ReferenceEngine):
     """Loading takes the options of a parameter group away that has no parameters."""
 
