@@ -69,8 +69,9 @@ def judge_cases(
     selected = [
         *("-q", "--tb=no"),  # our report shows every failure once, with its cause
         *pytest_arguments(vars(arguments) | resolved),
-        # One at a time, so that cases begin in their order.
-        *(["-n", str(arguments.workers), "--maxschedchunk=1"] if arguments.workers else []),
+        *(["-n", str(arguments.workers)] if arguments.workers else []),
+        # Else workers take neighbours together, which share a reference; here cases begin in the order of their power.
+        *(["--maxschedchunk=1"] if arguments.workers and arguments.within is not None else []),
         *(["-k", arguments.keyword] if arguments.keyword else []),
         *extra,
     ]
