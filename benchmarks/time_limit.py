@@ -54,7 +54,7 @@ def _row(engine: str, within_s: int, times: Sequence[int]) -> list[object]:
 
 def _deaths(engine: str, ran: Sequence[tuple[str, str, float]]) -> Iterator[tuple[int, float]]:
     """Yield each mutant with the time [s] at which the first case ended that kills it."""
-    table, declared = read_kill_power(), {each.name for each in describe(engine).capabilities}
+    table, declared = read_kill_power(), frozenset(each.name for each in describe(engine).capabilities)
     dead, spent_s = 0, 0.0
     for case, world, took_s in ran:
         spent_s += took_s / _WORKERS

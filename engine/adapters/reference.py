@@ -80,9 +80,11 @@ class PreparedReference(PreparedComposable):
         frozen = [p for name, p in named if not p.requires_grad and name in state["state"]]
         for parameter in frozen:
             parameter.requires_grad_(True)
-        yield
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
 
 
 # Any: states are nested dicts and lists of tensors and other values.

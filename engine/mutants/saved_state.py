@@ -68,20 +68,27 @@ class ShowsTheStateOfTheStepBefore(DistributedDataParallelEngine):
             return self._before or super().local_optimizer_state()
 
 
+class _SpoilingWhatItLoads(PreparedReference):
+    """Loads state as the reference engine does, and spoils it then."""
+
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        super().load_full_state(state)
+        self.spoil()
+
+    def load_shared_state(self, state: dict[str, Any]) -> None:
+        super().load_shared_state(state)
+        self.spoil()
+
+    def spoil(self) -> None:
+        raise NotImplementedError
+
+
 @mutant(after="facebookresearch/fairscale#601", phase="state loaded")
 class LosesStateOfOtherRanks(ReferenceEngine):
     """A resumed optimizer has only the state of the first rank."""
 
-    class Prepared(PreparedReference):
-        def load_full_state(self, state: dict[str, Any]) -> None:
-            super().load_full_state(state)
-            self._lose()
-
-        def load_shared_state(self, state: dict[str, Any]) -> None:
-            super().load_shared_state(state)
-            self._lose()
-
-        def _lose(self) -> None:
+    class Prepared(_SpoilingWhatItLoads):
+        def spoil(self) -> None:
             for of_parameter in self.built_optimizer().state.values():
                 for value in of_parameter.values():
                     if isinstance(value, DTensor) and torch.distributed.get_rank():
@@ -202,16 +209,8 @@ def _merge_groups(optimizer: torch.optim.Optimizer) -> None:
 class LosesOptionsBesideAnEmptyGroup(ReferenceEngine):
     """Loading takes the options of a parameter group away that has no parameters."""
 
-    class Prepared(PreparedReference):
-        def load_full_state(self, state: dict[str, Any]) -> None:
-            super().load_full_state(state)
-            self._lose()
-
-        def load_shared_state(self, state: dict[str, Any]) -> None:
-            super().load_shared_state(state)
-            self._lose()
-
-        def _lose(self) -> None:
+    class Prepared(_SpoilingWhatItLoads):
+        def spoil(self) -> None:
             for group in self.built_optimizer().param_groups:
                 if not group["params"]:
                     del group["betas"]
@@ -221,16 +220,8 @@ class LosesOptionsBesideAnEmptyGroup(ReferenceEngine):
 class LosesTheStateOfWhatIsFrozen(ReferenceEngine):
     """Loading drops the state of parameters that are frozen at that time."""
 
-    class Prepared(PreparedReference):
-        def load_full_state(self, state: dict[str, Any]) -> None:
-            super().load_full_state(state)
-            self._drop()
-
-        def load_shared_state(self, state: dict[str, Any]) -> None:
-            super().load_shared_state(state)
-            self._drop()
-
-        def _drop(self) -> None:
+    class Prepared(_SpoilingWhatItLoads):
+        def spoil(self) -> None:
             held = self.built_optimizer().state
             for parameter in [p for p in held if not p.requires_grad]:
                 del held[parameter]

@@ -35,7 +35,7 @@ class CasePower:
     needs: frozenset[str]
     kills: Mapping[WorldSpec, int]
 
-    def applicable(self, world: WorldSpec, declared: Collection[str], refusals: int) -> int:
+    def applicable(self, world: WorldSpec, declared: frozenset[str], refusals: int) -> int:
         """Return the mutants that the case kills where an engine that declares this much runs it in a world.
 
         What died in a world of another size, or died of processes, need not die here: of two ranks, any more have all
@@ -46,7 +46,7 @@ class CasePower:
             is_large_enough = measured.size == world.size or measured.size == 2 < world.size
             if is_large_enough and (measured.kind.shares_a_process or not world.kind.shares_a_process):
                 found |= mutants
-        return found & ~refusals if self.needs <= set(declared) else found & refusals
+        return found & ~refusals if self.needs <= declared else found & refusals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class KillPower:
         found = self._found(case)
         return _USUAL_S if found is None else found.seconds
 
-    def kills(self, case: str, world: WorldSpec, declared: Collection[str]) -> int:
+    def kills(self, case: str, world: WorldSpec, declared: frozenset[str]) -> int:
         """Return the mutants, as bits, that this case kills for such an engine in this world."""
         found = self._found(case)
         return 0 if found is None else found.applicable(world, declared, self.refusals)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 
-from shardproof.engine.capability import Capability
 from shardproof.harness.cases.case_id import Node
 from shardproof.harness.records.record import Power, Record
 from shardproof.harness.runner.engines import describe
@@ -54,7 +53,7 @@ def note_power(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
     found: dict[str, dict[str, int]] = {}
     for node in filter(None, (Node.parse(item.nodeid) for item in items)):
         if node.engine not in declared:
-            declared[node.engine] = _names(describe(node.engine).capabilities)
+            declared[node.engine] = frozenset(each.name for each in describe(node.engine).capabilities)
         bits = read_kill_power().kills(node.case, WorldSpec.parse(node.world), declared[node.engine])
         found.setdefault(node.engine, {})[node.nodeid] = bits
     config.stash[KILLS] = found
@@ -64,8 +63,6 @@ def note_power(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
 
 def put_most_telling_first(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the cases of each engine and world by their power, interleave them, and drop those without a chance."""
-    if ENDS_AT not in config.stash:
-        return
     table = read_kill_power()
     kills = {nodeid: bits for of_engine in config.stash[KILLS].values() for nodeid, bits in of_engine.items()}
     cells: dict[tuple[str, str], list[str]] = {}
@@ -115,7 +112,3 @@ def _in_time(limit_s: float, order: Sequence[str], seconds: Mapping[str, float])
         yield name
         if spent_s > _CHANCE * limit_s:
             return
-
-
-def _names(capabilities: frozenset[Capability]) -> frozenset[str]:
-    return frozenset(each.name for each in capabilities)

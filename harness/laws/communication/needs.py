@@ -130,27 +130,24 @@ class _Calls:
         self._groups = groups_of(evidence.training)
         self._is_held_back = _holds_back(evidence.training)
         self._is_in_chunks = observation.cut is Cut.CHUNKS
+        # Of each microbatch, and of all of a step, as None.
         self._counts = Counter(
-            (e.step, e.what, e.phase if e.unit is None else None, e.unit) for e in observation.events
-        )
-
-        self._of_microbatches = Counter(
-            (e.step, e.microbatch, e.what, e.unit)
+            (e.step, microbatch, e.what, e.phase if e.unit is None else None, e.unit)
             for e in observation.events
-            if e.what is EventKind.BACKWARD_ENTERED
-            or (e.what, e.phase, e.unit) == (EventKind.BEGAN, Phase.BACKWARD, None)
+            for microbatch in (None, e.microbatch)
         )
 
     def limits(self, step: int) -> Iterator[tuple[str, tuple[Op, ...], int]]:
         """Yield what may be sent, by which collectives, and the most bytes of it."""
         forwards, backwards = (
-            self._counts[step, EventKind.BEGAN, phase, None] for phase in (Phase.FORWARD, Phase.BACKWARD)
+            self._counts[step, None, EventKind.BEGAN, phase, None]
+            for phase in (Phase.FORWARD, Phase.BACKWARD)
         )
         backwards = backwards or forwards  # a user's own step runs backward by itself
         gathered = reduced = 0
         for group in self._groups:
             entered, reached = (
-                sum(self._counts[step, what, None, module] for module in group.unit.split(","))
+                self._times(step, None, what, group)
                 for what in (EventKind.ENTERED, EventKind.BACKWARD_ENTERED)
             )
             num_bytes, through = self._padded_bytes(group), max(reached, backwards)
@@ -163,10 +160,13 @@ class _Calls:
     def _last_backwards(self, step: int, group: UnitParameters) -> int:
         """Count the backwards of the last microbatch through a unit: it may be called twice, and a failed one again."""
         last = self._training.schedule.microbatches_in(step) - 1
-        begun = self._of_microbatches[step, last, EventKind.BEGAN, None]
-        modules = group.unit.split(",")
-        reached = sum(self._of_microbatches[step, last, EventKind.BACKWARD_ENTERED, name] for name in modules)
+        begun = self._counts[step, last, EventKind.BEGAN, Phase.BACKWARD, None]
+        reached = self._times(step, last, EventKind.BACKWARD_ENTERED, group)
         return max(begun, reached, self._training.schedule.repeats)
+
+    def _times(self, step: int, microbatch: int | None, what: EventKind, group: UnitParameters) -> int:
+        """Count an event over the modules of a unit."""
+        return sum(self._counts[step, microbatch, what, None, module] for module in group.unit.split(","))
 
     def _padded_bytes(self, group: UnitParameters) -> int:
         plan, convert = self._training.plan, self._training.convert
