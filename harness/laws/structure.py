@@ -83,8 +83,8 @@ def layout_fault(evidence: Evidence, places: Sequence[TensorKey]) -> str | None:
     """Find a rank that lacks part of one quantity at one moment although it is not divided between ranks.
 
     It is not where the plan's layout says so. In an engine's own layout it is not where some rank shows all of several
-    tensors, one for each rank at least, and whole parameters too: an empty or a partial shard is an answer only if all
-    ranks have shares.
+    tensors that have rows to share, one for each rank at least, and whole parameters too: an empty or a partial shard
+    is an answer only if all ranks have shares.
     """
     if not places:
         return None
@@ -102,7 +102,8 @@ def layout_fault(evidence: Evidence, places: Sequence[TensorKey]) -> str | None:
     wholes = [
         o.rank for o in evidence.ranks if not lacking[o.rank] and all(s.is_whole for s in o.initial.values())
     ]
-    is_own = plan.layout is Layout.NATIVE and wholes and len(there) >= evidence.world_size
+    divisible = [place for place in there if _has_rows(known[place.name])]
+    is_own = plan.layout is Layout.NATIVE and wholes and len(divisible) >= evidence.world_size
     if not (is_asked or is_own):
         return None
     because = plan.layout.value if is_asked else f"rank {wholes[0]} has all of them whole"
@@ -122,6 +123,11 @@ def _plan_at(training: Training, step: int) -> Plan:
     resume = training.resume
     is_after = resume is not None and step >= resume.after_steps
     return resume.plan if is_after and resume is not None and resume.plan is not None else training.plan
+
+
+def _has_rows(tensor: torch.Tensor | None) -> bool:
+    """Whether ranks can share a tensor: of a single row one rank holds all, and the others nothing."""
+    return tensor is not None and tensor.dim() > 0 and len(tensor) > 1
 
 
 def _is_whole(evidence: Evidence, observation: Observation, place: TensorKey) -> bool:
