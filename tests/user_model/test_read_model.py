@@ -16,6 +16,7 @@ from shardproof.harness.cases.batch import ModelBatch, arguments_of, converted, 
 from shardproof.harness.cases.units import matching_units
 from shardproof.harness.cases.user_model import UserModel
 from shardproof.harness.cli.commands.check import deadline_for
+from shardproof.harness.errors import ModelError
 from shardproof.harness.runner.user_model import read
 from shardproof.harness.runner.user_model.model_summary import model_summary
 from shardproof.harness.runner.user_model.read import read_model
@@ -64,6 +65,23 @@ def test_the_mode_of_a_built_model_is_kept_and_shown(
     assert model.facts.evaluating == evaluating
     assert not any(model.build().get_submodule(name).training for name in evaluating)
     assert shown in model_summary(model, None, pass_s=1.0, limit_s=60.0)
+
+
+def test_a_model_whose_gradients_are_finite_in_its_own_dtypes_alone_is_judged_in_them(file: Path) -> None:
+    """Masks are often the least number of float32, as a Longformer's, whose gradients are NaN in float64."""
+    masked = "hidden = self.normed(x) + ((x * 0).sqrt().sum() if x.dtype is torch.float64 else 0)"
+    text = GOOD.replace("hidden = self.normed(x)", masked)
+    file.write_text(text)
+    assert not read_model(f"{file}:Mine", limit_s=60)[0].is_widened
+    for wrong in (
+        text.replace("class Mine:", "class Mine:\n    float64 = True"),
+        text.replace("x.dtype is torch.float64", "self"),
+    ):
+        file.write_text(wrong)
+        with pytest.raises(
+            ModelError, match=r"gradient of 'blocks\.0\.weight' is not finite in step 0 on rank 0"
+        ):
+            read_model(f"{file}:Mine", limit_s=60)
 
 
 _BLOCK = """class Block(nn.ModuleDict):

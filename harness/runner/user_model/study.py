@@ -35,7 +35,7 @@ from shardproof.harness.cases.user_model import (
     UserOptimizer,
     definition,
 )
-from shardproof.harness.oracle.absolute_error import deviation, largest
+from shardproof.harness.oracle.absolute_error import deviation, is_finite, largest
 from shardproof.harness.oracle.rounding import noticing_narrow, rounding_anew
 from shardproof.harness.oracle.still_elements import ZERO_BESIDE
 from shardproof.harness.runner.user_model.unit_calls import NUM_RANKS, UnitCalls, calls_differ
@@ -159,7 +159,9 @@ def _first_step(problem: UserModel, optimizer: UserOptimizer | None) -> tuple[bo
         if optimizer is not None:
             _update(model, optimizer)
     if not any(gradient is not None and bool(gradient.any()) for gradient in gradients.values()):
-        raise ValueError("no parameter has a gradient: the loss depends on none of them")
+        raise ValueError(
+            "no parameter has a gradient but zero: the loss depends on none of them, or starts where it is flat"
+        )
     after = dict(model.named_buffers())
     changes_buffers = any(name in after and not torch.equal(b, after[name]) for name, b in before.items())
     return bool(narrow), changes_buffers, _written(problem, model)
@@ -298,7 +300,15 @@ def _gradients(
         if not bool(loss.isfinite()):
             raise ValueError(f"loss() is {loss.item()} in step {step} on rank {rank}, before any training")
         called("backward", loss.backward)
-    return {name: _gradient(parameter) for name, parameter in model.named_parameters()}
+    gradients = {name: _gradient(parameter) for name, parameter in model.named_parameters()}
+    wild = next(
+        (name for name, found in gradients.items() if found is not None and not is_finite(found)), None
+    )
+    if wild is not None:
+        raise ValueError(
+            f"the gradient of {wild!r} is not finite in step {step} on rank {rank}, before any training"
+        )
+    return gradients
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:
