@@ -154,6 +154,10 @@ class Schedule:
         """Return whether no parameter changes in a step, because a gradient overflows."""
         return self.scaling is not None and self.scaling.overflows_at == step
 
+    def loss_scale(self, step: int) -> float:
+        """Return the factor of the losses of a step; 1 if they are not scaled."""
+        return 1.0 if self.scaling is None else self.scaling.after(step - 1)
+
     def clears_to_none(self, step: int) -> bool:
         """Return whether gradients are None, not zeros, once this step has cleared them; None before the first."""
         return self.zero_grad is ZeroGrad.SET_TO_NONE or step % 2 == 0 or step < 0

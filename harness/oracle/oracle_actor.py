@@ -215,6 +215,8 @@ class OracleActor(Actor):
         self.gradients: dict[tuple[int, str], torch.Tensor] = {}
         self._models = models
         self._played = played
+        # A power of two changes no rounding, but for operators that look at the size of a gradient, as matrix_exp does.
+        self._loss_scale = training.schedule.loss_scale(step)
         self._problem = training.problem
         self._output_dtype = None
         if models.summation.dtype is not torch.float64 or training.convert is torch.float64:
@@ -261,13 +263,16 @@ class OracleActor(Actor):
 
     def backward(self, microbatch: int, loss: torch.Tensor, *, is_counted: bool = True) -> None:
         self._at(microbatch, is_backward=True)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._scaled(loss).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._take(microbatch, loss if is_counted else None)
 
     def backward_of_branch(self, microbatch: int, loss: torch.Tensor) -> None:
         self._at(microbatch, is_backward=True)
-        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]  # as above
+        self._scaled(loss).backward(retain_graph=True)  # type: ignore[no-untyped-call]  # as above
         self._take(microbatch, loss)
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss if self._loss_scale == 1.0 else loss * self._loss_scale
 
     def _take(self, microbatch: int, counted: torch.Tensor | None) -> None:
         self._at(microbatch)
@@ -276,6 +281,7 @@ class OracleActor(Actor):
         for name, parameter in self._played.parameters.items():
             if parameter.grad is not None:
                 found = parameter.grad.to(self._models.dtypes[name])
+                found = found if self._loss_scale == 1.0 else found / self._loss_scale
                 key = (microbatch, name)
                 self.gradients[key] = self.gradients[key] + found if key in self.gradients else found
                 parameter.grad = None

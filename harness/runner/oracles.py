@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardproof.engine.contract import Capability, Plan
 from shardproof.harness.cases.training import StateForm, Training
-from shardproof.harness.cases.user_model import UserOptimizer
+from shardproof.harness.cases.user_model import UserModel, UserOptimizer
 from shardproof.harness.oracle.kept_oracle import KeptOracle, kept_oracle
 from shardproof.harness.oracle.oracle_answer import ask_oracle
 from shardproof.harness.oracle.oracle_observation import OracleObservation
@@ -94,7 +94,8 @@ def arithmetic_of(training: Training) -> Training:
     """Keep what changes the oracle: the engine and most of the plan change neither the right result nor its noise."""
     asked = training
     scaling = asked.schedule.scaling
-    if scaling is not None and scaling.overflows_at is None:  # a factor that is later divided out
+    is_own = isinstance(asked.problem, UserModel)  # whose operators may look at the size of a gradient
+    if scaling is not None and scaling.overflows_at is None and not is_own:  # a factor that is later divided out
         asked = replace(asked, schedule=replace(asked.schedule, scaling=None))
     resume, origin = asked.resume, asked.origin
     if resume is not None:

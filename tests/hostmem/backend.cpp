@@ -5,6 +5,16 @@
 
 #include "hostmem.h"
 
+// Torch 2.11 has the second name. Inside c10d the one that torch has hides the one out here.
+struct PreMulSumSupplement {};
+struct NCCLPreMulSumSupplement {};
+
+namespace c10d::hostmem {
+using Now = PreMulSumSupplement;
+using Before = NCCLPreMulSumSupplement;
+using Factor = std::conditional_t<std::is_same_v<Now, ::PreMulSumSupplement>, Before, Now>;
+} // namespace c10d::hostmem
+
 namespace hostmem {
 namespace {
 
@@ -234,7 +244,7 @@ struct DeviceBackend final : c10d::Backend {
     if (options.reduceOp != c10d::ReduceOp::PREMUL_SUM) {
       return;
     }
-    const auto* given = static_cast<const c10d::PreMulSumSupplement*>(options.reduceOp.supplement_.get());
+    const auto* given = static_cast<const c10d::hostmem::Factor*>(options.reduceOp.supplement_.get());
     const at::Scalar factor =
         given->tensor_factor.defined() ? over(given->tensor_factor).item() : at::Scalar(given->double_factor);
     auto product = times(summed, factor);

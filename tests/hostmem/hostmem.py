@@ -117,6 +117,8 @@ def load() -> None:
     torch._register_device_module(_NAME, _Device())
     backend_registration.generate_methods_for_privateuse1_backend()
     dist.Backend.register_backend("hostccl", create, devices=[_NAME])
+    # Two threads that first do this at once, in a FakeTensorMode, end the process: torch 2.11 built for CUDA.
+    torch._C._ensureCUDADeviceGuardSet()
 
 
 class _Device:

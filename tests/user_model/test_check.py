@@ -484,6 +484,27 @@ def test_a_pass_that_would_have_missed_much_is_weak(engine: str, check: Check) -
     assert "Conforming: 2 of 2 declared passed (100.0%), in" in shown
 
 
+_ORTHOGONAL = """
+import torch
+from torch import nn
+
+class Mine:
+    def build(self):
+        first = nn.utils.parametrizations.orthogonal(nn.Linear(8, 8))
+        return nn.Sequential(first, nn.Tanh(), nn.Linear(8, 2))
+    def batch(self, generator):
+        return torch.randn(4, 8, generator=generator)
+    def loss(self, output, batch):
+        return output.square().mean()
+"""
+
+
+def test_gradients_of_scaled_losses_may_round_otherwise(check: Check) -> None:
+    """The exponential of a matrix squares the more often the larger a gradient is, and rounds each time."""
+    shown = check("torch.ddp", "-k", "scales", text=_ORTHOGONAL)
+    assert "proven scales losses and unscales gradients" in shown
+
+
 @pytest.mark.parametrize("engine", ["torch.fsdp2", "reference"])
 def test_ranks_without_a_row_hold_nothing(engine: str, check: Check) -> None:
     """One rank has all of a model whose tensors cannot be divided by rows, and divides by rows still."""
