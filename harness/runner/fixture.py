@@ -69,8 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if not is_launched(config.getoption("shardproof_world")):
                 refuse_launcher(os.environ)
             if CELLS_ARE_CHOSEN not in config.stash:
-                for device in dict.fromkeys(cell.world.device for cell in config.stash[CELLS]):
-                    require_device(device)
+                for world in dict.fromkeys(cell.world for cell in config.stash[CELLS]):
+                    require_device(world.device, world.size if world.kind is WorldKind.PROCESSES else 1)
         except UsageError as error:
             refuse(config, items, error)
     catalogue = collected([item.nodeid for item in items], config.args)

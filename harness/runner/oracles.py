@@ -95,7 +95,9 @@ def arithmetic_of(training: Training) -> Training:
     asked = training
     scaling = asked.schedule.scaling
     is_own = isinstance(asked.problem, UserModel)  # whose operators may look at the size of a gradient
-    if scaling is not None and scaling.overflows_at is None and not is_own:  # a factor that is later divided out
+    if (
+        scaling is not None and scaling.overflows_at is None and not is_own
+    ):  # a factor that is later divided out
         asked = replace(asked, schedule=replace(asked.schedule, scaling=None))
     resume, origin = asked.resume, asked.origin
     if resume is not None:

@@ -16,6 +16,9 @@ import torch.distributed as dist
 from shardproof.harness.errors import UsageError
 from shardproof.harness.torch_compat.dispatch import raw_access
 
+# Backends that refuse two ranks on one device.
+_ALONE = {"nccl"}
+
 
 def accelerator() -> torch.device | None:
     """Return the kind of accelerator that this process finds, without an index."""
@@ -33,8 +36,8 @@ def is_here(kind: str) -> bool:
     return kind == "cpu" or num_devices(kind) > 0
 
 
-def require_device(kind: str) -> None:
-    """Raise UsageError unless ranks can use a device of this kind, with a backend for its tensors."""
+def require_device(kind: str, num_processes: int = 1) -> None:
+    """Raise UsageError unless so many processes can use devices of this kind, with a backend for their tensors."""
     if not is_here(kind):
         found = torch.accelerator.current_accelerator()
         raise UsageError(
@@ -45,8 +48,13 @@ def require_device(kind: str) -> None:
             if found is not None
             else "processes:2, which needs no accelerator",
         )
-    if kind != "cpu":
-        _backend(kind)
+    if kind != "cpu" and _backend(kind) in _ALONE and num_processes > num_devices(kind):
+        raise UsageError(
+            f"{num_processes} processes on the device {kind}",
+            expected=f"a device for each, because {_backend(kind)} refuses two ranks on one",
+            got=f"{num_devices(kind)} on this machine",
+            hint=f"threads:{num_processes}:{kind}, whose ranks share a device",
+        )
 
 
 # Any: a vendor's module, which has no type.

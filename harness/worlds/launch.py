@@ -69,9 +69,11 @@ class World:
     """The processes of one world, alive between jobs until closed or until a job fails."""
 
     def __init__(self, spec: WorldSpec, folder: Path) -> None:
-        require_device(spec.device)
         if spec.kind is WorldKind.PROCESSES:
+            require_device(spec.device, spec.size)
             require_loopback()
+        else:
+            require_device(spec.device)
         folder.mkdir(parents=True, exist_ok=True)
         self.spec = spec
         shares = [spec.ranks] if spec.kind.shares_a_process else [(rank,) for rank in spec.ranks]

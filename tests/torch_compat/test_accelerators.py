@@ -12,6 +12,7 @@ import pytest
 from shardproof import UsageError, Verdict, WorldKind, WorldSpec, launch
 from shardproof.harness.records.run import read_run
 from shardproof.harness.runner.accelerator_worlds import concrete
+from shardproof.harness.torch_compat import accelerators
 from shardproof.harness.torch_compat.accelerators import backends_for, is_here, require_device
 from shardproof.harness.verdicts.known_failures import matches_world
 from tests.shell import ROOT, python
@@ -187,7 +188,16 @@ def test_rounding_is_measured_where_the_ranks_compute(on_path: str) -> None:
 
 
 def test_require_device_knows_the_cpu() -> None:
-    require_device("cpu")
+    require_device("cpu", 7)
+
+
+def test_nccl_needs_a_device_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would refuse two ranks on one in each case, as an error of the engine."""
+    monkeypatch.setattr(accelerators, "_backend", lambda kind: "nccl")
+    monkeypatch.setattr(accelerators, "num_devices", lambda kind: 1)
+    require_device("cuda", 1)
+    with pytest.raises(UsageError, match=r"a device for each, .* got 1 on this machine; try threads:2:cuda"):
+        require_device("cuda", 2)
 
 
 def _node(engine: str, world: str, case: str) -> str:
