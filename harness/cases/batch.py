@@ -84,17 +84,18 @@ def tensors_of(batch: Batch) -> Iterator[torch.Tensor]:
 def converted(batch: Batch, convert: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
     """Return a batch of the same form in which every tensor is converted."""
     if isinstance(batch, ModelBatch):
-        return ModelBatch(value=_converted(batch.value, convert))
+        return ModelBatch(value=converted_tree(batch.value, convert))
     return Rows(inputs=tuple(map(convert, batch.inputs)), target=convert(batch.target))
 
 
-def _converted(tree: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def converted_tree(tree: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a tree of the same form in which every tensor is converted."""
     if isinstance(tree, torch.Tensor):
         return convert(tree)
     if isinstance(tree, Mapping):
-        return {key: _converted(value, convert) for key, value in tree.items()}
+        return {key: converted_tree(value, convert) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_converted(value, convert) for value in tree))
+        return type(tree)(*(converted_tree(value, convert) for value in tree))
     if isinstance(tree, tuple | list):
-        return type(tree)(_converted(value, convert) for value in tree)
+        return type(tree)(converted_tree(value, convert) for value in tree)
     return tree

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardproof.engine.contract import UnitHandle
-from shardproof.harness.cases.batch import Batch, ModelBatch, Rows, arguments_of, converted
+from shardproof.harness.cases.batch import Batch, ModelBatch, Rows, arguments_of, converted, converted_tree
 from shardproof.harness.cases.draws import Seeds, has_drawn
 from shardproof.harness.cases.script import (
     Actor,
@@ -237,7 +237,9 @@ class OracleActor(Actor):
     def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
         self._at(microbatch)
         with self._models.calling(self._seeds, microbatch):
-            args, kwargs = arguments_of([self._cast(given) for given in inputs])
+            given = arguments_of([self._cast(each) for each in inputs])
+            # A script may take them from the host, as a loader does: engines move them.
+            args, kwargs = converted_tree(given, self._models.summation.moved)
             output = self.part(part)(*args, **kwargs)
         if self._output_dtype is not None and not part and isinstance(output, torch.Tensor):
             return output.to(self._output_dtype)

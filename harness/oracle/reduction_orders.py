@@ -39,12 +39,16 @@ class Summation:
         """Cast the inputs' floats to ``compute_dtype``, those of the target to ``dtype``, and shuffle the rows."""
         if isinstance(batch, ModelBatch):  # which tensors have rows, and in which dim, is unknown
             # All tensors in one dtype: the loss receives the batch whole.
-            return converted(batch, lambda tensor: cast(tensor, self.dtype).to(self.device))
+            return converted(batch, lambda tensor: self.moved(cast(tensor, self.dtype)))
         order = torch.tensor(
             _order(None if self.keeps_rows else self.seed, batch.target.shape[0]), dtype=torch.long
         )
-        inputs = tuple(cast(tensor, self.compute_dtype)[order].to(self.device) for tensor in batch.inputs)
-        return Rows(inputs=inputs, target=cast(batch.target, self.dtype)[order].to(self.device))
+        inputs = tuple(self.moved(cast(tensor, self.compute_dtype)[order]) for tensor in batch.inputs)
+        return Rows(inputs=inputs, target=self.moved(cast(batch.target, self.dtype)[order]))
+
+    def moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor on the device that computes."""
+        return tensor.to(self.device)
 
     def reduce(self, pieces: Sequence[Sequence[torch.Tensor]] | torch.Tensor, plan: Plan) -> torch.Tensor:
         """Add ``pieces`` [microbatches][ranks] over both, divided by the plan's divisor."""

@@ -180,7 +180,7 @@ class _Gained(nn.Module):
 @parametrize("api", "fully_shard", "replicate")
 @expects("dtypes in forward", "gradients")
 def test_what_is_ignored_keeps_its_bits(bench: Bench, api: str) -> None:
-    model, alone = _Gained(), _Gained()
+    model, alone = _Gained().to(bench.device), _Gained()
     policy = bench.api.mixed_precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     getattr(bench.api, api)(model, mesh=bench.mesh(), mp_policy=policy, ignored_params={model.gain})
     bench.train(model)
