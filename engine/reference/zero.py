@@ -157,6 +157,7 @@ class Zero2:
         length = -(-parameter.numel() // self._group.size())
         number = (self._group.rank() + turn) % self._group.size()
         start = min(length * number, parameter.numel())
+        parameter.data = parameter.data.contiguous()  # pieces are views of it
         own = parameter.detach().view(-1)[start : start + length]
         if self._offloads:
             own = own.to("cpu", copy=True)
@@ -175,7 +176,7 @@ class Zero2:
         # Where the loss did not reach a parameter this rank still takes part, with zeros: the others wait for it.
         padded = parameter.new_zeros(piece.length * self._group.size())
         if parameter.grad is not None:
-            padded[: parameter.numel()].copy_(parameter.grad.view(-1))
+            padded[: parameter.numel()].copy_(parameter.grad.reshape(-1))
         return padded.roll(-piece.turn * piece.length)
 
     def _gather(self, piece: OwnPiece) -> tuple[dist.Work, torch.Tensor]:

@@ -55,13 +55,14 @@ class ModelFacts:
     """Facts about a model, found by a few passes.
 
     ``frozen`` parameters require no gradient; forward changes those that are ``written``, such as the averages of a
-    teacher. ``seldom`` ones had no gradient in some pass. ``slow`` ones have gradients
-    so small beside their values that plain descent hardly moves them. ``evaluating`` names the modules in evaluation
-    mode, "" for the whole model. ``communicates`` is the first call by which the model or its loss communicates with
-    other ranks, and its place; empty if there is none. ``outside`` names the parts of units that are called without
-    their unit. ``uncounted``, ``not_in_bfloat16``, ``unscaled`` and ``unevaluated`` are the reasons why closed forms,
-    bfloat16, a gradient scaler or an evaluation do not apply to the model; empty if they do. ``sparse`` parameters have
-    sparse gradients. ``unthreaded`` is why ranks cannot be threads, and what to change; empty if they can be.
+    teacher. ``seldom`` ones had no gradient in some pass. ``slow`` ones have gradients so small beside their values
+    that plain descent hardly moves them. ``evaluating`` names the modules in evaluation mode, "" for the whole
+    model. ``communicates`` is the first call by which the model or its loss communicates with other ranks, and its
+    place; empty if there is none. ``outside`` names the parts of units that are called without their unit.
+    ``hooked`` parameters have hooks of the user's on their gradients. ``uncounted``, ``not_in_bfloat16``,
+    ``unscaled`` and ``unevaluated`` are the reasons why closed forms, bfloat16, a gradient scaler or an evaluation
+    do not apply to the model; empty if they do. ``sparse`` parameters have sparse gradients. ``unthreaded`` is why
+    ranks cannot be threads, and what to change; empty if they can be.
     """
 
     frozen: tuple[str, ...] = ()
@@ -71,6 +72,7 @@ class ModelFacts:
     evaluating: tuple[str, ...] = ()
     communicates: str = ""
     outside: tuple[str, ...] = ()
+    hooked: tuple[str, ...] = ()
     uncounted: str = ""
     not_in_bfloat16: str = ""
     unscaled: str = ""

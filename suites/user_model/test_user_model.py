@@ -107,7 +107,9 @@ def test_frees_shards_after_forward(trial: Trial, own: Own) -> None:
 def test_keeps_gathered_until_backward(trial: Trial, own: Own) -> None:
     trial.applies(unless=own[0].unsplit)
     training = _training(own, Plan(layout=Layout.SHARD, reshard=Reshard.KEEP))
-    trial.holds(training, *LAWS, HoldsItsShare(), Nothing(select=GATHERS_IN_BACKWARD))
+    # Engines may free a unit after its first backward, and gather it again for that of an earlier call.
+    keeps = () if own[0].facts.uncounted else (Nothing(select=GATHERS_IN_BACKWARD),)
+    trial.holds(training, *LAWS, HoldsItsShare(), *keeps)
 
 
 @pytest.mark.kills("ForgetsToSynchroniseOneParameter")

@@ -46,7 +46,7 @@ def test_a_case_that_does_not_apply_is_listed_with_the_reason(check: Check) -> N
     shown = check(
         "torch.fsdp2",
         "-k",
-        "each_unit_once or two_replicas or clips",
+        "each_unit_once or two_replicas or clips or keeps_gathered",
         "--world",
         "threads:3",
         text=GOOD.replace("for block in self.blocks:", "for block in (*self.blocks, self.blocks[0]):"),
@@ -503,6 +503,14 @@ def test_gradients_of_scaled_losses_may_round_otherwise(check: Check) -> None:
     """The exponential of a matrix squares the more often the larger a gradient is, and rounds each time."""
     shown = check("torch.ddp", "-k", "scales", text=_ORTHOGONAL)
     assert "proven scales losses and unscales gradients" in shown
+
+
+def test_memory_of_a_parameter_need_not_be_in_the_order_of_its_elements(check: Check) -> None:
+    """As that of convolutions in channels-last; FSDP2 refuses it."""
+    layer = "self.out = nn.Linear(6, 2)"
+    strided = f"{layer}\n        self.out.weight.data = self.out.weight.data.t().contiguous().t()"
+    shown = check("reference.zero2", "-k", "trains", text=GOOD.replace(layer, strided))
+    assert "proven trains as one process does" in shown
 
 
 @pytest.mark.parametrize("engine", ["torch.fsdp2", "reference"])

@@ -105,6 +105,14 @@ def test_parts_called_outside_their_unit_are_named(file: Path) -> None:
     assert "called outside the forward of the unit" in model_summary(model, None, pass_s=1.0, limit_s=60.0)
 
 
+def test_hooks_on_gradients_are_named_because_engines_drop_them(file: Path) -> None:
+    hooked = "net = Net()\n        net.out.bias.register_hook(lambda g: g.clamp(-1, 1))\n        return net"
+    file.write_text(GOOD.replace("return Net()", hooked))
+    model, _ = read_model(f"{file}:Mine", limit_s=60)
+    assert model.facts.hooked == ("out.bias",)
+    assert "drop the hooks" in " ".join(model_summary(model, None, pass_s=1.0, limit_s=60.0).split())
+
+
 def test_units_that_backward_recomputes_are_counted_once(file: Path) -> None:
     file.write_text(
         GOOD.replace("block(x)", "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)").replace(

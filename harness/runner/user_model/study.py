@@ -323,6 +323,12 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     return None if own is None else mean.div_(dist.get_world_size())
 
 
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    """Return whether hooks wait for a gradient, which torch keeps under no public name."""
+    hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(parameter, name, None) for name in hooks)
+
+
 def _is_sparse(gradient: torch.Tensor | None) -> bool:
     return gradient is not None and gradient.layout is not torch.strided
 
@@ -453,6 +459,7 @@ def _facts(
         slow=slow,
         evaluating=tuple(evaluating_modules(model)),
         outside=tuple(watch.outside),
+        hooked=tuple(name for name, parameter in model.named_parameters() if _has_hooks(parameter)),
         uncounted="some gradients are sparse" if sparse else _uncounted(model, units, watch.calls),
         unevaluated=_unevaluated(problem, model, batch),  # before parameters become bfloat16
         not_in_bfloat16=_not_in_bfloat16(problem, model, batch),
