@@ -78,7 +78,9 @@ def stages(device: str) -> Iterator[Stage]:
     yield _mutants("mutants of memory", two, "smoke", "offload", "lifetimes", "zero")
     yield _judged("numbers", "sharding, on streams of each rank's own", two, *numbers, limit_s=360)
     yield _judged("memory", "shares, offload and lifetimes", two, "offload", "lifetimes", "zero", "gpu")
-    yield _judged("four ranks", "replicas of shards", four, "smoke", "parity", "communication", "races", limit_s=300)
+    yield _judged(
+        "four ranks", "replicas of shards", four, "smoke", "parity", "communication", "races", limit_s=300
+    )
     yield _judged("on the CPU", "worlds on the CPU beside an accelerator", "threads:2", "smoke", "races")
     yield _judged("catalogue", "an eighth of all cases", two, options=("--shard", "1/8"), limit_s=300)
     for world in (one, two, four):
