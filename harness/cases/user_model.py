@@ -60,9 +60,10 @@ class ModelFacts:
     model. ``communicates`` is the first call by which the model or its loss communicates with other ranks, and its
     place; empty if there is none. ``outside`` names the parts of units that are called without their unit.
     ``hooked`` parameters have hooks of the user's on their gradients. ``uncounted``, ``not_in_bfloat16``,
-    ``unscaled`` and ``unevaluated`` are the reasons why closed forms, bfloat16, a gradient scaler or an evaluation
-    do not apply to the model; empty if they do. ``sparse`` parameters have sparse gradients. ``unthreaded`` is why
-    ranks cannot be threads, and what to change; empty if they can be.
+    ``unscaled`` and ``unevaluated`` are the reasons why closed forms, bfloat16, a gradient scaler, a saved state or
+    an evaluation do not apply to the model; empty if they do. ``sparse`` parameters have sparse gradients.
+    ``unthreaded`` is why ranks cannot be threads, and what to change; empty if they can be. After a pass modules
+    hold tensors of ``attribute_bytes`` that are neither parameters nor buffers.
     """
 
     frozen: tuple[str, ...] = ()
@@ -76,9 +77,11 @@ class ModelFacts:
     uncounted: str = ""
     not_in_bfloat16: str = ""
     unscaled: str = ""
+    unsaved: str = ""
     unevaluated: str = ""
     sparse: tuple[str, ...] = ()
     unthreaded: tuple[str, ...] = ()
+    attribute_bytes: int = 0
 
     @property
     def unclipped(self) -> str:
@@ -187,6 +190,11 @@ def frozen_parameters(problem: object, model: nn.Module) -> frozenset[str]:
     if isinstance(problem, UserModel):
         return frozenset(problem.facts.frozen)
     return frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
+
+
+def attribute_bytes(problem: object) -> int:
+    """Return the bytes of tensors that a model holds beside its parameters and buffers, on each rank."""
+    return problem.facts.attribute_bytes if isinstance(problem, UserModel) else 0
 
 
 def written_by_forward(problem: object) -> frozenset[str]:

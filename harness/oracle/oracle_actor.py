@@ -110,7 +110,7 @@ class OracleModels:
                 if is_cast:
                     _casting(each, summation.compute_dtype)
         else:
-            computing = _casting(copy.deepcopy(model), summation.compute_dtype) if is_cast else model
+            computing = _casting(_with_own_buffers(model, ()), summation.compute_dtype) if is_cast else model
             shared = parameters_apart(computing, self._written).values()
             copies = [_with_own_buffers(computing, shared) for _ in range(world_size)]
         self._of_rank = [
@@ -183,8 +183,13 @@ def changed_by_forward(model: nn.Module, written: frozenset[str]) -> dict[str, t
 
 
 def _with_own_buffers(model: nn.Module, shared: Iterable[nn.Parameter]) -> nn.Module:
-    """Copy a model but for the shared parameters."""
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in shared})
+    """Copy a model but for the shared parameters.
+
+    Weights that each forward computes anew, as weight_norm and pruning do, are tensors that torch refuses to copy.
+    """
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    computed = {id(t): t.detach() for t in attributes if isinstance(t, torch.Tensor) and not t.is_leaf}
+    return copy.deepcopy(model, {**computed, **{id(parameter): parameter for parameter in shared}})
 
 
 def _casting(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:

@@ -57,7 +57,7 @@ from shardproof.harness.cases.units import (
     shares_of,
     skeleton_of,
 )
-from shardproof.harness.cases.user_model import frozen_parameters
+from shardproof.harness.cases.user_model import attribute_bytes, frozen_parameters
 from shardproof.harness.tracing.memory.memory_report import CensusTime
 
 _MASTER_BYTES = 4  # copies that the optimizer updates are at least float32
@@ -101,7 +101,8 @@ class Form:
         ignored = (model.get_parameter(name) for name in training.plan.ignored)
         return cls(
             groups=groups_in(model, training.plan),
-            buffer_bytes=sum(_num_bytes(buffer, dtype) for buffer in model.buffers()),
+            buffer_bytes=sum(_num_bytes(buffer, dtype) for buffer in model.buffers())
+            + attribute_bytes(training.problem),
             ignored_bytes=sum(_num_bytes(parameter, dtype) for parameter in ignored),
             frozen=frozen_parameters(training.problem, model),
         )

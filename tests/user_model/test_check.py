@@ -505,6 +505,27 @@ def test_gradients_of_scaled_losses_may_round_otherwise(check: Check) -> None:
     assert "proven scales losses and unscales gradients" in shown
 
 
+def test_an_optimizer_may_communicate_in_its_step(check: Check) -> None:
+    """Muon orthogonalises whole matrices, and DTensor adds up the norms of their shards."""
+    matrices = _ORTHOGONAL.replace(
+        "nn.utils.parametrizations.orthogonal(nn.Linear(8, 8))", "nn.Linear(8, 6, bias=False)"
+    )
+    matrices = matrices.replace("nn.Linear(8, 2)", "nn.Linear(6, 4, bias=False)")
+    matrices = matrices.replace(LOSS, with_optimizer("torch.optim.Muon(p, lr=0.01)"))
+    assert "Conforming: 1 of 1" in check("torch.fsdp2", "-k", "each_unit", text=matrices)
+
+
+@pytest.mark.parametrize("body", ["self.seen = x.detach().clone()", "self.n = getattr(self, 'n', 0) + 1"])
+def test_what_a_model_keeps_for_itself_is_none_of_the_engines(body: str, check: Check) -> None:
+    """A tensor is memory of the model's; a number is in no state, and restarts with a fresh model."""
+    keeping = GOOD.replace(
+        "    def forward(self, x, *, scale):\n", f"    def forward(self, x, *, scale):\n        {body}\n"
+    )
+    keeping = keeping.replace('scale["of"]', 'scale["of"] / getattr(self, "n", 1)')
+    shown = check("torch.fsdp2", "-k", "shards or resumes", text=keeping)
+    assert ("resumes from its state: forward changes something" in shown) == ("self.n" in body)
+
+
 def test_memory_of_a_parameter_need_not_be_in_the_order_of_its_elements(check: Check) -> None:
     """As that of convolutions in channels-last; FSDP2 refuses it."""
     layer = "self.out = nn.Linear(6, 2)"

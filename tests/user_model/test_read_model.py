@@ -225,6 +225,7 @@ def test_a_deadline_grows_with_the_model() -> None:
     assert deadline_for(0.001, 2) == 61
     assert deadline_for(2.0, 2) == 60 + 30 * 9 * 2 * 2
     assert deadline_for(2.0, 4) > deadline_for(2.0, 2)
+    assert deadline_for(2.0, 2, is_widened=False) == 60 + 3 * 30 * 9 * 2 * 2
 
 
 def test_a_pattern_matches_one_part_of_a_name() -> None:

@@ -41,6 +41,7 @@ from shardproof.harness.oracle.still_elements import ZERO_BESIDE
 from shardproof.harness.runner.user_model.unit_calls import NUM_RANKS, UnitCalls, calls_differ
 from shardproof.harness.torch_compat.dtypes import cast, cast_module, cast_parameters, dense
 from shardproof.harness.torch_compat.patching import Replacement
+from shardproof.harness.torch_compat.tensor_trees import tensors_in
 from shardproof.harness.verdicts.simple_defects import ZERO_BESIDE_NOISE
 from shardproof.harness.worlds.threads.together import own_rank
 
@@ -182,6 +183,16 @@ def _written(problem: UserModel, model: nn.Module) -> tuple[str, ...]:
 
 def _check_repeats(gradients: Gradients, again: Gradients) -> None:
     """Raise ValueError for a model that computes something else the second time: so would ranks and the reference."""
+    name = _differing(gradients, again)
+    if name is not None:
+        raise ValueError(
+            f"the gradient of {name!r} is another one the second time, for equal parameters, data and seed of "
+            "torch: do forward and loss() draw from Python's or NumPy's generator, or remember earlier calls?"
+        )
+
+
+def _differing(gradients: Gradients, again: Gradients) -> str | None:
+    """Return the first name whose gradients differ by more than rounding, or are only once there."""
     scale = max((largest(gradient) for gradient in gradients.values() if gradient is not None), default=0.0)
     for name, gradient in gradients.items():
         other = again[name]
@@ -191,10 +202,19 @@ def _check_repeats(gradients: Gradients, again: Gradients) -> None:
             same = max(_SAME * largest(gradient), _SAME_AS_ZERO * scale)
             differs = largest(deviation(gradient, other)) > same
         if differs:
-            raise ValueError(
-                f"the gradient of {name!r} is another one the second time, for equal parameters, data and seed of "
-                "torch: do forward and loss() draw from Python's or NumPy's generator, or remember earlier calls?"
-            )
+            return name
+    return None
+
+
+def _unsaved(problem: UserModel) -> str:
+    """Return why a fresh model that loads another one's state does not go on as that one does."""
+    trained, fresh = problem.build(), problem.build()
+    _gradients(problem, trained, step=0, rank=0)
+    fresh.load_state_dict(trained.state_dict())
+    after = [_gradients(problem, model, step=1, rank=0) for model in (trained, fresh)]
+    if _differing(*after) is None:
+        return ""
+    return "forward changes something that is not in state_dict(), and goes on otherwise from a saved state"
 
 
 def _update(model: nn.Module, make: UserOptimizer) -> None:
@@ -321,6 +341,13 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     mean = torch.zeros_like(parameter.detach()) if own is None else own
     dist.all_reduce(mean)
     return None if own is None else mean.div_(dist.get_world_size())
+
+
+def _attribute_bytes(model: nn.Module) -> int:
+    """Count the memory of tensors that modules keep as plain attributes, as caches and pruned weights are."""
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    held = (t.untyped_storage() for module in model.modules() for t in tensors_in(vars(module)))
+    return sum({s.data_ptr(): s.nbytes() for s in held if s.data_ptr() not in own}.values())
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
@@ -453,6 +480,7 @@ def _facts(
     loss.backward()  # type: ignore[no-untyped-call]  # of torch's
     pass_s = time.monotonic() - started
     sparse = tuple(name for name, parameter in model.named_parameters() if _is_sparse(parameter.grad))
+    attribute_bytes = _attribute_bytes(model)  # before parameters become bfloat16, below
     facts = ModelFacts(
         frozen=tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
         seldom=tuple(sorted({name for sizes in found for name, size in sizes.items() if size is None})),
@@ -464,8 +492,10 @@ def _facts(
         unevaluated=_unevaluated(problem, model, batch),  # before parameters become bfloat16
         not_in_bfloat16=_not_in_bfloat16(problem, model, batch),
         unscaled=_unscaled(model),
+        unsaved=_unsaved(problem),
         sparse=sparse,
         unthreaded=_unthreaded(is_compiled=bool(compiled), is_sparse=bool(sparse)),
+        attribute_bytes=attribute_bytes,
     )
     return facts, pass_s
 
