@@ -51,7 +51,7 @@ def _block(run: Run, engine: str, world: str, records: Sequence[Record]) -> list
     lines += _precision(passed)
     lines += _undeclared(records)
     lines += _known(records)
-    lines += [_line("not run", "; ".join(map(_promise, not_run)))] if not_run else []
+    lines += _alike(("not run", _promise(r), one_line(r.headline, limit=400)) for r in not_run)
     lines += _alike(("left out", _promise(out), one_line(out.why)) for out in left_out)
     lines += [_line("not proven", "; ".join((*_unreached(passed), *_beyond(run, world))))]
     lines += _failures(broken)

@@ -84,6 +84,7 @@ class RecordWriter:
         self._expected: list[Node] = []
         self._records: list[Record] = []
         self._begun: set[str] = set()
+        self._raised: dict[str, str] = {}  # what a test without a verdict raised
         self._left_out: dict[str, str] = {}
         self._unused: tuple[UnusedExpectation, ...] = ()
         self._started_s = time.monotonic()
@@ -127,6 +128,9 @@ class RecordWriter:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write the record that a test's report carries."""
+        if report.failed and not any(name == RECORD_PROPERTY for name, _ in report.user_properties):
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self._raised[report.nodeid] = " ".join(str(crash.message if crash else report.longrepr).split())
         if report.when != "call":
             return
         for name, value in report.user_properties:
@@ -302,11 +306,15 @@ class RecordWriter:
                     case=node.case,
                     world=node.world,
                     verdict=Verdict.NOT_RUN,
-                    headline=why or "selected, but the run ended or the test broke before it gave a verdict",
+                    headline=why or self._why_not_run(node.nodeid),
                     suite=node.suite,
                     engine_version="",
                     command=check_command(model, node) if model else node.command,
                 )
+
+    def _why_not_run(self, nodeid: str) -> str:
+        raised = self._raised.get(nodeid)
+        return f"the test gave no verdict: {raised}" if raised else "selected, but the run ended before it"
 
 
 def _as_typed() -> str:

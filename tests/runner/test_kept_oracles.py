@@ -259,15 +259,20 @@ def test_first(trial: Trial) -> None:
 
 def test_second(trial: Trial) -> None:
     trial.holds(train(MLP_EVEN, units=()), Never())
+
+
+def test_third(trial: Trial) -> None:
+    raise ValueError("a slip")
 """
 
 
 def test_observations_that_a_failure_shares_with_a_pass_are_kept(tmp_path: Path) -> None:
-    """The pass came first, and its world is not run again."""
+    """The pass came first, and its world is not run again. A case that raises itself says what it raised."""
     (tmp_path / "test_shared.py").write_text(SHARED)
     options = ("--engine=torch.ddp", "--no-expectations", f"--out={tmp_path / 'run'}")
     assert call_pytest([str(tmp_path / "test_shared.py"), *options]) == pytest.ExitCode.TESTS_FAILED
-    first, second = read_run(tmp_path / "run").records
+    first, second, third = read_run(tmp_path / "run").records
+    assert third.headline.startswith("the test gave no verdict: ValueError: "), third.headline
     assert (first.verdict, second.verdict) == (Verdict.PASSED, Verdict.FAILED)
     assert (first.observation, bool(second.observation)) == ("", True)
     assert (tmp_path / "run" / second.observation / "rank0.observation").is_file()
