@@ -60,10 +60,10 @@ class ModelFacts:
     model. ``communicates`` is the first call by which the model or its loss communicates with other ranks, and its
     place; empty if there is none. ``outside`` names the parts of units that are called without their unit.
     ``hooked`` parameters have hooks of the user's on their gradients. ``uncounted``, ``not_in_bfloat16``,
-    ``unscaled`` and ``unevaluated`` are the reasons why closed forms, bfloat16, a gradient scaler, a saved state or
-    an evaluation do not apply to the model; empty if they do. ``sparse`` parameters have sparse gradients.
-    ``unthreaded`` is why ranks cannot be threads, and what to change; empty if they can be. After a pass modules
-    hold tensors of ``attribute_bytes`` that are neither parameters nor buffers.
+    ``unscaled``, ``unsaved`` and ``unevaluated`` are the reasons why closed forms, bfloat16, a gradient scaler, a
+    saved state or an evaluation do not apply to the model; empty if they do. ``sparse`` parameters have sparse
+    gradients. ``unthreaded`` is why ranks cannot be threads, and what to change; empty if they can be. After a pass
+    modules hold tensors of ``attribute_bytes`` that are neither parameters nor buffers.
     """
 
     frozen: tuple[str, ...] = ()

@@ -242,9 +242,11 @@ class OracleActor(Actor):
     def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
         self._at(microbatch)
         with self._models.calling(self._seeds, microbatch):
-            given = arguments_of([self._cast(each) for each in inputs])
-            # A script may take them from the host, as a loader does: engines move them.
-            args, kwargs = converted_tree(given, self._models.summation.moved)
+            args, kwargs = arguments_of([self._cast(given) for given in inputs])
+            if (
+                self._models.summation.device != "cpu"
+            ):  # a script may take them from the host: engines move them
+                args, kwargs = converted_tree((args, kwargs), self._models.summation.moved)
             output = self.part(part)(*args, **kwargs)
         if self._output_dtype is not None and not part and isinstance(output, torch.Tensor):
             return output.to(self._output_dtype)

@@ -94,10 +94,9 @@ def arithmetic_of(training: Training) -> Training:
     """Keep what changes the oracle: the engine and most of the plan change neither the right result nor its noise."""
     asked = training
     scaling = asked.schedule.scaling
-    is_own = isinstance(asked.problem, UserModel)  # whose operators may look at the size of a gradient
-    if (
-        scaling is not None and scaling.overflows_at is None and not is_own
-    ):  # a factor that is later divided out
+    # The factor is divided out, and shows only in operators of a user's that look at the size of a gradient.
+    is_own = isinstance(asked.problem, UserModel)
+    if scaling is not None and scaling.overflows_at is None and not is_own:
         asked = replace(asked, schedule=replace(asked.schedule, scaling=None))
     resume, origin = asked.resume, asked.origin
     if resume is not None:

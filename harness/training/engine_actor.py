@@ -145,11 +145,10 @@ class EngineActor(Actor):
         self._announce(microbatch)
         with self._during(Phase.BACKWARD, microbatch):
             self._prepared.backward(self._scaled(loss))
+        # A model may ask for gradients of its inputs, as a reentrant checkpoint needs: memory of the loop's.
         for tensor in tensors_of(self.batch(microbatch)):
             if tensor.is_leaf:
-                tensor.grad = (
-                    None  # a model may ask for it, as a reentrant checkpoint needs; memory of the loop's
-                )
+                tensor.grad = None
         self.is_at_rest = True
         if is_counted:
             self._keep(loss)

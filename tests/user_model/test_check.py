@@ -526,6 +526,14 @@ def test_what_a_model_keeps_for_itself_is_none_of_the_engines(body: str, check: 
     assert ("resumes from its state: forward changes something" in shown) == ("self.n" in body)
 
 
+def test_weights_that_forward_computes_are_judged(check: Check) -> None:
+    """Torch copies no such tensor, and it is memory of the model's."""
+    pruned = GOOD.replace("import torch\n", "import torch\nimport torch.nn.utils.prune\n", 1)
+    pruned = pruned.replace("nn.Linear(6, 2)", "nn.utils.prune.l1_unstructured(nn.Linear(6, 2), 'weight', 4)")
+    shown = check("torch.fsdp2", "-k", "trains or test_shards", "--world", "threads:3", text=pruned)
+    assert "Conforming: 2 of 2 declared passed (100.0%)" in shown
+
+
 def test_memory_of_a_parameter_need_not_be_in_the_order_of_its_elements(check: Check) -> None:
     """As that of convolutions in channels-last; FSDP2 refuses it."""
     layer = "self.out = nn.Linear(6, 2)"

@@ -69,13 +69,8 @@ def _lines(model: UserModel, optimizer: UserOptimizer | None) -> Iterator[tuple[
             "do not have the parameters; choose other units",
         )
     if model.facts.hooked:
-        lost = (
-            "engines that put parameters of their own in place of the model's, as FSDP2 does, drop the hooks"
-        )
-        yield (
-            "hooked",
-            f"{_some(model.facts.hooked)}: {lost}; register them on the model that is wrapped (--wrap)",
-        )
+        why = "engines that put parameters of their own in place of the model's drop the hooks, as FSDP2 does"
+        yield "hooked", f"{_some(model.facts.hooked)}: {why}; register them on the wrapped model (--wrap)"
     needs = sorted(model.demands, key=lambda demand: demand.name)
     if needs:
         yield "needs", f"an engine that {'; and '.join(f'{need.value} ({need.name})' for need in needs)}"

@@ -210,7 +210,10 @@ def _unsaved(problem: UserModel) -> str:
     """Return why a fresh model that loads another one's state does not go on as that one does."""
     trained, fresh = problem.build(), problem.build()
     _gradients(problem, trained, step=0, rank=0)
-    fresh.load_state_dict(trained.state_dict())
+    try:
+        fresh.load_state_dict(trained.state_dict())
+    except Exception as error:  # the user's code, which raises what it likes
+        return f"its state_dict() does not load into a fresh model: {one_line(error)}"
     after = [_gradients(problem, model, step=1, rank=0) for model in (trained, fresh)]
     if _differing(*after) is None:
         return ""
@@ -346,8 +349,9 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 def _attribute_bytes(model: nn.Module) -> int:
     """Count the memory of tensors that modules keep as plain attributes, as caches and pruned weights are."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    held = (t.untyped_storage() for module in model.modules() for t in tensors_in(vars(module)))
-    return sum({s.data_ptr(): s.nbytes() for s in held if s.data_ptr() not in own}.values())
+    held = (t for module in model.modules() for t in tensors_in(vars(module)) if t.layout is torch.strided)
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+    return sum(num_bytes for place, num_bytes in kept.items() if place not in own)
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
