@@ -42,9 +42,9 @@ def allowed_error(oracle: OracleObservation, place: TensorKey, noise: float | No
     Zero for exact trainings, for initial parameters, which are not computed, for constant buffers (a mask may hold
     numbers so large that their roundings would hide all others) and for integers.
     """
-    dtype = oracle.dtype(place.quantity, place.name)
-    if place.quantity in {Quantity.LOSS, Quantity.NORM} and not is_narrow(dtype):
-        dtype = torch.float32  # a float of Python; that of a model in bfloat16 has its few bits still
+    # A loss is a float of Python. So is a norm, but for the few bits that it has in a model of bfloat16.
+    dtype = torch.float32 if place.quantity is Quantity.LOSS else oracle.dtype(place.quantity, place.name)
+    dtype = torch.float32 if place.quantity is Quantity.NORM and not is_narrow(dtype) else dtype
     is_as_built = place.quantity is Quantity.INITIAL and not oracle.is_trained_before
     if oracle.is_exact or is_as_built or not is_rounded(dtype):
         return 0.0
