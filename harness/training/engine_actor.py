@@ -146,7 +146,8 @@ class EngineActor(Actor):
         with self._during(Phase.BACKWARD, microbatch):
             self._prepared.backward(self._scaled(loss))
         # A model may ask for gradients of its inputs, as a reentrant checkpoint needs: memory of the loop's.
-        for tensor in tensors_of(self.batch(microbatch)):
+        batch = self._batches.get(microbatch)
+        for tensor in () if batch is None else tensors_of(batch):
             if tensor.is_leaf:
                 tensor.grad = None
         self.is_at_rest = True
