@@ -321,9 +321,9 @@ def _of_norm(suspect: Suspect) -> Iterator[Hypothesis]:
     order, expected = suspect.clip.norm_type, suspect.expected
     for whose, norm in _partial_norms(suspect, order):
         yield Hypothesis(text=f"the norm of {whose}", tensor=torch.full_like(expected, norm))
-    scaling = suspect.evidence.training.schedule.scaling
-    if scaling is not None:
-        scale = scaling.after(suspect.place.step - 1)
+    schedule = suspect.evidence.training.schedule
+    if schedule.scaling is not None:
+        scale = schedule.loss_scale(suspect.place.step)
         yield Hypothesis(text="the norm of gradients that are still scaled", tensor=expected * scale)
         yield Hypothesis(text="the norm of gradients that were unscaled twice", tensor=expected / scale)
     clipped = _norm([g for g in suspect.at.gradients.values() if g is not None], order)

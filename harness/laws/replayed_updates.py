@@ -105,7 +105,7 @@ def _factors(suspect: Suspect) -> Iterator[tuple[str, float]]:
         done, usual = schedule.microbatches_in(suspect.place.step), schedule.microbatches
         yield f"{done}/{usual}, as if by {usual} microbatches,", done / usual
     if schedule.scaling is not None:
-        scale = schedule.scaling.after(suspect.place.step - 1)
+        scale = schedule.loss_scale(suspect.place.step)
         yield "the loss scale", scale
         yield "1 / the loss scale", 1 / scale
     if suspect.clip is not None and (norm := suspect.at.norm) is not None and norm > suspect.clip.max_norm:

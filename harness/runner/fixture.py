@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 refuse_launcher(os.environ)
             if CELLS_ARE_CHOSEN not in config.stash:
                 for world in dict.fromkeys(cell.world for cell in config.stash[CELLS]):
-                    require_device(world.device, world.size if world.kind is WorldKind.PROCESSES else 1)
+                    require_device(world.device, world.num_local_processes)
         except UsageError as error:
             refuse(config, items, error)
     catalogue = collected([item.nodeid for item in items], config.args)

@@ -145,12 +145,7 @@ class EngineActor(Actor):
         self._announce(microbatch)
         with self._during(Phase.BACKWARD, microbatch):
             self._prepared.backward(self._scaled(loss))
-        # A model may ask for gradients of its inputs, as a reentrant checkpoint needs: memory of the loop's.
-        batch = self._batches.get(microbatch)
-        for tensor in () if batch is None else tensors_of(batch):
-            if tensor.is_leaf:
-                tensor.grad = None
-        self.is_at_rest = True
+        self._rest(microbatch)
         if is_counted:
             self._keep(loss)
 
@@ -158,8 +153,16 @@ class EngineActor(Actor):
         self._announce(microbatch)
         with self._during(Phase.BACKWARD, microbatch):
             self._prepared.backward_of_branch(self._scaled(loss))
-        self.is_at_rest = True
+        self._rest(microbatch)
         self._keep(loss)
+
+    def _rest(self, microbatch: int) -> None:
+        """Clear gradients of inputs, for which a model may ask: they are memory of the loop's."""
+        batch = self._batches.get(microbatch)
+        for tensor in () if batch is None else tensors_of(batch):
+            if tensor.is_leaf:
+                tensor.grad = None
+        self.is_at_rest = True
 
     def _announce(self, microbatch: int) -> None:
         self._prepared.is_last_microbatch = microbatch == self.num_microbatches - 1

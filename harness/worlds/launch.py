@@ -69,11 +69,9 @@ class World:
     """The processes of one world, alive between jobs until closed or until a job fails."""
 
     def __init__(self, spec: WorldSpec, folder: Path) -> None:
+        require_device(spec.device, spec.num_local_processes)
         if spec.kind is WorldKind.PROCESSES:
-            require_device(spec.device, spec.size)
             require_loopback()
-        else:
-            require_device(spec.device)
         folder.mkdir(parents=True, exist_ok=True)
         self.spec = spec
         shares = [spec.ranks] if spec.kind.shares_a_process else [(rank,) for rank in spec.ranks]

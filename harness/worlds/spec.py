@@ -79,6 +79,11 @@ class WorldSpec:
             return tuple(range(self.size))
         return tuple(sorted({0, min(1, self.size - 1), self.size // 2, self.size - 1}))
 
+    @property
+    def num_local_processes(self) -> int:
+        """The processes of this machine that share its devices; a launcher's ranks may be on any machine."""
+        return self.size if self.kind is WorldKind.PROCESSES else 1
+
     @classmethod
     def parse(cls, text: str, *, deadline_s: float = 60.0) -> WorldSpec:
         """Parse ``threads:4``, ``processes:2`` or ``processes:2:DEVICE``; raises UsageError for other texts.
