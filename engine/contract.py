@@ -178,6 +178,9 @@ class PreparedModel:
     no_gradient: NoGradient = NoGradient.NONE
     """The value of `local_gradients` for a missing gradient; any value but this or None is wrong."""
 
+    scaler_class: ClassVar[type[GradScaler]] = GradScaler
+    """What `grad_scaler` makes."""
+
     wrapped_as: ClassVar[tuple[str, ...]] = ()
     """The name parts of wrappers inside the model, such as ``("module",)``; they are removed from names."""
 
@@ -228,7 +231,7 @@ class PreparedModel:
     def grad_scaler(self, *, init_scale: float, growth_interval: int) -> GradScaler:
         """Return the gradient scaler for this engine; it unscales the gradients of `owned_parameters`."""
         device = next(iter(self.owned_parameters().values())).device
-        return GradScaler(device.type, init_scale=init_scale, growth_interval=growth_interval)
+        return self.scaler_class(device.type, init_scale=init_scale, growth_interval=growth_interval)
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Clear the gradients before the next step."""

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -44,6 +45,8 @@ REFERENCE_API = ComposableApi(
 
 class PreparedReference(PreparedComposable):
     """Clips with the engine's own function, which supports empty shards and meshes of several axes."""
+
+    scaler_class: ClassVar[type[GradScaler]] = reference.GradScaler
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
         return float(reference.clip_grad_norm_(self.module.parameters(), max_norm, norm_type))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -60,6 +61,14 @@ class UpdatesACopy(ReferenceEngine):
         prepared = super().prepare(model, plan, mesh)
         *_, last = prepared.named.parameters()
         return prepared if plan.offload is Offload.NONE else never_updating(prepared, [last])
+
+
+@mutant(after="pytorch/pytorch#176429", phase="step")
+class UnscalesWithWhatHasNotArrived(ReferenceEngine):
+    """The factor and the zeros of a scaler are copied to the host without a wait."""
+
+    class Prepared(PreparedReference):
+        scaler_class = GradScaler
 
 
 def _offloaded(prepared: PreparedReference) -> Iterator[torch.Tensor]:

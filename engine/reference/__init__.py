@@ -19,7 +19,7 @@ from shardproof.engine.reference.fully_shard import (
     replicate,
     share_comm_ctx,
 )
-from shardproof.engine.reference.optim import ShardedGradScaler, clip_grad_norm_
+from shardproof.engine.reference.optim import GradScaler, ShardedGradScaler, clip_grad_norm_
 from shardproof.engine.reference.policies import MixedPrecisionPolicy, ShardPlacementResult
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "FSDPModule",
     "FlatParameter",
     "FullyShardedDataParallel",
+    "GradScaler",
     "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",

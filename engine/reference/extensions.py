@@ -41,15 +41,15 @@ class Extension:
         self._held: list[tuple[torch.UntypedStorage, int]] = []
         self._on_gradient: Any = None  # as in `FSDPParam`
         self._is_unpacked = False
-        self._payloads: tuple[torch.Tensor, ...] | None = self._packed()
-        self.shapes = [payload.shape for payload in self._payloads]
-        self.dtypes = [payload.dtype for payload in self._payloads]
-        self.targets: list[torch.Tensor] = []
         self.releases = getattr(parameter.local, _RELEASE, bool)()
         if not isinstance(self.releases, bool):
             raise AssertionError(
                 f"parameter {parameter.name!r}: expected a bool of {_RELEASE}, got {self.releases!r}"
             )
+        self._payloads: tuple[torch.Tensor, ...] | None = self._packed()
+        self.shapes = [payload.shape for payload in self._payloads]
+        self.dtypes = [payload.dtype for payload in self._payloads]
+        self.targets: list[torch.Tensor] = []
 
     def init_targets(self, device: torch.device, on_gradient: Any) -> list[torch.Tensor]:
         """Allocate memory for each gathered payload; the whole parameter is made when the payloads first arrive."""

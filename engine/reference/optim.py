@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.amp.grad_scaler import GradScaler
+from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -138,6 +138,34 @@ def _over_ranks(norm: torch.Tensor, group: dist.ProcessGroup, order: float) -> t
     return power if order == 0 else power.pow(1.0 / order)
 
 
+class GradScaler(TorchGradScaler):
+    """torch's scaler, except that gradients on the host are unscaled with what has arrived there.
+
+    Torch copies the factor and the flag of an overflow to the host without a wait, so that it may unscale by a factor
+    that has not arrived, and the flag's first value may arrive after an overflow was found (pytorch#176429).
+    """
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        arrived = _arrived(optimizer, inv_scale, found_inf)
+        return super()._unscale_grads_(optimizer, *arrived, allow_fp16)
+
+
+def _arrived(
+    optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both on the host, after a wait, if the optimizer has gradients there."""
+    gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
+    if any(gradient is not None and gradient.is_cpu for gradient in gradients):
+        return inv_scale.cpu(), found_inf.cpu()
+    return inv_scale, found_inf
+
+
 class ShardedGradScaler(TorchShardedGradScaler):
     """torch's sharded scaler, except that all ranks agree whether gradients are finite, on every way to a step.
 
@@ -146,7 +174,7 @@ class ShardedGradScaler(TorchShardedGradScaler):
     """
 
     # Not the sharded scaler's method: it communicates here, but fused optimizers and others never call it.
-    unscale_ = GradScaler.unscale_
+    unscale_ = TorchGradScaler.unscale_
 
     def _unscale_grads_(
         self,
@@ -160,8 +188,10 @@ class ShardedGradScaler(TorchShardedGradScaler):
         Fused optimizers do too: they unscale by themselves and only read the found infs. Gradients in half precision
         are allowed, because shards may have that dtype.
         """
+        device = found_inf.device
+        inv_scale, found_inf = _arrived(optimizer, inv_scale, found_inf)
         found = super(TorchShardedGradScaler, self)._unscale_grads_(optimizer, inv_scale, found_inf, True)
-        return self._agreed(found, found_inf.device)
+        return self._agreed(found, device)
 
     def _agreed(
         self, found: dict[torch.device, torch.Tensor], device: torch.device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import reduce
 
@@ -230,7 +231,10 @@ class FSDPParamGroup:
         if self._unsharded is None or signature != self._signature:
             self._signature = signature
             self._unsharded = self.layout.init_unsharded(
-                dtype=self._dtypes.param_dtype, device=self.device, on_gradient=self._count
+                dtype=self._dtypes.param_dtype,
+                device=self.device,
+                on_gradient=self._count,
+                where_gathers_start=self._where_gathers_start,
             )
 
     # Gradients --------------------------------------------------------------------------------------------
@@ -362,12 +366,16 @@ class FSDPParamGroup:
         kept, self._kept_shard = self._kept_shard, None
         group = self.mesh.shard_group if kept is None else self._subgroup
         assert group is not None
-        with self.comm_ctx.on_all_gather_stream():
+        with self._where_gathers_start():
             output = self._unsharded.direct()
             if output is None:
                 numel, dtype = self.mesh.shard_size * self._unsharded.wire_numel, self._unsharded.wire_dtype
                 output = self._gather_buffer(numel, dtype)
             return foreach_all_gather(self.layout, output, group, self.all_gather, kept)
+
+    def _where_gathers_start(self) -> AbstractContextManager[object]:
+        """Return a context that issues work on the stream that packs and copies shards for a gather."""
+        return nullcontext() if self.mesh.shard_size == 1 else self.comm_ctx.on_all_gather_stream()
 
     def _wait_for_all_gather(self) -> torch.Tensor:
         """Wait for the gather in flight and return its output."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -175,9 +176,17 @@ class ParamLayout(Protocol):
         """Adopt parameters that were replaced, moved or cast, as by loading."""
 
     def init_unsharded(
-        self, *, dtype: torch.dtype | None, device: torch.device, on_gradient: Callable[[torch.Tensor], None]
+        self,
+        *,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        on_gradient: Callable[[torch.Tensor], None],
+        where_gathers_start: Callable[[], AbstractContextManager[object]],
     ) -> UnshardedMemory:
-        """Allocate whole parameters on ``device``, in ``dtype`` if they are floating-point."""
+        """Allocate whole parameters on ``device``, in ``dtype`` if they are floating-point.
+
+        What packs itself does so for the next gather, in the context in which that starts.
+        """
         ...
 
     def copy_in(self, out: torch.Tensor) -> None:
@@ -246,11 +255,17 @@ class PerParameterLayout:
             self._flat_shards = [p.local.view(-1) for p in self.parameters] if is_simple else []
 
     def init_unsharded(
-        self, *, dtype: torch.dtype | None, device: torch.device, on_gradient: Callable[[torch.Tensor], None]
+        self,
+        *,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        on_gradient: Callable[[torch.Tensor], None],
+        where_gathers_start: Callable[[], AbstractContextManager[object]],
     ) -> UnshardedMemory:
         """Allocate one block for all parameters; without gather and cast, use the shards' own memory."""
         packed = [p for p in self.parameters if self.packs_itself(p)]
-        self._extensions = {p: Extension(p, self._mesh, self._dtypes) for p in packed}
+        with where_gathers_start():
+            self._extensions = {p: Extension(p, self._mesh, self._dtypes) for p in packed}
         plain = [p for p in self.parameters if p not in self._extensions]
         dtypes = [
             dtype if dtype and p.local.is_floating_point() and not p.keeps_dtype else p.local.dtype

@@ -42,6 +42,15 @@ class _Footprint:
     is_metadata: bool
     is_host_read: bool
     leaves_unwritten: bool
+    non_blocking: int | None  # the position of this argument, if the operator has it
+
+    # Any: arguments of any operator.
+    def is_deferred(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call of the operator is non-blocking."""
+        if self.non_blocking is None:
+            return False
+        given = args[self.non_blocking : self.non_blocking + 1]
+        return bool(given[0] if given else kwargs.get("non_blocking", False))
 
 
 class OperatorObserver(Protocol):
@@ -53,8 +62,13 @@ class OperatorObserver(Protocol):
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
         fresh: set[int],
+        *,
+        is_deferred: bool = False,
     ) -> None:
-        """Record an operator that ran; ``fresh`` contains the ids of the storages that it has just made."""
+        """Record an operator that ran; ``fresh`` contains the ids of the storages that it has just made.
+
+        ``is_deferred``: it was issued as non-blocking, so that the host may go on before a copy is over.
+        """
 
     def allocated(self, tensor: torch.Tensor) -> None:
         """Record memory that was allocated, and is not written yet."""
@@ -149,8 +163,9 @@ class OperatorMode(_Mode or object):  # type: ignore[misc]  # a class of Any
         if not made and not writes and not footprint.is_host_read:
             return  # a view, or a metadata query
         fresh = {id(t.untyped_storage()) for t in made}
+        is_deferred = footprint.is_deferred(args, kwargs)
         for witness in self._witnesses:
-            witness.operator(footprint.name, reads, (*writes, *made), fresh)
+            witness.operator(footprint.name, reads, (*writes, *made), fresh, is_deferred=is_deferred)
             if footprint.is_host_read:
                 witness.host_read()
 
@@ -197,6 +212,7 @@ def _footprint(func: Any) -> _Footprint:
         is_metadata=torch.Tag.inplace_view in func.tags or name == "aten::set_",
         is_host_read=name in _HOST_READS,
         leaves_unwritten=name.startswith(_UNWRITTEN),
+        non_blocking=next((i for i, a in enumerate(arguments) if a.name == "non_blocking"), None),
     )
 
 

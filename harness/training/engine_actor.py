@@ -114,6 +114,7 @@ class EngineActor(Actor):
 
     # Any: a model's inputs and outputs are of any type.
     def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
+        self.hold("an input", *(tensor for value in inputs for tensor in tensors_in(value)))
         if microbatch and self.is_at_rest and self.between is not None:
             self.between()
         self.seed(microbatch)

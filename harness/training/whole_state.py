@@ -28,7 +28,8 @@ def _differences(prepared: PreparedModel, state: dict[str, Any], names: Collecti
     strange = sorted(set(names) ^ set(model))
     if strange:
         yield f"model: {strange[0]!r} is {'missing' if strange[0] in names else 'no name of the model'}"
-    held = read_shards(prepared, "local_parameters") | read_shards(prepared, "local_buffers")
+    parameters = read_shards(prepared, "local_parameters")
+    held = parameters | read_shards(prepared, "local_buffers")
     for name in sorted(held.keys() & set(names)):
         yield from _difference(f"model: {name!r}", held[name], model.get(name))
     trained = [name for name, p in prepared.owned_parameters().items() if p.requires_grad]
@@ -36,7 +37,9 @@ def _differences(prepared: PreparedModel, state: dict[str, Any], names: Collecti
         trained[key] if type(key) is int else key: optimizer[key] for key in optimizer
     }
     shards = read_shards(prepared, "local_optimizer_state")
-    if not shards and (lost := next((f"{name}/{key}" for name in by_name for key in by_name[name]), "")):
+    # A rank may own nothing of any parameter that has state, and then it has none.
+    own = [name for name in by_name if name in parameters and parameters[name].tensor.numel()]
+    if not shards and (lost := next((f"{name}/{key}" for name in own for key in by_name[name]), "")):
         yield f"optimizer: {lost!r} is not there, nor any other"
     for place, shard in shards.items():
         name, _, key = place.rpartition("/")

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import FOUR_OR_MORE_EVEN, HOMES, SEVERAL, Accumulation, Layout, MatchesOracle
-from shardproof import MemoryIsExplained, Notes, NotesForms, Offload, RanksAgree, Trial
+from shardproof import FOUR_OR_MORE_EVEN, HOMES, SEVERAL, Accumulation, Layout, LossScaling, MatchesOracle
+from shardproof import MemoryIsExplained, NoRaces, Notes, NotesForms, Offload, RanksAgree, Trial, Watch
 from shardproof.fixtures.optimizers import ADAMW
-from shardproof.fixtures.problems import MLP_UNEVEN, TRANSFORMER
+from shardproof.fixtures.problems import EXACT_LINEAR, MLP_UNEVEN, TRANSFORMER
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
+from shardproof.suites.vocabulary import PARITY
 
 LAWS = (MatchesOracle(), Notes(subject=HOMES, value="cpu"), RanksAgree())
 
@@ -38,6 +39,19 @@ def test_shards_leave_the_device(trial: Trial, offload: Offload) -> None:
 @pytest.mark.kills("OffloadsLastBackwardsGradients")
 def test_adds_microbatches_on_the_host(trial: Trial) -> None:
     trial.holds(train(MLP_UNEVEN, offload=Offload.CPU, microbatches=3, script=NotesForms()), *LAWS)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("UnscalesWithWhatHasNotArrived", world="threads:2:cuda")
+def test_unscales_on_the_host_with_what_has_arrived(trial: Trial) -> None:
+    training = train(
+        EXACT_LINEAR,
+        layout=Layout.SHARD,
+        offload=Offload.CPU,
+        scaling=LossScaling(overflows_at=1, growth_interval=1),
+        watch=frozenset({Watch.RACES}),
+    )
+    trial.holds(training, NoRaces(), *PARITY)
 
 
 @pytest.mark.kills("OffloadsZeros", "UpdatesACopy")

@@ -26,12 +26,14 @@ SUMMING = f"{MUTANTS}.gradient_scale:SumsInsteadOfAveraging"
 UNPINNED = f"{MUTANTS}.device:DropsThePinnedCopy"
 LEFT = f"{MUTANTS}.device:LeavesStateOnTheDevice"
 KEPT = f"{MUTANTS}.device:KeepsOffloadedGradients"
+EARLY = f"{MUTANTS}.device:UnscalesWithWhatHasNotArrived"
 PARITY = "smoke/test_smoke.py::test_trains_the_same_model"
 SHARE = "smoke/test_share.py::test_holds_its_share"
 RACES = "races/test_streams.py::test_streams_wait_whatever_the_layout"
 PINNED = "gpu/test_cuda.py::test_trains_the_same_transformer_from_pinned_memory"
 STATE = "zero/test_offload.py::test_trains_the_same_model_from_the_host[adamw-m3-zero2]"
 SHARDS = "offload/test_host.py::test_shards_leave_the_device[pinned]"
+SCALES = "offload/test_host.py::test_unscales_on_the_host_with_what_has_arrived"
 BUFFERS = "composable/test_training.py::test_steps_leave_nothing_to_a_collector"
 GRAPHS = "gpu/test_cuda.py::test_a_replayed_graph_equals_the_eager_step"
 OVERLAP = "prefetch/test_overlap.py::test_reductions_overlap_backward[shard]"
@@ -225,11 +227,13 @@ def test_cases_and_mutants_on_host_memory(on_path: str, tmp_path: Path) -> None:
         (KEPT, WORLD): {SHARDS: Verdict.FAILED},
         ("torch.ddp", THREADS): passed | {SHARE: Verdict.UNSUPPORTED},
         ("torch.fsdp2", THREADS): passed
-        | dict.fromkeys((DIVIDED, PREMULTIPLIED, PINNED, OVERLAP), Verdict.PASSED),
-        ("reference", THREADS): passed | {DIVIDED: Verdict.PASSED, SHARDS: Verdict.PASSED},
+        | dict.fromkeys((DIVIDED, PREMULTIPLIED, PINNED, OVERLAP), Verdict.PASSED)
+        | {SCALES: Verdict.KNOWN_FAILURE},
+        ("reference", THREADS): passed | dict.fromkeys((DIVIDED, SHARDS, SCALES), Verdict.PASSED),
         (SUMMING, THREADS): {PARITY: Verdict.FAILED},
         (RACING, THREADS): {RACES: Verdict.FAILED},
         (KEPT, THREADS): {SHARDS: Verdict.FAILED},
+        (EARLY, THREADS): {SCALES: Verdict.FAILED},
         # On the CPU of a machine that has an accelerator, whose streams torch offers.
         ("torch.fsdp2", "threads:2"): {RACES: Verdict.PASSED},
     }

@@ -77,7 +77,7 @@ class _Witness:
     def __init__(self) -> None:
         self.names: list[str] = []
 
-    def operator(self, name: str, *_: object) -> None:
+    def operator(self, name: str, *_: object, is_deferred: bool = False) -> None:
         self.names.append(name)
 
     def allocated(self, tensor: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -228,9 +229,17 @@ class FlatLayout:
         self.signature = storage_signature(self.parameters, is_shared=self.num_ranks == 1)
 
     def init_unsharded(
-        self, *, dtype: torch.dtype | None, device: torch.device, on_gradient: Callable[[torch.Tensor], None]
+        self,
+        *,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        on_gradient: Callable[[torch.Tensor], None],
+        where_gathers_start: Callable[[], AbstractContextManager[object]],
     ) -> UnshardedMemory:
-        """Create one tensor for all, into which gathers write; with one rank and one dtype, return its share."""
+        """Create one tensor for all, into which gathers write; with one rank and one dtype, return its share.
+
+        Nothing here packs itself, where gathers start or elsewhere.
+        """
         dtype = dtype if dtype is not None and self.memory.is_floating_point() else self.memory.dtype
         block, flat = None, self.memory
         if self.num_ranks > 1 or dtype != self.memory.dtype or device != self.memory.device:

@@ -21,6 +21,8 @@ from shardproof.harness.training.layout_memory import (
     state_bytes,
 )
 
+_SCALER_BYTES = 8  # a gradient scaler's factor and its count of steps
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryIsExplained:
@@ -86,6 +88,8 @@ def _left_on_the_device(
     if offload is Offload.NONE:
         return
     most = limit.whole + limit.buffer
+    if evidence.training.schedule.scaling is not None:
+        most += _SCALER_BYTES
     if offload is Offload.OPTIMIZER:
         most += limit.parameters + limit.gradients
     for count in counts:

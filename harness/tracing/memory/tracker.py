@@ -71,7 +71,13 @@ class MemoryTracker:
     # What the engine does -------------------------------------------------------------------------------------
 
     def operator(
-        self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], fresh: set[int]
+        self,
+        name: str,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        fresh: set[int],
+        *,
+        is_deferred: bool = False,
     ) -> None:
         if self._is_observing:
             return

@@ -68,6 +68,11 @@ class HappensBefore:
         """Return what happens before the next work on a timeline."""
         return self._clocks[timeline]
 
+    @property
+    def host(self) -> Clock:
+        """What the host has waited for."""
+        return self._host
+
     def signal(self, timeline: int) -> Clock:
         """Record an event; return what has happened when it fires: all work issued on the timeline so far."""
         fired = self._clocks[timeline]

@@ -78,18 +78,24 @@ class CudaRaceWatch(RaceDetector):
     # Called by the dispatch mode ------------------------------------------------------------------------------
 
     def operator(
-        self, name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor], fresh: set[int]
+        self,
+        name: str,
+        reads: Iterable[torch.Tensor],
+        writes: Iterable[torch.Tensor],
+        fresh: set[int],
+        *,
+        is_deferred: bool = False,
     ) -> None:
         """Record an operator; see [Note: gradients between streams]."""
         if self._is_observing or not is_run_by_autograd():
-            super().operator(name, reads, writes, fresh)
+            super().operator(name, reads, writes, fresh, is_deferred=is_deferred)
             return
         reads, writes = list(reads), list(writes)
         with self._lock:
             self._settle()
             for tensor in (t for t in reads if is_memory(t, self.device_type)):
                 self._memory.taken_by_autograd(self._storages.key(tensor.untyped_storage()), self.selected)
-            super().operator(name, reads, writes, fresh)
+            super().operator(name, reads, writes, fresh, is_deferred=is_deferred)
             for tensor in (t for t in writes if is_memory(t, self.device_type)):
                 self._memory.made_by_autograd(self._storages.key(tensor.untyped_storage()))
 

@@ -1,4 +1,10 @@
-"""The watch over one rank's streams: finds races from streams, events, operators, collectives and releases."""
+"""The watch over one rank's streams: finds races from streams, events, operators, collectives and releases.
+
+[Note: copies that the host does not wait for] A non-blocking copy between a device and pinned memory of the host is
+work of a stream. Until the host has waited for it, by an event, a stream or the device, the host may neither read what
+the copy writes nor write what it reads (CUDA C++ programming guide, asynchronous concurrent execution). Memory that is
+not pinned is staged, so that a copy has done with it once it returns.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +22,14 @@ from shardproof.harness.tracing.events import EventKind
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.races.clock import Clock, Epoch, HappensBefore
 from shardproof.harness.tracing.races.race_report import Race, RaceKind, RaceReport, Touch
-from shardproof.harness.tracing.races.shadow import Access, Memory, is_memory, span_of
+from shardproof.harness.tracing.races.shadow import Access, Memory, Span, is_memory, span_of
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.tracing.storages import Storages
 
 DEFAULT = 0
 """The timeline of the default stream."""
+
+_HOST = "cpu"
 
 
 class _Selected(threading.local):
@@ -46,6 +54,7 @@ class RaceDetector:
         self._names = {self._order.begin(): "the default stream"}
         self._selected = _Selected()
         self._races: dict[tuple[object, ...], Race] = {}
+        self._under_way: dict[int, list[Access]] = {}  # non-blocking copies, by the host's memory
         self._in_flight: dict[int, Epoch] = {}  # those the default stream has not waited for, by number
         self._num_touches = 0
         self._num_collectives = 0
@@ -102,13 +111,22 @@ class RaceDetector:
     # Operators and memory ---------------------------------------------------------------------------------
 
     def operator(
-        self, name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor], fresh: set[int]
+        self,
+        name: str,
+        reads: Iterable[torch.Tensor],
+        writes: Iterable[torch.Tensor],
+        fresh: set[int],
+        *,
+        is_deferred: bool = False,
     ) -> None:
         if self._is_observing:
             return
+        reads, writes = list(reads), list(writes)
         with self._lock:
             self._settle()
             self._touch_all(name, reads, writes, self.selected, fresh)
+            if self.device_type != _HOST:
+                self._touch_host(name, reads, writes, is_deferred=is_deferred)
 
     def allocated(self, tensor: torch.Tensor) -> None:
         with self._lock:
@@ -174,6 +192,49 @@ class RaceDetector:
                 races=tuple(self._races.values()),
             )
 
+    # Memory of the host -----------------------------------------------------------------------------------
+
+    def _touch_host(
+        self, name: str, reads: list[torch.Tensor], writes: list[torch.Tensor], *, is_deferred: bool
+    ) -> None:
+        """Record what an operator does to memory of the host; see [Note: copies that the host does not wait for]."""
+        of_host = [
+            (tensor, is_write)
+            for is_write, tensors in ((False, reads), (True, writes))
+            for tensor in tensors
+            if is_memory(tensor, _HOST)
+        ]
+        if not of_host:
+            return
+        is_copy = any(is_memory(tensor, self.device_type) for tensor in (*reads, *writes))
+        waits = False
+        for tensor, is_write in of_host:
+            key, is_under_way = self._storages.key(tensor.untyped_storage()), False
+            if is_copy:
+                is_under_way = is_deferred and tensor.is_pinned()
+                waits |= is_write and not is_under_way
+            if not (is_under_way or key in self._under_way):
+                continue
+            touch = replace(self._touch(name, self.selected), is_write=is_write)
+            if is_under_way:
+                copy = Access(touch, self._order.moment(self.selected), span_of(tensor))
+                self._under_way.setdefault(key, []).append(copy)
+            else:
+                self._check_host(key, replace(touch, stream="the host"), span_of(tensor))
+        if waits:
+            self.host_read()
+
+    def _check_host(self, key: int, touch: Touch, span: Span) -> None:
+        """Report copies to or from a piece of the host's memory that the host has not waited for."""
+        host = self._order.host
+        copies = self._under_way[key] = [c for c in self._under_way[key] if not host.knows(c.moment)]
+        for copy in copies:
+            if copy.span.meets(span) and (touch.is_write or copy.touch.is_write):
+                kind = RaceKind.WRITE_AFTER_READ
+                if copy.touch.is_write:
+                    kind = RaceKind.WRITE_AFTER_WRITE if touch.is_write else RaceKind.READ_AFTER_WRITE
+                self._note(kind, copy.touch, touch)
+
     # ------------------------------------------------------------------------------------------------------
 
     @property
@@ -195,6 +256,7 @@ class RaceDetector:
         """Record the releases since the last event, before the next event."""
         for key in self._storages.ended():
             self._memory.release(key, self._order.clock)
+            self._under_way.pop(key, None)
 
     def _touch_all(
         self,
