@@ -173,7 +173,8 @@ class _Trained:
         contributions.clear()  # the peak of memory
         if not is_skipped:
             self._see(Seen.REDUCED, step, self._gradients())
-        norm = None if is_skipped else clip(training, self.parameters)
+        with self._disturbing:  # engines add norms up in more bits, or in fewer
+            norm = None if is_skipped else clip(training, self.parameters)
         if norm is not None:
             self._see(Seen.NORM, step, {NORM: norm})
             self._see(Seen.CLIPPED, step, self._gradients())
@@ -182,9 +183,9 @@ class _Trained:
         show(Quantity.NORM, step, {} if norm is None else {NORM: norm})
         if step == training.schedule.steps - 1:
             self.state_before = show(None, step, self.state())
-        if training.plan.clip_in_step is not None and not is_skipped:
-            nn.utils.clip_grad_norm_(self.parameters.values(), training.plan.clip_in_step)
         with self._disturbing:
+            if training.plan.clip_in_step is not None and not is_skipped:
+                nn.utils.clip_grad_norm_(self.parameters.values(), training.plan.clip_in_step)
             _update(training, self._optimizer, step)
         self._schedules.step()
         self._see(Seen.UPDATED, step, self.parameters)

@@ -66,7 +66,9 @@ class _Dice:
         self._block = (2 * block - 1).repeat(2)
 
     def places(self, numel: int) -> torch.Tensor:
-        """Return the places of one element in ``_ONE_IN``, on average."""
+        """Return the places of one element in ``_ONE_IN``, on average; of a single number, on which all may depend."""
+        if numel == 1:
+            return torch.zeros(1, dtype=torch.int64, device=self._device)
         lucky = torch.rand((), generator=self._generator, device=self._device)
         count = int(numel / _ONE_IN + float(lucky))
         return torch.randint(numel, (count,), generator=self._generator, device=self._device)

@@ -484,6 +484,16 @@ def test_a_pass_that_would_have_missed_much_is_weak(engine: str, check: Check) -
     assert "Conforming: 2 of 2 declared passed (100.0%), in" in shown
 
 
+@pytest.mark.parametrize("engine", ["torch.fsdp2", "reference"])
+def test_what_follows_from_a_norm_of_few_bits_may_differ_as_it_does(engine: str, check: Check) -> None:
+    """All gradients depend on its last bit: engines add norms of shards up, and the reference does in float32."""
+    two = re.sub(r" +layers = .*\n", "", _NARROW).replace("(64, (4, 8)", "(64, (4, 64)")
+    two = two.replace(
+        "nn.Embedding(64, 32), *layers, nn.Linear(32, 64)", "nn.Embedding(64, 64), nn.Linear(64, 64)"
+    )
+    assert "Conforming: 1 of 1 declared passed (100.0%), in" in check(engine, "-k", "clips", text=two)
+
+
 _ORTHOGONAL = """
 import torch
 from torch import nn
