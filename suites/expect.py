@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardproof import Actor, Capability, EachMicrobatch, Exercise, InterfaceBench, Layout, Op, Plan, Schedule
-from shardproof import Training
+from shardproof import Training, Watch
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.suites.differences import difference
@@ -97,11 +97,12 @@ def expects_of(
     bench: Callable[[InterfaceBench], Claims],
     *subjects: str,
     beside: frozenset[Capability] = frozenset(),
+    watch: frozenset[Watch] = frozenset(),
 ) -> Callable[[Body], Body]:
     """Make a test of a function: every rank calls it with a bench for that interface, then trains one step.
 
-    The engine passes if each rank makes a claim about each subject, all of these claims are right, and it still trains
-    the oracle's model. Claims about other subjects do not count.
+    The engine passes if each rank makes a claim about each subject, all of these claims are right, its streams wait for
+    each other if they are watched, and it still trains the oracle's model. Claims about other subjects do not count.
     """
 
     def as_test(body: Body) -> Body:
@@ -112,14 +113,14 @@ def expects_of(
             __tracebackhide__ = True
             # Here, because ranks import this file too, and do not judge.
             from shardproof.harness.laws.parity import MatchesOracle
-            from shardproof.harness.laws.runtime import Notes
+            from shardproof.harness.laws.runtime import NoRaces, Notes
 
             claims = [Notes(subject=subject, value=RIGHT, is_explained=True) for subject in subjects]
             given = tuple(arguments[parameter.name] for parameter in parameters)
             training = _training(
-                _OnABench(body=body, arguments=given, interface=interface, beside=beside, bench=bench)
+                _OnABench(body=body, arguments=given, interface=interface, beside=beside, bench=bench), watch
             )
-            trial.holds(training, MatchesOracle(), *claims)
+            trial.holds(training, MatchesOracle(), *claims, *([NoRaces()] if Watch.RACES in watch else []))
 
         trial = inspect.Parameter("trial", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = inspect.Signature([trial, *parameters])  # type: ignore[attr-defined]  # for pytest
@@ -142,9 +143,14 @@ class _OnABench(Exercise):
         EachMicrobatch().play(actor)
 
 
-def _training(script: Exercise) -> Training:
+def _training(script: Exercise, watch: frozenset[Watch]) -> Training:
     layout = Layout.NATIVE if script.interface is Capability.DATA_PARALLEL else Layout.SHARD
     schedule = Schedule(steps=1)
     return Training(
-        problem=MLP_EVEN, optimizer=SGD, plan=Plan(layout=layout), schedule=schedule, script=script
+        problem=MLP_EVEN,
+        optimizer=SGD,
+        plan=Plan(layout=layout),
+        schedule=schedule,
+        script=script,
+        watch=watch,
     )

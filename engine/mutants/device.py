@@ -63,7 +63,7 @@ class UpdatesACopy(ReferenceEngine):
         return prepared if plan.offload is Offload.NONE else never_updating(prepared, [last])
 
 
-@mutant(after="pytorch/pytorch#176429", phase="step")
+@mutant(after="pytorch/pytorch#176429", trace=Trace.RACES)
 class UnscalesWithWhatHasNotArrived(ReferenceEngine):
     """The factor and the zeros of a scaler are copied to the host without a wait."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -224,6 +225,19 @@ class GathersWithoutPacking(ReferenceEngine):
     class Prepared(_PreparedPacking):
         def spoil_layout(self, layout: Any) -> None:
             layout.packs_itself = lambda parameter: False
+
+
+@mutant(after="pytorch/pytorch#197827", trace=Trace.RACES)
+class PacksWhereNoGatherWaits(ReferenceEngine):
+    """Shards pack themselves on the current stream, and the stream of gathers does not wait for it."""
+
+    class Prepared(_PreparedPacking):
+        def spoil_layout(self, layout: Any) -> None:
+            layout.init_unsharded = partial(_packing_anywhere, layout.init_unsharded)
+
+
+def _packing_anywhere(init_unsharded: Any, **options: Any) -> Any:
+    return init_unsharded(**{**options, "where_gathers_start": nullcontext})
 
 
 @mutant(after="pytorch/pytorch#169349", trace=Trace.STATE)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardproof import EVEN, FOUR_OR_MORE_EVEN, Capability, Op
+from shardproof import EVEN, FOUR_OR_MORE_EVEN, Capability, Op, Watch
 from shardproof.suites.composable import bench as benches
 from shardproof.suites.composable.bench import STEP, Bench
 from shardproof.suites.params import param, parametrize
@@ -19,7 +19,10 @@ from shardproof.suites.tower import LR, batch, copies, gradients, tower
 
 pytestmark = pytest.mark.worlds(EVEN)
 
-expects = partial(benches.expects, beside=frozenset({Capability.PACKED_GATHERS}))
+# The watch sees on which stream shards pack themselves.
+expects = partial(
+    benches.expects, beside=frozenset({Capability.PACKED_GATHERS}), watch=frozenset({Watch.RACES})
+)
 TOLD, CALLS, BYTES = "what pack is told", "calls", "bytes"
 NUM_STEPS = 2
 
@@ -117,7 +120,7 @@ class _Boxed(torch.Tensor):
         return self.wire.unpack(gathered, num_rows, dtype, out=out)
 
 
-@pytest.mark.kills("GathersWithoutPacking", "PacksOnceForAll")
+@pytest.mark.kills("GathersWithoutPacking", "PacksOnceForAll", "PacksWhereNoGatherWaits")
 @parametrize("frees", True, False, ids=["freed", "kept"])
 @parametrize("layout", "shards", param("hybrid", kills="TellsPackTheWholeMesh"), "alone")
 @expects(STEP, TOLD, CALLS, BYTES)
