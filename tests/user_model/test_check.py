@@ -494,6 +494,13 @@ def test_what_follows_from_a_norm_of_few_bits_may_differ_as_it_does(engine: str,
     assert "Conforming: 1 of 1 declared passed (100.0%), in" in check(engine, "-k", "clips", text=two)
 
 
+def test_an_engine_is_not_blamed_for_state_that_its_optimizer_recasts(check: Check) -> None:
+    adam = "    def optimizer(self, parameters):\n        return torch.optim.NAdam(parameters)\n"
+    shown = check("torch.ddp", "-k", "trains or resumes", text=_NARROW + adam)
+    assert "load_state_dict() of NAdam makes 'mu_product' torch.bfloat16, which was torch.float32" in shown
+    assert "Conforming: 1 of 1 declared passed (100.0%)" in shown
+
+
 _ORTHOGONAL = """
 import torch
 from torch import nn

@@ -107,6 +107,9 @@ def study(
     demands += [] if optimizer is None else demands_of(optimizer, _with_gradients(problem))
     facts, pass_s = called("a training step", lambda: _facts(problem, units, found))
     demands += [Capability.SPARSE_GRADIENTS] if facts.sparse else []
+    unsaved = facts.unsaved
+    if optimizer is not None and not optimizer.names:
+        unsaved = unsaved or _recast(optimizer, _with_gradients(problem))
     model = replace(
         problem,
         units=units,
@@ -114,7 +117,7 @@ def study(
         is_widened=is_widened,
         idle=tuple(_idle(found)),
         demands=frozenset(demands),
-        facts=replace(facts, written=written, communicates=communicates),
+        facts=replace(facts, written=written, communicates=communicates, unsaved=unsaved),
     )
     return ModelStudy(model=model, optimizer=optimizer, pass_s=pass_s)
 
@@ -412,6 +415,30 @@ def _with_gradients(problem: UserModel) -> nn.Module:
     model = problem.build()
     _gradients(problem, model, step=0, rank=0)
     return model
+
+
+def _recast(optimizer: UserOptimizer, model: nn.Module) -> str:
+    """Return why an optimizer does not go on as it was from its own saved state, as torch's NAdam with bfloat16.
+
+    Torch casts all state but `step` to the dtype of the parameter (pytorch#75224).
+    """
+    trained, loaded = optimizer(model.parameters()), optimizer(model.parameters())
+    trained.step()
+    try:
+        loaded.load_state_dict(trained.state_dict())
+    except Exception as error:  # the user's code, which raises what it likes
+        return f"the state_dict() of its optimizer does not load into another: {one_line(error)}"
+    for parameter, state in trained.state.items():
+        for key, value in state.items():
+            other = loaded.state[parameter].get(key)
+            if (
+                isinstance(value, torch.Tensor)
+                and isinstance(other, torch.Tensor)
+                and value.dtype != other.dtype
+            ):
+                kind = type(trained).__name__
+                return f"load_state_dict() of {kind} makes {key!r} {other.dtype}, which was {value.dtype}"
+    return ""
 
 
 def demands_of(optimizer: UserOptimizer, model: nn.Module) -> list[Capability]:
