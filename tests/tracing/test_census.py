@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.training.layout_memory import StateTensor, explained, form_of, state_bytes
 from shardproof.harness.verdicts.judgement import implied
 from shardproof.suites.training import train
+from tests.shell import ROOT, python
 from tests.simulated_engine import evidence_of, oracle_of, simulate
 
 SHARD = Plan(layout=Layout.SHARD)
@@ -344,3 +347,24 @@ def test_counts_travel_as_json() -> None:
     piece = LiveStorage(num_bytes=8, shape=(2,), operator="clone", site="here")
     counts = (CensusEntry(step=1, moment=CensusTime.CLEARED, num_bytes=8, largest=(piece,)),)
     assert decode(tuple[CensusEntry, ...], encode(counts)) == counts
+
+
+def test_imports_that_overlap_are_no_growth(tmp_path: Path) -> None:
+    """The second begins during the first and ends after it: what it takes then is an import's too."""
+    (tmp_path / "first.py").write_text("from steps import began, second\nbegan.set(); second.wait()\n")
+    (tmp_path / "last.py").write_text("from steps import grow, over, second\nsecond.set(); over.wait(); grow(7)\n")
+    (tmp_path / "steps.py").write_text(
+        "from threading import Event\nbegan, second, over, size = Event(), Event(), Event(), [0]\n"
+        "def grow(number): size[0] += number\n"
+    )
+    program = (
+        "import threading, steps; from shardproof.harness.tracing.memory.process_memory import Growth\n"
+        "growth = Growth(lambda: steps.size[0])\n"
+        "def one(): import first\n"
+        "def other(): import last\n"
+        "a, b = threading.Thread(target=one), threading.Thread(target=other)\n"
+        "a.start(); steps.began.wait(); b.start(); a.join(); steps.over.set(); b.join()\n"
+        "imported = growth.num_bytes; steps.grow(5); print(imported, growth.num_bytes)\n"
+    )
+    done = python("-c", program, PYTHONPATH=os.pathsep.join((str(tmp_path), str(ROOT))))
+    assert done.stdout == "0 5\n", done.stderr

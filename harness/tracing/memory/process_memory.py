@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -50,13 +51,16 @@ class Growth:
     """The bytes by which this process has grown since this was made, without those that import statements took.
 
     Engines import optional packages when they first need them: accelerate imports DeepSpeed wherever it is installed.
-    The import statement stays measured until the process ends.
+    The import statement stays measured until the process ends. Threads may import at the same time: from the first of
+    imports that overlap to the last, nothing counts.
     """
 
     def __init__(self, in_use: Callable[[], int]) -> None:
         self._in_use = in_use
         self._import = builtins.__import__
-        self._is_importing = False
+        self._lock = threading.Lock()
+        self._num_importing = 0
+        self._before = 0  # the first of the imports under way
         builtins.__import__ = self._measured
         self._base = in_use()  # with all that imports took since
 
@@ -66,11 +70,14 @@ class Growth:
 
     # Any: the signature of the function behind the import statement.
     def _measured(self, name: str, *args: Any, **options: Any) -> Any:
-        if self._is_importing:
-            return self._import(name, *args, **options)
-        self._is_importing, before = True, self._in_use()
+        with self._lock:
+            if not self._num_importing:
+                self._before = self._in_use()
+            self._num_importing += 1
         try:
             return self._import(name, *args, **options)
         finally:
-            self._is_importing = False
-            self._base += self._in_use() - before
+            with self._lock:
+                self._num_importing -= 1
+                if not self._num_importing:
+                    self._base += self._in_use() - self._before
