@@ -15,7 +15,7 @@ from torch import nn
 
 from shardproof.harness.cases.draws import drawing_in
 from shardproof.harness.cases.training import Training
-from shardproof.harness.cases.user_model import is_stepping, written_by_forward
+from shardproof.harness.cases.user_model import UserModel, is_communicating, is_stepping, written_by_forward
 from shardproof.harness.oracle.absolute_error import largest_deviation
 from shardproof.harness.oracle.oracle_actor import Batches, OracleModels, parameters_apart, pieces_of_step
 from shardproof.harness.oracle.oracle_noise import noise_device, noise_of, scales_of
@@ -65,7 +65,9 @@ def run_oracle(
     batches = Batches(training.problem)
     with drawing_apart():
         exact = _exact(training, world_size, keep, batches, explains)
-        exact = replace(exact, still=still_elements(training, exact))
+        exact = replace(
+            exact, still=still_elements(training, _in_float64(training, world_size, exact, batches))
+        )
         there = noise_device(training.problem, device)
         found = noise_of(training, world_size, exact, batches, there)
         noise = found.noise
@@ -181,6 +183,28 @@ def _with_lagging(
         steps.append(replace(seen, lagging=keep(dense_tensors(reduced)), lagging_losses=losses))
         met = exact.steps[step - 1].parameters
     return tuple(steps)
+
+
+def _in_float64(
+    training: Training, world_size: int, exact: OracleObservation, batches: Batches
+) -> OracleObservation:
+    """Return the gradients of a model of few bits in float64, which shows what is zero; otherwise the reference."""
+    problem = training.problem
+    if not (isinstance(problem, UserModel) and problem.is_narrow and not problem.is_widened):
+        return exact
+    if is_stepping(problem) or is_communicating(problem):
+        return exact
+
+    def show(
+        quantity: Quantity | None, step: int, tensors: Mapping[str, _T], rank: int = 0
+    ) -> Mapping[str, _T]:
+        return copied(tensors) if quantity in {Quantity.INITIAL, Quantity.GRADIENT} else {}
+
+    wide = replace(training, problem=replace(problem, is_widened=True))
+    try:
+        return train(wide, world_size, EXACT_ORDER, show, batches)
+    except Exception:  # of the user's code, which may cast to few bits by itself
+        return exact
 
 
 def _exact(

@@ -2,9 +2,9 @@
 
 [Note: rounded anew] Float64 is no reference if an operator has no float64 kernel or the model itself uses fewer bits.
 Then the reference computes in the model's own dtypes. Its noise is measured by perturbing each operator's result: every
-element of float32 or more by up to one rounding, one in 64 elements of fewer bits by one step. A sum in another order
-changes a float32 result about as much, and flips the last bit of a bfloat16 far more rarely. Whole numbers are not
-perturbed: counts, masks and one-hot rows are exact in any order.
+element of float32 or more by up to one rounding, one in 64 elements of fewer bits by one step, and one at least. A sum
+in another order changes a float32 result about as much, and flips the last bit of a bfloat16 far more rarely. Whole
+numbers are not perturbed: counts, masks and one-hot rows are exact in any order.
 """
 
 from __future__ import annotations
@@ -66,11 +66,12 @@ class _Dice:
         self._block = (2 * block - 1).repeat(2)
 
     def places(self, numel: int) -> torch.Tensor:
-        """Return the places of one element in ``_ONE_IN``, on average; of a single number, on which all may depend."""
-        if numel == 1:
-            return torch.zeros(1, dtype=torch.int64, device=self._device)
+        """Return the places of one element in ``_ONE_IN``, on average, and of one at least.
+
+        All elements of other tensors may depend on one of few, as on a norm.
+        """
         lucky = torch.rand((), generator=self._generator, device=self._device)
-        count = int(numel / _ONE_IN + float(lucky))
+        count = max(1, int(numel / _ONE_IN + float(lucky)))
         return torch.randint(numel, (count,), generator=self._generator, device=self._device)
 
     def signs(self, count: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ ZERO_BESIDE = 1e-10
 def still_elements(training: Training, exact: OracleObservation) -> Tensors:
     """Return a mask for each parameter that has such elements, if the reference is exact enough to tell."""
     problem = training.problem
-    if not (isinstance(problem, UserModel) and problem.is_widened):
+    if not (isinstance(problem, UserModel) and exact.is_widened):
         return {}
     found = {name: _most(exact, name) for name in exact.initial if name not in problem.idle}
     zero = ZERO_BESIDE * max((largest(most) for most in found.values() if most is not None), default=0.0)

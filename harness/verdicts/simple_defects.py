@@ -239,19 +239,27 @@ def _coarse_first_step_agrees(evidence: Evidence, dtype: torch.dtype) -> bool:
 def _moves_alike(evidence: Evidence, name: str, expected: torch.Tensor) -> bool:
     """Whether most elements that move in the first step move as expected, to half of their movement.
 
-    Not all: an optimizer that divides a gradient by its size takes whole steps by what is only rounding. A movement of
-    less than two steps of the parameter's dtype is lost in it.
+    Not all: an optimizer that divides a gradient by its size takes whole steps by what is only rounding, as all still
+    elements do. A movement of less than two steps of the parameter's dtype may be lost in it, and counts where no
+    element moves further, as weights of ones do not.
     """
     oracle = evidence.oracle
-    eps = torch.finfo(oracle.dtype(Quantity.PARAMETER, name)).eps
+    dtype = oracle.dtype(Quantity.PARAMETER, name)
+    least = 2 * torch.finfo(dtype).eps
+    place = TensorKey(quantity=Quantity.PARAMETER, step=0, name=name)
+    still = oracle.still_of(place)
+    if not ((expected - oracle.initial[name]).abs() > least * expected.abs()).any():
+        expected, least = widened(expected.to(dtype)), 0.0
     all_alike = all_moved = 0
-    for piece in pieces_of(evidence, TensorKey(quantity=Quantity.PARAMETER, step=0, name=name)):
+    for piece in pieces_of(evidence, place):
         got, right, before = (
             widened(whole)
             for whole in (piece.shard.tensor, *map(piece.shard.of, (expected, oracle.initial[name])))
         )
         movement = (right - before).abs()
-        is_moved = movement > 2 * eps * right.abs()
+        is_moved = movement > least * right.abs()
+        if still is not None:
+            is_moved &= ~piece.shard.of(still)
         num_moved = int(is_moved.sum())
         num_alike = int(((got - right).abs() < movement / 2)[is_moved].sum())
         if num_alike < _MOST * num_moved - 1:  # on one rank

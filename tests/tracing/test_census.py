@@ -352,7 +352,9 @@ def test_counts_travel_as_json() -> None:
 def test_imports_that_overlap_are_no_growth(tmp_path: Path) -> None:
     """The second begins during the first and ends after it: what it takes then is an import's too."""
     (tmp_path / "first.py").write_text("from steps import began, second\nbegan.set(); second.wait()\n")
-    (tmp_path / "last.py").write_text("from steps import grow, over, second\nsecond.set(); over.wait(); grow(7)\n")
+    (tmp_path / "last.py").write_text(
+        "from steps import grow, over, second\nsecond.set(); over.wait(); grow(7)\n"
+    )
     (tmp_path / "steps.py").write_text(
         "from threading import Event\nbegan, second, over, size = Event(), Event(), Event(), [0]\n"
         "def grow(number): size[0] += number\n"
