@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 # A world per size; 3 for shards of unequal size, 4 for two replicas of two shards.
 WORLDS := threads:1 threads:2 threads:3 threads:4 processes:2
 
-.PHONY: setup conformance conformance-all test twins versions models engines lint docs clean
+.PHONY: setup conformance conformance-all catalogue test twins versions models engines lint docs clean
 
 setup: $(STAMP)
 
@@ -29,6 +29,10 @@ conformance: $(STAMP)
 # Two suites whole, in five worlds.
 conformance-all: $(STAMP)
 	$(BIN)/shardproof run --suite smoke --suite parity $(foreach world,$(WORLDS),--world $(world)) -n 2
+
+# Every case on two ranks, under all watches that a CPU has: some twenty minutes for each bundled engine on two cores.
+catalogue: $(STAMP)
+	$(BIN)/shardproof run --world threads:2 --thorough -n 2
 
 # Three workers keep two cores busy, because many tests wait for processes. One that dies is not replaced: the run would
 # never end (pytest-xdist#1378, released in no version yet), and would not say which test it died in.

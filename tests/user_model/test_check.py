@@ -521,7 +521,9 @@ class Mine:
 
 def test_attention_of_few_bits_is_proven(check: Check) -> None:
     """A key's bias has no gradient but rounding, by which Adam steps; a norm's ones move by one step of their dtype."""
-    assert "Conforming: 1 of 1 declared passed (100.0%)" in check("reference", "-k", "trains", text=_ATTENTION)
+    assert "Conforming: 1 of 1 declared passed (100.0%)" in check(
+        "reference", "-k", "trains", text=_ATTENTION
+    )
 
 
 def test_an_engine_is_not_blamed_for_state_that_its_optimizer_recasts(check: Check) -> None:
