@@ -31,7 +31,8 @@ FLOOR_ROUNDINGS = 2.0
 # differently. For Muon in bfloat16, whose rounding is a fifth of each update, FSDP2 deviates by 1.8 times that noise,
 # and other engines by none of it.
 _MULTIPLE_OF_DISTURBED = 4.0
-_STEPS_OF_STATE = 3.0
+# A gradient may be off by the two steps of its floor; a square has them twice, and rounds once more.
+_STEPS_OF_STATE = 2 * FLOOR_ROUNDINGS + 1
 
 
 def allowed_error(oracle: OracleObservation, place: TensorKey, noise: float | None = None) -> float:
@@ -72,9 +73,9 @@ def error_of_noise(
 def _disturbed(quantity: Quantity, noise: float, floor: float, dtype: torch.dtype) -> float:
     """Return the allowed error of an optimizer's result, where its own operators were disturbed too.
 
-    An error within a low-precision step is the last bit of an update, no sign of a larger error. A state has another
-    such bit, from the gradient that went into it, and a square of that gradient has it twice: correct engines differ by
-    two steps on four and five ranks, and by two and a half on a GPU.
+    An error within a low-precision step is the last bit of an update, no sign of a larger error. A state also has those
+    of the gradient that went into it: correct engines differ by two steps on four and five ranks, by two and a half on
+    a GPU, and by three and a half where they add up microbatches.
     """
     if is_narrow(dtype):
         steps = _STEPS_OF_STATE if quantity is Quantity.OPTIMIZER_STATE else 1.0

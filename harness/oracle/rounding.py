@@ -2,9 +2,10 @@
 
 [Note: rounded anew] Float64 is no reference if an operator has no float64 kernel or the model itself uses fewer bits.
 Then the reference computes in the model's own dtypes. Its noise is measured by perturbing each operator's result: every
-element of float32 or more by up to one rounding, one in 64 elements of fewer bits by one step, and one at least. A sum
-in another order changes a float32 result about as much, and flips the last bit of a bfloat16 far more rarely. Whole
-numbers are not perturbed: counts, masks and one-hot rows are exact in any order.
+element of float32 or more by up to one rounding, one in 64 elements of fewer bits by one step, and each single number,
+on which all elements of others may depend. A sum in another order changes a float32 result about as much, and flips the
+last bit of a bfloat16 far more rarely. Whole numbers are not perturbed: counts, masks and one-hot rows are exact in any
+order.
 """
 
 from __future__ import annotations
@@ -66,12 +67,9 @@ class _Dice:
         self._block = (2 * block - 1).repeat(2)
 
     def places(self, numel: int) -> torch.Tensor:
-        """Return the places of one element in ``_ONE_IN``, on average, and of one at least.
-
-        All elements of other tensors may depend on one of few, as on a norm.
-        """
+        """Return the places of one element in ``_ONE_IN``, on average; always that of a single number, as a norm is."""
         lucky = torch.rand((), generator=self._generator, device=self._device)
-        count = max(1, int(numel / _ONE_IN + float(lucky)))
+        count = int(numel / _ONE_IN + float(lucky)) if numel > 1 else 1
         return torch.randint(numel, (count,), generator=self._generator, device=self._device)
 
     def signs(self, count: int) -> torch.Tensor:

@@ -120,9 +120,14 @@ class _Boxed(torch.Tensor):
         return self.wire.unpack(gathered, num_rows, dtype, out=out)
 
 
-@pytest.mark.kills("GathersWithoutPacking", "PacksOnceForAll", "PacksWhereNoGatherWaits")
+@pytest.mark.kills("GathersWithoutPacking", "PacksOnceForAll")
 @parametrize("frees", True, False, ids=["freed", "kept"])
-@parametrize("layout", "shards", param("hybrid", kills="TellsPackTheWholeMesh"), "alone")
+@parametrize(
+    "layout",
+    param("shards", kills="PacksWhereNoGatherWaits"),
+    param("hybrid", kills="TellsPackTheWholeMesh"),
+    "alone",
+)
 @expects(STEP, TOLD, CALLS, BYTES)
 def test_shards_pack_themselves(bench: Bench, layout: str, frees: bool) -> None:
     num_replicas = {"shards": 1, "hybrid": 2, "alone": bench.size}[layout]
