@@ -286,10 +286,10 @@ def test_without_noise_two_roundings_are_allowed_and_one_of_a_gradient_in_the_dt
         assert allowed_error(short, of_parameter) == pytest.approx(MULTIPLE * 2 * eps * largest)
 
 
-def test_of_few_bits_a_parameter_may_be_off_by_one_rounding_and_a_state_by_three() -> None:
+def test_of_few_bits_a_parameter_may_be_off_by_one_rounding_and_a_state_by_five() -> None:
     (block,) = (block for block in FEW_BITS if block.name == "PureBfloat16")
     oracle = _silent(run_oracle(Training(problem=block, optimizer=ADAMW, plan=Plan(units=block.units)), 2))
-    for quantity, num_roundings in ((Quantity.PARAMETER, 1), (Quantity.OPTIMIZER_STATE, 3)):
+    for quantity, num_roundings in ((Quantity.PARAMETER, 1), (Quantity.OPTIMIZER_STATE, 5)):
         places = [
             p
             for p in oracle.noise
