@@ -101,8 +101,8 @@ def expects_of(
 ) -> Callable[[Body], Body]:
     """Make a test of a function: every rank calls it with a bench for that interface, then trains one step.
 
-    The engine passes if each rank makes a claim about each subject, all of these claims are right, its streams wait for
-    each other if they are watched, and it still trains the oracle's model. Claims about other subjects do not count.
+    The engine passes if each rank makes a claim about each subject, all of these claims are right, and it still trains
+    the oracle's model. Claims about other subjects do not count. ``watch`` implies laws of its own.
     """
 
     def as_test(body: Body) -> Body:
@@ -113,14 +113,14 @@ def expects_of(
             __tracebackhide__ = True
             # Here, because ranks import this file too, and do not judge.
             from shardproof.harness.laws.parity import MatchesOracle
-            from shardproof.harness.laws.runtime import NoRaces, Notes
+            from shardproof.harness.laws.runtime import Notes
 
             claims = [Notes(subject=subject, value=RIGHT, is_explained=True) for subject in subjects]
             given = tuple(arguments[parameter.name] for parameter in parameters)
             training = _training(
                 _OnABench(body=body, arguments=given, interface=interface, beside=beside, bench=bench), watch
             )
-            trial.holds(training, MatchesOracle(), *claims, *([NoRaces()] if Watch.RACES in watch else []))
+            trial.holds(training, MatchesOracle(), *claims)
 
         trial = inspect.Parameter("trial", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = inspect.Signature([trial, *parameters])  # type: ignore[attr-defined]  # for pytest

@@ -53,22 +53,25 @@ class _Footprint:
         return bool(given[0] if given else kwargs.get("non_blocking", False))
 
 
+class RanOperator(NamedTuple):
+    """An operator that ran; tensors are plain ones with memory of their own.
+
+    ``fresh`` contains the ids of the storages that it has just made. ``is_deferred``: it was issued as non-blocking, so
+    that the host may go on before a copy is over.
+    """
+
+    name: str
+    reads: Sequence[torch.Tensor]
+    writes: Sequence[torch.Tensor]
+    fresh: set[int]
+    is_deferred: bool
+
+
 class OperatorObserver(Protocol):
-    """Receives operators; tensors are plain ones with memory of their own."""
+    """Receives operators."""
 
-    def operator(
-        self,
-        name: str,
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
-        fresh: set[int],
-        *,
-        is_deferred: bool = False,
-    ) -> None:
-        """Record an operator that ran; ``fresh`` contains the ids of the storages that it has just made.
-
-        ``is_deferred``: it was issued as non-blocking, so that the host may go on before a copy is over.
-        """
+    def operator(self, ran: RanOperator) -> None:
+        """Record an operator that ran."""
 
     def allocated(self, tensor: torch.Tensor) -> None:
         """Record memory that was allocated, and is not written yet."""
@@ -164,8 +167,9 @@ class OperatorMode(_Mode or object):  # type: ignore[misc]  # a class of Any
             return  # a view, or a metadata query
         fresh = {id(t.untyped_storage()) for t in made}
         is_deferred = footprint.is_deferred(args, kwargs)
+        ran = RanOperator(footprint.name, reads, (*writes, *made), fresh, is_deferred)
         for witness in self._witnesses:
-            witness.operator(footprint.name, reads, (*writes, *made), fresh, is_deferred=is_deferred)
+            witness.operator(ran)
             if footprint.is_host_read:
                 witness.host_read()
 

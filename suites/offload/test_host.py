@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from shardproof import FOUR_OR_MORE_EVEN, HOMES, SEVERAL, Accumulation, Layout, LossScaling, MatchesOracle
-from shardproof import MemoryIsExplained, NoRaces, Notes, NotesForms, Offload, RanksAgree, Trial, Watch
+from shardproof import MemoryIsExplained, Notes, NotesForms, Offload, RanksAgree, Trial, Watch
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import EXACT_LINEAR, MLP_UNEVEN, TRANSFORMER
 from shardproof.suites.params import param, parametrize
@@ -51,7 +51,7 @@ def test_unscales_on_the_host_with_what_has_arrived(trial: Trial) -> None:
         scaling=LossScaling(overflows_at=1, growth_interval=1),
         watch=frozenset({Watch.RACES}),
     )
-    trial.holds(training, NoRaces(), *PARITY)
+    trial.holds(training, *PARITY)
 
 
 @pytest.mark.kills("OffloadsZeros", "UpdatesACopy")

@@ -21,7 +21,7 @@ from shardproof.harness.torch_compat.process_groups import HashStore
 from shardproof.harness.tracing.collectives.interception import Interceptor, standing_in_c10d
 from shardproof.harness.tracing.journal import read_journal
 from shardproof.harness.tracing.ledger import Ledger, Op, Phase
-from shardproof.harness.tracing.operators import OperatorMode
+from shardproof.harness.tracing.operators import OperatorMode, RanOperator
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.worlds.rank import RankContext, journal_path
 from shardproof.harness.worlds.spec import OWN_KINDS, WorldKind, WorldSpec
@@ -77,8 +77,8 @@ class _Witness:
     def __init__(self) -> None:
         self.names: list[str] = []
 
-    def operator(self, name: str, *_: object, is_deferred: bool = False) -> None:
-        self.names.append(name)
+    def operator(self, ran: RanOperator) -> None:
+        self.names.append(ran.name)
 
     def allocated(self, tensor: torch.Tensor) -> None:
         self.names.append("empty")

@@ -104,12 +104,13 @@ def study(
     if (demands or communicates) and called("the model's forward", lambda: calls_differ(problem, units)):
         demands.append(Capability.RANK_DEPENDENT_UNITS)
     demands += [Capability.OWN_BUFFERS] if changes_buffers else []
-    demands += [] if optimizer is None else demands_of(optimizer, _with_gradients(problem))
+    unsaved = ""
+    if optimizer is not None:
+        trained = _with_gradients(problem)
+        demands += demands_of(optimizer, trained)
+        unsaved = "" if optimizer.names else _recast(optimizer, trained)
     facts, pass_s = called("a training step", lambda: _facts(problem, units, found))
     demands += [Capability.SPARSE_GRADIENTS] if facts.sparse else []
-    unsaved = facts.unsaved
-    if optimizer is not None and not optimizer.names:
-        unsaved = unsaved or _recast(optimizer, _with_gradients(problem))
     model = replace(
         problem,
         units=units,
@@ -117,7 +118,7 @@ def study(
         is_widened=is_widened,
         idle=tuple(_idle(found)),
         demands=frozenset(demands),
-        facts=replace(facts, written=written, communicates=communicates, unsaved=unsaved),
+        facts=replace(facts, written=written, communicates=communicates, unsaved=facts.unsaved or unsaved),
     )
     return ModelStudy(model=model, optimizer=optimizer, pass_s=pass_s)
 

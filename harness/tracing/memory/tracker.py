@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from shardproof.harness.tracing.collectives.call_site import call_site
 from shardproof.harness.tracing.ledger import Op, Phase
 from shardproof.harness.tracing.memory.allocations import Allocations, Role
 from shardproof.harness.tracing.memory.memory_report import LifetimeReport, UserTensor
+from shardproof.harness.tracing.operators import RanOperator
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.tracing.storages import Storages
 
@@ -70,27 +71,20 @@ class MemoryTracker:
 
     # What the engine does -------------------------------------------------------------------------------------
 
-    def operator(
-        self,
-        name: str,
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
-        fresh: set[int],
-        *,
-        is_deferred: bool = False,
-    ) -> None:
+    def operator(self, ran: RanOperator) -> None:
         if self._is_observing:
             return
+        name, writes = ran.name, ran.writes
         with self._lock:
             self._advance()
-            sources = self._keys(reads, name)
+            sources = self._keys(ran.reads, name)
             targets = self._keys(writes, name)
             if name in _COPIES:
                 self._lives.copied(sources, targets, is_packing=name not in _DUPLICATES)
                 return
             self._lives.computed(sources)
             if name in _SUMS and self._recorder.phase is Phase.BACKWARD:
-                old = self._keys([t for t in writes if id(t.untyped_storage()) not in fresh], name)
+                old = self._keys([t for t in writes if id(t.untyped_storage()) not in ran.fresh], name)
                 self._lives.summed(sources, old, is_packing=name in _SCALED_COPIES)
 
     def allocated(self, tensor: torch.Tensor) -> None:

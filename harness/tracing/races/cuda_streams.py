@@ -13,7 +13,7 @@ the allocator, which torch does not report (torch/csrc/autograd/input_buffer.cpp
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ from shardproof.harness.torch_compat.cuda import (
 from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.tracing.collectives.call import Call
 from shardproof.harness.tracing.current_rank import current_rank
+from shardproof.harness.tracing.operators import RanOperator
 from shardproof.harness.tracing.races.clock import Clock
 from shardproof.harness.tracing.races.detector import DEFAULT, RaceDetector, current_watch
 from shardproof.harness.tracing.races.shadow import is_memory
@@ -77,26 +78,17 @@ class CudaRaceWatch(RaceDetector):
 
     # Called by the dispatch mode ------------------------------------------------------------------------------
 
-    def operator(
-        self,
-        name: str,
-        reads: Iterable[torch.Tensor],
-        writes: Iterable[torch.Tensor],
-        fresh: set[int],
-        *,
-        is_deferred: bool = False,
-    ) -> None:
+    def operator(self, ran: RanOperator) -> None:
         """Record an operator; see [Note: gradients between streams]."""
         if self._is_observing or not is_run_by_autograd():
-            super().operator(name, reads, writes, fresh, is_deferred=is_deferred)
+            super().operator(ran)
             return
-        reads, writes = list(reads), list(writes)
         with self._lock:
             self._settle()
-            for tensor in (t for t in reads if is_memory(t, self.device_type)):
+            for tensor in (t for t in ran.reads if is_memory(t, self.device_type)):
                 self._memory.taken_by_autograd(self._storages.key(tensor.untyped_storage()), self.selected)
-            super().operator(name, reads, writes, fresh, is_deferred=is_deferred)
-            for tensor in (t for t in writes if is_memory(t, self.device_type)):
+            super().operator(ran)
+            for tensor in (t for t in ran.writes if is_memory(t, self.device_type)):
                 self._memory.made_by_autograd(self._storages.key(tensor.untyped_storage()))
 
     # Called by torch ------------------------------------------------------------------------------------------

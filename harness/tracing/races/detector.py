@@ -20,9 +20,10 @@ from shardproof.harness.tracing.collectives.call_site import call_site
 from shardproof.harness.tracing.current_rank import current_rank
 from shardproof.harness.tracing.events import EventKind
 from shardproof.harness.tracing.ledger import Phase
+from shardproof.harness.tracing.operators import RanOperator
 from shardproof.harness.tracing.races.clock import Clock, Epoch, HappensBefore
 from shardproof.harness.tracing.races.race_report import Race, RaceKind, RaceReport, Touch
-from shardproof.harness.tracing.races.shadow import Access, Memory, Span, is_memory, span_of
+from shardproof.harness.tracing.races.shadow import Access, Memory, is_memory, span_of, unordered
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.tracing.storages import Storages
 
@@ -110,23 +111,14 @@ class RaceDetector:
 
     # Operators and memory ---------------------------------------------------------------------------------
 
-    def operator(
-        self,
-        name: str,
-        reads: Iterable[torch.Tensor],
-        writes: Iterable[torch.Tensor],
-        fresh: set[int],
-        *,
-        is_deferred: bool = False,
-    ) -> None:
+    def operator(self, ran: RanOperator) -> None:
         if self._is_observing:
             return
-        reads, writes = list(reads), list(writes)
         with self._lock:
             self._settle()
-            self._touch_all(name, reads, writes, self.selected, fresh)
+            self._touch_all(ran.name, ran.reads, ran.writes, self.selected, ran.fresh)
             if self.device_type != _HOST:
-                self._touch_host(name, reads, writes, is_deferred=is_deferred)
+                self._touch_host(ran)
 
     def allocated(self, tensor: torch.Tensor) -> None:
         with self._lock:
@@ -194,46 +186,37 @@ class RaceDetector:
 
     # Memory of the host -----------------------------------------------------------------------------------
 
-    def _touch_host(
-        self, name: str, reads: list[torch.Tensor], writes: list[torch.Tensor], *, is_deferred: bool
-    ) -> None:
+    def _touch_host(self, ran: RanOperator) -> None:
         """Record what an operator does to memory of the host; see [Note: copies that the host does not wait for]."""
         of_host = [
             (tensor, is_write)
-            for is_write, tensors in ((False, reads), (True, writes))
+            for is_write, tensors in ((False, ran.reads), (True, ran.writes))
             for tensor in tensors
             if is_memory(tensor, _HOST)
         ]
         if not of_host:
             return
-        is_copy = any(is_memory(tensor, self.device_type) for tensor in (*reads, *writes))
-        waits = False
+        is_copy = any(is_memory(tensor, self.device_type) for tensor in (*ran.reads, *ran.writes))
         for tensor, is_write in of_host:
-            key, is_under_way = self._storages.key(tensor.untyped_storage()), False
-            if is_copy:
-                is_under_way = is_deferred and tensor.is_pinned()
-                waits |= is_write and not is_under_way
-            if not (is_under_way or key in self._under_way):
+            key = self._storages.key(tensor.untyped_storage())
+            if is_copy and ran.is_deferred and tensor.is_pinned():
+                self._under_way.setdefault(key, []).append(self._host_access(ran, tensor, is_write=is_write))
                 continue
-            touch = replace(self._touch(name, self.selected), is_write=is_write)
-            if is_under_way:
-                copy = Access(touch, self._order.moment(self.selected), span_of(tensor))
-                self._under_way.setdefault(key, []).append(copy)
-            else:
-                self._check_host(key, replace(touch, stream="the host"), span_of(tensor))
-        if waits:
-            self.host_read()
+            if key in self._under_way:
+                self._check_host(key, self._host_access(ran, tensor, is_write=is_write))
+            if is_copy and is_write:
+                self.host_read()
 
-    def _check_host(self, key: int, touch: Touch, span: Span) -> None:
+    def _host_access(self, ran: RanOperator, tensor: torch.Tensor, *, is_write: bool) -> Access:
+        touch = replace(self._touch(ran.name, self.selected), is_write=is_write)
+        return Access(touch, self._order.moment(self.selected), span_of(tensor))
+
+    def _check_host(self, key: int, access: Access) -> None:
         """Report copies to or from a piece of the host's memory that the host has not waited for."""
-        host = self._order.host
-        copies = self._under_way[key] = [c for c in self._under_way[key] if not host.knows(c.moment)]
-        for copy in copies:
-            if copy.span.meets(span) and (touch.is_write or copy.touch.is_write):
-                kind = RaceKind.WRITE_AFTER_READ
-                if copy.touch.is_write:
-                    kind = RaceKind.WRITE_AFTER_WRITE if touch.is_write else RaceKind.READ_AFTER_WRITE
-                self._note(kind, copy.touch, touch)
+        host, touch = self._order.host, replace(access.touch, stream="the host")
+        for conflict in unordered(self._under_way[key], access, host):
+            self._note(conflict.kind, conflict.earlier, touch)
+        self._under_way[key] = [copy for copy in self._under_way[key] if not host.knows(copy.moment)]
 
     # ------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ depends on sizes and splits that no engine may rely on, so the watch assumes any
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -147,7 +147,12 @@ def _conflicts(life: _Life, access: Access, clock: Clock) -> Iterator[Conflict]:
     for ghost in life.ghosts:
         if not clock.knows(ghost.moment):
             yield Conflict(RaceKind.REUSE, ghost.touch)
-    for old in life.accesses:
+    yield from unordered(life.accesses, access, clock)
+
+
+def unordered(earlier: Iterable[Access], access: Access, clock: Clock) -> Iterator[Conflict]:
+    """Yield the conflicts of an access that is ordered after ``clock`` with earlier ones to the same memory."""
+    for old in earlier:
         is_harmless = not (old.touch.is_write or access.touch.is_write)
         if is_harmless or not old.span.meets(access.span) or clock.knows(old.moment):
             continue
