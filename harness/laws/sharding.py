@@ -182,7 +182,7 @@ class StateLiesWithItsParameter:
         num_seen = 0
         for observation in evidence.ranks:
             for name, state in observation.optimizer_state.items():
-                parameter = observation.initial.get(name.partition("/")[0])
+                parameter = observation.steps[-1].parameters.get(name.partition("/")[0])
                 if parameter is None or state.global_shape != parameter.global_shape:
                     continue
                 num_seen += 1

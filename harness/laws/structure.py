@@ -146,7 +146,7 @@ def pieces_of(evidence: Evidence, place: TensorKey) -> tuple[RankShard, ...]:
         if shard is None or _fault(evidence, observation, place) is not None:
             continue
         is_number_of_state = place.quantity is Quantity.OPTIMIZER_STATE and not shard.global_shape
-        if is_number_of_state and _owns_nothing(observation, place):
+        if is_number_of_state and _owns_nothing(evidence, observation, place):
             continue  # some optimizers create a step count for it at once, and never step
         pieces.append(RankShard(rank=observation.rank, shard=shard))
     return tuple(pieces)
@@ -223,7 +223,9 @@ def _absence(
         return None
     if place.quantity is Quantity.OPTIMIZER_STATE and not is_listed and _is_held(evidence, place):
         return None  # an engine may divide the state by parameter instead of by row
-    if place.quantity in {Quantity.GRADIENT, Quantity.OPTIMIZER_STATE} and _owns_nothing(observation, place):
+    if place.quantity in {Quantity.GRADIENT, Quantity.OPTIMIZER_STATE} and _owns_nothing(
+        evidence, observation, place
+    ):
         return None
     if is_listed:
         return "expected a tensor, got None"
@@ -232,9 +234,10 @@ def _absence(
     return f"expected a tensor, the name is missing{found}"
 
 
-def _owns_nothing(observation: Observation, place: TensorKey) -> bool:
-    """Whether this rank's shard of the parameter of a gradient or state is empty."""
-    parameter = observation.initial.get(place.name.partition("/")[0])
+def _owns_nothing(evidence: Evidence, observation: Observation, place: TensorKey) -> bool:
+    """Whether this rank's shard of the parameter of a gradient or state is empty in its step; resuming moves shards."""
+    parameters = observed(evidence, observation, Quantity.PARAMETER, place.step)
+    parameter = parameters.get(place.name.partition("/")[0])
     return parameter is not None and parameter.tensor.numel() == 0
 
 

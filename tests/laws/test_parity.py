@@ -430,6 +430,13 @@ def test_a_rank_that_owns_nothing_may_lack_gradient_and_state(honest: Evidence) 
 
     assert on_rank(honest, 3, drop).record.held
     assert not on_rank(honest, 0, drop).record.held
+    first, *others, last = honest.ranks
+    at_first, at_last = first.initial[name], last.initial[name]
+    first = replace(first, initial={**first.initial, name: at_last})
+    last = replace(last, initial={**last.initial, name: at_first})
+    moved = replace(honest, ranks=(first, *others, last))  # as if it resumed with other shards
+    assert on_rank(moved, 3, drop).record.held
+    assert not on_rank(moved, 0, drop).record.held
 
 
 def test_a_wrong_shape_dtype_or_place_fails(honest: Evidence) -> None:
