@@ -63,6 +63,7 @@ class Capability(Enum):
         "trains under a gradient scaler: a step in which one rank's gradients overflow is skipped on all"
     )
     META = "allocates models that have no memory yet, and loads the first rank's state"
+    START_FROM_FIRST = "starts from the first rank's parameters and buffers, whatever those of other ranks"
     STATE = "saves and loads whole state dicts of model and optimizer"
     SHARED_STATE = "saves and loads each rank's share of the state, in memory and in files"
     CHECKPOINTS = "writes checkpoints in its own format, and reads them on the same number of ranks"

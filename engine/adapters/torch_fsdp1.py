@@ -36,8 +36,8 @@ class FullyShardedDataParallelEngine(WrapperEngine):
     """torch's own wrapper."""
 
     name = "torch.fsdp1"
-    # Without an accelerator it refuses offloading, only once training runs.
-    capabilities = CAPABILITIES - {Capability.CPU_OFFLOAD}
+    # Without an accelerator it refuses to broadcast parameters, and offloading only once training runs.
+    capabilities = CAPABILITIES - {Capability.CPU_OFFLOAD, Capability.START_FROM_FIRST}
     names = NAMES
     call = FullyShardedDataParallel
     prepared_type = PreparedFsdp1

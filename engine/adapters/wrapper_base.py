@@ -60,6 +60,7 @@ CAPABILITIES = frozenset(
         Capability.WRAPPER,
         Capability.EDIT_GRADIENTS,
         Capability.LOADED_WEIGHTS,
+        Capability.START_FROM_FIRST,
         Capability.LOSS_SCALE,
         Capability.RANK_DEPENDENT_ORDER,
     }
@@ -233,6 +234,7 @@ def _open(
         "backward_prefetch": _PREFETCH[options.backward_prefetch],
         "forward_prefetch": options.forward_prefetch,
         "limit_all_gathers": options.limit_all_gathers,
+        "sync_module_states": Capability.START_FROM_FIRST in plan.demands,
         **_ranks(plan, mesh, by_groups=options.by_groups),
         **call_options,
     }

@@ -43,6 +43,17 @@ class NeverSynchronises(DistributedDataParallelEngine):
         return prepared
 
 
+@mutant(after="verl-project/verl#6176", trace=Trace.COMMUNICATION)
+class AgreesOnEachMicrobatch(DistributedDataParallelEngine):
+    """Ranks reduce a number before each forward that trains, though one of them may have fewer microbatches."""
+
+    class Prepared(PreparedDdp):
+        def __call__(self, *inputs: Any, **named: Any) -> Any:
+            if torch.is_grad_enabled():
+                dist.all_reduce(torch.ones(1), group=self.module.process_group)
+            return super().__call__(*inputs, **named)
+
+
 @mutant(after="deepspeedai/DeepSpeed#1214", phase="reduce")
 class LeavesOutWhatFillsABucket(DistributedDataParallelEngine):
     """A gradient as large as a bucket stays on the rank that computed it."""

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
+from shardproof.engine.adapters.reference_wrapper import ReferenceWrapperEngine
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
@@ -39,6 +40,30 @@ class ForgetsUnsavedBuffers(FullyShardEngine):
                 if name not in saved:
                     buffer.zero_()
         return super().prepare(model, plan, mesh)
+
+
+@mutant(after="horovod/horovod#1618", phase="prepare")
+class SendsAtFirstWhatTrainsAlone(DistributedDataParallelEngine):
+    """Ranks start from the first rank's parameters, but for those that are frozen."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        frozen = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
+        prepared = super().prepare(model, plan, mesh)
+        for parameter, own in frozen:
+            parameter.data.copy_(own)
+        return prepared
+
+
+@mutant(after="pytorch/pytorch#111138", phase="prepare")
+class SendsNoBuffersAtFirst(ReferenceWrapperEngine):
+    """Ranks start from the first rank's parameters, and from buffers of their own."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        prepared = super().prepare(model, plan, mesh)
+        for buffer, own in buffers:
+            buffer.copy_(own)
+        return prepared
 
 
 @mutant(after="huggingface/pytorch-image-models#110", phase="forward")

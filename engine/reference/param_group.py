@@ -412,19 +412,22 @@ class FSDPParamGroup:
     def is_complete(self) -> bool:
         """Whether every trainable parameter has its gradient of this backward, so that they can be reduced."""
         # If ranks use different parameters, only the end of the module's backward is common to all.
-        if self.reduces_unused or not self._arrived:
-            return False
-        trained = (p.unsharded_param for p in self.parameters)
-        return all(
-            id(whole) in self._arrived for whole in trained if whole is not None and whole.requires_grad
-        )
+        return not self.reduces_unused and bool(self._arrived) and self._have_all_arrived
 
     @property
     def awaits_gradients(self) -> bool:
-        """Whether this backward has yet to add to held gradients, which a reduction now would split in two."""
+        """Whether this backward may have gradients to come, without which a reduction now would be one of two.
+
+        Ranks that hold gradients of earlier microbatches, and ranks that hold none, must decide alike.
+        """
         # As above: if ranks use different parameters, another rank may have no such gradient to wait for.
-        return not self.reduces_unused and any(
-            p.has_unsharded_grad and id(p.unsharded_param) not in self._arrived for p in self.parameters
+        return not self.reduces_unused and not self._have_all_arrived
+
+    @property
+    def _have_all_arrived(self) -> bool:
+        trained = (p.unsharded_param for p in self.parameters)
+        return all(
+            id(whole) in self._arrived for whole in trained if whole is not None and whole.requires_grad
         )
 
 

@@ -108,6 +108,10 @@ class Actor(ABC):
         """Run forward with gradients but no backward by parameters; the observed value counts as one of the losses."""
 
     @abstractmethod
+    def leave_out(self) -> None:
+        """Record that a microbatch has no loss on this rank, which does nothing for it."""
+
+    @abstractmethod
     def synchronisation(self, microbatch: int) -> AbstractContextManager[None]:
         """Return a context around forward and backward of a microbatch: no sync before the last, if planned."""
 
@@ -165,13 +169,20 @@ class Script(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EachMicrobatch:
-    """Forward and backward of each microbatch in turn, as in most training loops."""
+    """Forward and backward of each microbatch in turn, as in most training loops.
 
+    If it ``leaves_out_empty``, a rank does nothing for a microbatch without rows, so that ranks run different numbers.
+    """
+
+    leaves_out_empty: bool = False
     demands: ClassVar[frozenset[Capability]] = frozenset()
 
     def play(self, actor: Actor) -> None:
         for microbatch in range(actor.num_microbatches):
-            train_microbatch(actor, microbatch)
+            if self.leaves_out_empty and not len(actor.batch(microbatch).target):
+                actor.leave_out()
+            else:
+                train_microbatch(actor, microbatch)
 
 
 def train_microbatch(actor: Actor, microbatch: int) -> None:
@@ -190,6 +201,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     model.train()
     for module in fixed:
         module.training = False
+
+
+def load_weights(module: nn.Module) -> None:
+    """Load the absolute values of all tensors of the module's state dict.
+
+    Loading them once more changes nothing, because the oracle plays a script for every rank on one model.
+    """
+    module.load_state_dict({name: value.abs() for name, value in module.state_dict().items()})
 
 
 # Any: a user's data are of any type, and stay as they are.

@@ -377,6 +377,11 @@ class Training:
             raise ValueError(f"Training: expected of a pipeline {'; '.join(missing)}")
 
 
+def apart(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what ranks other than the first start with, where an engine must give them the first rank's tensors."""
+    return tensor * 3 + 1
+
+
 def loss_weight(training: Training, world_size: int, step: int) -> float:
     """Return the factor of ``loss_sum`` on each rank with which averaging over ranks gives the global mean.
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shardproof.engine.contract import Shard
-from shardproof.harness.cases.training import Clip
+from shardproof.engine.contract import Capability, Shard
+from shardproof.harness.cases.training import Clip, apart
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.oracle.absolute_error import deviation, largest
 from shardproof.harness.oracle.oracle_observation import OracleObservation, OracleStep, Quantity, TensorKey
@@ -121,8 +121,8 @@ def hypotheses(suspect: Suspect) -> Iterator[Hypothesis]:
                 yield Hypothesis(text="the state of the step before (stale)", tensor=suspect.shard.of(before))
         case Quantity.BUFFER:
             yield from _of_buffer(suspect)
-        case Quantity.INITIAL:
-            return
+        case Quantity.INITIAL if Capability.START_FROM_FIRST in suspect.evidence.training.plan.demands:
+            yield Hypothesis(text="what this rank had, not the first one's", tensor=apart(suspect.expected))
 
 
 def _of_buffer(suspect: Suspect) -> Iterator[Hypothesis]:

@@ -64,6 +64,8 @@ def _beyond(evidence: Evidence) -> Iterator[str]:
     num_shares, training = _num_shares(evidence), evidence.training
     replicated = (group.names for group in groups_of(training) if group.unit in training.plan.replicated)
     whole = {*training.plan.ignored, *chain.from_iterable(replicated)}
+    # Problems are built in float32, and a conversion keeps the gaps between parameters.
+    built = None if training.convert is None else torch.float32
     most_in_chunks = _chunked_numel(evidence) if _is_in_chunks(evidence) else 0
     for observation in evidence.ranks:
         chunked = most_in_chunks if observation.cut is Cut.CHUNKS else None
@@ -76,7 +78,10 @@ def _beyond(evidence: Evidence) -> Iterator[str]:
                         f"{where}, parameter {name}: expected 1/{shares} of "
                         f"{list(shard.global_shape)}, got {list(shard.tensor.shape)}"
                     )
-            if num_shares > 1 and (excess := _excess(seen.parameters, num_shares, chunked)) is not None:
+            if (
+                num_shares > 1
+                and (excess := _excess(seen.parameters, num_shares, chunked, built)) is not None
+            ):
                 yield f"{where}: {excess}"
     if _is_in_chunks(evidence):
         yield from _astray(evidence)
@@ -95,9 +100,13 @@ def _is_share(shard: Shard, num_shares: int) -> bool:
     )
 
 
-def _excess(parameters: Mapping[str, Shard], num_shares: int, chunked: int | None) -> str | None:
+def _excess(
+    parameters: Mapping[str, Shard], num_shares: int, chunked: int | None, built: torch.dtype | None
+) -> str | None:
     flat = [shard for shard in parameters.values() if shard.is_flat]
-    most = sum(-(-_aligned_numel(shard) // num_shares) for shard in flat) if chunked is None else chunked
+    most = (
+        sum(-(-_aligned_numel(shard, built) // num_shares) for shard in flat) if chunked is None else chunked
+    )
     held = _num_flat(parameters)
     if held <= most:
         return None
@@ -105,8 +114,8 @@ def _excess(parameters: Mapping[str, Shard], num_shares: int, chunked: int | Non
     return f"expected at most {most} elements, 1/{num_shares} of the {numel} of all flattened parameters, got {held}"
 
 
-def _aligned_numel(shard: Shard) -> int:
-    return prod(shard.global_shape) + (FLAT_ALIGNMENT_BYTES - 1) // shard.tensor.itemsize
+def _aligned_numel(shard: Shard, built: torch.dtype | None) -> int:
+    return prod(shard.global_shape) + (FLAT_ALIGNMENT_BYTES - 1) // (built or shard.tensor.dtype).itemsize
 
 
 def _num_flat(parameters: Mapping[str, Shard]) -> int:

@@ -134,6 +134,8 @@ class _Trained:
         self._optimizer = self._schedules.factory(list(self.model.parameters()))
         self._summation, self._drawing = summation, drawing
         self._disturbing = _rounding(training, summation)
+        # Engines add up norms in other orders, and in more bits or in fewer, whatever the order of the gradients' sums.
+        self._disturbing_norms = nullcontext() if summation.seed is None else rounding_anew(summation.seed)
 
     def train_before(self, before: Training, num_ranks: int, batches: Batches | None) -> None:
         """Take the steps of the previous world; a fresh model that loads their state has no gradients."""
@@ -173,7 +175,7 @@ class _Trained:
         contributions.clear()  # the peak of memory
         if not is_skipped:
             self._see(Seen.REDUCED, step, self._gradients())
-        with self._disturbing:  # engines add norms up in more bits, or in fewer
+        with self._disturbing_norms:
             norm = None if is_skipped else clip(training, self.parameters)
         if norm is not None:
             self._see(Seen.NORM, step, {NORM: norm})
@@ -183,9 +185,10 @@ class _Trained:
         show(Quantity.NORM, step, {} if norm is None else {NORM: norm})
         if step == training.schedule.steps - 1:
             self.state_before = show(None, step, self.state())
-        with self._disturbing:
+        with self._disturbing_norms:
             if training.plan.clip_in_step is not None and not is_skipped:
                 nn.utils.clip_grad_norm_(self.parameters.values(), training.plan.clip_in_step)
+        with self._disturbing:
             _update(training, self._optimizer, step)
         self._schedules.step()
         self._see(Seen.UPDATED, step, self.parameters)

@@ -23,6 +23,7 @@ from shardproof.engine.registry import resolve
 from shardproof.harness.cases.training import (
     Training,
     Watch,
+    apart,
 )
 from shardproof.harness.cases.user_model import UserModel, definition, is_communicating, needs_of
 from shardproof.harness.records.observation import (
@@ -198,6 +199,8 @@ def _prepare(
             watches.census.measure_process()
         has_memory = Capability.META not in plan.demands
         model = training.problem.build().to(context.device if has_memory else "meta")
+        if Capability.START_FROM_FIRST in plan.demands and context.rank:
+            _set_apart(model)
         if is_communicating(training.problem):
             context.recorder.tell_apart(_code_of(training, model, adapter).is_calling)
         if plan.cut_axis is not None and training.problem.parallelize is not None:
@@ -217,6 +220,13 @@ def _prepare(
             if is_on_host:
                 _move_buffers(prepared.module, context.device)
         return Preparation(prepared, model)
+
+
+def _set_apart(model: nn.Module) -> None:
+    """Change a model's parameters and buffers from the first rank's."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.copy_(apart(tensor))
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -33,6 +33,8 @@ _REPLICAS = frozenset(
         Capability.OWN_BUFFERS,
         Capability.LOSS_SCALE,
         Capability.PARAMETER_SHAPES,
+        Capability.LOADED_WEIGHTS,
+        Capability.START_FROM_FIRST,
     }
 )
 _WRAPPED = frozenset(
@@ -48,15 +50,18 @@ _WRAPPED = frozenset(
         Capability.STATE,
         Capability.LOSS_SCALE,
         Capability.WRAPPER,
+        Capability.LOADED_WEIGHTS,
+        Capability.START_FROM_FIRST,
     }
 )
 # The options that all engines that shard optimizer state may have: most would refuse a row with more.
-_SHARES = frozenset({Capability.ZERO1, Capability.ZERO2, Capability.ACCUMULATE})
+_SHARES = frozenset({Capability.ZERO1, Capability.ZERO2, Capability.ACCUMULATE, Capability.LOADED_WEIGHTS})
 FAMILIES: Mapping[str, frozenset[Capability]] = {
     "replicas": _REPLICAS,
     "wrapped": _WRAPPED,
     "units": frozenset(Capability)
-    - {Capability.WRAPPER, Capability.DATA_PARALLEL, Capability.ZERO1, Capability.ZERO2},
+    - {Capability.WRAPPER, Capability.DATA_PARALLEL, Capability.ZERO1, Capability.ZERO2}
+    - {Capability.START_FROM_FIRST},
     "shares": _SHARES,
 }
 

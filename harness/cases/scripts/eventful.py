@@ -16,6 +16,7 @@ from shardproof.harness.cases.script import (
     Evaluation,
     Probe,
     Script,
+    load_weights,
     with_gradients,
 )
 from shardproof.harness.cases.scripts.failures import RAISED
@@ -58,7 +59,8 @@ class Eventful:
 
     ``by_keyword`` passes the rows to forward as ``rows=``, and ``inputs_have_gradients`` as leaves that get one.
     ``backward_by_halves`` runs two backwards through the graph of each forward, each of half the loss. ``saved`` is
-    when the whole state is taken, once an evaluation or probe of the same moment is over.
+    when the whole state is taken, once an evaluation or probe of the same moment is over. In the step ``loads_at`` the
+    user first loads other weights into the module.
     """
 
     inner: Script
@@ -72,6 +74,7 @@ class Eventful:
     backward_by_halves: bool = False
     freezing: Freezing | None = None
     saved: Interlude = Interlude.NONE
+    loads_at: int | None = None
 
     @property
     def demands(self) -> frozenset[Capability]:
@@ -82,10 +85,13 @@ class Eventful:
             Capability.FREEZE: self.freezing is not None,
             Capability.UNUSED: self.freezing is not None,
             Capability.STATE: self.saved is not Interlude.NONE,
+            Capability.LOADED_WEIGHTS: self.loads_at is not None,
         }
         return self.inner.demands | {capability for capability, is_asked in asked.items() if is_asked}
 
     def play(self, actor: Actor) -> None:
+        if actor.step == self.loads_at:
+            load_weights(actor.part(""))
         if self.freezing is not None:
             actor.part(self.freezing.part).requires_grad_(actor.step not in self.freezing.steps)
         if self.failure is FailurePoint.FIRST:
@@ -144,6 +150,12 @@ class _Proxy:
             (rows,) = inputs
             inputs = (ModelBatch(value={"rows": rows}),)
         return self._actor.forward(microbatch, *inputs, part=part)
+
+    def leave_out(self) -> None:
+        """Record as many losses as other microbatches have."""
+        if self._script.backward_by_halves:
+            self._actor.leave_out()
+        self._actor.leave_out()
 
     def backward(self, microbatch: int, loss: torch.Tensor, *, is_counted: bool = True) -> None:
         """Run backward, then the interlude if this is its moment."""

@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from shardproof.engine.contract import Capability, Shard, shard_of
-from shardproof.harness.cases.script import Actor, EachMicrobatch, GradientEdit, train_microbatch
+from shardproof.harness.cases.script import (
+    Actor,
+    EachMicrobatch,
+    GradientEdit,
+    load_weights,
+    train_microbatch,
+)
 from shardproof.harness.cases.scripts.eventful import Interlude
 
 __all__ = [
@@ -123,20 +129,14 @@ class Freezes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadsWeights:
-    """A plain loop that before one step loads the signs of all tensors of the module's state dict, times an eighth.
-
-    Loading them once more changes nothing, because the oracle plays the script for every rank on one model.
-    """
+    """A plain loop that before one step loads other weights into the module."""
 
     step: int
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.LOADED_WEIGHTS})
 
     def play(self, actor: Actor) -> None:
         if actor.step == self.step:
-            module = actor.part("")
-            module.load_state_dict(
-                {name: 0.125 * value.sign() for name, value in module.state_dict().items()}
-            )
+            load_weights(actor.part(""))
         EachMicrobatch().play(actor)
 
 

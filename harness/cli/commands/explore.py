@@ -82,7 +82,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return DOES_NOT_CONFORM
     known = [p for p in known_programs(out) if space.has(p)]
     hunt.findings += [f for p in known if (f := hunt.failing(p)) is not None]
-    print(f"{len(known)} known programs: {len(hunt.findings)} fail", flush=True)
+    failing = "".join(f"\n  {finding.program}: {finding.symptom}" for finding in hunt.findings)
+    print(f"{len(known)} known programs: {len(hunt.findings)} fail{failing}", flush=True)
     num_new = 0  # others fail as a known program does, with other values in other dimensions
     try:
         until = started + 60 * arguments.minutes
