@@ -33,8 +33,9 @@ def call_pytest(arguments: Sequence[str], *plugins: object) -> int:
     import pytest  # here, because it takes a while and not every command needs it
 
     settings = ROOT / "pyproject.toml"
-    # An installed package has no pytest settings; a clone has.
-    installed = ["-c", os.devnull, "--import-mode=importlib"]
+    # An installed package has no pytest settings; a clone has. Both leave out plugins that happen to be installed.
+    own = ["--disable-plugin-autoload", "-p", "xdist.plugin", "-p", "pytest_timeout"]
+    installed = ["-c", os.devnull, "--import-mode=importlib", *own]
     config = ["-c", str(settings)] if settings.exists() else installed
     try:
         code = pytest.main(
@@ -44,7 +45,6 @@ def call_pytest(arguments: Sequence[str], *plugins: object) -> int:
                 *config,
                 f"--rootdir={ROOT}",
                 *("-p", "no:cacheprovider"),
-                *("-p", "no:hypothesispytest"),  # no case needs it, and it is slow to import
                 *("--no-header", "-q", "-rN"),
             ],
             plugins,

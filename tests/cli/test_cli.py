@@ -121,6 +121,24 @@ def test_pytest_reports_a_path_that_does_not_exist(capsys: pytest.CaptureFixture
     assert "INTERNALERROR" not in printed.out + printed.err
 
 
+@pytest.mark.slow
+def test_plugins_that_happen_to_be_installed_are_left_out(tmp_path: Path) -> None:
+    warns = (
+        "import warnings\n\ndef pytest_configure():\n    warnings.warn('of a plugin', DeprecationWarning)\n"
+    )
+    (tmp_path / "warns.py").write_text(warns)
+    about = tmp_path / "warns-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: warns\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[pytest11]\nwarns = warns\n")
+    path = os.pathsep.join(filter(None, (str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH"))))
+    smoke, out = "suites/smoke", str(tmp_path / "out")
+    collected = python("-m", "pytest", "--collect-only", smoke, f"--out={out}", PYTHONPATH=path)
+    assert collected.returncode == 0, collected.stdout
+    listed = python("-m", "shardproof", "list", "--cases", PYTHONPATH=path)
+    assert listed.returncode == 0, listed.stderr
+
+
 def test_a_hang_is_judged_before_pytest_times_out(tmp_path: Path) -> None:
     out = tmp_path / "run"
     engines = ["--engine=tests.cli.test_cli:Stuck", "--engine=torch.ddp"]
