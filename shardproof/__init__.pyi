@@ -74,7 +74,6 @@ from shardproof.harness.cases.scripts.interventions import EditsGradients as Edi
 from shardproof.harness.cases.scripts.interventions import Freezes as Freezes
 from shardproof.harness.cases.scripts.interventions import HoldsBackByTurns as HoldsBackByTurns
 from shardproof.harness.cases.scripts.interventions import HooksGradients as HooksGradients
-from shardproof.harness.cases.scripts.interventions import LoadsWeights as LoadsWeights
 from shardproof.harness.cases.scripts.loops import BranchByBranch as BranchByBranch
 from shardproof.harness.cases.scripts.loops import EvaluatesFirst as EvaluatesFirst
 from shardproof.harness.cases.scripts.loops import Holding as Holding

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, Layout, LoadsWeights, NamedOptimizer, Offload, Reshard
-from shardproof import Trial
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, EachMicrobatch, Eventful, Layout, NamedOptimizer, Offload
+from shardproof import Reshard, Trial
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.suites.params import param, parametrize
@@ -32,4 +32,5 @@ ON_HOST = "UpdatesTheWeightsOfBeforeALoad"
 def test_trains_on_from_what_was_loaded(
     trial: Trial, optimizer: NamedOptimizer, asked: dict[str, Any], step: int
 ) -> None:
-    trial.holds(train(MLP_UNEVEN, optimizer, script=LoadsWeights(step=step), **asked), *PARITY)
+    loads = Eventful(inner=EachMicrobatch(), loads_at=step)
+    trial.holds(train(MLP_UNEVEN, optimizer, script=loads, **asked), *PARITY)

@@ -11,13 +11,7 @@ import torch
 from torch import nn
 
 from shardproof.engine.contract import Capability, Shard, shard_of
-from shardproof.harness.cases.script import (
-    Actor,
-    EachMicrobatch,
-    GradientEdit,
-    load_weights,
-    train_microbatch,
-)
+from shardproof.harness.cases.script import Actor, EachMicrobatch, GradientEdit, train_microbatch
 from shardproof.harness.cases.scripts.eventful import Interlude
 
 __all__ = [
@@ -29,7 +23,6 @@ __all__ = [
     "Freezes",
     "HoldsBackByTurns",
     "HooksGradients",
-    "LoadsWeights",
 ]
 
 # The subject of a note, and the value noted in a correct run.
@@ -124,19 +117,6 @@ class Freezes:
         self.freeze(actor.part, actor.step)
         if self.evaluates:
             actor.evaluate(0)
-        EachMicrobatch().play(actor)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadsWeights:
-    """A plain loop that before one step loads other weights into the module."""
-
-    step: int
-    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.LOADED_WEIGHTS})
-
-    def play(self, actor: Actor) -> None:
-        if actor.step == self.step:
-            load_weights(actor.part(""))
         EachMicrobatch().play(actor)
 
 
