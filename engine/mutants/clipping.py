@@ -75,6 +75,22 @@ class ClipsByTheLocalNorm(FullyShardEngine):
             return float(self.own_norm(norm_type))
 
 
+@mutant(after="deepspeedai/DeepSpeed#8475", phase="clip")
+class AveragesTheNormsOfExperts(ReferenceEngine):
+    """The norm contains the mean over ranks that have different experts, where it should contain all of them."""
+
+    class Prepared(PreparedReference):
+        def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+            gradients = {name: p.grad for name, p in self.owned_parameters().items() if p.grad is not None}
+            experts = [gradients[name] for name in self.plan.experts]
+            ratio = self.plan.expert_parallel ** (1 / norm_type)
+            torch._foreach_div_(experts, ratio)
+            norm = super().clip_grad_norm_(math.inf, norm_type)
+            torch._foreach_mul_(experts, ratio)
+            torch._foreach_mul_([*gradients.values()], min(1.0, max_norm / norm))
+            return norm
+
+
 @mutant(after="ByteDance-Seed/VeOmni#184", phase="clip")
 class CountsTheNormOncePerReplica(FullyShardEngine):
     """The norm counts every parameter once for each replica."""

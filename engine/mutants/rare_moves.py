@@ -13,12 +13,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.engine.adapters.reference import ReferenceEngine
+from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.contract import OptimizerFactory, Plan, PreparedModel
-from shardproof.engine.mutants.mutant import mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import is_last_rank, local
 from shardproof.engine.mutants.rare_triggers import ClippingAtTimes, Remembering
 from shardproof.engine.plan import Offload
+from shardproof.engine.reference.fsdp_module import FSDPModule
+from shardproof.engine.reference.torch_private import inside_backward
 
 
 @mutant(after="pytorch/pytorch#196996", phase="backward")
@@ -229,3 +231,51 @@ class DividesByTheMicrobatchesOfTheFirstStep(ReferenceEngine):
             for gradient in self.gradients():
                 gradient.mul_(num_microbatches / self.num_in_first_step)
             super().step()
+
+
+@mutant(after="pytorch/pytorch#159359", trace=Trace.CRASH)
+class CastsNoInputsOfRecomputations(ReferenceEngine):
+    """Units cast their inputs in forward, and not where it is computed again."""
+
+    class Prepared(PreparedReference):
+        def __init__(self, module: nn.Module, plan: Plan, api: Any) -> None:  # Any: as the base class says
+            super().__init__(module, plan, api)
+            self._given = dict[nn.Module, Any]()
+            for unit in (m for m in module.modules() if isinstance(m, FSDPModule)):
+                unit.register_forward_pre_hook(self._given.__setitem__, prepend=True)
+                unit.register_forward_pre_hook(self._uncast)
+
+        def _uncast(self, unit: nn.Module, inputs: Any) -> Any:  # Any: a module's inputs are of any type
+            return self._given[unit] if inside_backward() else None
+
+
+@mutant(after="deepspeedai/DeepSpeed#8443", phase="step")
+class DecaysMomentumInEachMicrobatch(ReferenceEngine):
+    """The momentum of an optimizer that is not torch's decays in each microbatch, not in each step."""
+
+    class Prepared(PreparedReference):
+        num_backwards = 0
+
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            self.num_backwards += 1
+            optimizer = self.built_optimizer()
+            if self.num_backwards > 1 and not type(optimizer).__module__.startswith("torch.optim"):
+                for state in optimizer.state.values():
+                    local(state["momentum_buffer"]).mul_(0.5)
+
+        def zero_grad(self, *, set_to_none: bool) -> None:
+            super().zero_grad(set_to_none=set_to_none)
+            self.num_backwards = 0
+
+
+@mutant(after="NVIDIA-NeMo/Automodel#1408", phase="backward")
+class DetachesFurtherOutputs(ReferenceEngine):
+    """Of several outputs of the model only the first one has a gradient."""
+
+    class Prepared(PreparedReference):
+        def __call__(self, *inputs: Any, **named: Any) -> Any:
+            output = super().__call__(*inputs, **named)
+            if not isinstance(output, tuple):
+                return output
+            return output[0], *(further.detach() for further in output[1:])

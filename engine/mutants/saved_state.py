@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
@@ -26,6 +25,10 @@ from shardproof.engine.mutants.patches import (
     unchanged,
 )
 from shardproof.engine.mutants.rare_triggers import Remembering
+from shardproof.engine.reference.fsdp_module import FSDPModule
+from shardproof.engine.reference.torch_private import inside_backward
+
+_ROOT_AND_ITSELF = 2
 
 
 @mutant(after="facebookresearch/fairscale#601", phase="state loaded")
@@ -291,41 +294,27 @@ class EvaluatesWithStaleParameters(FullyShardEngine):
             return output
 
 
-class _PreparedRecomputing(PreparedFullyShard):
-    """Detects when one of its units runs in a backward."""
+class _PreparedRecomputing(PreparedReference):
+    """Detects when one of its units has run in a backward."""
 
-    def __init__(self, module: nn.Module, plan: Plan) -> None:
-        super().__init__(module, plan)
-        self._is_in_backward = False
+    def __init__(self, module: nn.Module, plan: Plan, api: Any) -> None:  # Any: as the base class says
+        super().__init__(module, plan, api)
+        self.num_units_around = dict.fromkeys(module.modules(), 0)
         for unit in (m for m in module.modules() if isinstance(m, FSDPModule)):
-            assert isinstance(unit, nn.Module)
-            unit.register_forward_pre_hook(self._enter)
+            for inside in unit.modules():
+                self.num_units_around[inside] += 1
             unit.register_forward_hook(self._leave)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        self._is_in_backward = True
-        try:
-            super().backward(loss)
-        finally:
-            self._is_in_backward = False
-
-    def _enter(self, unit: nn.Module, inputs: Any) -> None:  # Any: a module's inputs are of any type
-        if self._is_in_backward:
-            self.begin_recompute(unit)
-
-    def _leave(self, unit: nn.Module, inputs: Any, output: Any) -> None:  # Any: and returns it
-        if self._is_in_backward:
+    def _leave(self, unit: nn.Module, inputs: Any, output: Any) -> None:  # Any: a module's own
+        if inside_backward():
             self.end_recompute(unit)
-
-    def begin_recompute(self, unit: nn.Module) -> None:
-        """Do nothing; mutants override this."""
 
     def end_recompute(self, unit: nn.Module) -> None:
         """Do nothing; mutants override this."""
 
 
 @mutant(after="NVIDIA-NeMo/Automodel#3373", trace=Trace.COMMUNICATION)
-class GathersAgainAfterARecompute(FullyShardEngine):
+class GathersAgainAfterARecompute(ReferenceEngine):
     """Backward gathers a recomputed unit twice."""
 
     class Prepared(_PreparedRecomputing):
@@ -333,6 +322,17 @@ class GathersAgainAfterARecompute(FullyShardEngine):
             assert isinstance(unit, FSDPModule)
             unit.reshard()
             unit.unshard()
+
+
+@mutant(after="pytorch/pytorch#175406", trace=Trace.COMMUNICATION)
+class GathersInnerUnitsAgain(ReferenceEngine):
+    """Backward gathers a unit twice that was recomputed within another one."""
+
+    class Prepared(_PreparedRecomputing):
+        def end_recompute(self, unit: nn.Module) -> None:
+            if self.num_units_around[unit] > _ROOT_AND_ITSELF:
+                assert isinstance(unit, FSDPModule)
+                unit.reshard()
 
 
 @mutant(after="meta-pytorch/autoparallel#469", trace=Trace.COMMUNICATION)
@@ -349,7 +349,6 @@ class CountsRecomputedGradientsTwice(ReferenceEngine):
     class Prepared(PreparedReference):
         def __init__(self, module: nn.Module, plan: Plan, api: Any) -> None:  # Any: as the base class says
             super().__init__(module, plan, api)
-            self._is_in_backward = False
             self._recomputed: set[nn.Module] = set()
             for inner in module.modules():
                 inner.register_forward_pre_hook(self._enter)
@@ -357,10 +356,8 @@ class CountsRecomputedGradientsTwice(ReferenceEngine):
         @torch.no_grad()
         def backward(self, loss: torch.Tensor) -> None:
             before = {p: p.grad.clone() for p in self.module.parameters() if p.grad is not None}
-            self._is_in_backward = True
             with torch.enable_grad():
                 super().backward(loss)
-            self._is_in_backward = False
             for parameter in self._parameters_of_recomputed():
                 if parameter.grad is not None:
                     earlier = before.get(parameter)
@@ -373,7 +370,7 @@ class CountsRecomputedGradientsTwice(ReferenceEngine):
             yield from {p: None for m in self._recomputed for p in m.parameters(recurse=False)}
 
         def _enter(self, module: nn.Module, inputs: Any) -> None:  # Any: a module's inputs are of any type
-            if self._is_in_backward:
+            if inside_backward():
                 self._recomputed.add(module)
 
 

@@ -153,14 +153,17 @@ class Space:
             yield program
 
     def draw(self, rng: random.Random) -> Program:
-        """Draw a valid program, with each value equally likely."""
-        while True:
-            program = self.program({d.name: rng.choice(d.values) for d in self.dimensions})
-            while self.contradiction(program) is not None and program.choices:
-                dropped = rng.choice(program.choices)
-                program = Program(choices=tuple(c for c in program.choices if c != dropped))
-            if self.contradiction(program) is None:
-                return program
+        """Draw a valid program: a value of each of some dimensions, as far as these agree."""
+        drawn = [
+            (d.name, rng.choice(d.values))
+            for d in rng.sample(self.dimensions, rng.randint(1, len(self.dimensions)))
+        ]
+        program = Program()
+        for name, value in (*drawn, *drawn):  # twice: some make sense only beside later ones
+            other = self.program({**dict(program.choices), name: value})
+            if self.contradiction(other) is None:
+                program = other
+        return program
 
     def varied(self, program: Program, rng: random.Random) -> Program:
         """Return a program that differs in one to three dimensions; any valid one, if none such is found."""

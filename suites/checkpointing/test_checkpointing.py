@@ -48,6 +48,7 @@ class GathersOfFreedUnits:
         id="held-reentrant",
         kills="GathersAgainAfterARecompute",
     ),
+    param(CHECKPOINTED, NESTED, 1, id="nested", kills="GathersInnerUnitsAgain"),
     param(CHECKPOINTED, HOLDING, 1, id="holding", kills="GathersOnceMoreInBackward"),
     param(
         CHECKPOINTED,
