@@ -72,18 +72,18 @@ def deaf(stream: str) -> Callable[[Any], None]:
     return fault
 
 
-def deaf_in(stream: str, method: str, function: str) -> Callable[[Any], None]:
-    """Make this stream's ``wait_stream`` or ``wait_event`` do nothing when ``function`` calls it."""
+def deaf_in(stream: str, function: str) -> Callable[[Any], None]:
+    """Make this stream wait for no other when ``function`` asks it to."""
 
     def fault(context: Any) -> None:
         selected = getattr(context, stream)
-        wait = getattr(selected, method)
+        wait = selected.wait_stream
 
         def sometimes(other: Any) -> None:
             if _caller() != function:
                 wait(other)
 
-        setattr(selected, method, sometimes)
+        selected.wait_stream = sometimes
 
     return fault
 
@@ -127,14 +127,6 @@ def forget_reduce_inputs(group: Any) -> None:
         group.comm_ctx.reduce_scatter_states.clear()
     else:
         group.comm_ctx.reduce_scatter_state = None
-
-
-def forget_post_reduce_events(group: Any) -> None:
-    """Forget the events for which the end of backward waits; until torch 2.12 each group had its own."""
-    if hasattr(group.comm_ctx, "_last_post_reduce_events"):
-        group.comm_ctx._last_post_reduce_events.clear()
-    else:
-        group._post_reduce_event = None
 
 
 def reference_units(prepared: PreparedModel) -> tuple[FSDPState, ...]:

@@ -19,7 +19,7 @@ from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, 
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Plan, PreparedModel, Shard, Wire
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.patches import changing, dividing_losses
+from shardproof.engine.mutants.patches import changing
 
 
 @mutant(after="NVIDIA/Megatron-LM#3023", phase="reduce")
@@ -34,21 +34,6 @@ class SumsInsteadOfAveraging(FullyShardEngine):
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
         return prepared
-
-
-@mutant(after="pytorch/torchtitan#1551", phase="reduce")
-class IgnoresTheDivideFactor(FullyShardEngine):
-    """Gradients are averaged although another divisor was set."""
-
-    misreads = changing(divide_factor=None)
-
-
-@mutant(after="pytorch/pytorch#167178", phase="backward")
-class DividesByTheFactorTwice(FullyShardEngine):
-    """Gradients are divided by the square of the divisor."""
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return dividing_losses(super().prepare(model, plan, mesh), plan.divide_factor or 1)
 
 
 @mutant(after="pytorch/pytorch#158753", phase="reduce")
@@ -100,11 +85,12 @@ class DividesByTheSquareOfTheFactor(ReferenceEngine):
 
 @mutant(after="pytorch/pytorch#167178", phase="reduce")
 class IgnoresTheDivideFactorOfOneRank(ReferenceEngine):
-    """A rank that is alone does not divide although a divisor was set."""
+    """A rank that shares its shards with no other does not divide although a divisor was set."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         """Prepare honestly; alone, under a plan without the factor."""
-        return super().prepare(model, replace(plan, divide_factor=None) if mesh.size() == 1 else plan, mesh)
+        is_alone = mesh.size(mesh.ndim - 1) == 1
+        return super().prepare(model, replace(plan, divide_factor=None) if is_alone else plan, mesh)
 
 
 @mutant(after="pytorch/pytorch#160285", phase="reduce")

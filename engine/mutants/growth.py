@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from shardproof.engine.adapters.reference import ReferenceEngine
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
 from shardproof.engine.contract import Plan, PreparedModel, Shard
@@ -22,27 +23,14 @@ from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import is_last_rank
 
 
-def _call_each_rank(mesh: DeviceMesh) -> None:
-    group = mesh.get_group()
-    for rank in dist.get_process_group_ranks(group):
-        dist.broadcast(torch.zeros(1), src=rank, group=group)
-
-
 @mutant(after="facebookresearch/fairscale#595", trace=Trace.COMMUNICATION)
-class BroadcastsFromEachRank(FullyShardEngine):
+class BroadcastsFromEachRank(ReferenceEngine):
     """In preparation each rank broadcasts a number of its own, one after the other."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        _call_each_rank(mesh)
-        return super().prepare(model, plan, mesh)
-
-
-@mutant(after="facebookresearch/fairscale#595", trace=Trace.COMMUNICATION)
-class BroadcastsFromEachReplica(DistributedDataParallelEngine):
-    """In preparation each replica broadcasts a number of its own, one after the other."""
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        _call_each_rank(mesh)
+        group = mesh.get_group()
+        for rank in dist.get_process_group_ranks(group):
+            dist.broadcast(torch.zeros(1), src=rank, group=group)
         return super().prepare(model, plan, mesh)
 
 

@@ -22,25 +22,17 @@ from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.reference.collectives import DefaultAllGather, DefaultReduceScatter
 
 
-class _Clears(DefaultReduceScatter):
-    """Clears the input for the next gradients as soon as the reduction is issued."""
+class _HarmsItsInput(DefaultReduceScatter):
+    """Clears or frees the input as soon as the reduction is issued."""
+
+    def __init__(self, harm: Callable[[torch.Tensor], object]) -> None:
+        self._harm = harm
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any
     ) -> dist.Work | None:
         work = super().__call__(output_tensor, input_tensor, *args, **kwargs)
-        input_tensor.zero_()
-        return work
-
-
-class _Frees(DefaultReduceScatter):
-    """Frees the memory of the input as soon as the reduction is issued."""
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> dist.Work | None:
-        work = super().__call__(output_tensor, input_tensor, *args, **kwargs)
-        input_tensor.untyped_storage().resize_(0)
+        self._harm(input_tensor)
         return work
 
 
@@ -58,6 +50,10 @@ class _Fills(DefaultAllGather):
         num_ranks = dist.get_world_size(group)
         output_tensor.view(num_ranks, -1)[(dist.get_rank(group) + 1) % num_ranks].zero_()
         return work
+
+
+def _free(tensor: torch.Tensor) -> None:
+    tensor.untyped_storage().resize_(0)
 
 
 # Any: a module with methods of the reference engine; arguments and results of a hook.
@@ -124,14 +120,14 @@ def _collect(group: dist.ProcessGroup, bucket: Any) -> Future[torch.Tensor]:
 class ClearsTheReduceInput(ReferenceEngine):
     """The input of a reduction is cleared while the reduction is in flight."""
 
-    spoil = partial(_each, change=lambda module: module.set_custom_reduce_scatter(_Clears()))
+    spoil = partial(_each, change=lambda m: m.set_custom_reduce_scatter(_HarmsItsInput(torch.Tensor.zero_)))
 
 
 @mutant(after="NVIDIA/Megatron-LM#5788", trace=Trace.COMMUNICATION)
 class FreesTheInputOfAReduction(ReferenceEngine):
     """The input of a reduction is freed while the reduction is in flight."""
 
-    spoil = partial(_each, change=lambda module: module.set_custom_reduce_scatter(_Frees()))
+    spoil = partial(_each, change=lambda m: m.set_custom_reduce_scatter(_HarmsItsInput(_free)))
 
 
 @mutant(after="NVIDIA/Megatron-LM#4609", trace=Trace.COMMUNICATION)

@@ -17,27 +17,19 @@ from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import changing, local, unchanged
 
 
-class _HooksByHand(PreparedFullyShard):
-    """Removes the hooks of all parameters during a backward."""
-
-    # Any: torch has no public name for a parameter's hooks.
-    def taken(self) -> list[tuple[Any, Any]]:
-        """Return each parameter with its previous hooks."""
-        held: list[tuple[Any, Any]] = [
-            (p, p._post_accumulate_grad_hooks) for p in self.owned_parameters().values()
-        ]
-        for parameter, _ in held:
-            parameter._post_accumulate_grad_hooks = None
-        return held
-
-
 @mutant(after="pytorch/pytorch#129450", phase="reduce")
 class NeverCallsGradientHooks(FullyShardEngine):
     """Hooks on parameters are never called."""
 
-    class Prepared(_HooksByHand):
+    class Prepared(PreparedFullyShard):
         def backward(self, loss: torch.Tensor) -> None:
-            held = self.taken()
+            """Remove the hooks of all parameters during a backward."""
+            # Any: torch has no public name for a parameter's hooks.
+            held: list[tuple[Any, Any]] = [
+                (p, p._post_accumulate_grad_hooks) for p in self.owned_parameters().values()
+            ]
+            for parameter, _ in held:
+                parameter._post_accumulate_grad_hooks = None
             super().backward(loss)
             for parameter, hooks in held:
                 parameter._post_accumulate_grad_hooks = hooks
@@ -47,13 +39,11 @@ class NeverCallsGradientHooks(FullyShardEngine):
 class CallsGradientHooksBeforeReducing(FullyShardEngine):
     """Hooks on parameters receive this rank's own gradient, half of the reduced one."""
 
-    class Prepared(_HooksByHand):
+    class Prepared(NeverCallsGradientHooks.Prepared):
         def backward(self, loss: torch.Tensor) -> None:
-            held = self.taken()
             super().backward(loss)
-            for parameter, hooks in held:
-                parameter._post_accumulate_grad_hooks = hooks
-                for hook in (hooks or {}).values():
+            for parameter in self.owned_parameters().values():
+                for hook in (parameter._post_accumulate_grad_hooks or {}).values():
                     if parameter.grad is not None:
                         whole = parameter.grad
                         parameter.grad = whole * 0.5

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -117,24 +116,11 @@ class KeepsMistakenPrefetches(FullyShardEngine):
                 self.units()[target].unshard()
 
 
-class _HastyAllGather:
+class _HastyAllGather(DefaultAllGather):
     """Starts a gather and reports its output as ready."""
 
-    def __init__(self) -> None:
-        self._honest = DefaultAllGather()
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self._honest.allocate(size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        self._honest(output_tensor, input_tensor, group, async_op=True)
-        return None
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        super().__call__(*args, **{**kwargs, "async_op": True})
 
 
 @mutant(after="NVIDIA/Megatron-LM#663", phase="gather")

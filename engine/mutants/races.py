@@ -24,7 +24,6 @@ from shardproof.engine.mutants.fsdp2_insides import (
     comm_contexts_of,
     deaf,
     deaf_in,
-    forget_post_reduce_events,
     forget_reduce_inputs,
     ignore,
     in_context,
@@ -38,23 +37,11 @@ from shardproof.engine.reference.param_group import FSDPParamGroup
 # Any, throughout: FSDP2's private classes and the streams of a device have no public types.
 
 
-def _lose_event(group: Any) -> None:
-    if group._all_gather_result is not None:
-        group._all_gather_result = group._all_gather_result._replace(all_gather_event=None)
-
-
 @mutant(after="deepspeedai/DeepSpeed#8061", trace=Trace.RACES)
 class GathersBeforeTheCopyIn(FullyShardEngine):
     """The stream that gathers does not wait for the one that fills its input."""
 
-    spoil = in_context(deaf_in("all_gather_stream", "wait_stream", "foreach_all_gather"))
-
-
-@mutant(after="NVIDIA/Megatron-LM#663", trace=Trace.RACES)
-class CopiesOutDuringTheGather(FullyShardEngine):
-    """Whole parameters are copied out of a gather that may be in flight."""
-
-    spoil = after_method("unshard", _lose_event)
+    spoil = in_context(deaf_in("all_gather_stream", "foreach_all_gather"))
 
 
 @mutant(after="deepspeedai/DeepSpeed#7898", trace=Trace.RACES)
@@ -62,20 +49,6 @@ class ReducesBeforeGradientsAreThere(FullyShardEngine):
     """The stream that reduces does not wait for that of backward."""
 
     spoil = in_context(deaf("reduce_scatter_stream"))
-
-
-@mutant(after="flagos-ai/Torch-FL#62", trace=Trace.RACES)
-class EndsBackwardWithoutAWait(FullyShardEngine):
-    """The optimizer does not wait for the work after the last reductions."""
-
-    spoil = after_method("post_backward", forget_post_reduce_events)
-
-
-@mutant(after="NVIDIA/Megatron-LM#4609", trace=Trace.RACES)
-class GathersDuringTheStep(FullyShardEngine):
-    """The first copy of an iteration does not wait for the optimizer."""
-
-    spoil = in_context(deaf_in("all_gather_copy_in_stream", "wait_stream", "_root_pre_forward"))
 
 
 @mutant(after="deepspeedai/DeepSpeed#7371", trace=Trace.RACES)

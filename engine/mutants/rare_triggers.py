@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from shardproof.engine import reference
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
-from shardproof.engine.adapters.reference_wrapper import PreparedReferenceWrapper, ReferenceWrapperEngine
-from shardproof.engine.adapters.reference_zero import PreparedZero2, Zero2Engine
+from shardproof.engine.adapters.reference_wrapper import ReferenceWrapperEngine
+from shardproof.engine.adapters.reference_zero import Zero2Engine
 from shardproof.engine.contract import Plan, PreparedModel
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.patches import is_last_rank, local, unchanged
+from shardproof.engine.mutants.patches import dividing_losses, is_last_rank, local, unchanged
 from shardproof.engine.plan import Offload, Wire
 from shardproof.engine.reference.fsdp_state import state_of
 
@@ -446,19 +446,19 @@ class HalvesTheLastRank(ReferenceEngine):
             (loss / 2 if is_last_rank() else loss).backward(retain_graph=True)  # type: ignore[no-untyped-call]  # torch's
 
 
+def _halving_losses_of_the_last_rank(prepared: PreparedModel) -> PreparedModel:
+    return dividing_losses(prepared, 2 if is_last_rank() else 1)
+
+
 @mutant(after="NVIDIA/Megatron-LM#3023", phase="backward")
 class HalvesTheLastRankOfWrappers(ReferenceWrapperEngine):
     """The losses of the last rank count half, under any option of the wrapper."""
 
-    class Prepared(PreparedReferenceWrapper):
-        def backward(self, loss: torch.Tensor) -> None:
-            super().backward(loss / 2 if is_last_rank() else loss)
+    spoil = _halving_losses_of_the_last_rank
 
 
 @mutant(after="NVIDIA/Megatron-LM#3023", phase="backward")
 class HalvesTheLastRankOfShares(Zero2Engine):
     """The losses of the last rank count half, under any option of an engine that shards optimizer state."""
 
-    class Prepared(PreparedZero2):
-        def backward(self, loss: torch.Tensor) -> None:
-            super().backward(loss / 2 if is_last_rank() else loss)
+    spoil = _halving_losses_of_the_last_rank

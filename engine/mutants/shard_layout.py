@@ -230,15 +230,6 @@ class TransposesTheMesh(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(after="pytorch/pytorch#167178", phase="replicate")
-class IgnoresTheDivideFactorOfSingles(FullyShardEngine):
-    """If each replica is a single rank, gradients are averaged although another divisor was set."""
-
-    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        is_single = _is_hybrid(plan) and mesh["shard"].size() == 1
-        return super().prepare(model, replace(plan, divide_factor=None) if is_single else plan, mesh)
-
-
 @mutant(after="NVIDIA/cosmos-framework#161", trace=Trace.COMMUNICATION)
 class ReducesReplicasEveryMicrobatch(FullyShardEngine):
     """Under a hybrid layout gradients are reduced after each microbatch although the plan accumulates."""

@@ -92,10 +92,10 @@ def judge_cases(
 
 def _any_is_usable(engines: Sequence[str], limit_s: float) -> bool:
     """Print which third-party engines cannot be judged, and why; built-in engines are checked in pytest."""
-    from shardproof.harness.runner.engines import examine
+    from shardproof.harness.runner.engines import unavailable
 
     foreign = [name for name in engines if name not in BUILT_IN]
-    unavailable = examine(foreign, limit_s=limit_s).unavailable
-    for name, problem in unavailable.items():
+    problems = unavailable(foreign, limit_s=limit_s)
+    for name, problem in problems.items():
         print(f"shardproof: engine {name!r}: {problem}", file=sys.stderr)
-    return len(unavailable) < len(engines)
+    return len(problems) < len(engines)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
@@ -53,26 +53,15 @@ class EngineDescription:
         return f"{self.version}{'.' if '+' in self.version else '+'}{_STAND_IN}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Engines:
-    """The engines of a session that can be judged, and the reasons why the others cannot."""
-
-    usable: tuple[str, ...]
-    unavailable: dict[str, str] = field(default_factory=dict)
-
-
-def examine(names: Iterable[str], *, limit_s: float = _DEADLINE_S) -> Engines:
-    """Sort engines into those that answer within ``limit_s`` each and those that do not; raises for none of them."""
-    usable: list[str] = []
-    unavailable: dict[str, str] = {}
+def unavailable(names: Iterable[str], *, limit_s: float = _DEADLINE_S) -> dict[str, str]:
+    """Return why engines cannot be judged, of those that do not answer within ``limit_s`` each; raises for none."""
+    problems: dict[str, str] = {}
     for name in names:
         try:
             describe(name, limit_s=limit_s)
         except EngineNotFoundError as error:
-            unavailable[name] = error.problem
-        else:
-            usable.append(name)
-    return Engines(usable=tuple(usable), unavailable=unavailable)
+            problems[name] = error.problem
+    return problems
 
 
 def describe(engine: str, *, limit_s: float = _DEADLINE_S) -> EngineDescription:

@@ -15,7 +15,7 @@ from shardproof.harness.cases.case_id import Node, collected
 from shardproof.harness.errors import HarnessBug, UsageError
 from shardproof.harness.records.run import OBSERVATIONS, read_run
 from shardproof.harness.runner.cell import Cell
-from shardproof.harness.runner.engines import examine
+from shardproof.harness.runner.engines import unavailable
 from shardproof.harness.runner.launchers import is_launched, refuse_launcher
 from shardproof.harness.runner.options import Keep
 from shardproof.harness.runner.plugin import CELLS, CELLS_ARE_CHOSEN, EFFORT, will_run
@@ -95,9 +95,9 @@ def _leave_out_unavailable(config: pytest.Config, items: list[pytest.Item]) -> N
         return
     cells = {id(item): cell for item in items if (cell := _cell(item)) is not None}
     names = dict.fromkeys(cell.engine for cell in cells.values())
-    engines = examine(names, limit_s=config.getoption("shardproof_deadline"))
-    config.stash[UNAVAILABLE] = engines.unavailable
-    hopeless = {key for key, cell in cells.items() if cell.engine in engines.unavailable}
+    problems = unavailable(names, limit_s=config.getoption("shardproof_deadline"))
+    config.stash[UNAVAILABLE] = problems
+    hopeless = {key for key, cell in cells.items() if cell.engine in problems}
     if hopeless:
         config.hook.pytest_deselected(items=[item for item in items if id(item) in hopeless])
         items[:] = [item for item in items if id(item) not in hopeless]
@@ -113,8 +113,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         config.stash[CATALOGUE] = config.stash[CATALOGUE].narrowed()
     if hasattr(config, "workeroutput"):
         config.workeroutput[FROM_WORKER] = pickle.dumps(config.stash[CATALOGUE])
-        unavailable: dict[str, str] = config.stash.get(UNAVAILABLE, {})
-        config.workeroutput[UNAVAILABLE_FROM_WORKER] = unavailable
+        config.workeroutput[UNAVAILABLE_FROM_WORKER] = config.stash.get(UNAVAILABLE, {})
         config.workeroutput[LEFT_OUT_FROM_WORKER] = config.stash.get(LEFT_OUT, {})
     if will_run(config) and any("trial" in getattr(item, "fixturenames", ()) for item in session.items):
         try:

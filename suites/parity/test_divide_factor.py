@@ -23,12 +23,6 @@ FACTORS = [
     param(2, torch.float64, id="two-float64", kills="DividesByTheSquareOfTheFactor"),
     param(WORLD, torch.float64, id="world-float64", kills="DividesByTheSquareOfTheFactor", worlds=SEVERAL),
 ]
-FACTORS_OF_REPLICAS = [
-    param(1, None, id="one-float32", kills="IgnoresTheDivideFactor"),
-    param(2, None, id="two-float32", kills="DividesByTheFactorTwice"),
-    param(2, torch.float64, id="two-float64", kills="DividesByTheFactorTwice"),
-    param(WORLD, torch.float64, id="world-float64", kills="DividesByTheFactorTwice"),
-]
 
 
 @pytest.mark.rows("C08")
@@ -56,7 +50,7 @@ def test_divides_sums_of_shards_by_more_than_the_ranks(
 
 
 @pytest.mark.rows("C08")
-@parametrize("factor, reduce_dtype", *FACTORS_OF_REPLICAS)
+@parametrize("factor, reduce_dtype", *FACTORS)
 @parametrize(
     "replicas", param(Replicas.TWO, worlds=FOUR_OR_MORE_EVEN), param(Replicas.SINGLES, worlds=SEVERAL)
 )
@@ -69,7 +63,7 @@ def test_divides_as_asked_on_replicas(
 
 
 @pytest.mark.rows("C08")
-@pytest.mark.kills("IgnoresTheDivideFactorOfSingles")
+@pytest.mark.kills("IgnoresTheDivideFactorOfOneRank")
 @pytest.mark.worlds(SEVERAL)
 def test_divides_by_one_on_single_ranks(trial: Trial) -> None:
     training = _training(1, layout=Layout.HYBRID, replicas=Replicas.SINGLES, reduce_dtype=torch.float32)

@@ -23,9 +23,7 @@ LAWS = (NoRaces(), *PARITY)
 NATIVE = Reshard.NATIVE  # for engines that have only one way
 of_one_unit = pytest.mark.kills(
     "GathersBeforeTheCopyIn",
-    "CopiesOutDuringTheGather",
     "ReducesBeforeGradientsAreThere",
-    "GathersDuringTheStep",
     "ReducesBeforeTheCut",
     "GathersWhileTheStepWrites",
     "ReadsGathersUnderWay",
@@ -73,11 +71,7 @@ def test_streams_of_replicas_wait(trial: Trial) -> None:
     _holds(trial, layout=Layout.REPLICATE, grouping=Grouping.HINT, reshard=NATIVE)
 
 
-@pytest.mark.kills(
-    "EndsBackwardWithoutAWait",
-    "ReducesBeforeTheCut",
-    "TakesTheSumOverReplicasAsDone",
-)
+@pytest.mark.kills("ReducesBeforeTheCut", "TakesTheSumOverReplicasAsDone")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @parametrize(
     "reduce_dtype",
@@ -96,7 +90,7 @@ def test_streams_wait_around_frozen_parameters(trial: Trial) -> None:
 @pytest.mark.kills("GathersBeforeTheCopyIn", "ReducesBeforeGradientsAreThere", "ReducesBeforeTheCut")
 @parametrize(
     "layout, accumulation",
-    param(Layout.SHARD, Accumulation.EVERY_MICROBATCH, id="shard-every", kills="EndsBackwardWithoutAWait"),
+    param(Layout.SHARD, Accumulation.EVERY_MICROBATCH, id="shard-every", kills="TakesReductionsAsDone"),
     param(Layout.SHARD, Accumulation.LAST_MICROBATCH, id="shard-last"),
     param(Layout.HYBRID, Accumulation.EVERY_MICROBATCH, id="hybrid-every", marks=of_four),
     param(Layout.HYBRID, Accumulation.LAST_MICROBATCH, id="hybrid-last", marks=of_four),
@@ -105,7 +99,7 @@ def test_streams_wait_over_microbatches(trial: Trial, layout: Layout, accumulati
     _holds(trial, layout=layout, reshard=NATIVE, accumulation=accumulation, microbatches=3)
 
 
-@pytest.mark.kills("CopiesOutDuringTheGather", "FreesTheCopiedBuffer")
+@pytest.mark.kills("ReadsGathersUnderWay", "FreesTheCopiedBuffer")
 @parametrize("distance", 1, 2)
 def test_streams_of_prefetched_units_wait(trial: Trial, distance: int) -> None:
     ahead = Prefetch.by_distance(CHAIN.units, forward=distance, backward=distance)
@@ -134,7 +128,7 @@ def test_streams_wait_around_a_dtype_for_reductions(trial: Trial) -> None:
     _holds(trial, reduce_dtype=torch.bfloat16)
 
 
-@pytest.mark.kills("CopiesOutDuringTheGather", "FreesTheCopiedBuffer")
+@pytest.mark.kills("ReadsGathersUnderWay", "FreesTheCopiedBuffer")
 def test_streams_wait_where_forwards_wait_for_their_backwards(trial: Trial) -> None:
     """Buffers that a backward gathered ahead and did not use are reused by gathers of the next one."""
     script = AllForwardsFirst(backwards=Backwards.ONE_BY_ONE)

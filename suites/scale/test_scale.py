@@ -48,7 +48,7 @@ def test_sharding_costs_no_more_for_more_ranks(trial: Trial, problem: Problem) -
     )
 
 
-@pytest.mark.kills("BroadcastsFromEachReplica", world="simulated:1024")
+@pytest.mark.kills("BroadcastsFromEachRank", world="simulated:1024")
 @parametrize("problem", *PROBLEMS)
 def test_replication_costs_no_more_for_more_ranks(trial: Trial, problem: Problem) -> None:
     trial.holds(

@@ -11,24 +11,18 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.fsdp import FullOptimStateDictConfig, OptimStateDictConfig, OptimStateKeyType
-from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import ShardedOptimStateDictConfig, StateDictType
 
 from shardproof import APART, SEVERAL
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.expect import Bench, expects
 from shardproof.suites.tower import parameters, tower
-from shardproof.suites.wrapper.wrapping import Form, Wrapping
+from shardproof.suites.wrapper.wrapping import FLAT, HYBRID, KEPT, MESH, MESH_ROOT, OTHER_UNITS, SHARDS, WHOLE
+from shardproof.suites.wrapper.wrapping import WHOLE_FLAT, Form, Wrapping
 from shardproof.suites.wrapper.optimizers import BEFORE, FULL, RESUMED, SHARDED, TOLERANCE, Kind, Route
 from shardproof.suites.wrapper.optimizers import claim_resumed, fresh, hand_over, plain, resume, trained
 
-SHARDS, FLAT = Wrapping(), Wrapping(form=Form.FLAT)
 FLAT_HEAD = Wrapping(form=Form.FLAT, units=("head",))
-KEPT = Wrapping(strategy=ShardingStrategy.SHARD_GRAD_OP)
-WHOLE = Wrapping(strategy=ShardingStrategy.NO_SHARD)
-WHOLE_FLAT = Wrapping(strategy=ShardingStrategy.NO_SHARD, form=Form.FLAT)
-OTHER_UNITS = Wrapping(units=("head",))
-HYBRID = Wrapping(strategy=ShardingStrategy.HYBRID_SHARD)
-MESH, MESH_ROOT = Wrapping(by_mesh=True), Wrapping(by_mesh=True, units=())
 SGD, ADAMW = Kind.SGD, Kind.ADAMW
 MUTANTS = {SGD: "LosesMomentum", ADAMW: "RestartsTheCountOfSteps"}
 BY_SETTINGS = pytest.mark.api("optim_state_dict", "optim_state_dict_to_load")

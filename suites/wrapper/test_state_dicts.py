@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import FullStateDictConfig, ShardedStateDictConfig, ShardingStrategy
+from torch.distributed.fsdp import FullStateDictConfig, ShardedStateDictConfig
 from torch.distributed.fsdp import StateDictConfig, StateDictType
 from torch.distributed.tensor import DTensor
 
@@ -15,16 +15,10 @@ from shardproof import SEVERAL
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.expect import Bench, expects
 from shardproof.suites.tower import LR, Tower, batch, blank, parameters
-from shardproof.suites.wrapper.wrapping import EACH_FORM, Form, Wrapping
+from shardproof.suites.wrapper.wrapping import EACH_FORM, FLAT, HYBRID, KEPT, MESH, MESH_ROOT
+from shardproof.suites.wrapper.wrapping import OTHER_UNITS, SHARDS, WHOLE, WHOLE_FLAT, Form, Wrapping
 from shardproof.suites.tower import tower, trained_alone
 
-SHARDS, FLAT = Wrapping(), Wrapping(form=Form.FLAT)
-KEPT = Wrapping(strategy=ShardingStrategy.SHARD_GRAD_OP)
-WHOLE = Wrapping(strategy=ShardingStrategy.NO_SHARD)
-WHOLE_FLAT = Wrapping(strategy=ShardingStrategy.NO_SHARD, form=Form.FLAT)
-OTHER_UNITS = Wrapping(units=("head",))
-HYBRID = Wrapping(strategy=ShardingStrategy.HYBRID_SHARD)
-MESH, MESH_ROOT = Wrapping(by_mesh=True), Wrapping(by_mesh=True, units=())
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,
     StateDictType.SHARDED_STATE_DICT,

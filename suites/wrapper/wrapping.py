@@ -57,6 +57,15 @@ class Wrapping:
         return f"{self.strategy.name.lower()}-{self.form.name.lower()}-{units}" + "-mesh" * self.by_mesh
 
 
+SHARDS, FLAT = Wrapping(), Wrapping(form=Form.FLAT)
+KEPT = Wrapping(strategy=ShardingStrategy.SHARD_GRAD_OP)
+WHOLE = Wrapping(strategy=ShardingStrategy.NO_SHARD)
+WHOLE_FLAT = Wrapping(strategy=ShardingStrategy.NO_SHARD, form=Form.FLAT)
+OTHER_UNITS = Wrapping(units=("head",))
+HYBRID = Wrapping(strategy=ShardingStrategy.HYBRID_SHARD)
+MESH, MESH_ROOT = Wrapping(by_mesh=True), Wrapping(by_mesh=True, units=())
+
+
 def original(name: str) -> str:
     """Return the name of a parameter or module before it was wrapped."""
     return ".".join(part for part in name.split(".") if part != _WRAPPED)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardproof.harness.cli.main import main
+from campaigns.fault_checks import call
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import JUDGED, read_run
 from shardproof.reports.summary import Conclusion, conclude
@@ -33,6 +32,7 @@ OF_A_WORLD = (
 )
 PIECES = [b"\n", b"0", b'"', b"{", b"\xff", b"1e999", b","]
 GARBLES = """
+import contextlib
 import os
 from pathlib import Path
 
@@ -64,6 +64,7 @@ STRANGE: dict[str, Callable[[Path], object]] = {
     "a pipe behind a link": _linked_pipe,
 }
 REPLACES = """
+import contextlib
 import os
 from pathlib import Path
 
@@ -96,21 +97,14 @@ class SavedResult:
 def kept(tmp_path_factory: pytest.TempPathFactory) -> SavedResult:
     folder = tmp_path_factory.mktemp("kept")
     options = ["--engine=torch.ddp", "--suite=smoke", "-k=trains", "--thorough", "--keep=all"]
-    assert _call("run", *options, f"--out={folder / 'run'}")[0] == 0
+    assert call("run", *options, f"--out={folder / 'run'}")[0] == 0
     (outcomes,) = (folder / "run").rglob("outcomes.json")
     shutil.copytree(folder / "run", folder / "copy")
     found = SavedResult(run=folder / "run", copy=folder / "copy", world=outcomes.parent)
     assert all((found.world / name).is_file() for name in OF_A_WORLD)
     for command in (["report"], ["timeline"], ["diff", str(found.copy)], ["judge"]):
-        assert _call(*command, str(found.run))[0] == 0
+        assert call(*command, str(found.run))[0] == 0
     return found
-
-
-def _call(*arguments: str) -> tuple[int, str]:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        code = main(arguments)
-    return code, printed.getvalue()
 
 
 def _mutated(data: st.DataObject, whole: bytes) -> bytes:
@@ -168,9 +162,9 @@ def test_commands_survive_a_damaged_run(name: str, kept: SavedResult, data: st.D
     with _damaged(kept.file(name, is_of_world=False), data) as is_changed:
         run = str(kept.run)
         for command in (["report"], ["timeline"], ["diff", str(kept.copy)], ["merge", "--out", str(merged)]):
-            _check(*_call(*command, run), is_changed=is_changed)
+            _check(*call(*command, run), is_changed=is_changed)
         shutil.rmtree(merged, ignore_errors=True)
-        _check(*_call("expectations", run), is_changed=False)
+        _check(*call("expectations", run), is_changed=False)
 
 
 @pytest.mark.parametrize("name", OF_A_TIMELINE)
@@ -181,7 +175,7 @@ def test_report_and_timeline_survive_damaged_journals(
 ) -> None:
     with _damaged(kept.file(name, is_of_world=True), data) as is_changed:
         for command in ("report", "timeline"):
-            _check(*_call(command, str(kept.run)), is_changed=is_changed)
+            _check(*call(command, str(kept.run)), is_changed=is_changed)
 
 
 @pytest.mark.slow
@@ -191,7 +185,7 @@ def test_report_and_timeline_survive_damaged_journals(
 def test_judge_survives_damage(name: str, kept: SavedResult, data: st.DataObject) -> None:
     file = kept.file(name.removeprefix("world/"), is_of_world=name.startswith("world/"))
     with _damaged(file, data) as is_changed:
-        _check(*_call("judge", str(kept.run)), is_changed=is_changed)
+        _check(*call("judge", str(kept.run)), is_changed=is_changed)
 
 
 def test_a_red_record_that_is_damaged_away_leaves_no_green_run(kept: SavedResult, tmp_path: Path) -> None:
@@ -200,7 +194,7 @@ def test_a_red_record_that_is_damaged_away_leaves_no_green_run(kept: SavedResult
     (line,) = records.read_text().splitlines()
     red = line.replace("PASSED", "FA LED")
     records.write_text(f"{red}\n{line}\n")
-    code, printed = _call("report", str(tmp_path / "run"))
+    code, printed = call("report", str(tmp_path / "run"))
     assert code == 1
     assert "records.jsonl:1: damaged, skipped: " in " ".join(printed.split())
     assert conclude(read_run(tmp_path / "run")) is Conclusion.INCOMPLETE
@@ -209,7 +203,7 @@ def test_a_red_record_that_is_damaged_away_leaves_no_green_run(kept: SavedResult
 def test_half_a_line_in_a_journal_costs_one_record(tmp_path: Path) -> None:
     (tmp_path / "garbles.py").write_text(GARBLES)
     engines = ["--engine", f"{tmp_path / 'garbles.py'}:Garbles", "--engine", "torch.ddp"]
-    code, printed = _call(
+    code, printed = call(
         "run", *engines, "--suite", "smoke", "-k", "trains", "--keep=all", "--out", str(tmp_path / "run")
     )
     assert code == 1, printed
@@ -217,8 +211,8 @@ def test_half_a_line_in_a_journal_costs_one_record(tmp_path: Path) -> None:
     garbled, honest = run.records
     assert (garbled.verdict, honest.verdict) == (Verdict.FAILED, Verdict.PASSED)
     assert "rank1.ledger.jsonl (1 damaged line(s), the first in line" in garbled.headline
-    assert _call("report", str(tmp_path / "run"))[0] == 1
-    assert _call("judge", str(tmp_path / "run"))[0] == 1
+    assert call("report", str(tmp_path / "run"))[0] == 1
+    assert call("judge", str(tmp_path / "run"))[0] == 1
     again = read_run(tmp_path / "run" / JUDGED)
     assert [r.headline for r in again.records] == [garbled.headline, honest.headline]
 
@@ -249,7 +243,7 @@ def test_commands_refuse_what_is_no_file_of_a_run(name: str, kind: str, kept: Sa
             ["merge", "--out", merged],
             ["judge"],
         ):
-            _check(*_call(*command, run), is_changed=True)
+            _check(*call(*command, run), is_changed=True)
         shutil.rmtree(merged, ignore_errors=True)
 
 
@@ -260,7 +254,7 @@ def test_commands_refuse_what_is_no_file_of_a_world(name: str, kind: str, kept: 
     with _replaced(kept.file(name, is_of_world=True), STRANGE[kind]):
         for command in ("timeline", "judge"):
             _check(
-                *_call(command, str(kept.run)),
+                *call(command, str(kept.run)),
                 is_changed=command == "judge" and name not in OF_A_TIMELINE[-1:],
             )
 
@@ -270,8 +264,6 @@ def test_commands_refuse_what_is_no_file_of_a_world(name: str, kind: str, kept: 
 def test_an_engine_that_replaces_files_of_the_run_makes_it_no_green(name: str, tmp_path: Path) -> None:
     (tmp_path / "replaces.py").write_text(REPLACES.format(folder=str(tmp_path / "run"), name=name))
     spec = f"{tmp_path / 'replaces.py'}:Replaces"
-    code, printed = _call(
-        "run", f"--engine={spec}", "--suite=smoke", "-k=trains", f"--out={tmp_path / 'run'}"
-    )
+    code, printed = call("run", f"--engine={spec}", "--suite=smoke", "-k=trains", f"--out={tmp_path / 'run'}")
     assert code in {1, 2, 3}, printed
     assert "Traceback" not in printed, printed

@@ -299,12 +299,6 @@ def test_the_footer_counts_verdicts() -> None:
     assert footer.counts == {"PASSED": 2, "HUNG": 1}
 
 
-def test_writing_and_reading_a_run_needs_no_torch() -> None:
-    body = "import sys; from shardproof.harness.records import provenance, run; print('torch' in sys.modules)"
-    done = python("-c", body)
-    assert done.stdout.strip() == "False"
-
-
 # A full disk.
 
 

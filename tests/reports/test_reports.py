@@ -210,12 +210,6 @@ def test_junit_counts_its_elements() -> None:
     assert root.get("skipped") is None, "which Jenkins' schema does not have"
 
 
-def test_junit_shows_an_interrupted_run_red() -> None:
-    root = ElementTree.fromstring(junit.render(a_run(a_record(), footer=None)))
-    assert root.get("errors") == "1"
-    assert ElementTree.fromstring(junit.render(a_run(a_record()))).get("errors") == "0"
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.text(st.characters(), max_size=60))
 def test_junit_is_xml_for_any_text_of_an_engine(message: str) -> None:

@@ -332,8 +332,9 @@ def test_no_file_is_named_for_nothing() -> None:
     assert homeless(ROOT) == []
 
 
-def test_reports_never_load_torch() -> None:
-    names = [f"shardproof.{m.name}" for m in modules("reports", ROOT)]
+def test_runs_and_reports_never_load_torch() -> None:
+    names = ["shardproof.harness.records.provenance", "shardproof.harness.records.run"]
+    names += [f"shardproof.{m.name}" for m in modules("reports", ROOT)]
     program = "\n".join(
         (
             "import importlib, sys",

@@ -393,10 +393,9 @@ def test_honest_engines_are_silent(engine: str, tmp_path: Path) -> None:
     "name",
     [
         "GathersBeforeTheCopyIn",
-        "CopiesOutDuringTheGather",
+        "ReadsGathersUnderWay",
         "ReducesBeforeGradientsAreThere",
-        "EndsBackwardWithoutAWait",
-        "GathersDuringTheStep",
+        "GathersWhileTheStepWrites",
         "TakesReductionsAsDone",
     ],
 )

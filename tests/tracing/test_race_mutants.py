@@ -38,11 +38,10 @@ class Expected:
     waiting: str
     awaited: str
     plan: Plan = SHARDED
-    microbatches: int = 1
 
     @property
     def training(self) -> Training:
-        return racing_training(self.plan, self.microbatches)
+        return racing_training(self.plan)
 
     def found_in(self, report: RaceReport) -> set[Found]:
         """Return the races between the two streams."""
@@ -62,25 +61,19 @@ EXPECTED = {
         waiting="all_gather_stream",
         awaited="all_gather_copy_in_stream",
     ),
-    "CopiesOutDuringTheGather": Expected(
+    "ReadsGathersUnderWay": Expected(
         races=tuple((RAW, "all_gather", "split_with_sizes_copy", unit) for unit in ("", *BLOCKS)),
         waiting=DEFAULT,
-        awaited="all_gather_stream",
+        awaited="the all_gather's own stream",
     ),
     "ReducesBeforeGradientsAreThere": Expected(
         races=tuple((RAW, "_chunk_cat", "reduce_scatter", unit) for unit in BLOCKS),
         waiting="reduce_scatter_stream",
         awaited=DEFAULT,
     ),
-    "EndsBackwardWithoutAWait": Expected(
-        races=((RAW, "add_", "clone", None),),
-        waiting=DEFAULT,
-        awaited="reduce_scatter_stream",
-        microbatches=2,
-    ),
-    "GathersDuringTheStep": Expected(
-        races=((RAW, "add_", "_foreach_copy_", ""), (RAW, "add_", "_foreach_copy_", "blocks.0")),
-        waiting="all_gather_copy_in_stream",
+    "GathersWhileTheStepWrites": Expected(
+        races=((RAW, "add_", "cat", ""),),
+        waiting="gather_stream",
         awaited=DEFAULT,
     ),
     "TakesReductionsAsDone": Expected(

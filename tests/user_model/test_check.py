@@ -59,12 +59,13 @@ def test_a_computation_in_bfloat16_is_proven_however_it_rounds(check: Check) -> 
     assert "proven computes in bfloat16" in check("torch.fsdp2", "-k", "bfloat16")
 
 
+_TABLE = "        self.register_buffer('table', torch.linspace(0.9, 1.1, 6))\n"
+_BUFFERED = GOOD.replace("        self.out =", f"{_TABLE}        self.out =")
+
+
 def test_buffers_keep_their_dtype_where_parameters_compute_in_bfloat16(check: Check) -> None:
     """Engines do not cast tables of rotations; models cast them where they use them."""
-    buffered = GOOD.replace(
-        "        self.out =",
-        "        self.register_buffer('table', torch.linspace(0.9, 1.1, 6))\n        self.out =",
-    ).replace("hidden = self.normed(x)", "hidden = self.normed(x * self.table.to(x.dtype))")
+    buffered = _BUFFERED.replace("self.normed(x)", "self.normed(x * self.table.to(x.dtype))")
     assert "proven computes in bfloat16" in check("torch.fsdp2", "-k", "bfloat16", text=buffered)
 
 
@@ -82,10 +83,7 @@ def test_a_computation_in_bfloat16_need_not_move_a_parameter_with_a_small_gradie
 
 def test_a_model_that_computes_in_no_bfloat16_is_left_out(check: Check) -> None:
     """A buffer of float32 promotes the activations, which the next layer then refuses."""
-    buffered = GOOD.replace(
-        "        self.out =",
-        "        self.register_buffer('table', torch.linspace(0.9, 1.1, 6))\n        self.out =",
-    ).replace("hidden = self.normed(x)", "hidden = self.normed(x * self.table)")
+    buffered = _BUFFERED.replace("self.normed(x)", "self.normed(x * self.table)")
     shown = check("torch.fsdp2", "-k", "bfloat16 or trains", text=buffered)
     assert "left out computes in bfloat16 and reduces in float32: it raises RuntimeError in bfloat16" in shown
 

@@ -184,14 +184,6 @@ def test_an_engine_cannot_patch_its_oracle(session: TrialSession) -> None:
     assert record.verdict is Verdict.FAILED, record.headline
 
 
-def test_an_oracle_that_diverges_proves_nothing(session: TrialSession) -> None:
-    wild = replace(SGD, name="wild", lr=1e12)
-    training = replace(TRAINING, optimizer=wild, schedule=Schedule(steps=6))
-    record = _judge(session, "torch.ddp", WorldKind.THREADS, Case(id="case", training=training, laws=()))
-    assert record.verdict is Verdict.VACUOUS, record.headline
-    assert "finite" in record.headline
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_refusing_what_is_declared_is_a_failure(session: TrialSession, kind: WorldKind) -> None:
     record = _judge(session, "Crashing", kind, _case(replace(TRAINING, plan=Plan(layout=Layout.SHARD))))

@@ -60,8 +60,8 @@ class PendingOp:
         raise NotImplementedError
 
     def is_unsatisfiable(self, departed: frozenset[int]) -> bool:
-        """Return whether the ranks that have left make completion impossible."""
-        raise NotImplementedError
+        """Return whether the ranks that have left make completion impossible: one of the others would be enough."""
+        return departed.issuperset(self.absent())
 
     def sources(self, i: int, rank: int) -> Sequence[torch.Tensor]:
         """Return the sources for the pieces of ``outputs[i]`` of a group rank, once complete."""
@@ -114,7 +114,7 @@ class Rendezvous(PendingOp):
         return tuple(g for rank, g in enumerate(self.ranks) if rank not in self.arrivals)
 
     def is_unsatisfiable(self, departed: frozenset[int]) -> bool:
-        """Return whether at least one missing member has left."""
+        """Return whether at least one missing member has left: all are needed."""
         return not departed.isdisjoint(self.absent())
 
     def sources(self, i: int, rank: int) -> Sequence[torch.Tensor]:
@@ -163,10 +163,6 @@ class Message(PendingOp):
         call = self.arrival.call
         return () if call.peer is None else (call.ranks[call.peer],)
 
-    def is_unsatisfiable(self, departed: frozenset[int]) -> bool:
-        """Return whether its destination, the only possible receiver, has left."""
-        return departed.issuperset(self.absent())
-
     def sources(self, i: int, rank: int) -> Sequence[torch.Tensor]:
         """Return nothing: a send has no results."""
         return ()
@@ -199,10 +195,6 @@ class PostedReceive(PendingOp):
         if self._is_any:
             return tuple(g for rank, g in enumerate(ranks) if rank != self.call.rank)
         return () if self.source is None else (ranks[self.source],)
-
-    def is_unsatisfiable(self, departed: frozenset[int]) -> bool:
-        """Return whether all sources have left."""
-        return departed.issuperset(self.absent())
 
     def sources(self, i: int, rank: int) -> Sequence[torch.Tensor]:
         """Return the tensors of the message."""
