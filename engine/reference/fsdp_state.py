@@ -267,7 +267,8 @@ class FSDPState:
             return self._cast_outputs(output)
         assert self.root_state is not None
         self._left.add(module)
-        if self._calls.watch_outputs((args, kwargs), output) and not recomputes:
+        output, is_hooked = self._calls.watch_outputs((args, kwargs), output)
+        if is_hooked and not recomputes:
             if self._is_recorded:  # backward begins with the module that leaves forward last
                 self.backward_positions.pop()
             self.root_state.record_backward(self)

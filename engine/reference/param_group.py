@@ -35,6 +35,7 @@ from shardproof.engine.reference.mesh import Ranks
 from shardproof.engine.reference.param_layout import ParamLayout, UnshardedMemory
 from shardproof.engine.reference.parameter import FSDPParam, pending_grad
 from shardproof.engine.reference.policies import DTypes
+from shardproof.engine.reference.torch_private import outside_transforms
 
 
 class ShardedState(Enum):
@@ -103,6 +104,7 @@ class FSDPParamGroup:
         for parameter in self.parameters:
             parameter.listen_to_steps(self.mark_stale)
 
+    @outside_transforms
     def lazy_init(self, names: Mapping[nn.Module, str]) -> None:
         """Name the parameters for messages, by the modules' names, and run the checks that need the first forward.
 
@@ -123,6 +125,7 @@ class FSDPParamGroup:
         # No set of members: a member's hash is computed in Python.
         return self.state is ShardedState.SHARDED or self.state is ShardedState.PARTIALLY_SHARDED
 
+    @outside_transforms
     def unshard(self) -> None:
         """Issue the gather, unless parameters are whole or being gathered."""
         if self.state is ShardedState.UNSHARDED:
@@ -140,6 +143,7 @@ class FSDPParamGroup:
             self._pending_gather = self._issue_all_gather()
         self.state = ShardedState.GATHERING
 
+    @outside_transforms
     def wait(self) -> None:
         """Wait for a gather in flight and let modules see whole parameters."""
         if self.state is not ShardedState.GATHERING:
@@ -157,6 +161,7 @@ class FSDPParamGroup:
             parameter.to_unsharded()
         self.state = ShardedState.UNSHARDED
 
+    @outside_transforms
     def reshard(self) -> None:
         """Free whole parameters and let modules see the shards; waits for a gather in flight and drops it."""
         if self.state is ShardedState.GATHERING:
@@ -167,6 +172,7 @@ class FSDPParamGroup:
             self._free()
         self.state = ShardedState.SHARDED
 
+    @outside_transforms
     def reshard_after_forward(self) -> None:
         """Free whole parameters, except for this rank's part of the smaller group if one is set (`set_subgroup`)."""
         if self.state is not ShardedState.UNSHARDED or self._subgroup is None:
@@ -221,6 +227,7 @@ class FSDPParamGroup:
                 "them changed by an optimizer before backward; step after the backward of every forward"
             )
 
+    @outside_transforms
     def reset_sharded_params(self, *, gathers: bool = False) -> None:
         """Adopt parameters that were replaced, moved or cast, as by loading; ``gathers`` says that a gather follows."""
         self.layout.reset_sharded_params()
