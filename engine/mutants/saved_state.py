@@ -309,19 +309,18 @@ class _PreparedRecomputing(PreparedFullyShard):
         finally:
             self._is_in_backward = False
 
-    def _enter(self, unit: nn.Module, inputs: Any) -> None:  # Any: a module's inputs are of any type
-        if self._is_in_backward:
-            self.begin_recompute(unit)
+    # Any, here and below: a module's inputs and output are of any type.
+    def _enter(self, unit: nn.Module, inputs: Any) -> Any:
+        return self.begin_recompute(unit) if self._is_in_backward else None
 
-    def _leave(self, unit: nn.Module, inputs: Any, output: Any) -> None:  # Any: and returns it
-        if self._is_in_backward:
-            self.end_recompute(unit)
+    def _leave(self, unit: nn.Module, inputs: Any, output: Any) -> Any:
+        return self.end_recompute(unit) if self._is_in_backward else None
 
-    def begin_recompute(self, unit: nn.Module) -> None:
-        """Do nothing; mutants override this."""
+    def begin_recompute(self, unit: nn.Module) -> Any:
+        """Return other inputs, or None; mutants override this."""
 
-    def end_recompute(self, unit: nn.Module) -> None:
-        """Do nothing; mutants override this."""
+    def end_recompute(self, unit: nn.Module) -> Any:
+        """Return another output, or None; mutants override this."""
 
 
 @mutant(after="NVIDIA-NeMo/Automodel#3373", trace=Trace.COMMUNICATION)
@@ -333,6 +332,28 @@ class GathersAgainAfterARecompute(FullyShardEngine):
             assert isinstance(unit, FSDPModule)
             unit.reshard()
             unit.unshard()
+
+
+@mutant(after="pytorch/pytorch#159359", trace=Trace.CRASH)
+class RecomputesUncast(FullyShardEngine):
+    """A recomputation casts neither the inputs of a unit nor its output."""
+
+    class Prepared(_PreparedRecomputing):
+        def __init__(self, module: nn.Module, plan: Plan) -> None:
+            super().__init__(module, plan)
+            self._uncast: dict[nn.Module, Any] = {}
+            for unit in (m for m in module.modules() if isinstance(m, FSDPModule)):
+                assert isinstance(unit, nn.Module)
+                unit.register_forward_pre_hook(self._keep, prepend=True)
+                unit.register_forward_hook(lambda unit, _, output: self._keep(unit, output), prepend=True)
+
+        def _keep(self, unit: nn.Module, values: Any) -> None:
+            self._uncast[unit] = values
+
+        def begin_recompute(self, unit: nn.Module) -> Any:
+            return self._uncast[unit]
+
+        end_recompute = begin_recompute
 
 
 @mutant(after="meta-pytorch/autoparallel#469", trace=Trace.COMMUNICATION)
