@@ -13,15 +13,16 @@ import torch
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import Node
 
-from shardproof.engine.reference.torch_private import inside_backward, inside_transform
+from shardproof.engine.reference.torch_private import inside_backward, inside_transform, outside_transforms
 
 # Any: a module may take and return anything.
 
 
 def without_autograd() -> AbstractContextManager[object]:
-    """Return a context without autograd and inference mode; it switches off only the modes that are on."""
-    if torch.is_inference_mode_enabled():
+    """Return a context without autograd, inference mode and transforms; it switches off only the modes that are on."""
+    if torch.is_inference_mode_enabled() or inside_transform():
         outside = ExitStack()
+        outside.enter_context(outside_transforms())
         outside.enter_context(torch.inference_mode(False))
         outside.enter_context(torch.no_grad())
         return outside

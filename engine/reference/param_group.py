@@ -35,7 +35,6 @@ from shardproof.engine.reference.mesh import Ranks
 from shardproof.engine.reference.param_layout import ParamLayout, UnshardedMemory
 from shardproof.engine.reference.parameter import FSDPParam, pending_grad
 from shardproof.engine.reference.policies import DTypes
-from shardproof.engine.reference.torch_private import outside_transforms
 
 
 class ShardedState(Enum):
@@ -104,7 +103,6 @@ class FSDPParamGroup:
         for parameter in self.parameters:
             parameter.listen_to_steps(self.mark_stale)
 
-    @outside_transforms
     def lazy_init(self, names: Mapping[nn.Module, str]) -> None:
         """Name the parameters for messages, by the modules' names, and run the checks that need the first forward.
 
@@ -125,7 +123,6 @@ class FSDPParamGroup:
         # No set of members: a member's hash is computed in Python.
         return self.state is ShardedState.SHARDED or self.state is ShardedState.PARTIALLY_SHARDED
 
-    @outside_transforms
     def unshard(self) -> None:
         """Issue the gather, unless parameters are whole or being gathered."""
         if self.state is ShardedState.UNSHARDED:
@@ -143,7 +140,6 @@ class FSDPParamGroup:
             self._pending_gather = self._issue_all_gather()
         self.state = ShardedState.GATHERING
 
-    @outside_transforms
     def wait(self) -> None:
         """Wait for a gather in flight and let modules see whole parameters."""
         if self.state is not ShardedState.GATHERING:
@@ -152,16 +148,16 @@ class FSDPParamGroup:
         gathered = self._wait_for_all_gather()
         with without_autograd():
             self._unsharded.copy_out(gathered)
+            for parameter in self.parameters:
+                parameter.return_to_gathered()
         # The next gather may reuse the buffer that this one was copied out of.
         self.comm_ctx.order_all_gathers()
         if not self._unsharded.is_in(gathered) and isinstance(self.all_gather, DefaultAllGather):
             self.comm_ctx.recycle(gathered)
         for parameter in self.parameters:
-            parameter.return_to_gathered()
             parameter.to_unsharded()
         self.state = ShardedState.UNSHARDED
 
-    @outside_transforms
     def reshard(self) -> None:
         """Free whole parameters and let modules see the shards; waits for a gather in flight and drops it."""
         if self.state is ShardedState.GATHERING:
@@ -172,7 +168,6 @@ class FSDPParamGroup:
             self._free()
         self.state = ShardedState.SHARDED
 
-    @outside_transforms
     def reshard_after_forward(self) -> None:
         """Free whole parameters, except for this rank's part of the smaller group if one is set (`set_subgroup`)."""
         if self.state is not ShardedState.UNSHARDED or self._subgroup is None:
@@ -227,7 +222,6 @@ class FSDPParamGroup:
                 "them changed by an optimizer before backward; step after the backward of every forward"
             )
 
-    @outside_transforms
     def reset_sharded_params(self, *, gathers: bool = False) -> None:
         """Adopt parameters that were replaced, moved or cast, as by loading; ``gathers`` says that a gather follows."""
         self.layout.reset_sharded_params()

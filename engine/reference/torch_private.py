@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -93,27 +94,16 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def inside_transform() -> bool:
-    """Whether a transform of functorch, such as ``jvp``, runs: its tensors hide what they wrap."""
-    return torch._C._are_functorch_transforms_active()
+inside_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether a transform of functorch, such as ``jvp``, runs: its tensors hide what they wrap."""
+
+outside_transforms: Callable[[], AbstractContextManager[object]] = torch._C._DisableFuncTorch
+"""Leave functorch's transforms: what they wrap has no memory that could be freed."""
 
 
 def local_tensor(sharded: DTensor) -> torch.Tensor:
     """Return the tensor itself that ``sharded`` wraps; ``to_local`` of a parameter returns a new one each time."""
     return sharded._local_tensor
-
-
-def outside_transforms(method: Callable[P, T]) -> Callable[P, T]:
-    """Run a method outside of functorch's transforms: what they wrap has no memory that could be freed."""
-
-    @functools.wraps(method)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not inside_transform():
-            return method(*args, **kwargs)
-        with torch._C._DisableFuncTorch():
-            return method(*args, **kwargs)
-
-    return run
 
 
 def run_where_shards_lie(operator: Any) -> None:
