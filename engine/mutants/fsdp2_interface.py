@@ -100,6 +100,25 @@ class CastsWhatIsFrozen(ReferenceEngine):
             return super().fully_shard(module.float(), **options)
 
 
+class _Passed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients
+
+
+@mutant(after="pytorch/pytorch#182641", trace=Trace.CRASH)
+class StopsTangents(ReferenceEngine):
+    """Inputs pass through a function for backward alone."""
+
+    class Prepared(OwnFullyShardAndReplicate):
+        def spoil_module(self, module: Any) -> None:
+            module.register_forward_pre_hook(lambda _, inputs: _Passed.apply(*inputs))  # type: ignore[no-untyped-call]
+
+
 @mutant(after="pytorch/pytorch#83351", trace=Trace.STATE)
 class MarksWhatIsInside(ReferenceEngine):
     """Modules inside a sharded one, and parts of it, count as sharded themselves."""

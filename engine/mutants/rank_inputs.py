@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from shardproof.engine.contract import Capability, Plan, PreparedModel
 from shardproof.engine.mutants.fsdp2_insides import reference_groups
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import undemanding
+from shardproof.engine.reference.autograd_hooks import map_tensors
 from shardproof.engine.reference.param_group import FSDPParamGroup
 
 # Of the thread: if ranks are threads, each has its own count, as if it were a process.
@@ -96,7 +98,21 @@ class DetachesNestedInputs(ReferenceEngine):
     """Tensors in a tuple reach a unit without their autograd history."""
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
-        return _changing_nested_inputs(super().prepare(model, plan, mesh), plan, torch.Tensor.detach)
+        return _changing_inputs(
+            super().prepare(model, plan, mesh),
+            plan,
+            partial(tree_map_only, torch.Tensor, torch.Tensor.detach),
+        )
+
+
+@mutant(after="pytorch/pytorch#77812", phase="backward")
+class OverlooksDataclasses(ReferenceEngine):
+    """Tensors in a dataclass reach a unit without their autograd history."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        detach = partial(map_tensors, torch.Tensor.detach)
+        prepared = super().prepare(model, plan, mesh)
+        return _changing_inputs(prepared, plan, lambda x: detach(x) if is_dataclass(x) else x)
 
 
 @mutant(after="pytorch/pytorch#91078", trace=Trace.CRASH)
@@ -107,18 +123,14 @@ class CastsOuterInputsAlone(FullyShardEngine):
         prepared = super().prepare(model, plan, mesh)
         if plan.compute_dtype is None:
             return prepared
-        return _changing_nested_inputs(prepared, plan, torch.Tensor.float)
+        return _changing_inputs(prepared, plan, partial(tree_map_only, torch.Tensor, torch.Tensor.float))
 
 
-def _changing_nested_inputs(
-    prepared: PreparedModel, plan: Plan, change: Callable[[torch.Tensor], torch.Tensor]
-) -> PreparedModel:
-    """Change tensors that reach a unit in a tuple, a list or a dict, after the engine's own hook."""
+def _changing_inputs(prepared: PreparedModel, plan: Plan, change: Callable[[Any], Any]) -> PreparedModel:
+    """Change the inputs of units that are no tensors, after the engine's own hook."""
 
     def enter(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(
-            x if isinstance(x, torch.Tensor) else tree_map_only(torch.Tensor, change, x) for x in inputs
-        )
+        return tuple(x if isinstance(x, torch.Tensor) else change(x) for x in inputs)
 
     for unit in plan.units:
         prepared.module.get_submodule(unit).register_forward_pre_hook(enter)

@@ -15,12 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.contract import OptimizerFactory, Plan, PreparedModel
-from shardproof.engine.mutants.mutant import Trace, mutant
+from shardproof.engine.mutants.mutant import mutant
 from shardproof.engine.mutants.patches import is_last_rank, local
 from shardproof.engine.mutants.rare_triggers import ClippingAtTimes, Remembering
 from shardproof.engine.plan import Offload
-from shardproof.engine.reference.fsdp_module import FSDPModule
-from shardproof.engine.reference.torch_private import inside_backward
 
 
 @mutant(after="pytorch/pytorch#196996", phase="backward")
@@ -231,22 +229,6 @@ class DividesByTheMicrobatchesOfTheFirstStep(ReferenceEngine):
             for gradient in self.gradients():
                 gradient.mul_(num_microbatches / self.num_in_first_step)
             super().step()
-
-
-@mutant(after="pytorch/pytorch#159359", trace=Trace.CRASH)
-class CastsNoInputsOfRecomputations(ReferenceEngine):
-    """Units cast their inputs in forward, and not where it is computed again."""
-
-    class Prepared(PreparedReference):
-        def __init__(self, module: nn.Module, plan: Plan, api: Any) -> None:  # Any: as the base class says
-            super().__init__(module, plan, api)
-            self._given = dict[nn.Module, Any]()
-            for unit in (m for m in module.modules() if isinstance(m, FSDPModule)):
-                unit.register_forward_pre_hook(self._given.__setitem__, prepend=True)
-                unit.register_forward_pre_hook(self._uncast)
-
-        def _uncast(self, unit: nn.Module, inputs: Any) -> Any:  # Any: a module's inputs are of any type
-            return self._given[unit] if inside_backward() else None
 
 
 @mutant(after="deepspeedai/DeepSpeed#8443", phase="step")

@@ -300,17 +300,25 @@ class _PreparedRecomputing(PreparedReference):
     def __init__(self, module: nn.Module, plan: Plan, api: Any) -> None:  # Any: as the base class says
         super().__init__(module, plan, api)
         self.num_units_around = dict.fromkeys(module.modules(), 0)
-        for unit in (m for m in module.modules() if isinstance(m, FSDPModule)):
+        self.sharded = [m for m in module.modules() if isinstance(m, FSDPModule)]
+        for unit in self.sharded:
             for inside in unit.modules():
                 self.num_units_around[inside] += 1
+            unit.register_forward_pre_hook(self._enter)
             unit.register_forward_hook(self._leave)
 
-    def _leave(self, unit: nn.Module, inputs: Any, output: Any) -> None:  # Any: a module's own
-        if inside_backward():
-            self.end_recompute(unit)
+    # Any, here and below: a module's inputs and output are of any type.
+    def _enter(self, unit: nn.Module, inputs: Any) -> Any:
+        return self.begin_recompute(unit) if inside_backward() else None
 
-    def end_recompute(self, unit: nn.Module) -> None:
-        """Do nothing; mutants override this."""
+    def _leave(self, unit: nn.Module, inputs: Any, output: Any) -> Any:
+        return self.end_recompute(unit) if inside_backward() else None
+
+    def begin_recompute(self, unit: nn.Module) -> Any:
+        """Return other inputs, or None; mutants override this."""
+
+    def end_recompute(self, unit: nn.Module) -> Any:
+        """Return another output, or None; mutants override this."""
 
 
 @mutant(after="NVIDIA-NeMo/Automodel#3373", trace=Trace.COMMUNICATION)
@@ -333,6 +341,26 @@ class GathersInnerUnitsAgain(ReferenceEngine):
             if self.num_units_around[unit] > _ROOT_AND_ITSELF:
                 assert isinstance(unit, FSDPModule)
                 unit.reshard()
+
+
+@mutant(after="pytorch/pytorch#159359", trace=Trace.CRASH)
+class RecomputesUncast(ReferenceEngine):
+    """A recomputation casts neither the inputs of a unit nor its output."""
+
+    class Prepared(_PreparedRecomputing):
+        def __init__(self, module: nn.Module, plan: Plan, api: Any) -> None:  # Any: as the base class says
+            super().__init__(module, plan, api)
+            self._uncast: dict[nn.Module, Any] = {}
+            for unit in self.sharded:
+                unit.register_forward_pre_hook(self._uncast.__setitem__, prepend=True)
+                unit.register_forward_hook(
+                    lambda unit, _, output: self._uncast.__setitem__(unit, output), prepend=True
+                )
+
+        def begin_recompute(self, unit: nn.Module) -> Any:
+            return self._uncast[unit]
+
+        end_recompute = begin_recompute
 
 
 @mutant(after="meta-pytorch/autoparallel#469", trace=Trace.COMMUNICATION)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -13,15 +13,16 @@ import torch
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import Node
 
-from shardproof.engine.reference.torch_private import inside_backward
+from shardproof.engine.reference.torch_private import inside_backward, inside_transform, outside_transforms
 
 # Any: a module may take and return anything.
 
 
 def without_autograd() -> AbstractContextManager[object]:
-    """Return a context without autograd and inference mode; it switches off only the modes that are on."""
-    if torch.is_inference_mode_enabled():
+    """Return a context without autograd, inference mode and transforms; it switches off only the modes that are on."""
+    if torch.is_inference_mode_enabled() or inside_transform():
         outside = ExitStack()
+        outside.enter_context(outside_transforms())
         outside.enter_context(torch.inference_mode(False))
         outside.enter_context(torch.no_grad())
         return outside
@@ -156,7 +157,7 @@ class PendingBackwards:
         inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         if not inputs:
             return args, kwargs
-        watched = iter(_Watched.apply(partial(self._on_end, self._forward), *inputs))
+        watched = iter(_watched(partial(self._on_end, self._forward), inputs))
         self.num_watched += 1
         self._forward.num_calls += 1
         self._is_counted = True
@@ -167,24 +168,36 @@ class PendingBackwards:
         return map_tensors(replace, args), map_tensors(replace, kwargs)
 
     # Any: as above, and the result of a forward.
-    def watch_outputs(self, inputs: Any, output: Any) -> bool:
-        """Hook the outputs; return whether backward can start from any of them."""
+    def watch_outputs(self, inputs: Any, output: Any) -> tuple[Any, bool]:
+        """Return the output, hooked, and whether backward can start from any part of it."""
         if not torch.is_grad_enabled():
-            return False
-        outputs = [t for t in tensors_in(output) if t.requires_grad]
-        for tensor in outputs:
-            tensor.register_hook(self._on_begin)
+            return output, False
+        if inside_transform():
+            # A tensor of the transform does not tell that what it wraps requires a gradient.
+            outputs = [t for t in tensors_in(output) if t.dtype.is_floating_point or t.dtype.is_complex]
+            watched = dict(zip(map(id, outputs), _watched(self._on_begin, outputs), strict=True))
+            output = map_tensors(lambda t: watched.get(id(t), t), output)
+        else:
+            outputs = [t for t in tensors_in(output) if t.requires_grad]
+            for tensor in outputs:
+                tensor.register_hook(self._on_begin)
         for base in _own_bases(outputs, inputs):
             # An in-place change of a view drops the view's hooks, but its backward goes through the base.
             base.register_prehook(self._on_begin)
         if outputs and not self._is_counted:
             self._num_others += 1
             self._forward.num_others += 1
-        return bool(outputs)
+        return output, bool(outputs)
+
+
+def _watched(on_backward: Callable[..., None], tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the tensors, with a call of ``on_backward`` when backward passes by all of them."""
+    function = _WatchedInTransform if inside_transform() else _Watched
+    return tuple(function.apply(on_backward, *tensors))
 
 
 class _Watched(torch.autograd.Function):
-    """The identity on a unit's inputs; its backward runs last in the unit's backward."""
+    """The identity; on a unit's inputs its backward runs last in the unit's backward."""
 
     @staticmethod
     def forward(
@@ -203,6 +216,19 @@ class _Watched(torch.autograd.Function):
     def backward(ctx: FunctionCtx, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.on_end()  # type: ignore[attr-defined]
         return (None, *gradients)
+
+
+class _WatchedInTransform(_Watched):
+    """The form that functorch asks for; outside of its transforms it is slower."""
+
+    @staticmethod
+    def forward(on_end: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return inputs
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.on_end = inputs[0]  # type: ignore[attr-defined]  # as above
+        ctx.set_materialize_grads(False)
 
 
 # Any: the arguments of a forward.

@@ -10,7 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardproof.engine.reference.autograd_hooks import PendingBackwards, WatchedForward, map_tensors
+from shardproof.engine.reference.autograd_hooks import (
+    PendingBackwards,
+    WatchedForward,
+    map_tensors,
+    without_autograd,
+)
 from shardproof.engine.reference.comm_context import CommContext
 from shardproof.engine.reference.mesh import subgroup_of
 from shardproof.engine.reference.param_group import FSDPParamGroup, ShardedState
@@ -141,7 +146,8 @@ class FSDPState:
         if self.reshard_after_forward is None:
             self.reshard_after_forward = not is_root
         for group in self.param_groups:
-            group.reset_sharded_params()
+            with without_autograd():
+                group.reset_sharded_params()
             size = self.reshard_after_forward
             if not isinstance(size, bool):
                 group.set_subgroup(subgroup_of(group.mesh, size, subgroups))
@@ -267,7 +273,8 @@ class FSDPState:
             return self._cast_outputs(output)
         assert self.root_state is not None
         self._left.add(module)
-        if self._calls.watch_outputs((args, kwargs), output) and not recomputes:
+        output, is_hooked = self._calls.watch_outputs((args, kwargs), output)
+        if is_hooked and not recomputes:
             if self._is_recorded:  # backward begins with the module that leaves forward last
                 self.backward_positions.pop()
             self.root_state.record_backward(self)

@@ -148,12 +148,13 @@ class FSDPParamGroup:
         gathered = self._wait_for_all_gather()
         with without_autograd():
             self._unsharded.copy_out(gathered)
+            for parameter in self.parameters:
+                parameter.return_to_gathered()
         # The next gather may reuse the buffer that this one was copied out of.
         self.comm_ctx.order_all_gathers()
         if not self._unsharded.is_in(gathered) and isinstance(self.all_gather, DefaultAllGather):
             self.comm_ctx.recycle(gathered)
         for parameter in self.parameters:
-            parameter.return_to_gathered()
             parameter.to_unsharded()
         self.state = ShardedState.UNSHARDED
 

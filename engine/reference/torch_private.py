@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -26,9 +27,11 @@ __all__ = [
     "default_hooks",
     "eager",
     "inside_backward",
+    "inside_transform",
     "joined",
     "local_tensor",
     "optimizers_in_backward",
+    "outside_transforms",
     "run_where_shards_lie",
     "sets_grad_dtype",
     "sharded_like",
@@ -89,6 +92,13 @@ def eager(method: Callable[P, T]) -> Callable[P, T]:
 def inside_backward() -> bool:
     """Whether this thread runs a backward: then a forward is the recomputation of a checkpoint."""
     return torch._C._current_graph_task_id() != -1
+
+
+inside_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether a transform of functorch, such as ``jvp``, runs: its tensors hide what they wrap."""
+
+outside_transforms: Callable[[], AbstractContextManager[object]] = torch._C._DisableFuncTorch
+"""Leave functorch's transforms: what they wrap has no memory that could be freed."""
 
 
 def local_tensor(sharded: DTensor) -> torch.Tensor:

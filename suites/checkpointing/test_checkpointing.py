@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+import torch
 
-from shardproof import SEVERAL, AllForwardsFirst, Backwards, Count, Exactly, Layout, Nothing, Problem, Reshard
-from shardproof import Training, Trial
+from shardproof import SEVERAL, AllForwardsFirst, Backwards, Count, Exactly, Layout, Nothing
+from shardproof import Problem, Reshard, Training, Trial, UnitDtypes
 from shardproof.fixtures.decoders import CHECKPOINTED, CHECKPOINTED_REENTRANT, CHECKPOINTED_TIED
 from shardproof.fixtures.decoders import CHECKPOINTED_TIED_REENTRANT
+from shardproof.fixtures.precision import RECOMPUTED_CASTS
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train, train_sharded
 from shardproof.suites.vocabulary import GATHERS_IN_BACKWARD, PARITY
@@ -91,6 +93,22 @@ def test_kept_parameters_are_not_gathered_for_a_recompute(
 @parametrize("problem", param(CHECKPOINTED_REENTRANT, kills="SearchesTheGraph"), param(CHECKPOINTED_TIED))
 def test_replicas_recompute_alike(trial: Trial, problem: Problem) -> None:
     trial.holds(train(problem, layout=Layout.REPLICATE, units=HELD), *PARITY)
+
+
+@pytest.mark.kills("RecomputesUncast")
+@parametrize(
+    "own",
+    param((), id="inputs", rows="X12"),
+    param(
+        (UnitDtypes(unit="first", compute_dtype=torch.bfloat16, output_dtype=torch.float32),),
+        id="outputs",
+        rows="X13",
+    ),
+)
+def test_a_recompute_casts_as_the_first_forward_did(trial: Trial, own: tuple[UnitDtypes, ...]) -> None:
+    low, full = torch.bfloat16, torch.float32
+    training = train_sharded(RECOMPUTED_CASTS, compute_dtype=low, reduce_dtype=full, unit_dtypes=own)
+    trial.holds(training, *PARITY)
 
 
 @pytest.mark.rows("T22")

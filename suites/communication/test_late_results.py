@@ -31,7 +31,7 @@ def test_waits_for_results_whatever_the_layout(trial: Trial) -> None:
 @parametrize(
     "layout, microbatches",
     param(Layout.SHARD, 1, id="shard"),
-    param(Layout.HYBRID, 3, id="hybrid", worlds=FOUR_OR_MORE_EVEN),
+    param(Layout.HYBRID, 3, id="hybrid", rows="T35", worlds=FOUR_OR_MORE_EVEN),
     param(Layout.SHARD, 3, id="microbatches"),
 )
 def test_leaves_buffers_alone(trial: Trial, layout: Layout, microbatches: int) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Shard
 
-from shardproof import FOURS, SEVERAL
+from shardproof import APART, FOURS, SEVERAL
 from shardproof.suites.composable.bench import STEP, Bench, cut, expects, whole, whole_gradients
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.tower import LR, UNITS, batch, copies, fill, gradients, shown_gradients, tower
@@ -243,6 +243,29 @@ def test_backwards_for_inputs_and_for_weights_add_up(bench: Bench) -> None:
     bench.same("gradients of inputs", shown, expected)
     bench.same("reductions", (early, bench.num_reductions()), (0, 1 + len(UNITS)))
     bench.same("gradients", whole_gradients(model), gradients(tower(), bench.ranks, range(NUM_MICROBATCHES)))
+
+
+@pytest.mark.rows("X11")
+@pytest.mark.worlds(APART)  # levels of forward-mode AD are of the process
+@pytest.mark.kills("StopsTangents")
+@parametrize("api", "fully_shard", "replicate")
+@expects("output and tangent", "gradients", STEP)
+def test_a_first_forward_may_carry_tangents(bench: Bench, api: str) -> None:
+    model, alone = tower(), tower()
+    for module in (model.middle, model):
+        getattr(bench.api, api)(module, mesh=bench.mesh())
+    shown = _with_tangent(model, batch(bench.rank).to(bench.device))
+    expected = [_with_tangent(alone, batch(rank)) for rank in bench.ranks]
+    bench.same("output and tangent", shown, expected[bench.rank])
+    torch.autograd.backward(shown.sum() * bench.size)
+    torch.autograd.backward([each.sum() for each in expected])
+    bench.same("gradients", whole_gradients(model), shown_gradients(alone))
+    model.zero_grad()
+    bench.steps(model)
+
+
+def _with_tangent(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return torch.stack(torch.func.jvp(model, (rows,), (torch.ones_like(rows),)))
 
 
 class _FailedError(Exception):

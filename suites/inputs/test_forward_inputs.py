@@ -26,7 +26,8 @@ def test_casts_nested_inputs(trial: Trial) -> None:
     )
 
 
-@pytest.mark.kills("DetachesNestedInputs")
+@pytest.mark.rows("X10")
+@pytest.mark.kills("DetachesNestedInputs", "OverlooksDataclasses")
 @parametrize("layout", Layout.SHARD, Layout.REPLICATE)
 @parametrize("reshard", Reshard.NATIVE, Reshard.KEEP, ids=["native", "kept"])
 def test_takes_and_returns_containers(trial: Trial, layout: Layout, reshard: Reshard) -> None:
@@ -38,6 +39,18 @@ def test_takes_and_returns_containers(trial: Trial, layout: Layout, reshard: Res
 @parametrize("layout", Layout.SHARD, Layout.REPLICATE)
 def test_casts_what_is_in_containers(trial: Trial, layout: Layout) -> None:
     training = train(PACKED, layout=layout, compute_dtype=torch.bfloat16, script=NestInputs(packs=Bundle))
+    trial.holds(training, *PARITY)
+
+
+@pytest.mark.rows("X10")
+@pytest.mark.kills("OverlooksDataclasses")
+@parametrize("reduce_dtype", torch.bfloat16, torch.float32)
+@parametrize("layout", Layout.SHARD, Layout.REPLICATE)
+def test_reduces_what_containers_led_to(trial: Trial, layout: Layout, reduce_dtype: torch.dtype) -> None:
+    script = NestInputs(packs=Bundle)
+    training = train(
+        PACKED, layout=layout, compute_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, script=script
+    )
     trial.holds(training, *PARITY)
 
 

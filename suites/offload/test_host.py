@@ -54,6 +54,7 @@ def test_unscales_on_the_host_with_what_has_arrived(trial: Trial) -> None:
     trial.holds(training, *PARITY)
 
 
+@pytest.mark.rows("T35")
 @pytest.mark.kills("OffloadsZeros", "UpdatesACopy")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 def test_accumulates_over_replicas_on_the_host(trial: Trial) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import SEVERAL, AllWaited, Asynchronous, Capability, Count, Exactly, Gathers, Layout, Order
-from shardproof import Reshard, Reshards, Trial, Watch
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, AllWaited, Asynchronous, Capability, Count, Exactly
+from shardproof import Gathers, Layout, Order, Reshard, Reshards, Trial, Watch
 from shardproof.fixtures.chain import CHAIN, SPARE_CHAIN
 from shardproof.suites.closed_forms import NUM_GROUPS
 from shardproof.suites.params import parametrize
@@ -30,6 +30,14 @@ def test_gathers_block_nobody_when_asked(trial: Trial) -> None:
         reshard=Reshard.AFTER_FORWARD,
         demands=frozenset({Capability.ASYNC_GATHER}),
     )
+    trial.holds(training, Asynchronous(select=GATHERS), AllWaited(select=GATHERS), *PARITY)
+
+
+@pytest.mark.rows("T35")
+@pytest.mark.kills("GathersSynchronously", "ReadsTheGatherTooEarly")
+@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
+def test_replicas_of_shards_block_nobody_when_asked(trial: Trial) -> None:
+    training = train(CHAIN, layout=Layout.HYBRID, demands=frozenset({Capability.ASYNC_GATHER}))
     trial.holds(training, Asynchronous(select=GATHERS), AllWaited(select=GATHERS), *PARITY)
 
 

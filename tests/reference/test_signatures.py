@@ -1,6 +1,6 @@
 """The interface of the reference engine, name for name and argument for argument, beside that of the installed torch.
 
-What differs is listed in docs/reference-engine.md with its reason; `python -m tests.reference.test_signatures` writes
+What differs is listed in docs/side-by-side.md with its reason; `python -m tests.reference.test_signatures` writes
 the list there.
 """
 
@@ -19,7 +19,7 @@ from torch import nn
 from shardproof.engine import reference
 from shardproof.engine.adapters.torch_internals import torch_replicate
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference-engine.md"
+PAGE = Path(__file__).parents[2] / "docs" / "side-by-side.md"
 _BEGIN, _END = "<!-- interface -->\n", "<!-- end of interface -->\n"
 _RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
