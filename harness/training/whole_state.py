@@ -18,7 +18,7 @@ def difference_of_state(prepared: PreparedModel, state: dict[str, Any], names: C
     """Return the first difference between a state and this rank's shards, in words; empty if there is none.
 
     ``state`` has the model's state under ``names``, the names of its state dict, and the optimizer's under parameter
-    names or their indices among the trained parameters, as in torch's optimizers.
+    names, or their indices among the trained parameters in the order of the optimizer's groups, as in torch's.
     """
     return next(_differences(prepared, state, names), "")
 
@@ -32,7 +32,7 @@ def _differences(prepared: PreparedModel, state: dict[str, Any], names: Collecti
     held = parameters | read_shards(prepared, "local_buffers")
     for name in sorted(held.keys() & set(names)):
         yield from _difference(f"model: {name!r}", held[name], model.get(name))
-    trained = [name for name, p in prepared.owned_parameters().items() if p.requires_grad]
+    trained = _trained(prepared) if any(type(key) is int for key in optimizer) else []
     by_name: Mapping[str, Any] = {
         trained[key] if type(key) is int else key: optimizer[key] for key in optimizer
     }
@@ -44,6 +44,13 @@ def _differences(prepared: PreparedModel, state: dict[str, Any], names: Collecti
     for place, shard in shards.items():
         name, _, key = place.rpartition("/")
         yield from _difference(f"optimizer: {place!r}", shard, by_name.get(name, {}).get(key))
+
+
+def _trained(prepared: PreparedModel) -> list[str]:
+    """Name the trained parameters in the order in which the optimizer's groups have them."""
+    names = {id(p): name for name, p in prepared.owned_parameters().items() if p.requires_grad}
+    listed = (id(p) for group in prepared.built_optimizer().param_groups for p in group["params"])
+    return [names[i] for i in listed if i in names]
 
 
 def _difference(what: str, shard: Shard, whole: Any) -> Iterator[str]:

@@ -71,13 +71,17 @@ FAMILIES: Mapping[str, frozenset[Capability]] = {
 # A row judges every engine that declares what it needs, except those that declare one of these: they have other rows.
 _OF_SHARES = frozenset({Capability.ZERO1, Capability.ZERO2})
 WITH_OTHER_ROWS: Mapping[str, frozenset[Capability]] = {
-    "replicas": _OF_SHARES,
+    "replicas": frozenset(),
     "wrapped": _OF_SHARES | {Capability.JOINT_UNITS},
     "units": _OF_SHARES | {Capability.WRAPPER},
     "shares": frozenset(),
 }
 # Families whose engines are judged by the rows of another one too, so that these contain none of their known failures.
-_JUDGED_TOO: Mapping[str, tuple[str, ...]] = {"replicas": ("wrapped", "units")}
+_JUDGED_TOO: Mapping[str, tuple[str, ...]] = {
+    "replicas": ("wrapped", "units"),
+    "wrapped": ("replicas",),
+    "units": ("replicas",),
+}
 
 _RULES_OF: Mapping[str, tuple[ProgramRule, ...]] = {
     "shares": (
