@@ -56,20 +56,22 @@ _WRAPPED = frozenset(
         Capability.START_FROM_FIRST,
     }
 )
-# The options that all engines that shard optimizer state may have: most would refuse a row with more.
-_SHARES = frozenset({Capability.ZERO1, Capability.ZERO2, Capability.ACCUMULATE, Capability.LOADED_WEIGHTS})
+# What engines that only shard optimizer state have beside the options of replicas, whose rows judge them too.
+_OF_SHARES = frozenset({Capability.ZERO1, Capability.ZERO2})
+_TUNED = frozenset({Capability.OVERLAP, Capability.ROUND_ROBIN, Capability.CHECKPOINTS})
+_SHARES = _OF_SHARES | _TUNED | {Capability.ACCUMULATE, Capability.LOADED_WEIGHTS}
 FAMILIES: Mapping[str, frozenset[Capability]] = {
     "replicas": _REPLICAS,
     "wrapped": _WRAPPED,
     "units": frozenset(Capability)
-    - {Capability.WRAPPER, Capability.DATA_PARALLEL, Capability.ZERO1, Capability.ZERO2}
-    - {Capability.START_FROM_FIRST},
+    - {Capability.WRAPPER, Capability.DATA_PARALLEL, Capability.START_FROM_FIRST}
+    - _OF_SHARES
+    - _TUNED,
     "shares": _SHARES,
 }
 
 
 # A row judges every engine that declares what it needs, except those that declare one of these: they have other rows.
-_OF_SHARES = frozenset({Capability.ZERO1, Capability.ZERO2})
 WITH_OTHER_ROWS: Mapping[str, frozenset[Capability]] = {
     "replicas": frozenset(),
     "wrapped": _OF_SHARES | {Capability.JOINT_UNITS},
