@@ -18,7 +18,7 @@ from shardproof.reports.expected import address, idle, stale
 from shardproof.reports.markup import Budget, block, code, escape, listed, num_bytes, table
 from shardproof.reports.matrix import CaseRow, Column, Matrix, arrange, by_severity, label
 from shardproof.reports.overview import overview
-from shardproof.reports.summary import conclude, declared_zeros, limited, tally, warnings
+from shardproof.reports.summary import conclude, declared_zeros, laws_judged, limited, tally, warnings
 from shardproof.reports.text import duration, printable, size, versions
 from shardproof.reports.verdict_style import MARKS
 
@@ -43,7 +43,7 @@ def render(run: Run) -> str:
     """Render the run in at most LIMIT_BYTES; see [Note: what is left out first]."""
     head = _head(run)
     matrix = _matrix(arrange(run), Budget(_MATRIX_BYTES))
-    tail = "\n\n".join(listed("Expectations not exercised:", idle(run)))
+    tail = "\n\n".join((*_laws_judged(run), *listed("Expectations not exercised:", idle(run))))
     budget = Budget(LIMIT_BYTES - _RESERVE_BYTES - sum(map(num_bytes, (head, matrix, tail))))
     details = [_Detail(record=record, text=_detail(record)) for record in by_severity(run.records)]
     kept = [detail for detail in details if budget.takes(detail.text)]
@@ -115,6 +115,12 @@ def _origin(run: Run) -> str:
             f"- git: {escape(found.git_head)}{changed}",
         )
     )
+
+
+def _laws_judged(run: Run) -> list[str]:
+    """Return a table of how many records each law judged: it cannot be derived for the others, or they do not ask."""
+    rows = [(escape(law), f"{n} of {of}", f"{n / of:.0%}") for law, n, of in laws_judged(run)]
+    return ["## Laws, and the records that they judged", table(["law", "records", ""], rows)] if rows else []
 
 
 def _matrix(matrix: Matrix, budget: Budget) -> str:

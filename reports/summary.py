@@ -13,6 +13,8 @@ from shardproof.harness.records.run import Run
 from shardproof.reports.expected import stale
 from shardproof.reports.verdict_style import MARKS
 
+_LEAST_SHARE = 0.02  # of the records: other laws are about the one thing that a case is for
+
 
 class Conclusion(Enum):
     """The result of a run as a whole."""
@@ -124,3 +126,10 @@ def declared_zeros(run: Run) -> tuple[str, ...]:
         f"{engine}: {sum(counts)} gradients in {len(counts)} records are zeros instead of None, as its adapter declares"
         for engine, counts in sorted(found.items())
     )
+
+
+def laws_judged(run: Run) -> list[tuple[str, int, int]]:
+    """Return each law with the number of records that it judged, and of records that have laws; rare laws left out."""
+    judged = [record for record in run.records if record.laws]
+    counted = Counter(law for record in judged for law in {law.law for law in record.laws})
+    return [(law, n, len(judged)) for law, n in counted.most_common() if n >= _LEAST_SHARE * len(judged)]

@@ -127,6 +127,12 @@ def test_gradients_shown_as_zeros_are_counted_for_each_engine(render: Callable[[
     assert "zeros instead of None" not in render(a_run(a_record("p/c")))
 
 
+def test_the_share_of_records_that_a_law_judged_is_a_table() -> None:
+    silent = LawRecord(law="reads are silent", held=True, summary="")
+    run = a_run(a_record("p/a", laws=(silent,)), a_record("p/b"), a_record("p/c", laws=()))
+    assert "| reads are silent | 1 of 2 | 50% |" in markdown.render(run)
+
+
 def test_only_an_address_becomes_a_link() -> None:
     for link in ("javascript:alert(1)", 'https://x" onclick="y', "https://x y", HOSTILE):
         record = a_record(verdict=Verdict.KNOWN_FAILURE, expectation=replace(ENTRY, link=link))
