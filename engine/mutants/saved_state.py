@@ -402,6 +402,19 @@ class CountsRecomputedGradientsTwice(ReferenceEngine):
                 self._recomputed.add(module)
 
 
+@mutant(after="deepspeedai/DeepSpeed#3090", phase="state loaded")
+class LoadsOnlyWhatTrains(ReferenceEngine):
+    """Frozen parameters keep the values that they had before a load."""
+
+    class Prepared(PreparedReference):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            frozen = [local(p.detach()) for p in self.owned_parameters().values() if not p.requires_grad]
+            before = [p.clone() for p in frozen]
+            super().load_full_state(state)
+            for parameter, kept in zip(frozen, before, strict=True):
+                parameter.copy_(kept)
+
+
 @mutant(after="pytorch/torchtitan#1167", trace=Trace.CRASH)
 class SavesNothingAfterAnEvaluation(ReferenceEngine):
     """State cannot be taken while a unit is whole, as after an evaluation."""

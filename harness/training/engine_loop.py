@@ -280,11 +280,11 @@ class _Loop:
         if fresh is None:
             # If gradients exist, torch assumes that a new optimizer already has its state (pytorch#140898).
             successor.zero_grad(set_to_none=True)
-            with torch.no_grad():
-                for parameter in successor.owned_parameters().values():
-                    parameter.zero_()
         else:
             self._preparation = fresh
+        with torch.no_grad():  # so that all of them have to be loaded, also what never trains
+            for parameter in successor.owned_parameters().values():
+                parameter.zero_()
         self.scale_losses()  # before the load, which must leave the scaler alone
         resume, script = self._training.resume, self._training.script
         if resume is not None and resume.freezes_first and isinstance(script, Freezes):
