@@ -12,12 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from shardproof import Source, TrialSession, WorldKind
 from shardproof.harness.worlds.launched.cluster import open_cluster
 from shardproof.harness.worlds.launched.launcher import launched_process
 from shardproof.harness.worlds.processes.forkserver import draw_hash_seeds, warm_up
 from tests.shell import ROOT
+
+# No test may fail because the machine is busy.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 # The program of a process that a launcher starts beside the one that judges.
 _SERVE = """

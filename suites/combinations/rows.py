@@ -74,6 +74,7 @@ FAMILIES: Mapping[str, frozenset[Capability]] = {
 # A row judges every engine that declares what it needs, except those that declare one of these: they have other rows.
 WITH_OTHER_ROWS: Mapping[str, frozenset[Capability]] = {
     "replicas": frozenset(),
+    "found_replicas": _OF_SHARES,  # by DDP, on which ZeRO-1 is built
     "wrapped": _OF_SHARES | {Capability.JOINT_UNITS},
     "units": _OF_SHARES | {Capability.WRAPPER},
     "shares": frozenset(),

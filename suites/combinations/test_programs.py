@@ -69,7 +69,7 @@ def test_what_a_wrapper_once_failed(trial: Trial, program: Program) -> None:
 @pytest.mark.kills("HalvesTheLastRank")
 @_rows("found_replicas")
 def test_what_replicas_once_failed(trial: Trial, program: Program) -> None:
-    _judge(trial, "replicas", program)
+    _judge(trial, "found_replicas", program)
 
 
 @pytest.mark.worlds(SEVERAL)

@@ -151,7 +151,7 @@ def test_ctrf_fits_its_schema_and_counts_its_tests(make: Callable[[], Run]) -> N
     }
 
 
-@settings(max_examples=20, derandomize=True, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(sample_records.drawn(Record), max_size=2))
 def test_any_record_makes_valid_files(records: list[Record]) -> None:
     run = a_run(*records)

@@ -187,8 +187,8 @@ def test_even_shares_are_explained_to_within_the_alignment(num_ranks: int) -> No
 def test_the_padding_of_chunks_is_explained() -> None:
     training = train(PACKED, layout=Layout.SHARD)
     found = explained(form_of(training), training, 2, cut=Cut.CHUNKS, state=0)
-    # Rows of 6, 7 and 5 make a chunk of 210, larger than their unit; rows of 8 and of 4 divide the others.
-    assert found.parameters == (210 + 48 + 12) * FLOAT
+    # Rows of 6, 7 and 5 make a chunk of 210, larger than their unit; rows of 8, 4, 4 and 3 divide the others.
+    assert found.parameters == (210 + 48 + 16 + 12 + 9) * FLOAT
 
 
 def test_a_hybrid_layout_is_explained_by_the_ranks_of_one_replica() -> None:
