@@ -28,8 +28,6 @@ from shardproof.engine.mutants.rare_triggers import Remembering
 from shardproof.engine.reference.fsdp_module import FSDPModule
 from shardproof.engine.reference.torch_private import inside_backward
 
-_ROOT_AND_ITSELF = 2
-
 
 @mutant(after="facebookresearch/fairscale#601", phase="state loaded")
 class LosesOptimizerState(FullyShardEngine):
@@ -299,11 +297,8 @@ class _PreparedRecomputing(PreparedReference):
 
     def __init__(self, module: nn.Module, plan: Plan, api: Any) -> None:  # Any: as the base class says
         super().__init__(module, plan, api)
-        self.num_units_around = dict.fromkeys(module.modules(), 0)
         self.sharded = [m for m in module.modules() if isinstance(m, FSDPModule)]
         for unit in self.sharded:
-            for inside in unit.modules():
-                self.num_units_around[inside] += 1
             unit.register_forward_pre_hook(self._enter)
             unit.register_forward_hook(self._leave)
 
@@ -338,8 +333,9 @@ class GathersInnerUnitsAgain(ReferenceEngine):
 
     class Prepared(_PreparedRecomputing):
         def end_recompute(self, unit: nn.Module) -> None:
-            if self.num_units_around[unit] > _ROOT_AND_ITSELF:
-                assert isinstance(unit, FSDPModule)
+            assert isinstance(unit, FSDPModule)
+            below_root = self.sharded[1:]  # without the root
+            if any(unit in {*other.modules()} for other in below_root if other is not unit):
                 unit.reshard()
 
 

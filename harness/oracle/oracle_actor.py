@@ -140,21 +140,22 @@ class OracleModels:
         found = self._of_rank[rank]
         # Nothing restores .grad after an assignment of None: the gradients for the optimizer are set afterwards.
         kept = [(p, p.grad) for p in found.parameters.values()]
-        cast_of = {p: trained for (p, _), trained in zip(kept, self._of_trained.values(), strict=True)}
+        pairs = zip(found.parameters.values(), self._of_trained.values(), strict=True)
+        copies = [(mine, trained) for mine, trained in pairs if mine is not trained]
         with torch.no_grad():
-            for mine, trained in cast_of.items():
-                mine.grad = None
-                if mine is not trained:
-                    mine.copy_(trained)
-        versions = [p._version for p in cast_of]
+            for parameter, _ in kept:
+                parameter.grad = None
+            for mine, trained in copies:
+                mine.copy_(trained)
+        versions = [mine._version for mine, _ in copies]
         try:
             yield found
         finally:
             for parameter, gradient in kept:
                 parameter.grad = gradient
             with torch.no_grad():  # what a script has loaded is trained from here on
-                for (mine, trained), version in zip(cast_of.items(), versions, strict=True):
-                    if mine is not trained and mine._version != version:
+                for (mine, trained), version in zip(copies, versions, strict=True):
+                    if mine._version != version:
                         trained.copy_(mine)
 
     def calling(self, seeds: Seeds, microbatch: int) -> AbstractContextManager[None]:

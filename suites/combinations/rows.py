@@ -11,7 +11,7 @@ An array stays within the capabilities of a family of engines, because a row tha
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -167,7 +167,17 @@ def _needed(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row.notes or f"[{row.id}]" in expectations]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--anew", action="store_true", help="keep only rows with notes or expectations")
+    is_anew = parser.parse_args().anew
     for family in FAMILIES:
-        rows = array(space_of(family), (_needed if "--anew" in sys.argv else list)(rows_in(family)))
+        before = rows_in(family)
+        rows = array(space_of(family), _needed(before) if is_anew else before)
         (_HERE / f"{family}.txt").write_text("".join(f"{row}\n" for row in rows))
+        for lost in (row for row in _needed(before) if row not in rows):
+            print(f"{family}: a row with notes or expectations makes no sense any more: {lost}")
+
+
+if __name__ == "__main__":
+    main()

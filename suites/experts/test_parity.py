@@ -6,17 +6,9 @@ from typing import Any
 
 import pytest
 
-from shardproof import (
-    FOUR_OR_MORE_EVEN,
-    Accumulation,
-    AllWaited,
-    Clip,
-    Count,
-    Exactly,
-    MatchesOracle,
-    Microbatches,
-)
-from shardproof import NamedOptimizer, Nothing, Op, Per, Phase, RanksAgree, Reshard, Select, Training, Trial
+from shardproof import FOUR_OR_MORE_EVEN, Accumulation, AllWaited, Clip, Count, Exactly, MatchesOracle
+from shardproof import Microbatches, NamedOptimizer, Nothing, Op, Per, Phase, RanksAgree, Reshard, Select
+from shardproof import Training, Trial
 from shardproof.fixtures.experts import MIXTURE
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.suites.params import param, parametrize
@@ -63,12 +55,12 @@ def test_experts_accumulate_until_the_last_microbatch(trial: Trial) -> None:
     )
 
 
-# Any: as for `train`.
-def _training(*optimizer: NamedOptimizer, **asked: Any) -> Training:
-    return train_sharded(MIXTURE, *optimizer, expert_parallel=2, experts=EXPERTS, **asked)
-
-
 @pytest.mark.kills("AveragesTheNormsOfExperts")
 def test_experts_count_once_in_the_norm(trial: Trial) -> None:
     training = _training(clip=Clip(max_norm=0.5))
     trial.holds(training, MatchesOracle(), RanksAgree())
+
+
+# Any: as for `train`.
+def _training(*optimizer: NamedOptimizer, **asked: Any) -> Training:
+    return train_sharded(MIXTURE, *optimizer, expert_parallel=2, experts=EXPERTS, **asked)
