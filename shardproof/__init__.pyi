@@ -179,9 +179,9 @@ from shardproof.harness.laws.law import Evidence as Evidence
 from shardproof.harness.laws.law import Law as Law
 from shardproof.harness.laws.law import Ruling as Ruling
 from shardproof.harness.laws.law import rule as rule
+from shardproof.harness.laws.memory.left_behind import LeavesNothingBehind as LeavesNothingBehind
 from shardproof.harness.laws.memory.lifetimes import AfterPhase as AfterPhase
 from shardproof.harness.laws.memory.lifetimes import LiveBytes as LiveBytes
-from shardproof.harness.laws.memory.lifetimes import NoLeaks as NoLeaks
 from shardproof.harness.laws.memory.lifetimes import PeakBytes as PeakBytes
 from shardproof.harness.laws.memory.lifetimes import UnshardedOnlyInTurn as UnshardedOnlyInTurn
 from shardproof.harness.laws.memory.lifetimes import UserTensorsLive as UserTensorsLive

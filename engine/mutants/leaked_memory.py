@@ -23,6 +23,7 @@ from shardproof.engine.mutants.patches import (
     in_each,
     in_place_of,
     is_last_rank,
+    local,
 )
 from shardproof.engine.reference.param_layout import ParamLayout
 from shardproof.engine.reference.parameter import FSDPParam, ShardedParam
@@ -45,6 +46,31 @@ class PilesUpGradients(ReferenceEngine):
         def step(self) -> None:
             self.kept += [p.grad for p in self.owned_parameters().values()]
             super().step()
+
+
+@mutant(after="EleutherAI/DeeperSpeed#66", trace=Trace.STATE)
+class KeepsWhatASkippedStepReduced(ReferenceEngine):
+    """Gradients of a step that is skipped for an overflow are kept permanently."""
+
+    class Prepared(KeepingReference):
+        grows = True
+
+        def zero_grad(self, *, set_to_none: bool) -> None:
+            gradients = [p.grad for p in self.owned_parameters().values() if p.grad is not None]
+            if not all(local(gradient).isfinite().all() for gradient in gradients):
+                self.kept += [gradient.detach().clone() for gradient in gradients]
+            super().zero_grad(set_to_none=set_to_none)
+
+
+@mutant(after="verl-project/verl#7166", trace=Trace.STATE)
+class KeepsOutputsUntilTheStep(ReferenceEngine):
+    """The outputs of a model that has several are kept until the step, with what their backward would need."""
+
+    class Prepared(KeepingReference):
+        def __call__(self, *inputs: Any, **named: Any) -> Any:
+            output = super().__call__(*inputs, **named)
+            self.kept += [] if isinstance(output, torch.Tensor) else [output]
+            return output
 
 
 @mutant(after="pytorch/pytorch#169349", trace=Trace.STATE)

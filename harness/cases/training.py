@@ -311,11 +311,19 @@ class Training:
 
     @property
     def is_counted(self) -> bool:
-        """Whether each rank's memory is counted after each step and compared with the plan's layout."""
-        is_sharded = self.plan.layout not in {Layout.NATIVE, Layout.REPLICATE}
-        is_cut_by_others = self.plan.cut_axis is not None or self.plan.pipeline_stages > 1
+        """Whether each rank's memory is counted in each step, and compared with that of the steps before."""
         makes_models = bool(_INTERFACES & self.script.demands)
-        return is_sharded and not (is_cut_by_others or makes_models or self.plan.needs & _KEEPS)
+        is_apart = self.plan.layout is Layout.NATIVE or self.plan.pipeline_stages > 1
+        return not (is_apart or makes_models or self.plan.needs & _KEEPS)
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether that memory is compared with the plan's layout too."""
+        return self.is_counted and self.plan.layout is not Layout.REPLICATE and self.plan.cut_axis is None
+
+    def is_before_handover(self, step: int) -> bool:
+        """Return whether the loop holds one model in a step, not also the one that took over its state."""
+        return step < (self.schedule.steps if self.resume is None else self.resume.after_steps)
 
     def __post_init__(self) -> None:
         """Complete the demands of the plan; raise ValueError where parts of the training contradict each other."""

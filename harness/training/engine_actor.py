@@ -123,7 +123,7 @@ class EngineActor(Actor):
         with self._during(Phase.FORWARD, microbatch):
             args, kwargs = arguments_of(inputs)
             output = self._prepared.part(part)(*args, **kwargs) if part else self._prepared(*args, **kwargs)
-        self.hold("an output", *tensors_in(output))
+        self.hold("an output", *tensors_in(output), are_outputs=True)
         return output
 
     def loss(self, microbatch: int, output: Any, target: torch.Tensor | None = None) -> torch.Tensor:
@@ -229,11 +229,11 @@ class EngineActor(Actor):
     def note(self, subject: str, value: object) -> None:
         self.log.facts.append(Fact(moment="", subject=subject, value=str(value)))
 
-    def hold(self, name: str, *tensors: Any) -> None:
-        """Pass the tensors among the values to the memory watches."""
+    def hold(self, name: str, *tensors: Any, are_outputs: bool = False) -> None:
+        """Pass the tensors among the values to the memory watches; the loop lets outputs go with its last backward."""
         held = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
         if self._census is not None:
-            self._census.holds(held)
+            self._census.holds(held, are_outputs=are_outputs)
         if self._lifetimes is not None:
             with self._context.recorder.during(Phase.OBSERVE, step=self.step):
                 self._lifetimes.holds(name, held)

@@ -349,6 +349,8 @@ class _Loop:
             else:
                 self._training.script.play(actor)
         self._meet(step)
+        if self._census is not None:
+            self._census.end_backwards()
         self._count(actor, CensusTime.REDUCED)
         norm = None
         self._probe_gradients(Seen.REDUCED, step)
@@ -433,26 +435,37 @@ class _Loop:
         )
 
     def _count(self, actor: EngineActor, moment: CensusTime) -> None:
-        form = None if self._watches is None else self._watches.form
-        # Engines that shard optimizer state alone may keep buffers of whole gradients, as DDP below them does.
-        is_sharded = self._training.plan.layout in {Layout.SHARD, Layout.HYBRID}
-        if moment is CensusTime.BETWEEN and not is_sharded:
+        form, training = None if self._watches is None else self._watches.form, self._training
+        if self._census is None or form is None or not actor.is_at_rest:
             return
-        if self._census is not None and form is not None and actor.is_at_rest:
-            with self.reading(actor.step):
-                gradients = HeldGradients.at(moment, actor.step, self._training)
-                is_before_updates = actor.step == 0 and moment in {CensusTime.BETWEEN, CensusTime.REDUCED}
-                self._census.take(
-                    actor.step,
-                    moment,
-                    lambda: self._explained(form, gradients),
-                    state_bytes=self._state_bytes() if is_sharded and is_before_updates else None,
-                    kind=(gradients, is_before_updates),
-                )
+        # Engines that shard optimizer state alone may keep buffers of whole gradients, as DDP below them does.
+        is_sharded, is_between = (
+            training.plan.layout in {Layout.SHARD, Layout.HYBRID},
+            moment is CensusTime.BETWEEN,
+        )
+        if is_between and not is_sharded:
+            return
+        with self.reading(actor.step):
+            gradients = HeldGradients.at(moment, actor.step, training)
+            is_before_updates = actor.step == 0 and moment in {CensusTime.BETWEEN, CensusTime.REDUCED}
+            is_shown = not is_between and training.is_before_handover(actor.step)
+            self._census.take(
+                actor.step,
+                moment,
+                (lambda: self._explained(form, gradients)) if training.is_explained else None,
+                state_bytes=self._state_bytes() if is_sharded and is_before_updates else None,
+                shown_bytes=self._state_bytes() + self._gradient_bytes() if is_shown else None,
+                kind=(gradients, is_before_updates),
+                cleared=moment is CensusTime.CLEARED and training.schedule.clears_to_none(actor.step),
+            )
 
     def _state_bytes(self) -> int:
         shown = read_shards(self.prepared, "local_optimizer_state")
         return sum(num_bytes_of(shard.tensor) for shard in shown.values())
+
+    def _gradient_bytes(self) -> int:
+        shown = read_gradients(self.prepared)
+        return sum(num_bytes_of(shard.tensor) for shard in shown.values() if shard is not None)
 
     def _explained(self, form: Form, gradients: HeldGradients) -> int:
         """Return the bytes that the layout and the reported optimizer state explain; a law checks the report itself."""

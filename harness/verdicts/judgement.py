@@ -13,6 +13,7 @@ from shardproof.harness.laws.communication.counts import ReadsAreSilent
 from shardproof.harness.laws.communication.matching import Counterparts, first_disagreement
 from shardproof.harness.laws.communication.needs import laws_of_needs
 from shardproof.harness.laws.law import Evidence, Law, Ruling
+from shardproof.harness.laws.memory.left_behind import LeavesNothingBehind
 from shardproof.harness.laws.memory.lifetimes import UserTensorsLive
 from shardproof.harness.laws.memory.share import MemoryIsExplained
 from shardproof.harness.laws.runtime import HoldsWhatItShows, NoRaces, ScalesLosses
@@ -111,7 +112,8 @@ def implied(training: Training) -> tuple[Law, ...]:
         *_IMPLIED,
         *laws_of_needs(training),
         *scaled,
-        *((MemoryIsExplained(),) if training.is_counted else ()),
+        *((LeavesNothingBehind(),) if training.is_counted else ()),
+        *((MemoryIsExplained(),) if training.is_explained else ()),
         *watched,
     )
 

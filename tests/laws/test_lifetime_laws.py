@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from shardproof import AfterPhase, LiveBytes, NoLeaks, PeakBytes, Phase, UnshardedOnlyInTurn, UserTensorsLive
+from shardproof import AfterPhase, LiveBytes, PeakBytes, Phase, UnshardedOnlyInTurn, UserTensorsLive
 from shardproof.engine.contract import Layout, Plan, Shard
 from shardproof.fixtures.chain import CHAIN
 from shardproof.fixtures.optimizers import SGD
@@ -105,7 +105,6 @@ LAWS: tuple[Law, ...] = (
     UnshardedOnlyInTurn(phase=Phase.FORWARD),
     LiveBytes(kinds=(MemoryKind.GATHERED,), after=AfterPhase.FORWARD, expected=Exactly(0)),
     PeakBytes(kinds=(MemoryKind.GATHERED,), phase=Phase.FORWARD, expected=Between(0, 1)),
-    NoLeaks(),
     UserTensorsLive(at_least=()),
 )
 
@@ -289,39 +288,6 @@ def _emptied(shard: Shard) -> Shard:
     return replace(shard, tensor=shard.tensor[:0])
 
 
-def _steps(*lives: Allocation, num_steps: int = 4) -> LifetimeReport:
-    """Return steps of ten events each, all of the optimizer's phase."""
-    stretches = tuple(_stretch(10 * s, Phase.STEP, step=s, microbatch=-1) for s in range(num_steps))
-    return LifetimeReport(
-        num_events=10 * num_steps, num_collectives=1, lives=(_life(0, None), *lives), stretches=stretches
-    )
-
-
-@pytest.mark.parametrize(
-    ("lives", "is_held"),
-    [
-        pytest.param((), True, id="nothing"),
-        pytest.param((_life(2, None, kind=MemoryKind.OPTIMIZER),), True, id="made-in-the-first-step"),
-        pytest.param(
-            (_life(2, 12), _life(12, 22), _life(22, 32), _life(32, None)), True, id="one-for-another"
-        ),
-        pytest.param((_life(12, None),), True, id="made-in-the-second-step"),
-        pytest.param((_life(22, None),), False, id="left-by-a-later-step"),
-        pytest.param((_life(12, 22),), False, id="lost-by-a-later-step"),
-        pytest.param((_life(22, None, kind=MemoryKind.USER),), True, id="the-user's"),
-        pytest.param((_life(2, 22), _life(22, None, kind=MemoryKind.STAGING)), False, id="of-another-kind"),
-    ],
-)
-def test_steps_leave_as_much_as_those_before(lives: tuple[Allocation, ...], is_held: bool) -> None:
-    assert _verdict(NoLeaks(), _steps(*lives), steps=4)[0] is is_held
-
-
-def test_a_leak_is_reported_with_its_operator() -> None:
-    _, summary = _verdict(NoLeaks(), _steps(_life(22, None), _life(32, None)), steps=4)
-    assert "step 2" in summary
-    assert "never let go: 8 bytes of unit 'blocks.0' from op at file.py:1" in summary
-
-
 def test_the_watch_must_cover_each_step() -> None:
     """The watch of the second rank begins late, or ends early: unseen steps prove nothing."""
     whole = LifetimeReport(
@@ -351,7 +317,6 @@ def test_the_watch_must_cover_each_step() -> None:
             Phase.FORWARD,
             "rank 1, step 2: expected events in forward, got none",
         ),
-        (NoLeaks(), Phase.STEP, "rank 1: expected the end of 4 steps, got 3"),
     )
     for law, missing, text in cases:
         evidence = _evidence(whole, steps=4)
@@ -361,17 +326,6 @@ def test_the_watch_must_cover_each_step() -> None:
         record = law.judge(replace(evidence, ranks=(first, replace(second, lifetime_report=cut)))).record
         assert not record.held
         assert record.summary == text
-
-
-def test_steps_that_leave_nothing_show_nothing() -> None:
-    report = replace(_steps(), lives=(_life(1, 2),))
-    held, summary = _verdict(NoLeaks(), report, steps=4)
-    assert not held
-    assert "expected the end of 4 steps, got 4" in summary
-
-
-def test_two_steps_are_too_few_to_compare() -> None:
-    assert not _verdict(NoLeaks(), _steps(num_steps=2), steps=2)[0]
 
 
 @pytest.mark.parametrize(

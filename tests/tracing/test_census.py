@@ -12,7 +12,16 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardproof import EachMicrobatch, Exercise, MemoryIsExplained, Phase, Ruling
+from shardproof import (
+    EachMicrobatch,
+    Exercise,
+    Law,
+    LeavesNothingBehind,
+    MemoryIsExplained,
+    Phase,
+    Ruling,
+    ZeroGrad,
+)
 from shardproof.engine.contract import Capability, Cut, Layout, Masters, Plan, Replicas
 from shardproof.fixtures.buffered import HOARD
 from shardproof.fixtures.forward_inputs import PACKED
@@ -315,21 +324,87 @@ def test_observations_without_a_census_are_reported_as_such() -> None:
     assert record.summary.startswith("not counted")
 
 
+_OF_THE_CENSUS = {LeavesNothingBehind(), MemoryIsExplained()}
+
+
 @pytest.mark.parametrize(
-    ("plan", "is_asked"),
+    ("plan", "laws"),
     [
-        (SHARD, True),
-        (Plan(layout=Layout.HYBRID), True),
-        (Plan(layout=Layout.ZERO1), True),
-        (Plan(layout=Layout.ZERO2), True),
-        (Plan(), False),
-        (Plan(layout=Layout.REPLICATE), False),
-        (replace(SHARD, demands=frozenset({Capability.UNIT_STATE})), False),
+        (SHARD, _OF_THE_CENSUS),
+        (Plan(layout=Layout.HYBRID), _OF_THE_CENSUS),
+        (Plan(layout=Layout.ZERO1), _OF_THE_CENSUS),
+        (Plan(layout=Layout.ZERO2), _OF_THE_CENSUS),
+        (Plan(), set()),
+        (Plan(layout=Layout.REPLICATE), {LeavesNothingBehind()}),
+        (replace(SHARD, demands=frozenset({Capability.UNIT_STATE})), set()),
     ],
 )
-def test_every_training_with_a_sharded_layout_is_held_to_it(plan: Plan, is_asked: bool) -> None:
+def test_every_training_with_a_named_layout_is_held_to_it(plan: Plan, laws: set[Law]) -> None:
     training = Training(problem=MLP_UNEVEN, optimizer=ADAMW, plan=plan)
-    assert (MemoryIsExplained() in implied(training)) is is_asked
+    assert _OF_THE_CENSUS & {*implied(training)} == laws
+
+
+_REDUCED, _STEPPED, _CLEARED = CensusTime.REDUCED, CensusTime.STEPPED, CensusTime.CLEARED
+
+
+@pytest.mark.parametrize(
+    ("beside", "breach"),
+    [
+        pytest.param({(0, _REDUCED): 8, (0, _STEPPED): 8, (1, _REDUCED): 8}, "", id="as-much"),
+        pytest.param(
+            {(0, _REDUCED): 8, (0, _CLEARED): 24, (2, _CLEARED): 24}, "", id="a-bucket-of-what-is-cleared"
+        ),
+        pytest.param(
+            {(0, _STEPPED): 8, (1, _STEPPED): 24}, "step 1, after the optimizer step", id="left-by-a-step"
+        ),
+        pytest.param(
+            {(0, _REDUCED): 24, (0, _STEPPED): 8, (1, _REDUCED): 24},
+            "step 1, after the last backward",
+            id="until-a-step",
+        ),
+        pytest.param({(0, _CLEARED): 8, (2, _CLEARED): 24}, "step 2, after zero_grad", id="left-by-clearing"),
+        pytest.param({(0, _REDUCED): 8, (1, _CLEARED): 24}, "step 1, after zero_grad", id="cleared-to-zeros"),
+    ],
+)
+def test_what_is_beside_gradients_and_state_does_not_grow(
+    beside: dict[tuple[int, CensusTime], int], breach: str
+) -> None:
+    piece = LiveStorage(num_bytes=16, shape=(4,), operator="cat", site="engine.py:1 in keep")
+    training = replace(
+        _training(plan=Plan(layout=Layout.REPLICATE)), schedule=Schedule(zero_grad=ZeroGrad.ALTERNATE)
+    )
+    counts = tuple(
+        CensusEntry(
+            step=step, moment=moment, num_bytes=64, largest=(), beside_bytes=num_bytes, since=(piece,)
+        )
+        for (step, moment), num_bytes in beside.items()
+    )
+    first, second = simulate(training, 2)
+    record = (
+        LeavesNothingBehind()
+        .judge(evidence_of(training, ranks=(first, replace(second, counts=counts))))
+        .record
+    )
+    assert record.held is not bool(breach)
+    if breach:
+        assert record.summary.startswith(f"rank 1, {breach}: expected at most 8 bytes beside")
+        assert record.summary.endswith(
+            "got 24; since then: 16 bytes of shape [4] from cat at engine.py:1 in keep"
+        )
+
+
+def test_names_what_is_alive_since_the_count_with_the_fewest_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardproof.harness.tracing.memory.census._RETRY_S", 0.0)
+    census, _ = _census()
+    kept = []
+    with observing_operators(made=census.made):
+        for step in range(3):
+            gradient = torch.ones(64)
+            kept += [torch.zeros(16)] if step == 1 else []
+            census.take(step, CensusTime.REDUCED, None, shown_bytes=gradient.nbytes)
+            del gradient
+    assert [count.beside_bytes for count in census.counts] == [0, 16 * FLOAT, 16 * FLOAT]
+    assert [[piece.shape for piece in count.since] for count in census.counts] == [[], [(16,)], [(16,)]]
 
 
 def test_an_exercise_that_makes_models_of_its_own_is_not_counted() -> None:

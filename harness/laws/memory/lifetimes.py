@@ -1,4 +1,4 @@
-"""Laws over the lifetimes of memory: live bytes after a phase, peaks, leaks, units unsharded in turn, user tensors.
+"""Laws over the lifetimes of memory: live bytes after a phase, peaks, units unsharded in turn, user tensors.
 
 [Note: a blind watch] A rank without a report breaks the law. So does a report without a step, or without the memory
 that a law is about: it proves nothing.
@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
 
 from shardproof.harness.cases.units import groups_of
 from shardproof.harness.laws.communication.bounds import Bound
@@ -142,41 +141,6 @@ class PeakBytes:
         return max(found, key=lambda moment: moment.num_bytes(self.kinds), default=None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoLeaks:
-    """At the end of each step as many bytes of each kind are alive as at the end of the step before.
-
-    The first step is left out, because optimizers make their state in it. The user's memory is left out too, because
-    the loop's own data differ from step to step.
-    """
-
-    name: str = "each step leaves as much memory as the one before"
-
-    def judge(self, evidence: Evidence) -> Ruling:
-        """Compare every step after the second with the second, kind by kind, on every rank."""
-        broken: list[str] = []
-        steps = evidence.training.schedule.steps
-        if steps < 3:
-            broken.append(f"expected three steps or more to compare, got {steps}; try Schedule(steps=5)")
-        held: Counter[str] = Counter()
-        for rank, report in reports(evidence, broken):
-            ends = [last_of(report, step, -1, Phase.STEP) for step in range(steps)]
-            counts = [_by_kind(end) for end in ends if end is not None]
-            if len(counts) < steps or not any(counts):
-                broken.append(f"rank {rank}: expected the end of {steps} steps, got {len(counts)}")
-                continue
-            held = max(held, counts[-1], key=Counter.total)
-            for step, (before, now) in enumerate(pairwise(counts[1:]), start=2):
-                changed = {kind: now[kind] - before[kind] for kind in {*now, *before}}
-                changed = {kind: num_bytes for kind, num_bytes in changed.items() if num_bytes}
-                if changed:
-                    broken.append(
-                        f"rank {rank}, step {step}: expected as many bytes as a step before, got a change of "
-                        f"{spell_bytes(changed)}{_survivors(report, step, set(changed))}"
-                    )
-        return rule(self.name, broken, held=f"{spell_bytes(held)} bytes after {steps} steps at the most")
-
-
 def _breach(
     expected: Bound,
     noun: str,
@@ -210,29 +174,6 @@ def _unseen(
     """Yield that nothing of these kinds was ever alive, so that its end shows nothing."""
     if not any(life.kind in kinds for life in report.lives) and evidence.world_size > 1:
         yield f"rank {rank}: expected memory that is {_spell(kinds)} at some time, got none"
-
-
-def _survivors(report: LifetimeReport, step: int, kinds: set[str]) -> str:
-    """Name what was made in a step and outlived the whole training."""
-    starts = [s.start for s in report.stretches if s.step == step]
-    end = next((s.start for s in report.stretches if s.step > step and s.start > max(starts)), None)
-    kept = [
-        life
-        for life in report.lives
-        if life.kind in kinds
-        and life.died is None
-        and starts[0] <= life.born
-        and (end is None or life.born < end)
-    ]
-    return f"; never let go: {'; '.join(map(made, kept[:MOST_SITES]))}" if kept else ""
-
-
-def _by_kind(moment: MemorySnapshot) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for life in moment.alive:
-        if life.kind is not MemoryKind.USER:
-            found[life.kind] += life.num_bytes
-    return found
 
 
 def _count(moment: MemorySnapshot, kinds: tuple[MemoryKind, ...]) -> str:

@@ -39,14 +39,12 @@ class MemoryIsExplained:
         """Compare every count on every rank with the closed form."""
         if not any(observation.counts for observation in evidence.ranks):
             return rule(self.name, [], held="not counted: these observations hold no census")
-        if shares_of(evidence.training.plan, evidence.world_size).state == 1:
-            return rule(self.name, [], held="every rank is a replica by itself")
         broken: list[str] = []
         most = 0
         num_counts = len(evidence.ranks[0].counts)
         for observation in evidence.ranks:
             limit = _explained(evidence, observation)
-            counts = list(_counted(evidence.training, observation))
+            counts = list(counted(evidence.training, observation))
             most = max([most, *(count.num_bytes for count in counts)])
             limits = [_explained_at(count, evidence, observation) for count in counts]
             broken += [
@@ -113,7 +111,7 @@ def _breaches_in_sum(evidence: Evidence) -> Iterator[str]:
         return
     most = sum(_explained(evidence, observation, Cut.EVENLY).num_bytes for observation in evidence.ranks)
     for counts in zip(
-        *(_counted(evidence.training, observation) for observation in evidence.ranks), strict=False
+        *(counted(evidence.training, observation) for observation in evidence.ranks), strict=False
     ):
         held = sum(count.num_bytes for count in counts)
         if held > most:
@@ -123,10 +121,9 @@ def _breaches_in_sum(evidence: Evidence) -> Iterator[str]:
             )
 
 
-def _counted(training: Training, observation: Observation) -> Iterator[CensusEntry]:
+def counted(training: Training, observation: Observation) -> Iterator[CensusEntry]:
     """Return the counts before the training is handed over: afterwards the loop itself holds both models."""
-    last = training.schedule.steps if training.resume is None else training.resume.after_steps
-    return (count for count in observation.counts if count.step < last)
+    return (count for count in observation.counts if training.is_before_handover(count.step))
 
 
 def _explained(

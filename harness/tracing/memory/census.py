@@ -28,7 +28,9 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from heapq import nlargest
 from operator import itemgetter
 from typing import Any
@@ -52,9 +54,9 @@ _MAX_RETRIES = (
 
 
 class _Seen(weakref.ref[torch.UntypedStorage]):
-    """A weak reference with the origin of its storage, and whether the user holds it."""
+    """A weak reference with the origin of its storage, and whether the user holds it, as an output or for good."""
 
-    __slots__ = ("device", "is_users", "key", "operator", "shape", "site")
+    __slots__ = ("device", "is_output", "is_users", "key", "operator", "shape", "site")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         super().__init__(storage)  # type: ignore[call-arg]  # its stub knows __new__ alone
@@ -63,7 +65,20 @@ class _Seen(weakref.ref[torch.UntypedStorage]):
         self.shape: tuple[int, ...] = ()
         self.operator = ""
         self.site = call_site(_BELOW)
-        self.is_users = False
+        self.is_users = self.is_output = False
+
+
+@dataclass(slots=True)
+class _Limit:
+    """The bytes up to which a count need not wait, and those that remained after a full wait."""
+
+    num_bytes: int = -1
+    stayed: int = -1
+    pieces: Counter[LiveStorage] = field(default_factory=Counter)  # of the count that set it
+
+    def settles(self, num_bytes: int, *, waits_again: bool = False) -> bool:
+        """Return whether waiting is of no use: a count that stayed too high is a breach already."""
+        return num_bytes <= (self.num_bytes if waits_again else max(self.num_bytes, self.stayed))
 
 
 class Census:
@@ -73,8 +88,8 @@ class Census:
         self._recorder = recorder
         self._seen: dict[int, _Seen] = {}  # by the storage's id, which may be reused after its end
         self._counts: list[CensusEntry] = []
-        self._limits: dict[object, int] = {}  # the explained bytes at the last look, by what explains them
-        self._stayed: dict[object, int] = {}  # the bytes above a limit that remained after a full wait
+        self._explained: dict[object, _Limit] = {}  # at the last look, by what explains them
+        self._beside: dict[object, _Limit] = {}  # the fewest bytes beside what is shown, by what is cleared
         self._in_use = allocator() if is_process_measured else None
         self._growth: Growth | None = None
         self.observed_bytes = 0  # held by the harness's own reads
@@ -105,34 +120,49 @@ class Census:
         for tensor in tensors_in(result):
             self._note(tensor, operator)
 
-    def holds(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Exclude the storages of tensors that the user holds."""
+    def holds(self, tensors: Iterable[torch.Tensor], *, are_outputs: bool = False) -> None:
+        """Exclude the storages of tensors that the user holds; of outputs until the last backward of a step."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if (seen := self._note(local, "unknown")) is not None:
-                seen.is_users = True
+                seen.is_output |= are_outputs
+                seen.is_users |= not are_outputs
+
+    def end_backwards(self) -> None:
+        """Count from now on outputs that the user does not hold for good."""
+        for seen in self._seen.values():
+            seen.is_output = False
 
     def take(
         self,
         step: int,
         moment: CensusTime,
-        explained: Callable[[], int],
+        explained: Callable[[], int] | None,
         *,
         state_bytes: int | None = None,
+        shown_bytes: int | None = None,
         kind: object = None,
+        cleared: object = None,
     ) -> None:
-        """Count now; above the explained bytes, repeat the count until late releases are done.
+        """Count now; above a limit, repeat the count until late releases are done.
 
-        Counts of one ``kind`` share a limit.
+        One limit is what the layout explains, the same for counts of one ``kind``. The other is for what is alive
+        beside the ``shown_bytes``: the fewest so far of counts with the same ``cleared``.
         """
         sizes = self._sizes()
-        if _total(sizes) > self._limits.get(kind, -1):
-            self._limits[kind] = explained()  # state may have grown since, or this is the first count
-        # A count that stayed too high is a breach already: waiting again could not undo it.
-        limit = self._limits[kind]
-        enough = limit if self._in_use is not None else max(limit, self._stayed.get(kind, -1))
+        limit, beside = self._explained.setdefault(kind, _Limit()), None
+        if explained is not None and _total(sizes) > limit.num_bytes:
+            limit.num_bytes = explained()  # state may have grown since, or this is the first count
+        if shown_bytes is not None:
+            beside = self._beside.get(cleared)
+
+        def is_settled() -> bool:
+            total = _total(sizes)
+            is_explained = explained is None or limit.settles(total, waits_again=self._in_use is not None)
+            return is_explained and (beside is None or beside.settles(total - (shown_bytes or 0)))
+
         for retry in range(_MAX_RETRIES):
-            if _total(sizes) <= enough:
+            if is_settled():
                 break
             if retry:
                 time.sleep(_RETRY_S)
@@ -140,20 +170,35 @@ class Census:
                 gc.collect()
             sizes = self._sizes()
         else:
-            self._stayed[kind] = max(self._stayed.get(kind, -1), _total(sizes))
+            limit.stayed = max(limit.stayed, _total(sizes))
+            if beside is not None:
+                beside.stayed = max(beside.stayed, _total(sizes) - (shown_bytes or 0))
+        since = () if shown_bytes is None else self._since(sizes, _total(sizes) - shown_bytes, cleared)
         largest = nlargest(_NUM_LARGEST, sizes, key=itemgetter(1))
-        pieces = tuple(_piece(seen, num_bytes) for seen, num_bytes in largest)
         self._counts.append(
             CensusEntry(
                 step=step,
                 moment=moment,
                 num_bytes=_total(sizes),
-                largest=pieces,
+                largest=tuple(_piece(seen, num_bytes) for seen, num_bytes in largest),
                 process_bytes=self._process_bytes(),
                 device_bytes=sum(num_bytes for seen, num_bytes in sizes if seen.device != "cpu"),
                 state_bytes=state_bytes,
+                beside_bytes=None if shown_bytes is None else _total(sizes) - shown_bytes,
+                since=since,
             )
         )
+
+    def _since(
+        self, sizes: list[tuple[_Seen, int]], num_beside: int, cleared: object
+    ) -> tuple[LiveStorage, ...]:
+        """Remember a count with the fewest bytes; else return what is alive in addition to that count."""
+        pieces = Counter(_piece(seen, num_bytes) for seen, num_bytes in sizes)
+        fewest = self._beside.setdefault(cleared, _Limit(num_bytes=num_beside))
+        if num_beside <= fewest.num_bytes:
+            fewest.num_bytes, fewest.pieces = num_beside, pieces
+            return ()
+        return tuple(nlargest(_NUM_LARGEST, pieces - fewest.pieces, key=lambda piece: piece.num_bytes))
 
     def _process_bytes(self) -> int | None:
         if self._growth is None:
@@ -176,7 +221,7 @@ class Census:
         """Drop ended storages, and return the bytes of all others except the user's."""
         alive = [(seen, storage.nbytes()) for seen in self._seen.values() if (storage := seen()) is not None]
         self._seen = {seen.key: seen for seen, _ in alive}
-        return [(seen, num_bytes) for seen, num_bytes in alive if not seen.is_users]
+        return [(seen, num_bytes) for seen, num_bytes in alive if not (seen.is_users or seen.is_output)]
 
 
 def _total(sizes: Iterable[tuple[_Seen, int]]) -> int:
