@@ -137,8 +137,12 @@ class PreparedDeepSpeed(PreparedPieces):
         return {k: self.fragment(piece.owner, k) if v.dim() else v for k, v in found.items()}
 
     def fragment(self, p: Any, key: str) -> Any:
-        """Return this rank's piece of a state."""
-        return p._hp_mapping.get_hp_fragment(key) if p._hp_mapping else _NOTHING
+        """Return this rank's piece of a state, cut from its group's: its getter fails before the next step."""
+        if not p._hp_mapping:
+            return _NOTHING
+        zero, place = self._engine.optimizer, p._hp_mapping.hp_fragment_address
+        updated = zero.single_partition_of_fp32_groups[p._hp_mapping.param_group_index]
+        return zero.optimizer.state[updated][key].narrow(0, place.start, place.numel)
 
 
 class PreparedDeepSpeedZero3(PreparedDeepSpeed):

@@ -268,7 +268,7 @@ class Watch(Enum):
 class Training:
     """All inputs of a run's observation, except the engine and the world.
 
-    The plan demands what the rest of the training needs of an engine, too. The model is converted to ``convert`` once
+    Its plans demand what the rest of the training needs of an engine, too. The model is converted to ``convert`` once
     prepared, and the data follow. ``schedules`` is the minimum number of schedules that run where ranks are threads;
     see `harness.runner.options`. If ``is_by_default``, an engine that declares what a user's model needs is not told
     so, and wraps the model as it does without any option.
@@ -326,9 +326,11 @@ class Training:
         return step < (self.schedule.steps if self.resume is None else self.resume.after_steps)
 
     def __post_init__(self) -> None:
-        """Complete the demands of the plan; raise ValueError where parts of the training contradict each other."""
-        if not self._demands <= self.plan.demands:
-            object.__setattr__(self, "plan", replace(self.plan, demands=self.plan.demands | self._demands))
+        """Complete the demands of its plans; raise ValueError where parts of the training contradict each other."""
+        object.__setattr__(self, "plan", self._completed(self.plan))
+        if self.resume is not None and self.resume.plan is not None:
+            later = replace(self.resume, plan=self._completed(self.resume.plan))
+            object.__setattr__(self, "resume", later)
         if self.schedule.scaling is not None and self.schedule.steps_in_backward:
             raise ValueError(
                 "Training: a loss scale needs a step after backward; leave steps_in_backward out"
@@ -339,6 +341,9 @@ class Training:
             self._check_pipeline()
         if self.origin is not None:
             self._check_origin(self.origin)
+
+    def _completed(self, plan: Plan) -> Plan:
+        return plan if self._demands <= plan.demands else replace(plan, demands=plan.demands | self._demands)
 
     @property
     def _demands(self) -> frozenset[Capability]:

@@ -29,7 +29,13 @@ class Preparation:
             [prepared.module] if model is None else [model] if is_inside else [model, prepared.module]
         )
         self._built = {} if model is None else _digests(model)
-        # A parameter that is whole only later belongs to a unit that happens to be gathered: a copy for computation.
+        self.settle()
+
+    def settle(self) -> None:
+        """Note which parameters are whole, at first and once there is an optimizer: some engines shard only then.
+
+        A parameter that is whole only later belongs to a unit that happens to be gathered: a copy for computation.
+        """
         self._wholes = {name for module in self._modules for name in self._named(module, _has_memory)}
 
     def difference(self, shown: Mapping[str, Shard]) -> str:

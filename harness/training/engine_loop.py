@@ -161,6 +161,7 @@ def _started(
             prepared.optimizer_in_backward(loop.schedules.factory)
         else:
             prepared.optimizer(loop.schedules.factory)
+    preparation.settle()
     loop.scale_losses()
     return loop
 
@@ -281,6 +282,7 @@ class _Loop:
             # If gradients exist, torch assumes that a new optimizer already has its state (pytorch#140898).
             successor.zero_grad(set_to_none=True)
         else:
+            fresh.settle()
             self._preparation = fresh
         with torch.no_grad():  # so that all of them have to be loaded, also what never trains
             for parameter in successor.owned_parameters().values():

@@ -170,3 +170,13 @@ def test_a_unit_that_is_gathered_for_a_while_is_no_evidence(sharded: nn.Module) 
     shown = _shown(sharded)
     sharded.weight = nn.Parameter(torch.zeros(4, 3))
     assert preparation.difference(shown) == f"{AS_SHOWN}, in 0 of 1 parameters"
+
+
+def test_an_engine_that_shards_with_its_optimizer_may_gather_a_unit_too(sharded: nn.Module) -> None:
+    shown, shard = _shown(sharded), sharded.weight
+    sharded.weight = nn.Parameter(torch.ones(4, 3))
+    preparation = Preparation(PreparedModel(sharded), sharded)
+    sharded.weight = shard
+    preparation.settle()
+    sharded.weight = nn.Parameter(torch.zeros(4, 3))
+    assert preparation.difference(shown) == f"{AS_SHOWN}, in 0 of 1 parameters"
