@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from enum import Enum
 from importlib import metadata
@@ -197,11 +197,24 @@ class PreparedModel:
         """Run forward on this rank's microbatch."""
         return self.module(*inputs, **named)
 
-    def materialize(self, device: torch.device, state: Mapping[str, torch.Tensor]) -> None:
-        """Allocate a model on the meta device and load rank 0's state; ``state`` is empty on the other ranks."""
+    def materialize(
+        self, device: torch.device, state: Mapping[str, torch.Tensor], unsaved: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Allocate a model on the meta device and fill it.
+
+        ``state`` is the state dict of the whole model on rank 0, and empty on the other ranks. ``unsaved`` are the
+        buffers that no state dict holds; they are whole on each rank, as a model's own initialization makes them.
+        """
+        tied = list(_tied(self.module))
         self.module.to_empty(device=device)
+        for first, other in tied:  # to_empty makes each its own tensor
+            parent, _, name = other.rpartition(".")
+            setattr(self.module.get_submodule(parent), name, self.module.get_parameter(first))
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(self.module, dict(state), options=options)
+        with torch.no_grad():
+            for name, buffer in unsaved.items():
+                self.named.get_buffer(name).copy_(buffer)
 
     def optimizer(self, factory: OptimizerFactory) -> None:
         """Build the optimizer over the parameters that this rank owns; may refuse the plan."""
@@ -423,3 +436,12 @@ class Engine(ABC):
         """Return the engine's release, for the record."""
         release = torch.__version__ if self.package == "torch" else metadata.version(self.package)
         return f"{self.package} {release}"
+
+
+def _tied(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the names of each parameter with several: the first one, and another."""
+    firsts: dict[nn.Parameter, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        first = firsts.setdefault(parameter, name)
+        if first != name:
+            yield first, name

@@ -204,3 +204,18 @@ class ClipsOnOneRank(DistributedDataParallelEngine):
                 return super().clip_grad_norm_(max_norm, norm_type)
             gradients = [p.grad for p in self.named.parameters() if p.grad is not None]
             return float(nn.utils.get_total_norm(gradients, norm_type))
+
+
+@mutant(after="pytorch/pytorch#90028", phase="clip")
+class ClipsByANormInFewBits(ReferenceEngine):
+    """The norm by which gradients are clipped has the few bits in which they were reduced."""
+
+    class Prepared(PreparedReference):
+        def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+            dtype = self.plan.reduction_dtype
+            if dtype is None or dtype.itemsize > 2:
+                return super().clip_grad_norm_(max_norm, norm_type)
+            norm = float(torch.tensor(super().clip_grad_norm_(math.inf, norm_type), dtype=dtype))
+            for gradient in (p.grad for p in self.owned_parameters().values() if p.grad is not None):
+                gradient.mul_(min(1.0, max_norm / norm))
+            return norm

@@ -43,6 +43,44 @@ class FillsBuffersOnTheFirstRankAlone(ReferenceEngine):
                     buffer.zero_()
 
 
+@mutant(after="hiyouga/LlamaFactory#10820", phase="prepare")
+class LosesUnsavedBuffersWithoutMemory(ReferenceEngine):
+    """A model prepared without memory has zeros in the buffers that no state dict holds."""
+
+    class Prepared(Remembering):
+        def materialize(self, device: torch.device, state: Any, unsaved: Any) -> None:  # Any: as above
+            zeros = {name: torch.zeros_like(buffer) for name, buffer in unsaved.items()}
+            super().materialize(device, state, zeros)
+
+
+@mutant(after="NVIDIA-NeMo/Automodel#2213", phase="prepare")
+class UntiesWhatHasNoMemory(ReferenceEngine):
+    """In a model prepared without memory each use of a tied parameter is a parameter of its own."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        seen: set[nn.Parameter] = set()
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.is_meta and parameter in seen:
+                    setattr(module, name, nn.Parameter(torch.empty_like(parameter)))
+                seen.add(parameter)
+        return super().prepare(model, plan, mesh)
+
+
+@mutant(after="deepspeedai/DeepSpeed#8378", phase="state saved")
+class SavesWhatIsFrozenAsItComputes(ReferenceEngine):
+    """The whole state has frozen parameters rounded to the compute dtype."""
+
+    class Prepared(Remembering):
+        def full_state(self) -> dict[str, Any]:
+            state, dtype = super().full_state(), self.plan.compute_dtype
+            for name, parameter in self.named.named_parameters():
+                if dtype is not None and not parameter.requires_grad:
+                    whole = state["model"][name]
+                    state["model"][name] = whole.to(dtype).to(whole.dtype)
+            return state
+
+
 @mutant(after="pytorch/torchtitan#1524", phase="prepare")
 class ThawsWhatHadNoMemory(ReferenceEngine):
     """A model prepared without memory trains its frozen parameters too."""

@@ -144,11 +144,24 @@ class FillsTheFirstRankAlone(ReferenceEngine):
     """Of models prepared without memory, only the first rank's is filled with its state."""
 
     class Prepared(PreparedReference):
-        def materialize(self, device: torch.device, state: Mapping[str, torch.Tensor]) -> None:
-            super().materialize(device, state)
+        def materialize(self, *given: Any) -> None:  # Any: the contract's own
+            super().materialize(*given)
             if torch.distributed.get_rank():
                 for parameter in self.owned_parameters().values():
                     local(parameter).fill_(0.25)
+
+
+@mutant(after="pytorch/pytorch#140900", phase="state loaded")
+class LoadsNoOptionsOfTheLoop(ReferenceEngine):
+    """A state that is loaded loses the options of groups that are not the optimizer's own, as schedules add them."""
+
+    class Prepared(PreparedReference):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            super().load_full_state(state)
+            optimizer = self.built_optimizer()
+            for group in optimizer.param_groups:
+                for option in group.keys() - optimizer.defaults.keys() - {"params", "param_names"}:
+                    del group[option]
 
 
 @mutant(after="NVIDIA/Megatron-LM#5974", phase="step")

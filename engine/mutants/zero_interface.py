@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,22 @@ class KeepsTheStateOfAllRanks(ZeroRedundancyEngine):
             names = [*self.owned_parameters()][dist.get_rank() :: dist.get_world_size()]
             whole = PreparedDdp.local_optimizer_state(self)
             return {key: shard for key, shard in whole.items() if key.partition("/")[0] in names}
+
+
+@mutant(after="NVIDIA/Megatron-LM#6920", phase="state loaded")
+class LoadsMuonOnItsOwnersAlone(ZeroRedundancyEngine):
+    """A whole state that is loaded for Muon reaches each parameter on the rank alone that updates it."""
+
+    class Prepared(PreparedZero1):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            before = {p: p.detach().clone() for p in self.named.parameters()}
+            super().load_full_state(state)
+            optimizer = self._zero().optim
+            if isinstance(optimizer, torch.optim.Muon):
+                owned = {p for group in optimizer.param_groups for p in group["params"]}
+                with torch.no_grad():
+                    for parameter in (p for p in before if p.requires_grad and p not in owned):
+                        parameter.copy_(before[parameter])
 
 
 @mutant(after="NVIDIA-NeMo/RL#561", phase="step")

@@ -88,7 +88,7 @@ class Notes:
         if self.is_explained and value != _NOTHING:
             return f"{self.subject}: {value}"
         item = _first_unlike(self.value, value)
-        return f"expected {self.subject} {self.value}, got {value}{f': {item}' if item else ''}"
+        return f"expected {self.subject} to be {self.value}, got {value}{f': {item}' if item else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

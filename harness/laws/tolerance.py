@@ -63,7 +63,8 @@ def error_of_noise(
         return _disturbed(place.quantity, noise, floor, dtype)
     if not oracle.is_widened and is_narrow(dtype):
         return max(MULTIPLE * noise, floor)
-    if place.quantity is Quantity.GRADIENT:
+    # A maximum norm is one gradient; whether a norm is that of the gradients is a law of its own.
+    if place.quantity in {Quantity.GRADIENT, Quantity.NORM}:
         rounded_to = (oracle.plan.reduction_dtype, oracle.plan.compute_dtype)
         steps = (torch.finfo(dtype).eps for dtype in rounded_to if dtype is not None)
         floor = max((floor, *(step * oracle.scales[place] for step in steps)))

@@ -26,10 +26,12 @@ from shardproof.harness.cases.scripts.interventions import Freezes
 from shardproof.harness.cases.training import (
     AS_HANDED_OUT,
     AS_HELD,
+    COMPLETE,
     HANDED_OUT,
     HELD,
     LOADED,
     LOSS_SCALE,
+    OPTIONS,
     TAKEN,
     UNCHANGED,
     LoopOrder,
@@ -307,7 +309,7 @@ class _Loop:
     # Any: states are nested dicts and lists of tensors and other values.
     def _load_whole(self, state: dict[str, Any], step: int, noted: Mapping[str, str] | None = None) -> None:
         """Load a state; record, with ``noted``, whether ranks then hold its values and whether loading changed it."""
-        kept = copied(state)
+        kept, options = copied(state), self._options()
         with calling("load_full_state"):
             self.prepared.load_full_state(state)
         lost = changed(tensors_of(kept), tensors_of(state))
@@ -316,10 +318,16 @@ class _Loop:
             **(noted or {}),
             LOADED: f"{lost} changed" if lost else UNCHANGED,
             TAKEN: taken or AS_HANDED_OUT,
+            OPTIONS: ", ".join(f"without {option!r}" for option in sorted(options - self._options()))
+            or COMPLETE,
         }
         self._facts += tuple(
             Fact(moment="", subject=subject, value=value) for subject, value in facts.items()
         )
+
+    def _options(self) -> set[str]:
+        """Name the options of the optimizer's groups, also those that are not the optimizer's own."""
+        return {option for group in self.prepared.built_optimizer().param_groups for option in group}
 
     def _difference_from(self, state: dict[str, Any], step: int) -> str:
         """Return the first difference between a whole state and this rank's shards, by the model's own names."""
@@ -450,7 +458,8 @@ class _Loop:
         with self.reading(actor.step):
             gradients = HeldGradients.at(moment, actor.step, training)
             is_before_updates = actor.step == 0 and moment in {CensusTime.BETWEEN, CensusTime.REDUCED}
-            is_shown = not is_between and training.is_before_handover(actor.step)
+            # The state of a flat parameter is padded, which is not shown, so counts begin with the first update.
+            is_shown = not (is_between or is_before_updates) and training.is_before_handover(actor.step)
             self._census.take(
                 actor.step,
                 moment,

@@ -198,7 +198,8 @@ def _prepare(
         if watches is not None and watches.census is not None:
             watches.census.measure_process()
         has_memory = Capability.META not in plan.demands
-        model = training.problem.build().to(context.device if has_memory else "meta")
+        model = training.problem.build()
+        model = model.to(context.device) if has_memory else _without_memory(model)
         if Capability.START_FROM_FIRST in plan.demands and context.rank:
             _set_apart(model)
         if is_communicating(training.problem):
@@ -214,12 +215,28 @@ def _prepare(
         with _noting_calls(context, training, model):
             prepared = adapter.prepare(model, plan, data)
         if not has_memory:
-            state = training.problem.build().state_dict() if context.rank == 0 else {}
+            whole = training.problem.build()
+            state = whole.state_dict()
+            unsaved = {name: buffer for name, buffer in whole.named_buffers() if name not in state}
             is_on_host = plan.offload in {Offload.CPU, Offload.PINNED}
-            prepared.materialize(torch.device("cpu") if is_on_host else context.device, state)
+            place = torch.device("cpu") if is_on_host else context.device
+            prepared.materialize(place, {} if context.rank else state, unsaved)
             if is_on_host:
                 _move_buffers(prepared.module, context.device)
         return Preparation(prepared, model)
+
+
+def _without_memory(model: nn.Module) -> nn.Module:
+    """Move a model to the meta device; what is tied stays tied, unlike after ``Module.to``."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module.named_parameters, module.named_buffers):
+            for name, tensor in list(tensors(recurse=False)):
+                empty = torch.empty_like(tensor, device="meta")
+                is_parameter = isinstance(tensor, nn.Parameter)
+                like = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+                setattr(module, name, moved.setdefault(tensor, like))
+    return model
 
 
 def _set_apart(model: nn.Module) -> None:

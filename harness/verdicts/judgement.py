@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import assert_never
 
 from shardproof.engine.contract import Capability
-from shardproof.harness.cases.training import Training, Watch
+from shardproof.harness.cases.training import (
+    AS_HANDED_OUT,
+    AS_HELD,
+    COMPLETE,
+    HANDED_OUT,
+    OPTIONS,
+    TAKEN,
+    StateForm,
+    Training,
+    Watch,
+)
+from shardproof.harness.laws.clipping import ClipsByTheirNorm
 from shardproof.harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor, harm_in
 from shardproof.harness.laws.communication.counts import ReadsAreSilent
 from shardproof.harness.laws.communication.matching import Counterparts, first_disagreement
@@ -16,7 +27,7 @@ from shardproof.harness.laws.law import Evidence, Law, Ruling
 from shardproof.harness.laws.memory.left_behind import LeavesNothingBehind
 from shardproof.harness.laws.memory.lifetimes import UserTensorsLive
 from shardproof.harness.laws.memory.share import MemoryIsExplained
-from shardproof.harness.laws.runtime import HoldsWhatItShows, NoRaces, ScalesLosses
+from shardproof.harness.laws.runtime import HoldsWhatItShows, NoRaces, Notes, ScalesLosses
 from shardproof.harness.laws.structure import num_declared_zeros
 from shardproof.harness.oracle.oracle_observation import OracleObservation
 from shardproof.harness.records.hang import HangReport
@@ -108,14 +119,28 @@ def implied(training: Training) -> tuple[Law, ...]:
     watched = (law for watch, law in _IMPLIED_BY.items() if watch in training.watch)
     scaling = training.schedule.scaling
     scaled = () if scaling is None else (ScalesLosses(scaling=scaling),)
+    is_clipped_as_one = training.schedule.clip is not None and training.plan.cut_axis is None
     return (
         *_IMPLIED,
         *laws_of_needs(training),
         *scaled,
+        *_of_loads(training),
+        *((ClipsByTheirNorm(),) if is_clipped_as_one else ()),
         *((LeavesNothingBehind(),) if training.is_counted else ()),
         *((MemoryIsExplained(),) if training.is_explained else ()),
         *watched,
     )
+
+
+def _of_loads(training: Training) -> Iterator[Law]:
+    """Yield what must hold of a whole state that a training hands out and loads."""
+    origin, resume = training.origin, training.resume
+    steps = [0] if origin is not None and origin.form is StateForm.WHOLE else []
+    steps += [resume.after_steps] if resume is not None and resume.form is StateForm.WHOLE else []
+    for step in steps:
+        yield Notes(subject=HANDED_OUT, value=AS_HELD, step=step)
+        yield Notes(subject=TAKEN, value=AS_HANDED_OUT, step=step)
+        yield Notes(subject=OPTIONS, value=COMPLETE, step=step)
 
 
 def _judge_damage(saved: SavedResult) -> Judgement:

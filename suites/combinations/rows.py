@@ -12,7 +12,7 @@ An array stays within the capabilities of a family of engines, because a row tha
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from hashlib import sha256
@@ -43,6 +43,7 @@ _WRAPPED = frozenset(
     {
         Capability.REPLICATE,
         Capability.SHARD,
+        Capability.HYBRID,
         Capability.UNITS,
         Capability.RESHARD_POLICY,
         Capability.ACCUMULATE,
@@ -70,6 +71,9 @@ FAMILIES: Mapping[str, frozenset[Capability]] = {
     "shares": _SHARES,
 }
 
+
+# Of a family's capabilities those that some of its engines lack: their own rows contain every pair too.
+_LACKED = {"replicas": frozenset({Capability.REPLICATE})}
 
 # A row judges every engine that declares what it needs, except those that declare one of these: they have other rows.
 WITH_OTHER_ROWS: Mapping[str, frozenset[Capability]] = {
@@ -129,25 +133,38 @@ def _row(text: str, notes: str) -> Row:
     return Row(program=SPACE.parse(program), name=name, notes=tuple(notes.split()))
 
 
-def array(space: Space, rows: Iterable[Row]) -> list[Row]:
-    """Return the rows that make sense in a space, as they are, and named rows for the combinations that they lack."""
-    kept = [row for row in rows if space.has(row.program) and space.contradiction(row.program) is None]
-    left = space.combinations.difference(*(space.combinations_in(row.program) for row in kept))
-    return [*kept, *(Row(program=p, name=_name(p)) for p in space.cover(unseen=left))]
+def array(spaces: Sequence[Space], rows: Iterable[Row]) -> list[Row]:
+    """Return the rows that make sense in the last space, as they are, and named rows for what they lack in each."""
+    kept = _within(spaces[-1], rows)
+    for space in spaces:
+        left = space.combinations.difference(
+            *(space.combinations_in(r.program) for r in _within(space, kept))
+        )
+        kept = [*kept, *(Row(program=p, name=_name(p)) for p in space.cover(unseen=left))]
+    return kept
+
+
+def _within(space: Space, rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if space.has(row.program) and space.contradiction(row.program) is None]
 
 
 def _name(program: Program) -> str:
     return sha256(str(program).encode()).hexdigest()[:8]
 
 
-def space_of(family: str) -> Space:
-    """Return the space of a family's array: without combinations that one of its engines is known to fail."""
+def spaces_of(family: str) -> tuple[Space, Space]:
+    """Return the spaces of a family's array: that of the engines that lack something, and the whole one."""
+    return _space_of(family, _LACKED.get(family, frozenset())), _space_of(family, frozenset())
+
+
+def _space_of(family: str, lacked: frozenset[Capability]) -> Space:
+    """Return a space without combinations that one of the family's engines is known to fail."""
     others = (family, *_JUDGED_TOO.get(family, ()))
     rules = tuple(
         ProgramRule(why=f"contains one of found_{other}.txt", holds=partial(_is_known, other))
         for other in others
     )
-    space = SPACE.within(FAMILIES[family])
+    space = SPACE.within(FAMILIES[family] - lacked)
     return replace(space, rules=(*space.rules, *rules, *_RULES_OF.get(family, ())))
 
 
@@ -173,7 +190,7 @@ def main() -> None:
     is_anew = parser.parse_args().anew
     for family in FAMILIES:
         before = rows_in(family)
-        rows = array(space_of(family), _needed(before) if is_anew else before)
+        rows = array(spaces_of(family), _needed(before) if is_anew else before)
         (_HERE / f"{family}.txt").write_text("".join(f"{row}\n" for row in rows))
         for lost in (row for row in _needed(before) if row not in rows):
             print(f"{family}: a row with notes or expectations makes no sense any more: {lost}")

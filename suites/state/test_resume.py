@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof import AS_HANDED_OUT, AS_HELD, EVEN, FOURS, FOUR_OR_MORE_EVEN, HANDED_OUT, LOADED, SEVERAL
-from shardproof import TAKEN, UNCHANGED, Capability, Layout, NamedOptimizer, Notes, Plan, Problem, Resume
-from shardproof import Schedule, StateForm, Training, Trial
+from shardproof import EVEN, FOURS, FOUR_OR_MORE_EVEN, LOADED, SEVERAL, UNCHANGED, Capability, Layout
+from shardproof import NamedOptimizer, Notes, Plan, Problem, Resume, Schedule, StateForm, Training, Trial
 from shardproof.fixtures.idle import SOMETIMES
 from shardproof.fixtures.optimizers import ADAMW, DECAYING, EMPTY_GROUP, GROUPED, SGD
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
@@ -20,10 +19,6 @@ from shardproof.suites.params import param, parametrize
 from shardproof.suites.vocabulary import PARITY
 
 AFTER_STEPS = 2
-EXACTLY = (
-    Notes(subject=HANDED_OUT, value=AS_HELD, step=AFTER_STEPS),
-    Notes(subject=TAKEN, value=AS_HANDED_OUT, step=AFTER_STEPS),
-)
 LAYOUTS_OF_FOUR = [Layout.SHARD, Layout.REPLICATE, param(Layout.HYBRID, worlds=FOURS)]
 
 
@@ -57,7 +52,7 @@ def test_resumes_in_shards_what_was_replicated(trial: Trial) -> None:
 def test_hands_out_what_the_ranks_hold(trial: Trial, optimizer: NamedOptimizer) -> None:
     """The state is whole and has the model's own names, so any number of ranks may load it."""
     training = _training(MLP_EVEN, optimizer, Layout.NATIVE, Layout.NATIVE)
-    trial.holds(training, *PARITY, *EXACTLY)
+    trial.holds(training, *PARITY)
 
 
 @pytest.mark.kills("RoundsWhatItLoads")
@@ -65,7 +60,7 @@ def test_hands_out_what_the_ranks_hold(trial: Trial, optimizer: NamedOptimizer) 
 def test_resumes_what_computes_in_few_bits(trial: Trial, optimizer: NamedOptimizer) -> None:
     """Float32 values stay float32: they are not rounded to the compute dtype, neither way."""
     dtypes: dict[str, Any] = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    trial.holds(_training(MLP_EVEN, optimizer, Layout.NATIVE, Layout.NATIVE, **dtypes), *PARITY, *EXACTLY)
+    trial.holds(_training(MLP_EVEN, optimizer, Layout.NATIVE, Layout.NATIVE, **dtypes), *PARITY)
 
 
 @pytest.mark.kills("LosesOptimizerState")
@@ -118,7 +113,7 @@ def test_resumes_from_shares(trial: Trial, layout: Layout, form: StateForm) -> N
 
 @parametrize(
     "optimizer",
-    param(GROUPED, kills="MergesParameterGroupsItLoads"),
+    param(GROUPED, kills=("MergesParameterGroupsItLoads", "LoadsNoOptionsOfTheLoop")),
     param(EMPTY_GROUP, kills="LosesOptionsBesideAnEmptyGroup"),
 )
 def test_resumes_several_parameter_groups(trial: Trial, optimizer: NamedOptimizer) -> None:

@@ -68,7 +68,7 @@ def test_every_note_of_a_subject_counts() -> None:
     other = Fact(moment="", subject="output", value="torch.float32")
     record = _rule(CAST, lambda step: replace(step, facts=(*step.facts, other)))
     assert not record.held
-    assert "expected output torch.bfloat16, got torch.float32" in record.summary
+    assert "expected output to be torch.bfloat16, got torch.float32" in record.summary
 
 
 @pytest.mark.parametrize(
@@ -77,14 +77,14 @@ def test_every_note_of_a_subject_counts() -> None:
         (
             Notes(subject="calls", value="[1, 1]"),
             "[1, 2]",
-            "expected calls [1, 1], got [1, 2]: item 1 is 2 instead of 1",
+            "expected calls to be [1, 1], got [1, 2]: item 1 is 2 instead of 1",
         ),
         (
             Notes(subject="calls", value="[1, 1]"),
             "[1]",
-            "expected calls [1, 1], got [1]: 1 items instead of 2",
+            "expected calls to be [1, 1], got [1]: 1 items instead of 2",
         ),
-        (Notes(subject="calls", value="[1, 1]"), "none", "expected calls [1, 1], got none"),
+        (Notes(subject="calls", value="[1, 1]"), "none", "expected calls to be [1, 1], got none"),
         (
             Notes(subject="parameters", value="right", is_explained=True),
             "[3] is 2.5, expected 1.5",

@@ -16,7 +16,7 @@ from shardproof.harness.tracing.memory.memory_report import CensusTime
 class LeavesNothingBehind:
     """After a backward or an update a rank holds no more beside its gradients and state than it did before.
 
-    Parameters, buffers of the engine and its other memory stay as large as after the first backward. Gradients and
+    Parameters, buffers of the engine and its other memory stay as large as after the first update. Gradients and
     optimizer state may become more, as when a part of the model thaws, because the engine shows them. Gradients that
     are None are compared apart: an engine may keep the memory in which it reduces them. So outputs that an engine
     keeps until a step, and gradients that it keeps after a step that it skips, are more; what is made and freed between

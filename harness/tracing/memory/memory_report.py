@@ -197,8 +197,8 @@ class CensusEntry:
 
     ``state_bytes`` is the optimizer state that the engine reported, before the first update; None after it.
     ``beside_bytes`` are those beside the gradients and the optimizer state that the engine showed, and ``since`` the
-    largest pieces that were not alive, or as many, at the count before with the fewest; None and empty between two
-    microbatches, where gradients may wait for their reduction unshown.
+    largest pieces that were not alive, or as many, at the count before with the fewest; None and empty before the
+    first update, and between two microbatches, where gradients may wait for their reduction unshown.
     ``process_bytes`` is the growth of its process since before the model was built, observations excluded. It is None
     where it was not requested, or where ranks share a process. ``device_bytes`` are those on an accelerator.
     """
