@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from shardproof.harness.torch_compat.patching import Replacement
 from shardproof.harness.torch_compat.private_names import optional
+from shardproof.harness.torch_compat.releases import minor
 
 
 class _Classes(NamedTuple):
@@ -57,6 +58,17 @@ def shared_propagation() -> Replacement:
     }
     replacements["_fake_mode_lock"] = lock
     return Replacement(lambda: [(propagator, name, made) for name, made in replacements.items()])
+
+
+def keep_device_guard() -> None:
+    """Let the calling thread own the guard that stands for a missing GPU in torch's fake mode.
+
+    Where torch 2.11 was built for CUDA and there is no GPU, the first thread in that mode makes the guard for all,
+    and frees it at its end. A rank that enters the mode afterwards ends the process (pytorch#178950).
+    """
+    ensure = optional("torch._C:_ensureCUDADeviceGuardSet")
+    if ensure is not None and minor(torch.__version__) < (2, 12):
+        ensure()
 
 
 def _shared_shapes(propagate: Callable[[Any, Any], Any], lock: threading.RLock) -> Callable[[Any, Any], Any]:

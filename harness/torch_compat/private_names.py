@@ -152,6 +152,11 @@ _USES: Mapping[Feature | str, Mapping[str, str]] = {
             "is given a set of names for each thread, so that FSDP1 saves states on several ranks at once"
         ),
     },
+    "nothing is kept: a release without it sets no guard": {
+        "torch._C:_ensureCUDADeviceGuardSet": (
+            "sets the guard that stands for a missing GPU, for a thread that outlives the ranks"
+        ),
+    },
     "ranks that are threads propagate shardings each for itself, which is slower": {
         "torch.distributed.tensor._dtensor_spec:DTensorSpec": "is what a sharding propagation depends on",
         "torch.distributed.tensor._op_schema:OutputSharding": "is the result of a sharding propagation",

@@ -18,6 +18,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from shardproof.harness.torch_compat.dtensor import own_placement, own_shape, shared_propagation
 from shardproof.harness.worlds.rank import RankContext
+from tests.shell import python
 from tests.values import returned
 
 METHOD = "_propagate_tensor_meta_non_cached"
@@ -283,3 +284,24 @@ def computed(context: RankContext) -> list[object]:
 def test_ranks_in_threads_compute_the_results_of_processes(tmp_path: Path) -> None:
     threads, processes = (returned(f"{k}:4", computed, folder=tmp_path / k) for k in ("threads", "processes"))
     assert threads == processes
+
+
+def test_a_rank_may_enter_the_fake_mode_after_another_has_ended() -> None:
+    code = """
+import threading
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from shardproof.harness.worlds.threads.isolation import isolate_threads
+
+def enter():
+    with FakeTensorMode():
+        torch.stack([torch.zeros(())])
+
+with isolate_threads():
+    for _ in range(8):
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join()
+"""
+    done = python("-c", code)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -57,6 +57,7 @@ def isolate_threads() -> Iterator[None]:
     A thread that a rank starts belongs to that rank: it sees the groups that the rank had at the time. Call once,
     before any rank starts, in a process that hosts only ranks.
     """
+    dtensor.keep_device_guard()
     with ExitStack() as stack:
         stack.enter_context(process_groups.replace_world(_WorldOfThread()))
         stack.enter_context(process_groups.thread_isolation())
