@@ -458,25 +458,25 @@ class _Loop:
         with self.reading(actor.step):
             gradients = HeldGradients.at(moment, actor.step, training)
             is_before_updates = actor.step == 0 and moment in {CensusTime.BETWEEN, CensusTime.REDUCED}
-            # The state of a flat parameter is padded, which is not shown, so counts begin with the first update.
-            is_shown = not (is_between or is_before_updates) and training.is_before_handover(actor.step)
+            is_shown = not is_between and training.is_before_handover(actor.step)
             self._census.take(
                 actor.step,
                 moment,
                 (lambda: self._explained(form, gradients)) if training.is_explained else None,
                 state_bytes=self._state_bytes() if is_sharded and is_before_updates else None,
-                shown_bytes=self._state_bytes() + self._gradient_bytes() if is_shown else None,
                 kind=(gradients, is_before_updates),
-                cleared=moment is CensusTime.CLEARED and training.schedule.clears_to_none(actor.step),
+                shown=self._shown() if is_shown else "",
             )
 
     def _state_bytes(self) -> int:
         shown = read_shards(self.prepared, "local_optimizer_state")
         return sum(num_bytes_of(shard.tensor) for shard in shown.values())
 
-    def _gradient_bytes(self) -> int:
-        shown = read_gradients(self.prepared)
-        return sum(num_bytes_of(shard.tensor) for shard in shown.values() if shard is not None)
+    def _shown(self) -> str:
+        """Return a digest of the names of the gradients and the state that the engine shows."""
+        gradients = [name for name, shard in read_gradients(self.prepared).items() if shard is not None]
+        names = (sorted(gradients), sorted(read_shards(self.prepared, "local_optimizer_state")))
+        return hashlib.sha256(repr(names).encode()).hexdigest()[:8]
 
     def _explained(self, form: Form, gradients: HeldGradients) -> int:
         """Return the bytes that the layout and the reported optimizer state explain; a law checks the report itself."""

@@ -18,6 +18,7 @@ from shardproof.harness.cases.training import (
     Training,
     Watch,
 )
+from shardproof.harness.cases.user_model import UserModel
 from shardproof.harness.laws.clipping import ClipsByTheirNorm
 from shardproof.harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor, harm_in
 from shardproof.harness.laws.communication.counts import ReadsAreSilent
@@ -119,6 +120,7 @@ def implied(training: Training) -> tuple[Law, ...]:
     watched = (law for watch, law in _IMPLIED_BY.items() if watch in training.watch)
     scaling = training.schedule.scaling
     scaled = () if scaling is None else (ScalesLosses(scaling=scaling),)
+    is_users = isinstance(training.problem, UserModel)  # which may keep more in each step by itself
     is_clipped_as_one = training.schedule.clip is not None and training.plan.cut_axis is None
     return (
         *_IMPLIED,
@@ -126,7 +128,7 @@ def implied(training: Training) -> tuple[Law, ...]:
         *scaled,
         *_of_loads(training),
         *((ClipsByTheirNorm(),) if is_clipped_as_one else ()),
-        *((LeavesNothingBehind(),) if training.is_counted else ()),
+        *((LeavesNothingBehind(),) if training.is_counted and not is_users else ()),
         *((MemoryIsExplained(),) if training.is_explained else ()),
         *watched,
     )

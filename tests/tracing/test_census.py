@@ -20,7 +20,6 @@ from shardproof import (
     MemoryIsExplained,
     Phase,
     Ruling,
-    ZeroGrad,
 )
 from shardproof.engine.contract import Capability, Cut, Layout, Masters, Plan, Replicas
 from shardproof.fixtures.buffered import HOARD
@@ -348,46 +347,44 @@ _REDUCED, _STEPPED, _CLEARED = CensusTime.REDUCED, CensusTime.STEPPED, CensusTim
 
 
 @pytest.mark.parametrize(
-    ("beside", "breach"),
+    ("counts", "breach"),
     [
-        pytest.param({(0, _REDUCED): 8, (0, _STEPPED): 8, (1, _REDUCED): 8}, "", id="as-much"),
         pytest.param(
-            {(0, _REDUCED): 8, (0, _CLEARED): 24, (2, _CLEARED): 24}, "", id="a-bucket-of-what-is-cleared"
+            [(0, _REDUCED, "a", 8), (0, _STEPPED, "b", 24), (1, _REDUCED, "b", 24)], "", id="as-much"
         ),
         pytest.param(
-            {(0, _STEPPED): 8, (1, _STEPPED): 24}, "step 1, after the optimizer step", id="left-by-a-step"
+            [(0, _STEPPED, "b", 8), (0, _CLEARED, "c", 24), (2, _STEPPED, "b", 8)], "", id="shows-less"
         ),
         pytest.param(
-            {(0, _REDUCED): 24, (0, _STEPPED): 8, (1, _REDUCED): 24},
+            [(0, _STEPPED, "b", 8), (1, _STEPPED, "b", 24)],
+            "step 1, after the optimizer step",
+            id="left-by-a-step",
+        ),
+        pytest.param(
+            [(0, _REDUCED, "b", 24), (0, _STEPPED, "b", 8), (1, _REDUCED, "b", 24)],
             "step 1, after the last backward",
             id="until-a-step",
         ),
-        pytest.param({(0, _CLEARED): 8, (2, _CLEARED): 24}, "step 2, after zero_grad", id="left-by-clearing"),
-        pytest.param({(0, _REDUCED): 8, (1, _CLEARED): 24}, "step 1, after zero_grad", id="cleared-to-zeros"),
+        pytest.param(
+            [(0, _CLEARED, "c", 8), (2, _CLEARED, "c", 24)], "step 2, after zero_grad", id="left-by-clearing"
+        ),
     ],
 )
-def test_what_is_beside_gradients_and_state_does_not_grow(
-    beside: dict[tuple[int, CensusTime], int], breach: str
+def test_a_rank_that_shows_the_same_holds_no_more(
+    counts: list[tuple[int, CensusTime, str, int]], breach: str
 ) -> None:
     piece = LiveStorage(num_bytes=16, shape=(4,), operator="cat", site="engine.py:1 in keep")
-    training = replace(
-        _training(plan=Plan(layout=Layout.REPLICATE)), schedule=Schedule(zero_grad=ZeroGrad.ALTERNATE)
-    )
-    counts = tuple(
-        CensusEntry(
-            step=step, moment=moment, num_bytes=64, largest=(), beside_bytes=num_bytes, since=(piece,)
-        )
-        for (step, moment), num_bytes in beside.items()
+    training = _training(plan=Plan(layout=Layout.REPLICATE), steps=3)
+    entries = tuple(
+        CensusEntry(step=step, moment=moment, num_bytes=num_bytes, largest=(), shown=shown, since=(piece,))
+        for step, moment, shown, num_bytes in counts
     )
     first, second = simulate(training, 2)
-    record = (
-        LeavesNothingBehind()
-        .judge(evidence_of(training, ranks=(first, replace(second, counts=counts))))
-        .record
-    )
+    evidence = evidence_of(training, ranks=(first, replace(second, counts=entries)))
+    record = LeavesNothingBehind().judge(evidence).record
     assert record.held is not bool(breach)
     if breach:
-        assert record.summary.startswith(f"rank 1, {breach}: expected at most 8 bytes beside")
+        assert record.summary.startswith(f"rank 1, {breach}: expected at most 8 bytes, as before")
         assert record.summary.endswith(
             "got 24; since then: 16 bytes of shape [4] from cat at engine.py:1 in keep"
         )
@@ -401,9 +398,9 @@ def test_names_what_is_alive_since_the_count_with_the_fewest_bytes(monkeypatch: 
         for step in range(3):
             gradient = torch.ones(64)
             kept += [torch.zeros(16)] if step == 1 else []
-            census.take(step, CensusTime.REDUCED, None, shown_bytes=gradient.nbytes)
+            census.take(step, CensusTime.REDUCED, None, shown="a gradient")
             del gradient
-    assert [count.beside_bytes for count in census.counts] == [0, 16 * FLOAT, 16 * FLOAT]
+    assert [count.num_bytes for count in census.counts] == [64 * FLOAT, 80 * FLOAT, 80 * FLOAT]
     assert [[piece.shape for piece in count.since] for count in census.counts] == [[], [(16,)], [(16,)]]
 
 

@@ -1,4 +1,4 @@
-"""The law over the census that needs no layout: what a rank holds beside what it shows does not become more."""
+"""The law over the census that needs no layout: a rank that shows as much as before holds no more than before."""
 
 from __future__ import annotations
 
@@ -9,44 +9,38 @@ from shardproof.harness.cases.training import Training
 from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.laws.memory.share import counted
 from shardproof.harness.records.observation import Observation
-from shardproof.harness.tracing.memory.memory_report import CensusTime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeavesNothingBehind:
-    """After a backward or an update a rank holds no more beside its gradients and state than it did before.
+    """After a backward, an update or a clearing a rank holds no more than before, if it shows the same.
 
-    Parameters, buffers of the engine and its other memory stay as large as after the first update. Gradients and
-    optimizer state may become more, as when a part of the model thaws, because the engine shows them. Gradients that
-    are None are compared apart: an engine may keep the memory in which it reduces them. So outputs that an engine
-    keeps until a step, and gradients that it keeps after a step that it skips, are more; what is made and freed between
-    two counts is not seen.
+    Counts are compared at which the engine shows gradients of the same parameters and the same optimizer state: what
+    it pads and the buffers that it keeps are then alike too. So outputs that an engine keeps until a step are more, and
+    gradients that it keeps after a step that it skips. What is made and freed between two counts is not seen.
     """
 
     name: str = "no step leaves memory behind"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Compare each count with the fewest bytes before it, on every rank."""
+        """Compare each count with the fewest bytes of those before it, on every rank."""
         broken = [
             f"rank {observation.rank}, {breach}"
             for observation in evidence.ranks
             for breach in _breaches(evidence.training, observation)
         ]
-        num_counts = len([c for o in evidence.ranks for c in o.counts if c.beside_bytes is not None])
+        num_counts = len([count for o in evidence.ranks for count in o.counts if count.shown])
         return rule(self.name, broken, held=f"at {num_counts} moments")
 
 
 def _breaches(training: Training, observation: Observation) -> Iterator[str]:
-    fewest: dict[bool, int] = {}  # by whether gradients are None
-    for count in counted(training, observation):
-        if count.beside_bytes is None:
-            continue
-        has_none = count.moment is CensusTime.CLEARED and training.schedule.clears_to_none(count.step)
-        most = fewest.setdefault(has_none, count.beside_bytes)
-        fewest[has_none] = min(most, count.beside_bytes)
-        if count.beside_bytes > most:
+    fewest: dict[str, int] = {}  # by what is shown
+    for count in (count for count in counted(training, observation) if count.shown):
+        most = fewest.setdefault(count.shown, count.num_bytes)
+        fewest[count.shown] = min(most, count.num_bytes)
+        if count.num_bytes > most:
             since = "; ".join(map(str, count.since))
             yield (
-                f"step {count.step}, {count.moment}: expected at most {most} bytes beside gradients and optimizer "
-                f"state, as before, got {count.beside_bytes}; since then: {since}"
+                f"step {count.step}, {count.moment}: expected at most {most} bytes, as before with the same gradients "
+                f"and optimizer state, got {count.num_bytes}; since then: {since}"
             )

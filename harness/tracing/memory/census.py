@@ -89,7 +89,7 @@ class Census:
         self._seen: dict[int, _Seen] = {}  # by the storage's id, which may be reused after its end
         self._counts: list[CensusEntry] = []
         self._explained: dict[object, _Limit] = {}  # at the last look, by what explains them
-        self._beside: dict[object, _Limit] = {}  # the fewest bytes beside what is shown, by what is cleared
+        self._fewest: dict[str, _Limit] = {}  # by what is shown
         self._in_use = allocator() if is_process_measured else None
         self._growth: Growth | None = None
         self.observed_bytes = 0  # held by the harness's own reads
@@ -140,26 +140,23 @@ class Census:
         explained: Callable[[], int] | None,
         *,
         state_bytes: int | None = None,
-        shown_bytes: int | None = None,
         kind: object = None,
-        cleared: object = None,
+        shown: str = "",
     ) -> None:
         """Count now; above a limit, repeat the count until late releases are done.
 
-        One limit is what the layout explains, the same for counts of one ``kind``. The other is for what is alive
-        beside the ``shown_bytes``: the fewest so far of counts with the same ``cleared``.
+        One limit is what the layout explains, the same for counts of one ``kind``. The other is the fewest bytes of
+        earlier counts at which the engine showed the same.
         """
         sizes = self._sizes()
-        limit, beside = self._explained.setdefault(kind, _Limit()), None
+        limit, fewest = self._explained.setdefault(kind, _Limit()), self._fewest.get(shown)
         if explained is not None and _total(sizes) > limit.num_bytes:
             limit.num_bytes = explained()  # state may have grown since, or this is the first count
-        if shown_bytes is not None:
-            beside = self._beside.get(cleared)
 
         def is_settled() -> bool:
             total = _total(sizes)
             is_explained = explained is None or limit.settles(total, waits_again=self._in_use is not None)
-            return is_explained and (beside is None or beside.settles(total - (shown_bytes or 0)))
+            return is_explained and (fewest is None or fewest.settles(total))
 
         for retry in range(_MAX_RETRIES):
             if is_settled():
@@ -171,9 +168,8 @@ class Census:
             sizes = self._sizes()
         else:
             limit.stayed = max(limit.stayed, _total(sizes))
-            if beside is not None:
-                beside.stayed = max(beside.stayed, _total(sizes) - (shown_bytes or 0))
-        since = () if shown_bytes is None else self._since(sizes, _total(sizes) - shown_bytes, cleared)
+            if fewest is not None:
+                fewest.stayed = max(fewest.stayed, _total(sizes))
         largest = nlargest(_NUM_LARGEST, sizes, key=itemgetter(1))
         self._counts.append(
             CensusEntry(
@@ -184,19 +180,17 @@ class Census:
                 process_bytes=self._process_bytes(),
                 device_bytes=sum(num_bytes for seen, num_bytes in sizes if seen.device != "cpu"),
                 state_bytes=state_bytes,
-                beside_bytes=None if shown_bytes is None else _total(sizes) - shown_bytes,
-                since=since,
+                shown=shown,
+                since=self._since(sizes, shown) if shown else (),
             )
         )
 
-    def _since(
-        self, sizes: list[tuple[_Seen, int]], num_beside: int, cleared: object
-    ) -> tuple[LiveStorage, ...]:
+    def _since(self, sizes: list[tuple[_Seen, int]], shown: str) -> tuple[LiveStorage, ...]:
         """Remember a count with the fewest bytes; else return what is alive in addition to that count."""
         pieces = Counter(_piece(seen, num_bytes) for seen, num_bytes in sizes)
-        fewest = self._beside.setdefault(cleared, _Limit(num_bytes=num_beside))
-        if num_beside <= fewest.num_bytes:
-            fewest.num_bytes, fewest.pieces = num_beside, pieces
+        fewest = self._fewest.setdefault(shown, _Limit(num_bytes=_total(sizes)))
+        if _total(sizes) <= fewest.num_bytes:
+            fewest.num_bytes, fewest.pieces = _total(sizes), pieces
             return ()
         return tuple(nlargest(_NUM_LARGEST, pieces - fewest.pieces, key=lambda piece: piece.num_bytes))
 

@@ -196,9 +196,9 @@ class CensusEntry:
     """All memory that a rank holds at one moment of a step, and the largest pieces of it.
 
     ``state_bytes`` is the optimizer state that the engine reported, before the first update; None after it.
-    ``beside_bytes`` are those beside the gradients and the optimizer state that the engine showed, and ``since`` the
-    largest pieces that were not alive, or as many, at the count before with the fewest; None and empty before the
-    first update, and between two microbatches, where gradients may wait for their reduction unshown.
+    ``shown`` is a digest of the names of the gradients and the optimizer state that the engine showed; empty between
+    microbatches, where gradients may wait for their reduction unshown. ``since`` are the largest pieces that were not
+    alive, or not as many, at the earlier count with the same digest and the fewest bytes, if this one has more.
     ``process_bytes`` is the growth of its process since before the model was built, observations excluded. It is None
     where it was not requested, or where ranks share a process. ``device_bytes`` are those on an accelerator.
     """
@@ -210,5 +210,5 @@ class CensusEntry:
     process_bytes: int | None = None
     device_bytes: int = 0
     state_bytes: int | None = None
-    beside_bytes: int | None = None
+    shown: str = ""
     since: tuple[LiveStorage, ...] = ()
