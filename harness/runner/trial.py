@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,7 +24,7 @@ from shardproof.harness.runner.record_writer import LEFT_OUT_PROPERTY, NOT_JUDGE
 from shardproof.harness.runner.session import TrialSession
 from shardproof.harness.runner.session_end import end_session
 from shardproof.harness.verdicts.case import Case, Refusal
-from shardproof.harness.verdicts.known_failures import expected, named_defect
+from shardproof.harness.verdicts.known_failures import containing, expected, named_defect
 from shardproof.harness.verdicts.known_failures_file import read
 
 _SHOWN_LINES = 20  # of the ranks' output; the record has more
@@ -57,16 +58,19 @@ class Trial:
         *laws: Law,
         refusal: Refusal = Refusal.WRONG,
         unless: frozenset[Capability] = frozenset(),
+        contains: Sequence[str] = (),
     ) -> None:
         """Judge this engine: every law must hold of the training, on every rank.
 
-        An engine that declares a capability in ``unless`` is not judged: it has such cases of its own.
+        An engine that declares a capability in ``unless`` is not judged: it has such cases of its own. One that is
+        known to fail a case that this one ``contains`` may fail this one too.
         ``refusal`` decides the verdict on an engine that declares all capabilities of the plan and refuses it. Fails
         the test for every verdict that does not conform, skips it for UNSUPPORTED, and marks it as an expected failure
         for KNOWN_FAILURE; the verdict is always recorded.
         """
         __tracebackhide__ = True
-        self._report(self._judged(training, laws, refusal, unless))
+        record = self._judged(training, laws, refusal, unless)
+        self._report(containing(record, self._expectations, contains))
 
     def proves(self, training: Training, *laws: Law) -> None:
         """Judge as `holds` does; also tell how a user's model that needs options is trained by an engine's default."""

@@ -10,7 +10,7 @@ this, because a selection leaves cases out. See ``unused``.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -95,6 +95,22 @@ def expected(record: Record, expectations: Expectations | None) -> Record:
         headline = f"expected to be {own[0].verdict}, and passed: remove the expectation; {record.headline}"
         return replace(record, verdict=Verdict.UNEXPECTED_PASS, headline=headline, expectation=own[0])
     return record if record.verdict.is_conforming else _unexcused(record, live, concerned)
+
+
+def containing(record: Record, expectations: Expectations | None, cases: Iterable[str]) -> Record:
+    """Excuse the failure of a case that contains ``cases``, if the engine is known to fail one of these.
+
+    Such a case judges the engines that pass them; what it would show of the others, cases without them show.
+    """
+    if expectations is None or record.verdict.is_conforming:
+        return record
+    for case in cases:
+        for entry in expectations.entries:
+            is_live = not is_expired(entry, expectations.today)
+            if is_live and _concerns(entry, replace(record, case=case)):
+                headline = f"contains {case}; {record.headline}"
+                return replace(record, verdict=Verdict.KNOWN_FAILURE, headline=headline, expectation=entry)
+    return record
 
 
 def named_defect(record: Record, defects: Expectations | None) -> Record:

@@ -133,12 +133,15 @@ def _row(text: str, notes: str) -> Row:
     return Row(program=SPACE.parse(program), name=name, notes=tuple(notes.split()))
 
 
-def array(spaces: Sequence[Space], rows: Iterable[Row]) -> list[Row]:
-    """Return the rows that make sense in the last space, as they are, and named rows for what they lack in each."""
+def array(spaces: Sequence[Space], rows: Iterable[Row], found: Sequence[Row] = ()) -> list[Row]:
+    """Return the rows that make sense in the last space, as they are, and named rows for what they lack in each.
+
+    What the rows ``found`` have is not lacking.
+    """
     kept = _within(spaces[-1], rows)
     for space in spaces:
         left = space.combinations.difference(
-            *(space.combinations_in(r.program) for r in _within(space, kept))
+            *(space.combinations_in(r.program) for r in _within(space, [*kept, *found]))
         )
         kept = [*kept, *(Row(program=p, name=_name(p)) for p in space.cover(unseen=left))]
     return kept
@@ -152,18 +155,28 @@ def _name(program: Program) -> str:
     return sha256(str(program).encode()).hexdigest()[:8]
 
 
-def spaces_of(family: str) -> tuple[Space, Space]:
-    """Return the spaces of a family's array: that of the engines that lack something, and the whole one."""
-    return _space_of(family, _LACKED.get(family, frozenset())), _space_of(family, frozenset())
+def spaces_of(family: str) -> tuple[Space, ...]:
+    """Return the spaces of a family's array, each wider than the one before.
 
-
-def _space_of(family: str, lacked: frozenset[Capability]) -> Space:
-    """Return a space without combinations that one of the family's engines is known to fail."""
+    The first two have no program that one of the family's engines is known to fail, so that no failure hides another:
+    that of the engines that lack something, and of the others. In the last one such programs judge the engines that
+    do not fail them.
+    """
     others = (family, *_JUDGED_TOO.get(family, ()))
-    rules = tuple(
+    known = tuple(
         ProgramRule(why=f"contains one of found_{other}.txt", holds=partial(_is_known, other))
         for other in others
     )
+    return (
+        _space_of(family, known, lacked=_LACKED.get(family, frozenset())),
+        _space_of(family, known),
+        _space_of(family),
+    )
+
+
+def _space_of(
+    family: str, rules: tuple[ProgramRule, ...] = (), *, lacked: frozenset[Capability] = frozenset()
+) -> Space:
     space = SPACE.within(FAMILIES[family] - lacked)
     return replace(space, rules=(*space.rules, *rules, *_RULES_OF.get(family, ())))
 
@@ -190,7 +203,7 @@ def main() -> None:
     is_anew = parser.parse_args().anew
     for family in FAMILIES:
         before = rows_in(family)
-        rows = array(spaces_of(family), _needed(before) if is_anew else before)
+        rows = array(spaces_of(family), _needed(before) if is_anew else before, rows_in(f"found_{family}"))
         (_HERE / f"{family}.txt").write_text("".join(f"{row}\n" for row in rows))
         for lost in (row for row in _needed(before) if row not in rows):
             print(f"{family}: a row with notes or expectations makes no sense any more: {lost}")

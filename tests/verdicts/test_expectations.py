@@ -17,6 +17,7 @@ from shardproof.harness.verdicts.known_failures import (
     Fit,
     Ran,
     check_condition,
+    containing,
     expected,
     fit,
     matches,
@@ -90,6 +91,18 @@ def test_a_derived_engine_may_pass_cases_that_the_known_one_fails() -> None:
 @pytest.mark.parametrize("changes", [{"known_as": ""}, {"known_version": "torch 2.16.0"}])
 def test_only_a_release_that_fails_hands_its_failures_down(changes: dict[str, str]) -> None:
     assert expected(derived(Verdict.FAILED, **changes), known(ENTRY)).verdict is Verdict.FAILED
+
+
+def test_a_case_that_contains_a_known_failure_may_fail_in_any_way() -> None:
+    larger = a_record(Verdict.CRASHED, case="suites/larger")
+    found = containing(larger, known(ENTRY), ["suites/other", CASE])
+    assert (found.verdict, found.expectation) == (Verdict.KNOWN_FAILURE, ENTRY)
+    assert found.headline == f"contains {CASE}; what was seen"
+    assert containing(larger, known(ENTRY), ["suites/other"]) == larger
+    assert containing(larger, known(an_entry(expiry="2030-06-14")), [CASE]) == larger
+    assert containing(larger, known(an_entry(engine="another")), [CASE]) == larger
+    passed = a_record(Verdict.PASSED, case="suites/larger")
+    assert containing(passed, known(ENTRY), [CASE]) == passed
 
 
 def test_an_expired_expectation_excuses_nothing() -> None:
