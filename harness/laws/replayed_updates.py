@@ -77,6 +77,8 @@ def _changes(
     suspect: Suspect, now: torch.Tensor, earlier: list[torch.Tensor | None]
 ) -> Iterator[tuple[str, Change]]:
     training = suspect.evidence.training
+    # A replay knows no more than training: it equals the reference unless the loop loaded or edited weights.
+    yield "updated from what training had made of it: weights that were loaded since are lost", Replay.update
     yield "updated twice by one gradient", _repeat
     yield "updated as if the optimizer had counted a step more", _count_a_step
     if earlier:

@@ -6,7 +6,19 @@ import re
 
 import pytest
 
-from shardproof import Clip, Layout, MatchesOracle, RanksAgree, Reshard, Training, TrialSession, Verdict
+from shardproof import (
+    Clip,
+    EachMicrobatch,
+    Eventful,
+    Layout,
+    MatchesOracle,
+    Offload,
+    RanksAgree,
+    Reshard,
+    Training,
+    TrialSession,
+    Verdict,
+)
 from shardproof.fixtures.decoders import CHECKPOINTED
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN, SINGLE_GROUP
@@ -36,6 +48,17 @@ HEADLINES: dict[str, tuple[Training, str, str]] = {
         train(CHECKPOINTED, units=("blocks.0.inner", "blocks.1.inner")),
         PAIRS,
         r"gradient .*: exactly 2 x the reference: added once more;",
+    ),
+    "zero_interface:UpdatesTheWeightsOfBeforeALoad": (
+        train(
+            MLP_EVEN,
+            SGD,
+            layout=Layout.ZERO2,
+            offload=Offload.OPTIMIZER,
+            script=Eventful(inner=EachMicrobatch(), loads_at=1),
+        ),
+        TWO_RANKS,
+        r"step 1, parameter .*: updated from what training had made of it: weights that were loaded since are lost;",
     ),
 }
 
