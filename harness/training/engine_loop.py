@@ -465,7 +465,7 @@ class _Loop:
                 (lambda: self._explained(form, gradients)) if training.is_explained else None,
                 state_bytes=self._state_bytes() if is_sharded and is_before_updates else None,
                 kind=(gradients, is_before_updates),
-                shown=self._shown() if is_shown else "",
+                shown=self._shown if is_shown else None,
             )
 
     def _state_bytes(self) -> int:

@@ -19,7 +19,6 @@ from shardproof.harness.cases.training import (
     Watch,
 )
 from shardproof.harness.cases.user_model import UserModel
-from shardproof.harness.laws.clipping import ClipsByTheirNorm
 from shardproof.harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor, harm_in
 from shardproof.harness.laws.communication.counts import ReadsAreSilent
 from shardproof.harness.laws.communication.matching import Counterparts, first_disagreement
@@ -28,6 +27,7 @@ from shardproof.harness.laws.law import Evidence, Law, Ruling
 from shardproof.harness.laws.memory.left_behind import LeavesNothingBehind
 from shardproof.harness.laws.memory.lifetimes import UserTensorsLive
 from shardproof.harness.laws.memory.share import MemoryIsExplained
+from shardproof.harness.laws.own_norm import ClipsByTheirNorm
 from shardproof.harness.laws.runtime import HoldsWhatItShows, NoRaces, Notes, ScalesLosses
 from shardproof.harness.laws.structure import num_declared_zeros
 from shardproof.harness.oracle.oracle_observation import OracleObservation

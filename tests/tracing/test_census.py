@@ -376,8 +376,10 @@ def test_a_rank_that_shows_the_same_holds_no_more(
     piece = LiveStorage(num_bytes=16, shape=(4,), operator="cat", site="engine.py:1 in keep")
     training = _training(plan=Plan(layout=Layout.REPLICATE), steps=3)
     entries = tuple(
-        CensusEntry(step=step, moment=moment, num_bytes=num_bytes, largest=(), shown=shown, since=(piece,))
-        for step, moment, shown, num_bytes in counts
+        CensusEntry(
+            step=step, moment=moment, num_bytes=0, largest=(), shown=shown, left_bytes=left, since=(piece,)
+        )
+        for step, moment, shown, left in counts
     )
     first, second = simulate(training, 2)
     evidence = evidence_of(training, ranks=(first, replace(second, counts=entries)))
@@ -398,9 +400,9 @@ def test_names_what_is_alive_since_the_count_with_the_fewest_bytes(monkeypatch: 
         for step in range(3):
             gradient = torch.ones(64)
             kept += [torch.zeros(16)] if step == 1 else []
-            census.take(step, CensusTime.REDUCED, None, shown="a gradient")
+            census.take(step, CensusTime.REDUCED, None, shown=lambda: "a gradient")
             del gradient
-    assert [count.num_bytes for count in census.counts] == [64 * FLOAT, 80 * FLOAT, 80 * FLOAT]
+    assert [count.left_bytes for count in census.counts] == [64 * FLOAT, 80 * FLOAT, 80 * FLOAT]
     assert [[piece.shape for piece in count.since] for count in census.counts] == [[], [(16,)], [(16,)]]
 
 

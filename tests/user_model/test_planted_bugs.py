@@ -30,7 +30,7 @@ def test_the_engine_without_a_bug_is_proven(check: Check) -> None:
         (
             "ForgetsMoments",
             "resumes",
-            "in a whole state that was handed out, optimizer: 'blocks.0.weight/exp_avg_sq'",
+            "handed out to be what the ranks hold, got optimizer: 'blocks.0.weight/exp_avg_sq'",
         ),
         ("ScalesAccumulationTwice", "until_the_last", "updated by 1/3 x the gradient that was read"),
         ("KeepsOnlyTheLastMicrobatch", "until_the_last", "only the last microbatch"),

@@ -36,11 +36,11 @@ class LeavesNothingBehind:
 def _breaches(training: Training, observation: Observation) -> Iterator[str]:
     fewest: dict[str, int] = {}  # by what is shown
     for count in (count for count in counted(training, observation) if count.shown):
-        most = fewest.setdefault(count.shown, count.num_bytes)
-        fewest[count.shown] = min(most, count.num_bytes)
-        if count.num_bytes > most:
+        most = fewest.setdefault(count.shown, count.left_bytes)
+        fewest[count.shown] = min(most, count.left_bytes)
+        if count.left_bytes > most:
             since = "; ".join(map(str, count.since))
             yield (
                 f"step {count.step}, {count.moment}: expected at most {most} bytes, as before with the same gradients "
-                f"and optimizer state, got {count.num_bytes}; since then: {since}"
+                f"and optimizer state, got {count.left_bytes}; since then: {since}"
             )

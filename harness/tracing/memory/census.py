@@ -30,7 +30,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from operator import itemgetter
 from typing import Any
@@ -141,58 +141,58 @@ class Census:
         *,
         state_bytes: int | None = None,
         kind: object = None,
-        shown: str = "",
+        shown: Callable[[], str] | None = None,
     ) -> None:
         """Count now; above a limit, repeat the count until late releases are done.
 
-        One limit is what the layout explains, the same for counts of one ``kind``. The other is the fewest bytes of
-        earlier counts at which the engine showed the same.
+        The limit is what the layout explains, the same for counts of one ``kind``. What the engine has ``shown`` is
+        read once that count is done, because reading may free memory. Then it is counted again, and the limit is the
+        fewest bytes of earlier counts at which the engine showed the same.
         """
         sizes = self._sizes()
-        limit, fewest = self._explained.setdefault(kind, _Limit()), self._fewest.get(shown)
-        if explained is not None and _total(sizes) > limit.num_bytes:
-            limit.num_bytes = explained()  # state may have grown since, or this is the first count
+        if explained is not None:
+            limit = self._explained.setdefault(kind, _Limit())
+            if _total(sizes) > limit.num_bytes:
+                limit.num_bytes = explained()  # state may have grown since, or this is the first count
+            sizes = self._waited(sizes, limit, waits_again=self._in_use is not None)
+        largest = nlargest(_NUM_LARGEST, sizes, key=itemgetter(1))
+        entry = CensusEntry(
+            step=step,
+            moment=moment,
+            num_bytes=_total(sizes),
+            largest=tuple(_piece(seen, num_bytes) for seen, num_bytes in largest),
+            process_bytes=self._process_bytes(),
+            device_bytes=sum(num_bytes for seen, num_bytes in sizes if seen.device != "cpu"),
+            state_bytes=state_bytes,
+        )
+        self._counts.append(entry if shown is None else self._compared(entry, shown()))
 
-        def is_settled() -> bool:
-            total = _total(sizes)
-            is_explained = explained is None or limit.settles(total, waits_again=self._in_use is not None)
-            return is_explained and (fewest is None or fewest.settles(total))
-
+    def _waited(
+        self, sizes: list[tuple[_Seen, int]], limit: _Limit, *, waits_again: bool = False
+    ) -> list[tuple[_Seen, int]]:
         for retry in range(_MAX_RETRIES):
-            if is_settled():
-                break
+            if limit.settles(_total(sizes), waits_again=waits_again):
+                return sizes
             if retry:
                 time.sleep(_RETRY_S)
             else:
                 gc.collect()
             sizes = self._sizes()
-        else:
-            limit.stayed = max(limit.stayed, _total(sizes))
-            if fewest is not None:
-                fewest.stayed = max(fewest.stayed, _total(sizes))
-        largest = nlargest(_NUM_LARGEST, sizes, key=itemgetter(1))
-        self._counts.append(
-            CensusEntry(
-                step=step,
-                moment=moment,
-                num_bytes=_total(sizes),
-                largest=tuple(_piece(seen, num_bytes) for seen, num_bytes in largest),
-                process_bytes=self._process_bytes(),
-                device_bytes=sum(num_bytes for seen, num_bytes in sizes if seen.device != "cpu"),
-                state_bytes=state_bytes,
-                shown=shown,
-                since=self._since(sizes, shown) if shown else (),
-            )
-        )
+        limit.stayed = max(limit.stayed, _total(sizes))
+        return sizes
 
-    def _since(self, sizes: list[tuple[_Seen, int]], shown: str) -> tuple[LiveStorage, ...]:
-        """Remember a count with the fewest bytes; else return what is alive in addition to that count."""
-        pieces = Counter(_piece(seen, num_bytes) for seen, num_bytes in sizes)
+    def _compared(self, entry: CensusEntry, shown: str) -> CensusEntry:
+        """Remember a count with the fewest bytes; else add what is alive in addition to that count."""
+        sizes = self._sizes()
         fewest = self._fewest.setdefault(shown, _Limit(num_bytes=_total(sizes)))
-        if _total(sizes) <= fewest.num_bytes:
+        sizes = self._waited(sizes, fewest)
+        pieces, since = Counter(_piece(seen, num_bytes) for seen, num_bytes in sizes), Counter[LiveStorage]()
+        if _total(sizes) > fewest.num_bytes:
+            since = pieces - fewest.pieces
+        else:
             fewest.num_bytes, fewest.pieces = _total(sizes), pieces
-            return ()
-        return tuple(nlargest(_NUM_LARGEST, pieces - fewest.pieces, key=lambda piece: piece.num_bytes))
+        largest = nlargest(_NUM_LARGEST, since, key=lambda piece: piece.num_bytes)
+        return replace(entry, shown=shown, left_bytes=_total(sizes), since=tuple(largest))
 
     def _process_bytes(self) -> int | None:
         if self._growth is None:

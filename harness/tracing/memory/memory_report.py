@@ -197,8 +197,9 @@ class CensusEntry:
 
     ``state_bytes`` is the optimizer state that the engine reported, before the first update; None after it.
     ``shown`` is a digest of the names of the gradients and the optimizer state that the engine showed; empty between
-    microbatches, where gradients may wait for their reduction unshown. ``since`` are the largest pieces that were not
-    alive, or not as many, at the earlier count with the same digest and the fewest bytes, if this one has more.
+    microbatches, where gradients may wait for their reduction unshown. ``left_bytes`` are those once that was read, and
+    ``since`` the largest pieces that were not alive, or not as many, at the earlier count with the same digest and the
+    fewest of them, if this one has more.
     ``process_bytes`` is the growth of its process since before the model was built, observations excluded. It is None
     where it was not requested, or where ranks share a process. ``device_bytes`` are those on an accelerator.
     """
@@ -211,4 +212,5 @@ class CensusEntry:
     device_bytes: int = 0
     state_bytes: int | None = None
     shown: str = ""
+    left_bytes: int = 0
     since: tuple[LiveStorage, ...] = ()

@@ -10,7 +10,7 @@ import torch
 from shardproof import Clip, Layout, Plan, Schedule, Training
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
-from shardproof.harness.laws.clipping import ClipsByTheirNorm
+from shardproof.harness.laws.own_norm import ClipsByTheirNorm
 from shardproof.harness.records.observation import Observation
 from tests.simulated_engine import evidence_of, oracle_of, simulate
 
