@@ -350,23 +350,23 @@ _REDUCED, _STEPPED, _CLEARED = CensusTime.REDUCED, CensusTime.STEPPED, CensusTim
     ("counts", "breach"),
     [
         pytest.param(
-            [(0, _REDUCED, "a", 8), (0, _STEPPED, "b", 24), (1, _REDUCED, "b", 24)], "", id="as-much"
+            [(0, _REDUCED, "a", 8), (0, _STEPPED, "b", 25), (1, _REDUCED, "b", 25)], "", id="as-much"
         ),
         pytest.param(
-            [(0, _STEPPED, "b", 8), (0, _CLEARED, "c", 24), (2, _STEPPED, "b", 8)], "", id="shows-less"
+            [(0, _STEPPED, "b", 8), (0, _CLEARED, "c", 25), (2, _STEPPED, "b", 8)], "", id="shows-less"
         ),
         pytest.param(
-            [(0, _STEPPED, "b", 8), (1, _STEPPED, "b", 24)],
+            [(0, _STEPPED, "b", 8), (1, _STEPPED, "b", 25)],
             "step 1, after the optimizer step",
             id="left-by-a-step",
         ),
         pytest.param(
-            [(0, _REDUCED, "b", 24), (0, _STEPPED, "b", 8), (1, _REDUCED, "b", 24)],
+            [(0, _REDUCED, "b", 25), (0, _STEPPED, "b", 8), (1, _REDUCED, "b", 25)],
             "step 1, after the last backward",
             id="until-a-step",
         ),
         pytest.param(
-            [(0, _CLEARED, "c", 8), (2, _CLEARED, "c", 24)], "step 2, after zero_grad", id="left-by-clearing"
+            [(0, _CLEARED, "c", 8), (2, _CLEARED, "c", 25)], "step 2, after zero_grad", id="left-by-clearing"
         ),
     ],
 )
@@ -388,7 +388,7 @@ def test_a_rank_that_shows_the_same_holds_no_more(
     if breach:
         assert record.summary.startswith(f"rank 1, {breach}: expected at most 8 bytes, as before")
         assert record.summary.endswith(
-            "got 24; since then: 16 bytes of shape [4] from cat at engine.py:1 in keep"
+            "got 25; since then: 16 bytes of shape [4] from cat at engine.py:1 in keep"
         )
 
 
