@@ -86,12 +86,19 @@ class ZeroGrad(Enum):
     ALTERNATE = "to None after even steps, to zeros after odd ones"
 
 
+_CLIP_EPSILON = 1e-6  # which torch adds to the norm before it divides by it
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip:
     """Clips gradients before each optimizer step; the norm is over all parameters, with this exponent."""
 
     max_norm: float
     norm_type: float = 2.0
+
+    def factor(self, norm: float) -> float:
+        """Return the factor of gradients that have this norm, as torch.nn.utils.clip_grad_norm_ documents it."""
+        return min(1.0, self.max_norm / (norm + _CLIP_EPSILON))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

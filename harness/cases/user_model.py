@@ -32,7 +32,7 @@ from shardproof.engine.import_by_name import load
 from shardproof.harness.cases.batch import Batch, ModelBatch, microbatch_seed
 from shardproof.harness.cases.own_step import SeveralOptimizers
 from shardproof.harness.cases.sync_batch_norm import with_sync_batch_norm
-from shardproof.harness.cases.training import NamedOptimizer
+from shardproof.harness.cases.training import NamedOptimizer, Training
 from shardproof.harness.torch_compat.dispatch import drawing_apart
 
 _BUILD_SEED = 20_011
@@ -200,6 +200,11 @@ def attribute_bytes(problem: object) -> int:
 def written_by_forward(problem: object) -> frozenset[str]:
     """Return the frozen parameters that forward changes: each rank has its own, as it has buffers of its own."""
     return frozenset(problem.facts.written) if isinstance(problem, UserModel) else frozenset()
+
+
+def has_level_memory(training: Training) -> bool:
+    """Return whether each step must hold as much as the one before: a user's model may keep more by itself."""
+    return training.is_counted and not isinstance(training.problem, UserModel)
 
 
 def is_communicating(problem: object) -> bool:

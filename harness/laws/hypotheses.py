@@ -18,8 +18,6 @@ from shardproof.harness.torch_compat.dtypes import widened
 # A hypothesis must fit this many times better than the error it explains; otherwise a small defect would fit similar
 # hypotheses.
 MUST_EXPLAIN = 8.0
-# The constant that torch.nn.utils.clip_grad_norm_ adds to the norm before it divides by it.
-_CLIP_EPSILON = 1e-6
 _LAGGING = "computed with last step's parameters"
 
 
@@ -257,8 +255,8 @@ def _of_microbatches(of_microbatches: torch.Tensor) -> Iterator[Hypothesis]:
 def _of_clipping(suspect: Suspect, clip: Clip, unclipped: torch.Tensor) -> Iterator[Hypothesis]:
     yield Hypothesis(text="the value before clipping", tensor=unclipped)
     for whose, norm in _partial_norms(suspect, clip.norm_type):
-        scale = min(1.0, clip.max_norm / (norm + _CLIP_EPSILON))
-        yield Hypothesis(text=f"clipped by the norm of {whose}", tensor=unclipped * scale)
+        tensor = unclipped * clip.factor(norm)
+        yield Hypothesis(text=f"clipped by the norm of {whose}", tensor=tensor)
 
 
 def _of_parameter(suspect: Suspect) -> Iterator[Hypothesis]:

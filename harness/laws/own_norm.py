@@ -8,20 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
-from shardproof.harness.cases.training import Clip
 from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.torch_compat.dtypes import widened
-
-_CLIP_EPSILON = 1e-6  # which torch.nn.utils.clip_grad_norm_ adds to the norm before it divides by it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipsByTheirNorm:
     """The gradients after clipping, divided by the factor that the returned norm makes, have that norm.
 
-    The factor is `max_norm / (norm + 1e-6)` where that is below one, as in torch's ``clip_grad_norm_``. The noise of a
-    training plays no part, so clipping by a norm of few bits shows wherever gradients have more. Another norm than the
-    returned one shows only in comparison with the oracle's.
+    The factor is that of `Clip.factor`. The noise of a training plays no part, so clipping by a norm of few bits shows
+    wherever gradients have more. Another norm than the returned one shows only in comparison with the oracle's.
     """
 
     name: str = "gradients are clipped by their own norm"
@@ -33,11 +29,13 @@ class ClipsByTheirNorm:
         for step in range(evidence.training.schedule.steps):
             norms = {o.rank: o.steps[step].norm for o in evidence.ranks if step < len(o.steps)}
             gradients = _whole_gradients(evidence, step)
+            after, rounding = _norm_of(gradients, clip.norm_type)
             for rank, norm in norms.items():
                 if norm is None or not gradients or not math.isfinite(norm):
                     continue
                 num_norms += 1
-                expected, allowed = _norm_before(gradients, norm, clip)
+                expected = after / clip.factor(norm)
+                allowed = rounding * max(expected, norm)
                 if abs(norm - expected) > allowed:
                     broken.append(
                         f"step {step}, rank {rank}: expected {expected:.9g}, which gradients that were clipped to "
@@ -46,13 +44,12 @@ class ClipsByTheirNorm:
         return rule(self.name, broken, held=f"of {num_norms} norms")
 
 
-def _norm_before(gradients: Mapping[str, torch.Tensor], norm: float, clip: Clip) -> tuple[float, float]:
-    """Return the norm that the gradients had if this norm clipped them, and the largest error that rounding makes."""
-    elements = torch.cat([widened(gradient).abs().flatten() for gradient in gradients.values()])
-    after = torch.linalg.vector_norm(elements, clip.norm_type).item()
-    before = after / min(1.0, clip.max_norm / (norm + _CLIP_EPSILON))
+def _norm_of(gradients: Mapping[str, torch.Tensor], norm_type: float) -> tuple[float, float]:
+    """Return the norm of gradients, and the largest relative error that rounding makes of it; of none it is zero."""
+    parts = [widened(gradient).abs().flatten() for gradient in gradients.values()]
+    elements = torch.cat([torch.zeros(1, dtype=torch.float64), *parts])
     eps = max(torch.finfo(dtype).eps for dtype in (torch.float32, *(g.dtype for g in gradients.values())))
-    return before, eps * (8 + elements.numel() ** 0.5) * max(before, norm)
+    return torch.linalg.vector_norm(elements, norm_type).item(), eps * (8 + elements.numel() ** 0.5)
 
 
 def _whole_gradients(evidence: Evidence, step: int) -> dict[str, torch.Tensor]:

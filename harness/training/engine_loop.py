@@ -38,7 +38,13 @@ from shardproof.harness.cases.training import (
     StateForm,
     Training,
 )
-from shardproof.harness.cases.user_model import StepSchedules, UserModel, is_stepping, written_by_forward
+from shardproof.harness.cases.user_model import (
+    StepSchedules,
+    UserModel,
+    has_level_memory,
+    is_stepping,
+    written_by_forward,
+)
 from shardproof.harness.records.observation import (
     Fact,
     Observation,
@@ -62,7 +68,14 @@ from shardproof.harness.training.handover import (
 from shardproof.harness.training.layout_memory import Form, HeldGradients, explained
 from shardproof.harness.training.loss_scale import ScaledSteps
 from shardproof.harness.training.rank_step import OwnStep
-from shardproof.harness.training.reads import calling, read_declared, read_gradients, read_norm, read_shards
+from shardproof.harness.training.reads import (
+    calling,
+    read_declared,
+    read_gradients,
+    read_names,
+    read_norm,
+    read_shards,
+)
 from shardproof.harness.training.watches import Watches
 from shardproof.harness.training.whole_state import changed, copied, difference_of_state, tensors_of
 from shardproof.harness.worlds.exception_outcome import kind_of, text_of
@@ -449,16 +462,16 @@ class _Loop:
         if self._census is None or form is None or not actor.is_at_rest:
             return
         # Engines that shard optimizer state alone may keep buffers of whole gradients, as DDP below them does.
-        is_sharded, is_between = (
-            training.plan.layout in {Layout.SHARD, Layout.HYBRID},
-            moment is CensusTime.BETWEEN,
-        )
+        is_sharded = training.plan.layout in {Layout.SHARD, Layout.HYBRID}
+        is_between = moment is CensusTime.BETWEEN
         if is_between and not is_sharded:
             return
         with self.reading(actor.step):
             gradients = HeldGradients.at(moment, actor.step, training)
             is_before_updates = actor.step == 0 and moment in {CensusTime.BETWEEN, CensusTime.REDUCED}
-            is_shown = not is_between and training.is_before_handover(actor.step)
+            is_shown = (
+                has_level_memory(training) and not is_between and training.is_before_handover(actor.step)
+            )
             self._census.take(
                 actor.step,
                 moment,
@@ -474,8 +487,8 @@ class _Loop:
 
     def _shown(self) -> str:
         """Return a digest of the names of the gradients and the state that the engine shows."""
-        gradients = [name for name, shard in read_gradients(self.prepared).items() if shard is not None]
-        names = (sorted(gradients), sorted(read_shards(self.prepared, "local_optimizer_state")))
+        reads = ("local_gradients", "local_optimizer_state")
+        names = [sorted(read_names(self.prepared, read)) for read in reads]
         return hashlib.sha256(repr(names).encode()).hexdigest()[:8]
 
     def _explained(self, form: Form, gradients: HeldGradients) -> int:

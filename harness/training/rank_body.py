@@ -25,7 +25,13 @@ from shardproof.harness.cases.training import (
     Watch,
     apart,
 )
-from shardproof.harness.cases.user_model import UserModel, definition, is_communicating, needs_of
+from shardproof.harness.cases.user_model import (
+    UserModel,
+    definition,
+    has_level_memory,
+    is_communicating,
+    needs_of,
+)
 from shardproof.harness.records.observation import (
     Observation,
     digest,
@@ -117,7 +123,7 @@ def _drive(context: RankContext, training: Training, adapter: Engine, before: Pa
     has_heap = context.device.type == "cpu" and not context.shares_a_process
     is_measured = Watch.ALLOCATOR in training.watch and has_heap
     is_probed = Watch.PLACES in training.watch
-    is_counted = training.is_counted and not is_probed
+    is_counted = (training.is_explained or has_level_memory(training)) and not is_probed
     census = Census(context.recorder, is_process_measured=is_measured) if is_counted else None
     schedule = training.schedule
     with (
@@ -198,8 +204,11 @@ def _prepare(
         if watches is not None and watches.census is not None:
             watches.census.measure_process()
         has_memory = Capability.META not in plan.demands
-        model = training.problem.build()
-        model = model.to(context.device) if has_memory else _without_memory(model)
+        model, state, unsaved = training.problem.build(), dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        if has_memory:
+            model = model.to(context.device)
+        else:
+            state, unsaved = _without_memory(model)
         if Capability.START_FROM_FIRST in plan.demands and context.rank:
             _set_apart(model)
         if is_communicating(training.problem):
@@ -215,9 +224,6 @@ def _prepare(
         with _noting_calls(context, training, model):
             prepared = adapter.prepare(model, plan, data)
         if not has_memory:
-            whole = training.problem.build()
-            state = whole.state_dict()
-            unsaved = {name: buffer for name, buffer in whole.named_buffers() if name not in state}
             is_on_host = plan.offload in {Offload.CPU, Offload.PINNED}
             place = torch.device("cpu") if is_on_host else context.device
             prepared.materialize(place, {} if context.rank else state, unsaved)
@@ -226,8 +232,13 @@ def _prepare(
         return Preparation(prepared, model)
 
 
-def _without_memory(model: nn.Module) -> nn.Module:
-    """Move a model to the meta device; what is tied stays tied, unlike after ``Module.to``."""
+def _without_memory(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Move a model to the meta device, and return its state dict and the buffers that this lacks.
+
+    What is tied stays tied, unlike after ``Module.to``.
+    """
+    state = dict(model.state_dict())
+    unsaved = {name: buffer for name, buffer in model.named_buffers() if name not in state}
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for tensors in (module.named_parameters, module.named_buffers):
@@ -236,7 +247,7 @@ def _without_memory(model: nn.Module) -> nn.Module:
                 is_parameter = isinstance(tensor, nn.Parameter)
                 like = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
                 setattr(module, name, moved.setdefault(tensor, like))
-    return model
+    return state, unsaved
 
 
 def _set_apart(model: nn.Module) -> None:

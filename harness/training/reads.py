@@ -46,6 +46,13 @@ def read_gradients(prepared: PreparedModel) -> dict[str, Shard | None]:
     return _read(prepared, "local_gradients")
 
 
+def read_names(prepared: PreparedModel, method: str) -> list[str]:
+    """Call a read, and return the names for which the engine has a value; nothing is copied."""
+    with calling(method):
+        found = _called(prepared, method)
+        return [_name(method, name) for name, shard in found.items() if shard is not None]
+
+
 def read_norm(prepared: PreparedModel, max_norm: float, norm_type: float) -> float:
     """Clip through the engine, and return the norm that it returns."""
     with calling("clip_grad_norm_"):
@@ -68,14 +75,19 @@ def read_declared(prepared: PreparedModel, name: str, kind: type[_E]) -> _E:
 
 def _read(prepared: PreparedModel, method: str) -> dict[str, Shard | None]:
     with calling(method):
-        found: object = getattr(prepared, method)()
-        if not isinstance(found, Mapping):
-            raise _fault(method, None, expected=_SHARDS, got=found)
+        found = _called(prepared, method)
         # The mapping may be the engine's own class, and iterating over it may raise too.
         return {_name(method, name): _copied(method, name, shard) for name, shard in found.items()}
 
 
 # Any, from here on: values before they are checked.
+def _called(prepared: PreparedModel, method: str) -> Mapping[Any, Any]:
+    found: object = getattr(prepared, method)()
+    if not isinstance(found, Mapping):
+        raise _fault(method, None, expected=_SHARDS, got=found)
+    return found
+
+
 def _name(method: str, name: Any) -> str:
     if not isinstance(name, str):
         raise _fault(method, None, expected=f"{_SHARDS}, names being texts", got=name)

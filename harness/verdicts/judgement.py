@@ -18,7 +18,7 @@ from shardproof.harness.cases.training import (
     Training,
     Watch,
 )
-from shardproof.harness.cases.user_model import UserModel
+from shardproof.harness.cases.user_model import has_level_memory
 from shardproof.harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor, harm_in
 from shardproof.harness.laws.communication.counts import ReadsAreSilent
 from shardproof.harness.laws.communication.matching import Counterparts, first_disagreement
@@ -120,13 +120,12 @@ def implied(training: Training) -> tuple[Law, ...]:
     watched = (law for watch, law in _IMPLIED_BY.items() if watch in training.watch)
     scaling = training.schedule.scaling
     scaled = () if scaling is None else (ScalesLosses(scaling=scaling),)
-    is_users = isinstance(training.problem, UserModel)  # which may keep more in each step by itself
     return (
         *_IMPLIED,
         *laws_of_needs(training),
         *scaled,
         *_of_loads(training),
-        *((LeavesNothingBehind(),) if training.is_counted and not is_users else ()),
+        *((LeavesNothingBehind(),) if has_level_memory(training) else ()),
         *((MemoryIsExplained(),) if training.is_explained else ()),
         *watched,
     )

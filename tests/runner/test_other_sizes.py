@@ -108,6 +108,7 @@ def test_an_honest_engine_continues(judge: Callable[..., Any], kind: WorldKind) 
 def test_parameters_that_are_not_loaded_are_seen_before_the_first_step(judge: Callable[..., Any]) -> None:
     record = judge("LoadsNothing")
     assert record.verdict is Verdict.FAILED
+    assert any("initial parameter" in law.summary for law in record.laws if not law.held)
     assert (
         "step 0, rank 0: expected what the ranks hold once they have loaded a whole state" in record.headline
     )

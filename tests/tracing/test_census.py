@@ -355,6 +355,7 @@ _REDUCED, _STEPPED, _CLEARED = CensusTime.REDUCED, CensusTime.STEPPED, CensusTim
         pytest.param(
             [(0, _STEPPED, "b", 8), (0, _CLEARED, "c", 25), (2, _STEPPED, "b", 8)], "", id="shows-less"
         ),
+        pytest.param([(0, _STEPPED, "b", 8), (1, _STEPPED, "b", 24)], "", id="a-constant"),
         pytest.param(
             [(0, _STEPPED, "b", 8), (1, _STEPPED, "b", 25)],
             "step 1, after the optimizer step",

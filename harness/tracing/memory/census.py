@@ -183,16 +183,17 @@ class Census:
 
     def _compared(self, entry: CensusEntry, shown: str) -> CensusEntry:
         """Remember a count with the fewest bytes; else add what is alive in addition to that count."""
-        sizes = self._sizes()
-        fewest = self._fewest.setdefault(shown, _Limit(num_bytes=_total(sizes)))
-        sizes = self._waited(sizes, fewest)
-        pieces, since = Counter(_piece(seen, num_bytes) for seen, num_bytes in sizes), Counter[LiveStorage]()
-        if _total(sizes) > fewest.num_bytes:
-            since = pieces - fewest.pieces
-        else:
-            fewest.num_bytes, fewest.pieces = _total(sizes), pieces
-        largest = nlargest(_NUM_LARGEST, since, key=lambda piece: piece.num_bytes)
-        return replace(entry, shown=shown, left_bytes=_total(sizes), since=tuple(largest))
+        sizes, fewest = self._sizes(), self._fewest.get(shown)
+        if fewest is not None:
+            sizes = self._waited(sizes, fewest)
+        num_bytes, since = _total(sizes), list[LiveStorage]()
+        if fewest is None or num_bytes != fewest.num_bytes:
+            pieces = Counter(_piece(seen, each) for seen, each in sizes)
+            if fewest is None or num_bytes < fewest.num_bytes:
+                self._fewest[shown] = _Limit(num_bytes=num_bytes, pieces=pieces)
+            else:
+                since = nlargest(_NUM_LARGEST, pieces - fewest.pieces, key=lambda piece: piece.num_bytes)
+        return replace(entry, shown=shown, left_bytes=num_bytes, since=tuple(since))
 
     def _process_bytes(self) -> int | None:
         if self._growth is None:
