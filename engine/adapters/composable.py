@@ -131,8 +131,9 @@ class PreparedComposable(PreparedModel):
             self._root().set_post_optim_event(event)
 
     def recover(self) -> None:
-        """Reset the root after an interrupted forward or backward."""
-        self._root().reset_iter_state()
+        """Reset each root after an interrupted forward or backward."""
+        for root in self._roots():
+            root.reset_iter_state()
 
     def _root(self) -> Any:
         return self.module
@@ -143,7 +144,7 @@ class PreparedComposable(PreparedModel):
 
     def _roots(self) -> Iterator[Any]:
         if self.plan.roots is Roots.MODEL:
-            yield self.module
+            yield self._root()
         else:
             yield from (members(self.module, unit)[0] for unit in self.plan.units)
 

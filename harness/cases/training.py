@@ -240,8 +240,6 @@ LOADED = "a state that was loaded"  # the subject of the loop's note in the next
 UNCHANGED = "unchanged"
 TAKEN = "what the ranks hold once they have loaded a whole state"  # likewise
 AS_HANDED_OUT = "what was handed out"
-OPTIONS = "the options of the optimizer's groups, once a whole state is loaded"  # likewise
-COMPLETE = "complete"
 HELD = "what the module itself holds"  # the loop notes it whenever it reads parameters
 AS_SHOWN = "what is shown"  # begins the note
 

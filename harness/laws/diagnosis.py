@@ -14,6 +14,7 @@ from shardproof.harness.laws.hypotheses import Suspect, factor_between, hypothes
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.structure import RankShard
 from shardproof.harness.laws.tolerance import allowed_error
+from shardproof.harness.laws.weighted_sum import weighted_sum
 from shardproof.harness.laws.wrong_updates import wrong_update
 from shardproof.harness.oracle.absolute_error import deviation
 from shardproof.harness.oracle.oracle_observation import Quantity, TensorKey
@@ -35,21 +36,23 @@ def looks_like(evidence: Evidence, place: TensorKey, piece: RankShard) -> str:
     suspect = _suspect(evidence, place, piece, full)
     if not torch.isfinite(suspect.got[suspect.is_beyond]).all():
         return NOT_FINITE
-    if _moved_by_zeros(suspect):
-        return "moved, although no rank used it: weight decay or momentum, on a gradient of zeros"
+    if _rests(suspect):
+        return _moved(suspect)
     for hypothesis in hypotheses(suspect):
         if suspect.fits(hypothesis.tensor):
             return hypothesis.text
     if not torch.isfinite(suspect.expected).all():
         return UNSTRUCTURED  # infinities allow no arithmetic
     return (
-        _unchanged_rows(suspect)
+        _in_part(suspect)
         or _constant_factor(suspect)
         or _scalar_factor(suspect)
+        or weighted_sum(suspect)
         or _permuted(suspect)
         or wrong_update(suspect)
         or _scaled_update(suspect)
         or _rounded_in_reduction(suspect)
+        or _forward(suspect)
         or UNSTRUCTURED
     )
 
@@ -71,34 +74,42 @@ def _suspect(evidence: Evidence, place: TensorKey, piece: RankShard, full: torch
     )
 
 
-def _moved_by_zeros(suspect: Suspect) -> bool:
-    """Whether a parameter has no gradient in the reference, and the engine declares that it shows zeros."""
+def _rests(suspect: Suspect) -> bool:
+    """Whether a parameter has no gradient in the reference, and stays as it was."""
     if suspect.place.quantity is not Quantity.PARAMETER:
         return False
     if suspect.at.gradients.get(suspect.place.name, suspect.got) is not None:
         return False
     before = suspect.earlier(suspect.place.step - 1)
-    rests = before is not None and torch.equal(before, suspect.expected)
-    return rests and any(o.no_gradient is NoGradient.ZEROS for o in suspect.evidence.ranks)
+    return before is not None and torch.equal(before, suspect.expected)
 
 
-def _unchanged_rows(suspect: Suspect) -> str | None:
-    """Name the rows, or elements of a flat piece, that kept an earlier value: the wrong ones, as one block."""
-    if suspect.place.quantity is not Quantity.PARAMETER or suspect.got.dim() == 0:
+def _moved(suspect: Suspect) -> str:
+    """Describe the update of a parameter without a gradient."""
+    if any(o.no_gradient is NoGradient.ZEROS for o in suspect.evidence.ranks):
+        return "moved, although no rank used it: weight decay or momentum, on a gradient of zeros"
+    text = "moved, although it has no gradient in this step"
+    return f"{text}: by weight decay, as on a gradient of zeros" if _constant_factor(suspect) else text
+
+
+def _in_part(suspect: Suspect) -> str | None:
+    """Name the rows, or elements of a flat piece, that a defect explains while the rest is right."""
+    wrong = suspect.is_beyond
+    if not 1 < int(wrong.sum()) < wrong.numel():
         return None
-    is_wrong = suspect.is_beyond.flatten(1).any(1) if suspect.got.dim() > 1 else suspect.is_beyond
-    rows = is_wrong.nonzero().flatten().tolist()
-    if not rows or rows != list(range(rows[0], rows[-1] + 1)):
-        return None
-    block = slice(rows[0], rows[-1] + 1)
-    offset = suspect.shard.offsets[0]
-    where = range(offset + block.start, offset + block.stop)
-    what = "elements of the flattened parameter" if suspect.shard.is_flat else "rows"
-    for text, step in (("unchanged", -1), ("unchanged since the previous step", suspect.place.step - 1)):
-        kept = suspect.earlier(step)
-        if kept is not None and bool(((suspect.got - kept)[block].abs() <= suspect.allowed).all()):
-            return f"{what} {where.start}..{where.stop - 1}{share_of(suspect, where)}, {text}"
-    return None
+    told = next((h.text for h in hypotheses(suspect) if suspect.fits(h.tensor, in_part=True)), None)
+    return None if told is None else f"{_where(suspect)}, {told}"
+
+
+def _where(suspect: Suspect) -> str:
+    """Name the wrong elements as one block of rows; count them where they are none."""
+    wrong = suspect.is_beyond
+    rows = (wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong).nonzero().flatten().tolist()
+    if len(rows) != rows[-1] - rows[0] + 1 or not wrong[rows].all():
+        return f"{int(wrong.sum())} of {wrong.numel()} elements"
+    where = range(suspect.shard.offsets[0] + rows[0], suspect.shard.offsets[0] + rows[-1] + 1)
+    what = "elements of the flattened tensor" if suspect.shard.is_flat else "rows"
+    return f"{what} {where.start}..{where.stop - 1}{share_of(suspect, where)}"
 
 
 def _constant_factor(suspect: Suspect) -> str | None:
@@ -106,7 +117,14 @@ def _constant_factor(suspect: Suspect) -> str | None:
     factor = factor_between(suspect.got, suspect.expected)
     if factor is None or not suspect.fits(suspect.expected * factor):
         return None
-    return f"a constant factor {factor:.6g} of the reference"
+    text = f"a constant factor {factor:.6g} of the reference"
+    norm, clip = suspect.at.norm, suspect.clip
+    if clip is None or norm is None or suspect.place.quantity is not Quantity.GRADIENT:
+        return text
+    clipped_by = clip.factor(float(norm)) * factor.real
+    if not 0 < clipped_by < 1:
+        return text
+    return f"{text}, as if clipped by a norm of {clip.max_norm / clipped_by:.6g} instead of {float(norm):.6g}"
 
 
 def _scaled_update(suspect: Suspect) -> str | None:
@@ -174,7 +192,8 @@ def _rounded_in_reduction(suspect: Suspect) -> str | None:
     scale = suspect.expected.abs()
     if pieces is not None:
         scale = pieces.abs().sum((0, 1)) / suspect.oracle.divisor
-    for dtype in (torch.bfloat16, torch.float16):
+    wide = (torch.float32,) if suspect.shard.tensor.dtype == torch.float64 else ()
+    for dtype in (torch.bfloat16, torch.float16, *wide):
         name, eps = str(dtype).removeprefix("torch."), torch.finfo(dtype).eps
         if bool((suspect.error > 2 * eps * scale + suspect.allowed).any()):
             continue
@@ -185,6 +204,16 @@ def _rounded_in_reduction(suspect: Suspect) -> str | None:
         if is_gradient and relative > eps / 64:
             return f"an error of the size that rounding to {name} makes in the reduction"
     return None
+
+
+def _forward(suspect: Suspect) -> str | None:
+    """Say where forward went wrong, of losses that nothing explains."""
+    if suspect.place.quantity is not Quantity.LOSS:
+        return None
+    wrong = suspect.is_beyond.flatten(1).any(1)
+    which = ", ".join(map(str, wrong.nonzero().flatten().tolist()))
+    where = "in each microbatch" if wrong.all() else f"in microbatches {which} alone"
+    return f"another loss {where}: forward had other inputs, buffers, draws or gathered parameters"
 
 
 def _is_exact_in(dtype: torch.dtype, tensor: torch.Tensor) -> bool:

@@ -86,14 +86,18 @@ class Suspect:
         full = self.oracle.reference(quantity, step, self.rank).get(self.place.name)
         return None if full is None else self.shard.of(full)
 
-    def fits(self, hypothesis: torch.Tensor) -> bool:
-        """Whether ``got`` is the hypothesis up to noise, because of the elements that the defect changes."""
+    def fits(self, hypothesis: torch.Tensor, *, in_part: bool = False) -> bool:
+        """Whether ``got`` is the hypothesis up to noise, because of the elements that the defect changes.
+
+        ``in_part`` compares only the wrong elements.
+        """
         if not self.got.numel():
             return False
         growth = max(1.0, largest(hypothesis) / max(largest(self.expected), torch.finfo(torch.float64).tiny))
         rounding = 16 * torch.finfo(torch.float32).eps * largest(hypothesis)
         slack = max(2 * self.allowed * min(growth, 1e3), rounding)
-        distance = deviation(self.got, hypothesis).max().item()
+        distances = deviation(self.got, hypothesis)
+        distance = (distances[self.is_beyond] if in_part else distances).max().item()
         return distance <= slack and distance * MUST_EXPLAIN <= self.error.max().item()
 
 
@@ -184,25 +188,46 @@ def _are_alike(of_ranks: torch.Tensor) -> bool:
 
 
 def _of_division(suspect: Suspect) -> Iterator[Hypothesis]:
-    """Yield the sum over ranks with other divisors; there is none to get wrong where the divisor is one."""
-    oracle, expected = suspect.oracle, suspect.expected
+    """Yield multiples of the reference, each with all that would make it."""
+    reasons: dict[float, list[str]] = {}
+    for factor, reason in _factors(suspect):
+        reasons.setdefault(factor, []).append(reason)
+    for factor, told in reasons.items():
+        times = f"exactly {factor:g} x the reference" if factor > 1 else f"the reference / {1 / factor:g}"
+        if factor != 1:
+            yield Hypothesis(text=f"{times}: {', or '.join(told)}", tensor=suspect.expected * factor)
+
+
+def _factors(suspect: Suspect) -> Iterator[tuple[float, str]]:
+    oracle, schedule = suspect.oracle, suspect.evidence.training.schedule
     world_size, divisor, factor = oracle.world_size, oracle.divisor, oracle.plan.divide_factor
-    if divisor != 1:
-        instead = "averaged" if factor is None else f"divided by the factor {factor:g}"
-        text = f"exactly {divisor:g} x the reference: summed over the ranks, not {instead}"
-        either = ", or added once more" if divisor == 2 else ""
-        yield Hypothesis(text=text + either, tensor=expected * divisor)
-        by = "the world size" if factor is None else f"the factor {factor:g}"
-        either = f", or by the {world_size} ranks instead" if divisor**2 == world_size else ""
-        text = f"the reference / {divisor:g}: divided by {by} twice{either}"
-        yield Hypothesis(text=text, tensor=expected / divisor)
+    instead = "averaged" if factor is None else f"divided by the factor {factor:g}"
+    yield divisor, f"summed over the ranks, not {instead}"
+    yield 1 / divisor, f"divided by {'the world size' if factor is None else f'the factor {factor:g}'} twice"
     if divisor != world_size:
-        text = f"averaged over the {world_size} ranks: the factor {divisor:g} is ignored"
-        yield Hypothesis(text=text, tensor=expected * divisor / world_size)
-        text = f"averaged over the {world_size} ranks, and divided by the factor {divisor:g} as well"
-        yield Hypothesis(text=text, tensor=expected / world_size)
-    if divisor != 2:
-        yield Hypothesis(text="exactly 2 x the reference: added once more", tensor=expected * 2)
+        yield divisor / world_size, f"averaged over the {world_size} ranks: the factor {divisor:g} is ignored"
+        yield (
+            1 / world_size,
+            f"averaged over the {world_size} ranks, and divided by the factor {divisor:g} too",
+        )
+    if factor is not None and divisor not in {1, world_size}:
+        yield (
+            1 / world_size,
+            f"averaged over the {world_size} ranks, and divided by the factor {divisor:g} too",
+        )
+    yield 2, "added once more"
+    yield schedule.microbatches, "multiplied by the number of microbatches"
+    yield 1 / schedule.microbatches, "averaged over the microbatches, not summed"
+    if schedule.scaling is not None:
+        step = suspect.place.step
+        scale = schedule.loss_scale(step)
+        yield scale, "still scaled"
+        yield 1 / scale, "unscaled twice"
+        yield scale / schedule.loss_scale(step + 1), "unscaled by the loss scale of the step after it"
+        yield (
+            scale / schedule.loss_scale(max(0, step - 1)),
+            "unscaled by the loss scale of the step before it",
+        )
 
 
 def _of_synchronisation(suspect: Suspect, of_ranks: torch.Tensor) -> Iterator[Hypothesis]:
@@ -238,9 +263,8 @@ def _of_microbatches(of_microbatches: torch.Tensor) -> Iterator[Hypothesis]:
         return
     yield Hypothesis(text="only the last microbatch", tensor=of_microbatches[-1])
     yield Hypothesis(text="only the first microbatch", tensor=of_microbatches[0])
-    mean, total = of_microbatches.mean(0), of_microbatches.sum(0)
-    yield Hypothesis(text="averaged over the microbatches, not summed", tensor=mean)
-    doubled, cumulative = torch.zeros_like(mean), torch.zeros_like(mean)
+    total = of_microbatches.sum(0)
+    doubled, cumulative = torch.zeros_like(total), torch.zeros_like(total)
     for index, piece in enumerate(of_microbatches):
         doubled = 2 * doubled + piece
         cumulative = cumulative + (count - index) * piece
@@ -382,8 +406,9 @@ def factor_between(got: torch.Tensor, expected: torch.Tensor) -> complex | None:
 
 
 def _share(suspect: Suspect) -> str:
+    """Name the owner of a shard of which all is wrong."""
     shard = suspect.shard
-    if shard.is_whole or not shard.offsets:
+    if shard.is_whole or not shard.offsets or not suspect.is_beyond.all():
         return ""
     rows = range(shard.offsets[0], shard.offsets[0] + shard.tensor.shape[0])
     owner = share_of(suspect, rows)

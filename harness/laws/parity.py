@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from shardproof.engine.shard import Shard
-from shardproof.harness.laws.diagnosis import looks_like
+from shardproof.harness.laws.diagnosis import UNSTRUCTURED, looks_like
 from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.laws.structure import (
     RankShard,
@@ -101,7 +101,8 @@ class MatchesOracle:
     """Every rank's parameters, losses, gradients, optimizer state and buffers are the oracle's.
 
     The headline is the first wrong quantity in order of time, with its worst tensor, because later ones may be its
-    consequence. When the law holds, the worst tensor is the one that came closest to breaking it.
+    consequence; a norm that nothing explains gives way to a gradient of its step that a defect explains. When the law
+    holds, the worst tensor is the one that came closest to breaking it.
     """
 
     name: str = "matches the oracle"
@@ -174,12 +175,23 @@ class ComputesInTheDtypeAsked:
 
 
 def _broken(law: str, findings: list[_Finding]) -> Ruling:
-    headline, *others = (finding.tell() for finding in findings[: _MAX_DETAILS + 1])
-    details = [told.text for told in others]
+    told = [finding.tell() for finding in findings[: _MAX_DETAILS + 1]]
+    headline = _most_telling(told)
+    others = [other for other in told if other is not headline]
+    details = [other.text for other in others]
     if len(findings) > _MAX_DETAILS + 1:
         details.append(f"and {len(findings) - _MAX_DETAILS - 1} more")
     record = LawRecord(law=law, held=False, summary=headline.text, details=tuple(details))
     return Ruling(record=record, worst=headline.worst)
+
+
+def _most_telling(told: list[_Told]) -> _Told:
+    """Return the first finding; of a norm that nothing explains, the first of its step that a defect explains."""
+    first = told[0].worst
+    if first is None or first.quantity != Quantity.NORM or first.looks_like != UNSTRUCTURED:
+        return told[0]
+    of_its_step = (t for t in told if t.worst is not None and t.worst.step == first.step)
+    return next((t for t in of_its_step if t.worst and t.worst.looks_like != UNSTRUCTURED), told[0])
 
 
 def _moments(evidence: Evidence) -> Iterator[tuple[TensorKey, ...]]:
@@ -194,10 +206,13 @@ def _moments(evidence: Evidence) -> Iterator[tuple[TensorKey, ...]]:
 
 
 def _places(evidence: Evidence, quantity: Quantity, step: int) -> tuple[TensorKey, ...]:
-    """List the oracle's names, then those that only some rank has."""
+    """List the oracle's names, then those that only some rank has; no state of a parameter without elements."""
     names = dict.fromkeys(evidence.oracle.reference(quantity, step, rank=0))
     for observation in evidence.ranks:
         names.update(dict.fromkeys(observed(evidence, observation, quantity, step)))
+    if quantity is Quantity.OPTIMIZER_STATE:
+        empty = {name for name, initial in evidence.oracle.initial.items() if not initial.numel()}
+        names = {name: None for name in names if name.rpartition("/")[0] not in empty}
     return tuple(TensorKey(quantity=quantity, step=step, name=name) for name in names)
 
 

@@ -31,10 +31,10 @@ def wrong_update(suspect: Suspect) -> str | None:
         noted = next(_noted(suspect), None)
         if noted is not None:
             return noted
-    found = next((replay.text for replay in replays(suspect) if suspect.fits(replay.tensor)), None)
-    if found is None and suspect.place.step in loads:
+    found = dict.fromkeys(replay.text for replay in replays(suspect) if suspect.fits(replay.tensor))
+    if not found and suspect.place.step in loads:
         return "a wrong first update after loading, from a right gradient: the optimizer's state or settings differ"
-    return found
+    return ", or ".join(found) or None
 
 
 def _had_right_gradient(suspect: Suspect) -> bool:

@@ -9,8 +9,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-import torch
-
 from shardproof.engine.contract import (
     Cut,
     Layout,
@@ -26,12 +24,10 @@ from shardproof.harness.cases.scripts.interventions import Freezes
 from shardproof.harness.cases.training import (
     AS_HANDED_OUT,
     AS_HELD,
-    COMPLETE,
     HANDED_OUT,
     HELD,
     LOADED,
     LOSS_SCALE,
-    OPTIONS,
     TAKEN,
     UNCHANGED,
     LoopOrder,
@@ -77,7 +73,7 @@ from shardproof.harness.training.reads import (
     read_shards,
 )
 from shardproof.harness.training.watches import Watches
-from shardproof.harness.training.whole_state import changed, copied, difference_of_state, tensors_of
+from shardproof.harness.training.whole_state import changed, copied, difference_of_state, tensors_of, wipe
 from shardproof.harness.worlds.exception_outcome import kind_of, text_of
 from shardproof.harness.worlds.rank import RankContext
 
@@ -299,9 +295,7 @@ class _Loop:
         else:
             fresh.settle()
             self._preparation = fresh
-        with torch.no_grad():  # so that all of them have to be loaded, also what never trains
-            for parameter in successor.owned_parameters().values():
-                parameter.zero_()
+        wipe(successor)
         self.scale_losses()  # before the load, which must leave the scaler alone
         resume, script = self._training.resume, self._training.script
         if resume is not None and resume.freezes_first and isinstance(script, Freezes):
@@ -322,7 +316,7 @@ class _Loop:
     # Any: states are nested dicts and lists of tensors and other values.
     def _load_whole(self, state: dict[str, Any], step: int, noted: Mapping[str, str] | None = None) -> None:
         """Load a state; record, with ``noted``, whether ranks then hold its values and whether loading changed it."""
-        kept, options = copied(state), self._options()
+        kept = copied(state)
         with calling("load_full_state"):
             self.prepared.load_full_state(state)
         lost = changed(tensors_of(kept), tensors_of(state))
@@ -331,16 +325,10 @@ class _Loop:
             **(noted or {}),
             LOADED: f"{lost} changed" if lost else UNCHANGED,
             TAKEN: taken or AS_HANDED_OUT,
-            OPTIONS: ", ".join(f"without {option!r}" for option in sorted(options - self._options()))
-            or COMPLETE,
         }
         self._facts += tuple(
             Fact(moment="", subject=subject, value=value) for subject, value in facts.items()
         )
-
-    def _options(self) -> set[str]:
-        """Name the options of the optimizer's groups, also those that are not the optimizer's own."""
-        return {option for group in self.prepared.built_optimizer().param_groups for option in group}
 
     def _difference_from(self, state: dict[str, Any], step: int) -> str:
         """Return the first difference between a whole state and this rank's shards, by the model's own names."""
@@ -478,17 +466,21 @@ class _Loop:
                 (lambda: self._explained(form, gradients)) if training.is_explained else None,
                 state_bytes=self._state_bytes() if is_sharded and is_before_updates else None,
                 kind=(gradients, is_before_updates),
-                shown=self._shown if is_shown else None,
+                shown=partial(self._shown, moment) if is_shown else None,
             )
 
     def _state_bytes(self) -> int:
         shown = read_shards(self.prepared, "local_optimizer_state")
         return sum(num_bytes_of(shard.tensor) for shard in shown.values())
 
-    def _shown(self) -> str:
-        """Return a digest of the names of the gradients and the state that the engine shows."""
+    def _shown(self, moment: CensusTime) -> str:
+        """Return a digest of the names of the gradients and the state that the engine shows.
+
+        A rank of frozen pieces never shows any, but may hold the padding of others' gradients: there the moment counts.
+        """
         reads = ("local_gradients", "local_optimizer_state")
         names = [sorted(read_names(self.prepared, read)) for read in reads]
+        names = names if any(names) else [[moment.name]]
         return hashlib.sha256(repr(names).encode()).hexdigest()[:8]
 
     def _explained(self, form: Form, gradients: HeldGradients) -> int:

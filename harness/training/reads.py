@@ -47,10 +47,12 @@ def read_gradients(prepared: PreparedModel) -> dict[str, Shard | None]:
 
 
 def read_names(prepared: PreparedModel, method: str) -> list[str]:
-    """Call a read, and return the names for which the engine has a value; nothing is copied."""
+    """Call a read, and return the names of which the engine has elements; nothing is copied."""
     with calling(method):
-        found = _called(prepared, method)
-        return [_name(method, name) for name, shard in found.items() if shard is not None]
+        found = _called(prepared, method).items()
+        return [
+            _name(method, name) for name, shard in found if isinstance(shard, Shard) and shard.tensor.numel()
+        ]
 
 
 def read_norm(prepared: PreparedModel, max_norm: float, norm_type: float) -> float:

@@ -44,6 +44,24 @@ def _differences(prepared: PreparedModel, state: dict[str, Any], names: Collecti
     for place, shard in shards.items():
         name, _, key = place.rpartition("/")
         yield from _difference(f"optimizer: {place!r}", shard, by_name.get(name, {}).get(key))
+    yield from _different_options(prepared.built_optimizer().param_groups, state["optimizer"]["param_groups"])
+
+
+# Any: options are numbers, tensors, or whatever else a user's schedule keeps there.
+def _different_options(held: list[dict[str, Any]], groups: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the options that differ, also those that are not the optimizer's own."""
+    if len(held) != len(groups):
+        yield f"optimizer: {len(groups)} parameter groups for the {len(held)} that a rank has"
+    for number, (mine, other) in enumerate(zip(held, groups, strict=False)):
+        for key in sorted((mine.keys() | other.keys()) - {"params", "param_names"}):
+            pair = [_spelt(options[key]) if key in options else "missing" for options in (other, mine)]
+            if pair[0] != pair[1]:
+                yield f"optimizer: {key!r} of parameter group {number} is {pair[0]} in the state, {pair[1]} here"
+
+
+def _spelt(option: Any) -> str:
+    """Spell a tuple as a list: loading makes one of the other."""
+    return repr(list(option) if isinstance(option, tuple) else option)
 
 
 def _trained(prepared: PreparedModel) -> list[str]:
@@ -62,6 +80,16 @@ def _difference(what: str, shard: Shard, whole: Any) -> Iterator[str]:
         yield f"{what} has shape {tuple(whole.shape)} and dtype {whole.dtype}"
     elif not torch.equal(shard.of(dense(whole.detach().cpu())), shard.tensor):
         yield f"{what} has other values"
+
+
+def wipe(prepared: PreparedModel) -> None:
+    """Make zeros of parameters and learning rates: a load has to bring all of them, also of what never trains."""
+    with torch.no_grad():
+        for parameter in prepared.owned_parameters().values():
+            parameter.zero_()
+    for group in prepared.built_optimizer().param_groups:
+        if isinstance(group.get("lr"), float):
+            group["lr"] = 0.0
 
 
 def copied(state: Any) -> Any:

@@ -10,9 +10,7 @@ from shardproof.engine.contract import Capability
 from shardproof.harness.cases.training import (
     AS_HANDED_OUT,
     AS_HELD,
-    COMPLETE,
     HANDED_OUT,
-    OPTIONS,
     TAKEN,
     StateForm,
     Training,
@@ -145,7 +143,6 @@ def _of_loads(training: Training) -> Iterator[Law]:
     for step in steps:
         yield Notes(subject=HANDED_OUT, value=AS_HELD, step=step)
         yield Notes(subject=TAKEN, value=AS_HANDED_OUT, step=step)
-        yield Notes(subject=OPTIONS, value=COMPLETE, step=step)
 
 
 def _judge_damage(saved: SavedResult) -> Judgement:

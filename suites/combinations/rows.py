@@ -5,7 +5,8 @@ stays when other rows come and go. Without a name, as for the few choices of wha
 its own name. Notes are the mutants that a row kills, and entries of docs/what-it-found.md.
 
 `python -m shardproof.suites.combinations.rows` keeps the rows that still make sense and adds those that are missing;
-with `--anew` it keeps only those that have notes or expectations, and packs the others better.
+with `--anew` it keeps only those that have notes or expectations, and packs the others better. `--denser` adds programs
+of many choices, as long as each has one in four hundred of all triples that no row has.
 An array stays within the capabilities of a family of engines, because a row that asks for more proves nothing of them.
 """
 
@@ -20,8 +21,10 @@ from pathlib import Path
 
 from shardproof import Capability, Program, ProgramRule, Space
 from shardproof.fixtures.programs.space import LAYOUT, SPACE
+from shardproof.harness.cases.triples import Triples
 
 _HERE = Path(__file__).parent
+_ONE_IN = 400  # triples, that a dense program must be the first to have
 _REPLICAS = frozenset(
     {
         Capability.REPLICATE,
@@ -59,7 +62,9 @@ _WRAPPED = frozenset(
 )
 # What engines that only shard optimizer state have beside the options of replicas, whose rows judge them too.
 _OF_SHARES = frozenset({Capability.ZERO1, Capability.ZERO2})
-_TUNED = frozenset({Capability.OVERLAP, Capability.ROUND_ROBIN, Capability.CHECKPOINTS})
+_TUNED = frozenset(
+    {Capability.OVERLAP, Capability.ROUND_ROBIN, Capability.CHECKPOINTS, Capability.OPTIMIZER_OFFLOAD}
+)
 _SHARES = _OF_SHARES | _TUNED | {Capability.ACCUMULATE, Capability.LOADED_WEIGHTS}
 FAMILIES: Mapping[str, frozenset[Capability]] = {
     "replicas": _REPLICAS,
@@ -147,6 +152,13 @@ def array(spaces: Sequence[Space], rows: Iterable[Row], found: Sequence[Row] = (
     return kept
 
 
+def dense(family: str, rows: Sequence[Row]) -> list[Row]:
+    """Return named rows with triples of choices that these have not, and with no program that is known to fail."""
+    space = spaces_of(family)[1]
+    triples = Triples(space, (row.program for row in _within(space, rows)))
+    return [Row(program=p, name=_name(p)) for p in triples.denser(least=triples.number // _ONE_IN)]
+
+
 def _within(space: Space, rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if space.has(row.program) and space.contradiction(row.program) is None]
 
@@ -200,10 +212,12 @@ def _needed(rows: Iterable[Row]) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--anew", action="store_true", help="keep only rows with notes or expectations")
-    is_anew = parser.parse_args().anew
+    parser.add_argument("--denser", action="store_true", help="add programs with unseen triples of choices")
+    asked = parser.parse_args()
     for family in FAMILIES:
         before = rows_in(family)
-        rows = array(spaces_of(family), _needed(before) if is_anew else before, rows_in(f"found_{family}"))
+        rows = array(spaces_of(family), _needed(before) if asked.anew else before, rows_in(f"found_{family}"))
+        rows += dense(family, [*rows, *rows_in(f"found_{family}")]) if asked.denser else []
         (_HERE / f"{family}.txt").write_text("".join(f"{row}\n" for row in rows))
         for lost in (row for row in _needed(before) if row not in rows):
             print(f"{family}: a row with notes or expectations makes no sense any more: {lost}")

@@ -103,7 +103,14 @@ GRADIENTS: dict[str, tuple[Callable[[torch.Tensor, Moment], torch.Tensor | None]
     ),
     "last": (lambda p, m: ring_mean(p[-1]), "only the last microbatch"),
     "first": (lambda p, m: ring_mean(p[0]), "only the first microbatch"),
-    "mean of microbatches": (lambda p, m: ring_mean(p.mean(0)), "averaged over the microbatches, not summed"),
+    "mean of microbatches": (
+        lambda p, m: ring_mean(p.mean(0)),
+        "the reference / 3: averaged over the microbatches, not summed",
+    ),
+    "once for each microbatch": (
+        lambda p, m: 3 * mean(p),
+        "exactly 3 x the reference: multiplied by the number of microbatches",
+    ),
     "own": (lambda p, m: accumulate(p)[m.rank], "only this rank's own gradient: not synchronised"),
     "own divided": (
         lambda p, m: accumulate(p)[m.rank] / WORLD_SIZE,
@@ -130,7 +137,18 @@ GRADIENTS: dict[str, tuple[Callable[[torch.Tensor, Moment], torch.Tensor | None]
         "the contribution of rank 1 added once more",
     ),
     "twice": (lambda p, m: 2 * mean(p), "exactly 2 x the reference: added once more"),
-    "negative elements lost": (lambda p, m: mean(p).clamp(min=0), UNSTRUCTURED),
+    "one piece halved": (
+        lambda p, m: mean(p) - p[1, 2] / (2 * WORLD_SIZE),
+        "a sum in which microbatch 1 of rank 2 counts 0.5 times",
+    ),
+    "rank 3 thrice, rank 0 never": (
+        lambda p, m: mean(p) + (2 * accumulate(p)[3] - accumulate(p)[0]) / WORLD_SIZE,
+        "a sum in which rank 0 counts 0 times, rank 3 counts 3 times",
+    ),
+    "noisy": (
+        lambda p, m: mean(p) * (1 + torch.linspace(-1, 1, mean(p).numel()).view(mean(p).shape) ** 3),
+        UNSTRUCTURED,
+    ),
     "nan": (lambda p, m: mean(p) * torch.nan, "NaN or infinity"),
 }
 UPDATES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor, Moment], torch.Tensor], str]] = {
@@ -179,6 +197,12 @@ def test_names_the_defect_of_a_gradient(oracle: OracleObservation, defect: str, 
     worst = headline(oracle, WrongGradient(rule=rule), layout)
     assert (worst.quantity, worst.step) == (Quantity.GRADIENT, 0)
     assert worst.looks_like.startswith(phrase)
+
+
+@layouts
+def test_names_the_part_that_is_wrong(oracle: OracleObservation, layout: Layout) -> None:
+    worst = headline(oracle, WrongGradient(rule=lambda p, m: mean(p).clamp(min=0)), layout)
+    assert worst.looks_like.endswith("elements, zero")
 
 
 @layouts
@@ -316,14 +340,22 @@ FACTORS: dict[str, tuple[Callable[[torch.Tensor, Moment], torch.Tensor], float, 
     "twice or averaged": (
         lambda p, m: ring_mean(p[0]),
         2,
-        "the reference / 2: divided by the factor 2 twice, or by the 4 ranks instead",
+        "the reference / 2: divided by the factor 2 twice, or averaged over the 4 ranks: the factor 2 is ignored",
     ),
-    "ignored": (lambda p, m: ring_mean(p[0]), 8, "averaged over the 4 ranks: the factor 8 is ignored"),
-    "ignored one": (lambda p, m: ring_mean(p[0]), 1, "averaged over the 4 ranks: the factor 1 is ignored"),
+    "ignored": (
+        lambda p, m: ring_mean(p[0]),
+        8,
+        "exactly 2 x the reference: averaged over the 4 ranks: the factor 8 is ignored, or added once more",
+    ),
+    "ignored one": (
+        lambda p, m: ring_mean(p[0]),
+        1,
+        "the reference / 4: averaged over the 4 ranks: the factor 1 is ignored",
+    ),
     "both": (
         lambda p, m: ring_mean(p[0]) / 8,
         8,
-        "averaged over the 4 ranks, and divided by the factor 8 as well",
+        "the reference / 4: averaged over the 4 ranks, and divided by the factor 8 too",
     ),
     "own": (lambda p, m: p[0, m.rank] / 8, 8, "only this rank's own gradient / 8: averaged, never added"),
 }

@@ -291,7 +291,7 @@ def test_an_honest_engine_passes_in_flat_pieces(problem: ModelProblem) -> None:
     ("kept", "looks_like"),
     [
         (slice(None), "unchanged since initialisation"),
-        (slice(2, 9), "elements of the flattened parameter 132..138, unchanged"),
+        (slice(2, 9), "elements of the flattened tensor 132..138, unchanged since initialisation"),
     ],
     ids=["all of it", "some"],
 )

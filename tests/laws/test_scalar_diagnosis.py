@@ -108,6 +108,16 @@ def test_names_half_a_norm_in_a_world_of_two() -> None:
     assert looks_like(seen, place, RankShard(rank=0, shard=whole(norm / 2))) == "half the reference"
 
 
+def test_names_the_norm_by_which_a_part_was_clipped(clipped: OracleObservation) -> None:
+    name, right = next((n, g) for n, g in clipped.steps[STEP].gradients.items() if g is not None)
+    place = TensorKey(quantity=Quantity.GRADIENT, step=STEP, name=name)
+    norm = float(clipped.steps[STEP].norm or 0.0)
+    told = looks_like(evidence(CLIPPED, clipped), place, RankShard(rank=1, shard=whole(right * 0.8)))
+    assert told == (
+        f"a constant factor 0.8 of the reference, as if clipped by a norm of {norm / 0.8:.6g} instead of {norm:.6g}"
+    )
+
+
 GRADIENTS: dict[str, tuple[Callable[[OracleObservation, torch.Tensor], torch.Tensor], str]] = {
     "never": (lambda o, g: g, "the value before clipping"),
     "own rows": (
