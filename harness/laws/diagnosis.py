@@ -1,4 +1,4 @@
-"""Diagnosis of a wrong tensor: the first named defect that reproduces it, else a pattern in the difference.
+"""Diagnosis of a wrong tensor: the named defects that reproduce it, else a pattern in the difference.
 
 Diagnosis never decides whether a tensor is wrong; ``harness.laws.parity`` has already decided that.
 """
@@ -23,12 +23,14 @@ from shardproof.harness.torch_compat.dtypes import widened
 NOT_FINITE = "NaN or infinity"
 UNSTRUCTURED = "unstructured difference"
 
+# Of a few ranks, microbatches or elements several defects make the same.
+_MOST_NAMED = 3
 # Rows are searched among all rows of the whole tensor: the maximum number of differences computed for it.
 _MOST_DIFFERENCES = 2**24
 
 
 def looks_like(evidence: Evidence, place: TensorKey, piece: RankShard) -> str:
-    """Characterise a wrong shard by the first defect that reproduces it, the most specific first."""
+    """Characterise a wrong shard by the defects that reproduce it, the most specific first."""
     rank = evidence.data_rank(piece.rank)
     full = evidence.oracle.reference(place.quantity, place.step, rank)[place.name]
     if full is None:
@@ -38,9 +40,9 @@ def looks_like(evidence: Evidence, place: TensorKey, piece: RankShard) -> str:
         return NOT_FINITE
     if _rests(suspect):
         return _moved(suspect)
-    for hypothesis in hypotheses(suspect):
-        if suspect.fits(hypothesis.tensor):
-            return hypothesis.text
+    fitting = dict.fromkeys(h.text for h in hypotheses(suspect) if suspect.fits(h.tensor))
+    if fitting:
+        return ", or ".join([*fitting][:_MOST_NAMED])
     if not torch.isfinite(suspect.expected).all():
         return UNSTRUCTURED  # infinities allow no arithmetic
     return (
@@ -207,7 +209,7 @@ def _rounded_in_reduction(suspect: Suspect) -> str | None:
 
 
 def _forward(suspect: Suspect) -> str | None:
-    """Say where forward went wrong, of losses that nothing explains."""
+    """Name the microbatches in which forward went wrong, of losses that nothing explains."""
     if suspect.place.quantity is not Quantity.LOSS:
         return None
     wrong = suspect.is_beyond.flatten(1).any(1)

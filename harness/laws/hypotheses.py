@@ -206,10 +206,6 @@ def _factors(suspect: Suspect) -> Iterator[tuple[float, str]]:
     yield 1 / divisor, f"divided by {'the world size' if factor is None else f'the factor {factor:g}'} twice"
     if divisor != world_size:
         yield divisor / world_size, f"averaged over the {world_size} ranks: the factor {divisor:g} is ignored"
-        yield (
-            1 / world_size,
-            f"averaged over the {world_size} ranks, and divided by the factor {divisor:g} too",
-        )
     if factor is not None and divisor not in {1, world_size}:
         yield (
             1 / world_size,

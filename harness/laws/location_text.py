@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
@@ -44,7 +45,7 @@ _TURNS: Mapping[ComputeTurn, FaultPhase] = {
     ComputeTurn.RECOMPUTE: FaultPhase.RECOMPUTE,
     ComputeTurn.BACKWARD: FaultPhase.BACKWARD,
 }
-_COUNTED = "each {} counts another number of times: "
+_WEIGHTS = re.compile(r" counts (\S+) times")
 # Words of the diagnosis of a gradient that say it was wrongly kept between backwards.
 _HELD = ("microbatch", "not cleared", "previous step's value")
 
@@ -126,7 +127,7 @@ def _explained(probed: Probed, wrong: WrongValue) -> str:
         *_OF_GRADIENTS,
     }:
         told = looks_like(*_question(probed.evidence, wrong))
-        return _counted(probed.evidence, wrong) if told == UNSTRUCTURED else told
+        return "" if told == UNSTRUCTURED else told
     for text, value in _candidates(probed, wrong):
         if wrong.is_like(value):
             return f"{text}{_rows(wrong)}"
@@ -159,27 +160,10 @@ def _question(evidence: Evidence, wrong: WrongValue) -> tuple[Evidence, TensorKe
     return evidence, key, RankShard(rank=wrong.rank, shard=shard_of_stored(wrong.stored, wrong.got))
 
 
-def _counted(evidence: Evidence, wrong: WrongValue) -> str:
-    """Describe how often a gradient counts each microbatch, or each rank, if that explains it."""
-    pieces = evidence.oracle.steps[wrong.point.step].contributions.get(wrong.point.name)
-    if wrong.point.kind not in _OF_GRADIENTS or pieces is None:
-        return ""
-    mine = shard_of_stored(wrong.stored, wrong.got).of(pieces) / evidence.oracle.divisor
-    for what, parts in (("microbatch", mine.sum(1)), ("rank", mine.sum(0))):
-        columns = parts.reshape(len(parts), -1).T.to(torch.float64)
-        if not 1 < len(parts) <= len(columns) // 2 or wrong.got.is_complex():
-            continue
-        factors = torch.linalg.lstsq(columns, wrong.got.reshape(-1, 1)).solution.flatten()
-        if wrong.is_like((columns @ factors).reshape(wrong.got.shape)):
-            times = ", ".join(f"{factor:.4g}" for factor in factors.tolist())
-            return _COUNTED.format(what) + times
-    return ""
-
-
 def _counts_all_less(told: str) -> bool:
     """Whether each microbatch counts less than once, as where each was clipped."""
-    factors = told.removeprefix(_COUNTED.format("microbatch")).split(", ")
-    return told.startswith(_COUNTED.format("microbatch")) and all(0 < float(f) < 1 for f in factors)
+    weights = [float(weight) for weight in _WEIGHTS.findall(told)]
+    return bool(weights) and "rank" not in told and all(0 < weight < 1 for weight in weights)
 
 
 def _candidates(probed: Probed, wrong: WrongValue) -> Iterator[tuple[str, torch.Tensor]]:
@@ -217,7 +201,7 @@ def _rows(wrong: WrongValue) -> str:
 def _phase(probed: Probed, wrong: WrongValue, told: str) -> FaultPhase:
     point, training = wrong.point, probed.evidence.training
     if point.kind is Seen.REDUCED:
-        if any(word in told for word in _HELD):
+        if any(word in told.partition(", or ")[0] for word in _HELD):
             is_clipped = training.plan.clip_in_step is not None and _counts_all_less(told)
             return FaultPhase.CLIP if is_clipped else FaultPhase.HOLD
         is_hybrid = training.plan.layout is Layout.HYBRID

@@ -17,7 +17,7 @@ _NO_WEIGHT = 1e-6
 def weighted_sum(suspect: Suspect) -> str | None:
     """Name the pieces that count another number of times than the others; None if no weights explain the gradient.
 
-    Fewest unknowns first: a weight for each rank, for each microbatch, for each piece; then the step before as well.
+    Fewest unknowns first: a weight for each microbatch, for each rank, for each piece; then the step before as well.
     """
     pieces, before = suspect.contributions, suspect.earlier(suspect.place.step - 1)
     if suspect.place.quantity is not Quantity.GRADIENT or pieces is None or pieces.is_complex():
@@ -40,13 +40,13 @@ def weighted_sum(suspect: Suspect) -> str | None:
 def _terms(pieces: torch.Tensor) -> Iterator[tuple[list[str], torch.Tensor]]:
     microbatches, ranks = pieces.shape[:2]
     of_ranks, of_microbatches = (range(ranks), range(microbatches))
-    yield [f"rank {r}" for r in of_ranks], pieces.sum(0)
     yield [f"microbatch {m}" for m in of_microbatches], pieces.sum(1)
+    yield [f"rank {r}" for r in of_ranks], pieces.sum(0)
     yield [f"microbatch {m} of rank {r}" for m in of_microbatches for r in of_ranks], pieces.flatten(0, 1)
 
 
 def _told(names: list[str], weights: list[float], expected: list[float], *, is_scaled: bool) -> str | None:
-    """Say which weights are unusual; of clipped gradients, which all have one more factor, beside the usual one."""
+    """Name the unusual weights; of clipped gradients, which all have one more factor, beside the usual one."""
     rounded = [float(f"{weight:.3g}") for weight in weights if abs(weight) > _NO_WEIGHT]
     scale = mode(rounded) if is_scaled and rounded else 1.0
     counts = [(n, round(w / scale, 3) + 0.0, e) for n, w, e in zip(names, weights, expected, strict=True)]

@@ -47,12 +47,17 @@ def read_gradients(prepared: PreparedModel) -> dict[str, Shard | None]:
 
 
 def read_names(prepared: PreparedModel, method: str) -> list[str]:
-    """Call a read, and return the names of which the engine has elements; nothing is copied."""
+    """Call a read, and return the names of which the engine has elements; nothing is copied.
+
+    Numbers are left out: the step count of a parameter may be where none of its elements is.
+    """
     with calling(method):
         found = _called(prepared, method).items()
-        return [
-            _name(method, name) for name, shard in found if isinstance(shard, Shard) and shard.tensor.numel()
-        ]
+        return [_name(method, name) for name, shard in found if isinstance(shard, Shard) and _has_rows(shard)]
+
+
+def _has_rows(shard: Shard) -> bool:
+    return bool(shard.global_shape) and shard.tensor.numel() > 0
 
 
 def read_norm(prepared: PreparedModel, max_norm: float, norm_type: float) -> float:

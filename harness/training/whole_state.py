@@ -60,7 +60,7 @@ def _different_options(held: list[dict[str, Any]], groups: list[dict[str, Any]])
 
 
 def _spelt(option: Any) -> str:
-    """Spell a tuple as a list: loading makes one of the other."""
+    """Return the text of an option; a tuple is a list, for loading makes one of the other."""
     return repr(list(option) if isinstance(option, tuple) else option)
 
 
