@@ -45,17 +45,27 @@ class Replay:
 
 
 def replays(suspect: Suspect) -> Iterator[Hypothesis]:
-    """Yield what wrong uses of the optimizer would have made of the parameter."""
+    """Yield what wrong uses of the optimizer would have made of the parameter, if that differs from the right use."""
     training = suspect.evidence.training
     gradients = [step.gradients.get(suspect.place.name) for step in suspect.oracle.steps]
     initial, now = suspect.oracle.initial.get(suspect.place.name), gradients[suspect.place.step]
     if isinstance(training.optimizer, UserOptimizer) or initial is None or now is None:
         return
     earlier = gradients[: suspect.place.step]
-    for text, change in _changes(suspect, now, earlier):
+
+    def result(change: Change) -> torch.Tensor:
         replay = _before(training, initial, earlier, now)
         change(replay)
-        yield Hypothesis(text=text, tensor=suspect.shard.of(replay.parameter.detach()))
+        return replay.parameter.detach()
+
+    plain = result(Replay.update)
+    # A replay knows no more than training: it equals the reference unless the loop loaded or edited weights.
+    text = "updated from what training had made of it: weights that were loaded since are lost"
+    yield Hypothesis(text=text, tensor=suspect.shard.of(plain))
+    for text, change in _changes(suspect, now, earlier):
+        tensor = result(change)
+        if not torch.equal(tensor, plain):
+            yield Hypothesis(text=text, tensor=suspect.shard.of(tensor))
 
 
 def _before(
@@ -77,8 +87,6 @@ def _changes(
     suspect: Suspect, now: torch.Tensor, earlier: list[torch.Tensor | None]
 ) -> Iterator[tuple[str, Change]]:
     training = suspect.evidence.training
-    # A replay knows no more than training: it equals the reference unless the loop loaded or edited weights.
-    yield "updated from what training had made of it: weights that were loaded since are lost", Replay.update
     yield "updated twice by one gradient", _repeat
     yield "updated as if the optimizer had counted a step more", _count_a_step
     if earlier:
