@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from shardproof.engine.contract import Roots
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.reference import clip_grad_norm_
 
@@ -219,3 +220,17 @@ class ClipsByANormInFewBits(ReferenceEngine):
             for gradient in (p.grad for p in self.owned_parameters().values() if p.grad is not None):
                 gradient.mul_(min(1.0, max_norm / norm))
             return norm
+
+
+@mutant(after="nvidia-cosmos/cosmos-rl#120", phase="clip")
+class ClipsEachRootByItsOwnNorm(ReferenceEngine):
+    """The norm is that of all gradients, and each root's are clipped by their own."""
+
+    class Prepared(PreparedReference):
+        def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+            if self.plan.roots is Roots.MODEL:
+                return super().clip_grad_norm_(max_norm, norm_type)
+            total = super().clip_grad_norm_(math.inf, norm_type)
+            for root in self._roots():
+                clip_grad_norm_(root.parameters(), max_norm, norm_type)
+            return total

@@ -312,3 +312,14 @@ class OverwritesGradientsOnTheHost(Zero2Engine):
     """On the host each microbatch's gradient replaces the previous one."""
 
     engine_type = _KeepsTheLast
+
+
+@mutant(after="deepspeedai/DeepSpeed#8467", trace=Trace.CRASH)
+class FlattensEmptyParameters(Zero2Engine):
+    """A parameter without elements loses its shape when it is bound to a flat buffer."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        for parameter in model.parameters():
+            parameter.data = parameter.data if parameter.numel() else parameter.data.flatten()
+        return prepared

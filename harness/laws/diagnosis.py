@@ -10,9 +10,10 @@ import math
 import torch
 
 from shardproof.engine.contract import NoGradient, Shard
-from shardproof.harness.laws.hypotheses import Suspect, factor_between, hypotheses, scaled_update, share_of
+from shardproof.harness.laws.hypotheses import hypotheses, scaled_update, share_of
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.structure import RankShard
+from shardproof.harness.laws.suspect import Suspect, factor_between
 from shardproof.harness.laws.tolerance import allowed_error
 from shardproof.harness.laws.weighted_sum import weighted_sum
 from shardproof.harness.laws.wrong_updates import wrong_update

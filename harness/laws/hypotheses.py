@@ -2,103 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 
-from shardproof.engine.contract import Capability, Shard
+from shardproof.engine.contract import Capability
 from shardproof.harness.cases.training import Clip, apart
-from shardproof.harness.laws.law import Evidence
-from shardproof.harness.oracle.absolute_error import deviation, largest
-from shardproof.harness.oracle.oracle_observation import OracleObservation, OracleStep, Quantity, TensorKey
+from shardproof.harness.laws.suspect import Hypothesis, Suspect, factor_between
+from shardproof.harness.laws.wrong_norms import of_norm, partial_norms
+from shardproof.harness.oracle.absolute_error import largest
+from shardproof.harness.oracle.oracle_observation import Quantity
 from shardproof.harness.torch_compat.dtypes import widened
 
-# A hypothesis must fit this many times better than the error it explains; otherwise a small defect would fit similar
-# hypotheses.
-MUST_EXPLAIN = 8.0
 _LAGGING = "computed with last step's parameters"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hypothesis:
-    """A defect in words, and the tensor that it would produce."""
-
-    text: str
-    tensor: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Suspect:
-    """A wrong shard with all inputs of hypotheses.
-
-    ``rank`` counts only ranks with data of their own; ``own`` are the shards of the parameters that the rank holds.
-    ``error`` is the deviation of ``got`` from ``expected``, ``allowed`` the largest that noise explains.
-    """
-
-    evidence: Evidence
-    place: TensorKey
-    rank: int
-    shard: Shard
-    own: Mapping[str, Shard]
-    got: torch.Tensor
-    expected: torch.Tensor
-    error: torch.Tensor
-    allowed: float
-
-    @property
-    def oracle(self) -> OracleObservation:
-        """The oracle of the training."""
-        return self.evidence.oracle
-
-    @property
-    def at(self) -> OracleStep:
-        return self.oracle.steps[self.place.step]
-
-    @property
-    def clip(self) -> Clip | None:
-        """How gradients are clipped before each step."""
-        return self.evidence.training.schedule.clip
-
-    @property
-    def contributions(self) -> torch.Tensor | None:
-        """The gradient's pieces [microbatches, ranks, ...] of this shard; None where no loss reaches the parameter."""
-        pieces = self.at.contributions.get(self.place.name)
-        return None if pieces is None else self.shard.of(pieces)
-
-    @property
-    def is_beyond(self) -> torch.Tensor:
-        """The elements that noise does not explain."""
-        return self.error > self.allowed
-
-    @property
-    def whole(self) -> torch.Tensor | None:
-        """The reference of the whole tensor."""
-        return self.oracle.reference(self.place.quantity, self.place.step, self.rank).get(self.place.name)
-
-    def earlier(self, step: int) -> torch.Tensor | None:
-        """Return this quantity's reference after an earlier step, -1 being the initial value."""
-        is_parameter = self.place.quantity is Quantity.PARAMETER
-        if step < 0 and not is_parameter:
-            return None
-        quantity = Quantity.INITIAL if step < 0 else self.place.quantity
-        full = self.oracle.reference(quantity, step, self.rank).get(self.place.name)
-        return None if full is None else self.shard.of(full)
-
-    def fits(self, hypothesis: torch.Tensor, *, in_part: bool = False) -> bool:
-        """Whether ``got`` is the hypothesis up to noise, because of the elements that the defect changes.
-
-        ``in_part`` compares only the wrong elements.
-        """
-        if not self.got.numel():
-            return False
-        growth = max(1.0, largest(hypothesis) / max(largest(self.expected), torch.finfo(torch.float64).tiny))
-        rounding = 16 * torch.finfo(torch.float32).eps * largest(hypothesis)
-        slack = max(2 * self.allowed * min(growth, 1e3), rounding)
-        distances = deviation(self.got, hypothesis)
-        distance = (distances[self.is_beyond] if in_part else distances).max().item()
-        return distance <= slack and distance * MUST_EXPLAIN <= self.error.max().item()
 
 
 def hypotheses(suspect: Suspect) -> Iterator[Hypothesis]:
@@ -116,7 +32,7 @@ def hypotheses(suspect: Suspect) -> Iterator[Hypothesis]:
         case Quantity.LOSS:
             yield from _of_loss(suspect)
         case Quantity.NORM:
-            yield from _of_norm(suspect)
+            yield from of_norm(suspect)
         case Quantity.OPTIMIZER_STATE:
             before = suspect.oracle.state_before.get(suspect.place.name)
             if before is not None:
@@ -274,7 +190,7 @@ def _of_microbatches(of_microbatches: torch.Tensor) -> Iterator[Hypothesis]:
 
 def _of_clipping(suspect: Suspect, clip: Clip, unclipped: torch.Tensor) -> Iterator[Hypothesis]:
     yield Hypothesis(text="the value before clipping", tensor=unclipped)
-    for whose, norm in _partial_norms(suspect, clip.norm_type):
+    for whose, norm in partial_norms(suspect, clip.norm_type):
         tensor = unclipped * clip.factor(norm)
         yield Hypothesis(text=f"clipped by the norm of {whose}", tensor=tensor)
 
@@ -327,78 +243,6 @@ def _of_loss(suspect: Suspect) -> Iterator[Hypothesis]:
             yield Hypothesis(
                 text=f"the reference / {count}: divided by the {noun}", tensor=suspect.expected / count
             )
-
-
-def _of_norm(suspect: Suspect) -> Iterator[Hypothesis]:
-    for step in reversed(range(suspect.place.step)):
-        before = suspect.earlier(step)
-        if before is not None:
-            yield Hypothesis(text=f"the norm of step {step} (stale)", tensor=before)
-    if suspect.clip is None:
-        return
-    order, expected = suspect.clip.norm_type, suspect.expected
-    for whose, norm in _partial_norms(suspect, order):
-        yield Hypothesis(text=f"the norm of {whose}", tensor=torch.full_like(expected, norm))
-    schedule = suspect.evidence.training.schedule
-    if schedule.scaling is not None:
-        scale = schedule.loss_scale(suspect.place.step)
-        yield Hypothesis(text="the norm of gradients that are still scaled", tensor=expected * scale)
-        yield Hypothesis(text="the norm of gradients that were unscaled twice", tensor=expected / scale)
-    clipped = _norm([g for g in suspect.at.gradients.values() if g is not None], order)
-    yield Hypothesis(text="the norm after clipping", tensor=torch.full_like(expected, clipped))
-    if math.isinf(order):
-        return
-    for size in range(2, suspect.oracle.world_size + 1):
-        if suspect.oracle.world_size % size == 0:
-            factor, root = size ** (1 / order), f"{size}^(1/{order:g})"
-            text = f"{root} x the reference: each element is counted {size} times"
-            yield Hypothesis(text=text, tensor=expected * factor)
-            text = f"the reference / {root}: the powers are averaged over {size} ranks, not added"
-            yield Hypothesis(text=text, tensor=expected / factor)
-    yield Hypothesis(text="the sum of the powers, without the root", tensor=expected**order)
-    parts = [_norm([whole], order) for whole in _unclipped(suspect).values()]
-    text = "the sum of the parameters' norms"
-    yield Hypothesis(text=text, tensor=torch.full_like(expected, sum(parts)))
-    text = f"the squares of the parameters' norms added up, to the power of 1/{order:g}"
-    squares = sum(part**2 for part in parts) ** (1 / order)
-    yield Hypothesis(text=text, tensor=torch.full_like(expected, squares))
-
-
-def _partial_norms(suspect: Suspect, order: float) -> Iterator[tuple[str, float]]:
-    """Yield partial norms that a rank may use for that of all gradients, each with its description."""
-    if suspect.oracle.world_size == 1:
-        return
-    reduced = _unclipped(suspect)
-    if not all(shard.is_whole for shard in suspect.own.values()):
-        parts = [
-            suspect.own[name].of(whole)
-            for name, whole in reduced.items()
-            if name in suspect.own
-            and suspect.own[name].is_inside
-            and suspect.own[name].global_shape == tuple(whole.shape)
-        ]
-        yield "this rank's shards alone", _norm(parts, order)
-    own = [pieces[:, suspect.rank].sum(0) for pieces in suspect.at.contributions.values()]
-    yield "this rank's own gradients, not synchronised", _norm(own, order)
-
-
-def _unclipped(suspect: Suspect) -> dict[str, torch.Tensor]:
-    divisor = suspect.oracle.divisor
-    return {name: pieces.sum((0, 1)) / divisor for name, pieces in suspect.at.contributions.items()}
-
-
-def _norm(tensors: list[torch.Tensor], order: float) -> float:
-    elements = torch.cat([torch.zeros(1, dtype=torch.float64), *(t.abs().flatten() for t in tensors)])
-    return float(torch.linalg.vector_norm(elements, order))
-
-
-def factor_between(got: torch.Tensor, expected: torch.Tensor) -> complex | None:
-    """Return the f that brings f x expected closest to got; None for one element, which would fit any f."""
-    square = expected.abs().square().sum().item()
-    if expected.count_nonzero() < 2 or not math.isfinite(square) or square == 0:
-        return None
-    factor = (got * expected.conj()).sum().item() / square
-    return factor if math.isfinite(abs(factor)) else None
 
 
 def _share(suspect: Suspect) -> str:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from shardproof.engine.contract import Shard
-from shardproof.harness.laws.hypotheses import MUST_EXPLAIN, factor_between
 from shardproof.harness.laws.law import Evidence
+from shardproof.harness.laws.suspect import MUST_EXPLAIN, factor_between
 from shardproof.harness.laws.tolerance import FLOOR_ROUNDINGS, MULTIPLE, allowed_error
 from shardproof.harness.oracle.absolute_error import deviation, largest
 from shardproof.harness.oracle.oracle_observation import NORM, Quantity, TensorKey

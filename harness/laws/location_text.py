@@ -13,10 +13,10 @@ from shardproof.engine.contract import Layout
 from shardproof.harness.cases.training import AS_HELD, HANDED_OUT
 from shardproof.harness.cases.units import groups_of
 from shardproof.harness.laws.diagnosis import NOT_FINITE, UNSTRUCTURED, looks_like
-from shardproof.harness.laws.hypotheses import factor_between
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.laws.location import Probed, WrongValue, shard_of_stored
 from shardproof.harness.laws.structure import RankShard
+from shardproof.harness.laws.suspect import factor_between
 from shardproof.harness.oracle.oracle_observation import NORM, Quantity, TensorKey
 from shardproof.harness.records.record import FaultPhase, Located
 from shardproof.harness.tracing.ledger import Entry, Ledger, Op, Phase

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardproof.harness.cases.training import Training
 from shardproof.harness.cases.user_model import StepSchedules, UserOptimizer
-from shardproof.harness.laws.hypotheses import Hypothesis, Suspect
+from shardproof.harness.laws.suspect import Hypothesis, Suspect
 
 Change = Callable[["Replay"], None]
 

@@ -7,7 +7,7 @@ from statistics import mode
 
 import torch
 
-from shardproof.harness.laws.hypotheses import Suspect
+from shardproof.harness.laws.suspect import Suspect
 from shardproof.harness.oracle.oracle_observation import Quantity
 
 _MOST_NAMED = 3

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardproof.harness.cases.training import AS_HANDED_OUT, AS_HELD, HANDED_OUT, TAKEN
-from shardproof.harness.laws.hypotheses import Suspect
 from shardproof.harness.laws.replayed_updates import replays
 from shardproof.harness.laws.structure import pieces_of
+from shardproof.harness.laws.suspect import Suspect
 from shardproof.harness.laws.tolerance import allowed_error
 from shardproof.harness.oracle.absolute_error import deviation, largest
 from shardproof.harness.oracle.oracle_observation import Quantity, TensorKey
