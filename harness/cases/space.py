@@ -39,14 +39,18 @@ class Dimension:
         return self.values[0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Program:
     """The values that are not the plainest, in the order of the space's dimensions."""
 
     choices: tuple[Choice, ...] = ()
 
     def __getitem__(self, dimension: Dimension) -> str:
-        return dict(self.choices).get(dimension.name, dimension.plain)
+        return self._values.get(dimension.name, dimension.plain)
+
+    @cached_property
+    def _values(self) -> dict[str, str]:
+        return dict(self.choices)  # asked for by every rule, of millions of programs
 
     def __str__(self) -> str:
         return ",".join(f"{name}={value}" for name, value in self.choices) or "plain"
@@ -99,8 +103,11 @@ class Space:
 
     def needs(self, program: Program) -> frozenset[Capability]:
         """Return the capabilities that the program's values need of an engine."""
-        asked = (dict(d.demands).get(program[d], frozenset()) for d in self.dimensions)
-        return frozenset[Capability]().union(*asked)
+        return frozenset[Capability]().union(*(self._demands.get(choice, ()) for choice in program.choices))
+
+    @cached_property
+    def _demands(self) -> dict[Choice, frozenset[Capability]]:
+        return {(d.name, value): demands for d in self.dimensions for value, demands in d.demands}
 
     def within(self, capabilities: Collection[Capability]) -> Space:
         """Return the space of the programs that need only these capabilities."""

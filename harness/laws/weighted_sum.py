@@ -24,7 +24,7 @@ def weighted_sum(suspect: Suspect) -> str | None:
         return None
     for names, terms in _terms(pieces / suspect.oracle.divisor):
         for more in ({}, {} if before is None else {"the step before": before}):
-            columns = torch.stack([*terms, *more.values()]).flatten(1).T
+            columns = torch.stack([term.flatten() for term in (*terms, *more.values())], dim=1)
             # Twice as many equations as unknowns; fewer would let weights fit what no sum has made.
             if len(columns) < 2 * columns.shape[1]:
                 continue

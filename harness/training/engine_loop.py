@@ -68,8 +68,8 @@ from shardproof.harness.training.reads import (
     calling,
     read_declared,
     read_gradients,
-    read_names,
     read_norm,
+    read_presence,
     read_shards,
 )
 from shardproof.harness.training.watches import Watches
@@ -479,8 +479,10 @@ class _Loop:
         A rank of frozen pieces never shows any, but may hold the padding of others' gradients: there the moment counts.
         """
         reads = ("local_gradients", "local_optimizer_state")
-        names = [sorted(read_names(self.prepared, read)) for read in reads]
-        names = names if any(names) else [[moment.name]]
+        found = [read_presence(self.prepared, read) for read in reads]
+        names = [sorted(presence) for presence in found]
+        if not any(has_rows for presence in found for has_rows in presence.values()):
+            names.append([moment.name])
         return hashlib.sha256(repr(names).encode()).hexdigest()[:8]
 
     def _explained(self, form: Form, gradients: HeldGradients) -> int:

@@ -46,18 +46,18 @@ def read_gradients(prepared: PreparedModel) -> dict[str, Shard | None]:
     return _read(prepared, "local_gradients")
 
 
-def read_names(prepared: PreparedModel, method: str) -> list[str]:
-    """Call a read, and return the names of which the engine has elements; nothing is copied.
+def read_presence(prepared: PreparedModel, method: str) -> dict[str, bool]:
+    """Call a read, and return of which names the engine has a value, and of which elements; nothing is copied.
 
-    Numbers are left out: the step count of a parameter may be where none of its elements is.
+    A number is no element: the step count of a parameter may be where none of its elements is.
     """
     with calling(method):
         found = _called(prepared, method).items()
-        return [_name(method, name) for name, shard in found if isinstance(shard, Shard) and _has_rows(shard)]
+        return {_name(method, name): _has_rows(shard) for name, shard in found if shard is not None}
 
 
-def _has_rows(shard: Shard) -> bool:
-    return bool(shard.global_shape) and shard.tensor.numel() > 0
+def _has_rows(shard: object) -> bool:
+    return isinstance(shard, Shard) and bool(shard.global_shape) and shard.tensor.numel() > 0
 
 
 def read_norm(prepared: PreparedModel, max_norm: float, norm_type: float) -> float:
