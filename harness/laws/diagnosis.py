@@ -214,8 +214,9 @@ def _forward(suspect: Suspect) -> str | None:
     if suspect.place.quantity is not Quantity.LOSS:
         return None
     wrong = suspect.is_beyond.flatten(1).any(1)
-    which = ", ".join(map(str, wrong.nonzero().flatten().tolist()))
-    where = "in each microbatch" if wrong.all() else f"in microbatches {which} alone"
+    which = wrong.nonzero().flatten().tolist()
+    noun = "microbatch" if len(which) == 1 else "microbatches"
+    where = "in each microbatch" if wrong.all() else f"in {noun} {', '.join(map(str, which))} alone"
     return f"another loss {where}: forward had other inputs, buffers, draws or gathered parameters"
 
 

@@ -123,16 +123,18 @@ def implied(training: Training) -> tuple[Law, ...]:
         *laws_of_needs(training),
         *scaled,
         *_of_loads(training),
-        *((LeavesNothingBehind(),) if has_level_memory(training) else ()),
         *((MemoryIsExplained(),) if training.is_explained else ()),
         *watched,
     )
 
 
-def _implied_last(training: Training) -> tuple[Law, ...]:
+def implied_last(training: Training) -> tuple[Law, ...]:
     """Return the laws that every training must keep too, and that say less of a fault than a comparison of values."""
     is_clipped_as_one = training.schedule.clip is not None and training.plan.cut_axis is None
-    return (ClipsByTheirNorm(),) if is_clipped_as_one else ()
+    return (
+        *((ClipsByTheirNorm(),) if is_clipped_as_one else ()),
+        *((LeavesNothingBehind(),) if has_level_memory(training) else ()),
+    )
 
 
 def _of_loads(training: Training) -> Iterator[Law]:
@@ -295,7 +297,7 @@ def _judge_laws(case: Case, saved: SavedResult, oracle: OracleObservation, simul
         return Judgement(verdict=Verdict.VACUOUS, headline=reason)
     always = implied(case.training)
     asked = tuple(law for law in case.laws if law not in always)
-    laws = (*always, *asked, *_implied_last(case.training))
+    laws = (*always, *asked, *implied_last(case.training))
     rulings = [law.judge(evidence) for law in laws]
     broken = [r for r in rulings if not r.record.held]
     worst = next((r.worst for r in broken or rulings if r.worst is not None), None)
