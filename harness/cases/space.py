@@ -77,15 +77,23 @@ class Space:
 
     def program(self, choices: Mapping[str, str]) -> Program:
         """Make a program; raises UsageError for a value that no dimension has."""
-        known = {d.name: d for d in self.dimensions}
+        known = self._by_name
         for name, value in choices.items():
             if name not in known or value not in known[name].values:
                 expected = f"one of {', '.join(known[name].values)}" if name in known else "a dimension"
                 raise UsageError(
                     f"program {name}={value}", expected=expected, got=repr(value), hint=", ".join(known)
                 )
-        given = ((d.name, choices.get(d.name, d.plain)) for d in self.dimensions)
-        return Program(choices=tuple((n, v) for n, v in given if v != known[n].plain))
+        chosen = [choice for choice in choices.items() if choice[1] != known[choice[0]].plain]
+        return Program(choices=tuple(sorted(chosen, key=lambda choice: self._position[choice[0]])))
+
+    @cached_property
+    def _by_name(self) -> dict[str, Dimension]:
+        return {d.name: d for d in self.dimensions}
+
+    @cached_property
+    def _position(self) -> dict[str, int]:
+        return {name: position for position, name in enumerate(self._by_name)}
 
     def parse(self, text: str) -> Program:
         """Parse the ``str`` of a program."""

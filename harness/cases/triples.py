@@ -25,7 +25,9 @@ class Triples:
         self._space = space
         choices = [(d.name, value) for d in space.dimensions for value in d.values]
         self._number = {choice: number for number, choice in enumerate(choices)}
-        self._is_seen = torch.zeros([len(choices)] * 3, dtype=torch.bool)
+        every = torch.arange(len(choices))
+        one, two, three = torch.meshgrid(every, every, every, indexing="ij")
+        self._is_seen = (one == two) | (two == three) | (one == three)  # one choice twice makes no triple
         for program in programs:
             self._add(program)
 
@@ -65,21 +67,15 @@ class Triples:
 
     def _num_unseen(self, program: Program) -> int:
         chosen = self._numbers(program)
-        block = ~self._is_seen[chosen][:, chosen][:, :, chosen]
-        distinct = len(chosen) * (len(chosen) - 1) * (len(chosen) - 2)
-        seen = len(chosen) ** 3 - int(block.sum())
-        return (distinct - seen) // 6
+        return int((~self._is_seen[chosen][:, chosen][:, :, chosen]).sum()) // 6  # each in six orders
 
     def _num_unseen_of(self, choice: Choice, program: Program) -> int:
         """Count the unseen triples of a program that contain a choice."""
         chosen = self._numbers(program)
-        return int((~self._is_seen[self._number[choice]][chosen][:, chosen]).sum())
+        return int((~self._is_seen[self._number[choice]][chosen][:, chosen]).sum()) // 2
 
     def _numbers(self, program: Program) -> torch.Tensor:
         return torch.tensor([self._number[d.name, program[d]] for d in self._space.dimensions])
 
     def _add(self, program: Program) -> None:
-        """Mark a program's triples; those of one choice twice are none, and stay unmarked."""
-        one, two, three = torch.meshgrid([self._numbers(program)] * 3, indexing="ij")
-        is_distinct = (one != two) & (two != three) & (one != three)
-        self._is_seen[one[is_distinct], two[is_distinct], three[is_distinct]] = True
+        self._is_seen[torch.meshgrid([self._numbers(program)] * 3, indexing="ij")] = True

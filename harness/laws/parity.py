@@ -190,8 +190,11 @@ def _most_telling(told: list[_Told]) -> _Told:
     first = told[0].worst
     if first is None or first.quantity != Quantity.NORM or first.looks_like != UNSTRUCTURED:
         return told[0]
-    of_its_step = (t for t in told if t.worst is not None and t.worst.step == first.step)
-    return next((t for t in of_its_step if t.worst and t.worst.looks_like != UNSTRUCTURED), told[0])
+    for other in told:
+        worst = other.worst
+        if worst is not None and worst.step == first.step and worst.looks_like != UNSTRUCTURED:
+            return other
+    return told[0]
 
 
 def _moments(evidence: Evidence) -> Iterator[tuple[TensorKey, ...]]:
