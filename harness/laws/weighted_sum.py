@@ -47,10 +47,12 @@ def _terms(pieces: torch.Tensor) -> Iterator[tuple[list[str], torch.Tensor]]:
 
 def _told(names: list[str], weights: list[float], expected: list[float], *, is_scaled: bool) -> str | None:
     """Name the unusual weights; of clipped gradients, which all have one more factor, beside the usual one."""
-    rounded = [float(f"{weight:.3g}") for weight in weights if abs(weight) > _NO_WEIGHT]
-    scale = mode(rounded) if is_scaled and rounded else 1.0
+    scale, counted = 1.0, [weight for weight in weights if abs(weight) > _NO_WEIGHT]
+    if is_scaled and counted:
+        usual = mode(f"{weight:.3g}" for weight in counted)
+        scale = next(weight for weight in counted if f"{weight:.3g}" == usual)
     counts = [(n, round(w / scale, 3) + 0.0, e) for n, w, e in zip(names, weights, expected, strict=True)]
-    odd = [f"{name} counts {weight:g} times" for name, weight, usual in counts if weight != usual]
+    odd = [f"{name} counts {weight:g} times" for name, weight, right in counts if weight != right]
     if not odd:
         return None
     more = f", and {len(odd) - _MOST_NAMED} more" if len(odd) > _MOST_NAMED else ""
