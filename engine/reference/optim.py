@@ -68,7 +68,7 @@ def _norm(parameters: list[torch.Tensor], order: float) -> torch.Tensor:
     by_spread: dict[Spread, list[torch.Tensor]] = {}
     # At least float32: every term of a sum of bfloat16 squares has a rounding error of a tenth of a percent. Read
     # it from the parameters, which all ranks have; gradients may be missing on some.
-    dtype = functools.reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
+    dtype = functools.reduce(torch.promote_types, (p.dtype.to_real() for p in parameters), torch.float32)
     for parameter in parameters:
         gradients = by_spread.setdefault(_spread(parameter), [])
         if parameter.grad is not None:
@@ -113,7 +113,8 @@ def _spread(parameter: torch.Tensor) -> Spread:
 def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype) -> torch.Tensor:
     if not local.numel():
         return torch.zeros((), dtype=dtype, device=local.device)
-    norm: torch.Tensor = torch.linalg.vector_norm(local, order, dtype=dtype)
+    sizes = local.abs() if local.is_complex() else local
+    norm: torch.Tensor = torch.linalg.vector_norm(sizes, order, dtype=dtype)
     return norm
 
 

@@ -39,7 +39,7 @@ def clip_by_norm(root: WrapperBase, max_norm: float, order: float) -> torch.Tens
     if rest:
         by_spread.setdefault((), []).extend(rest)
     gradients = [gradient for found in by_spread.values() for gradient in found]
-    wide = functools.reduce(torch.promote_types, (g.dtype for g in gradients), torch.float32)
+    wide = functools.reduce(torch.promote_types, (g.dtype.to_real() for g in gradients), torch.float32)
     total = norm_over(by_spread, order, root.compute_device, wide)
     scale = clip_scale(max_norm, total)
     for gradient in gradients:
@@ -51,4 +51,4 @@ def clip_by_norm(root: WrapperBase, max_norm: float, order: float) -> torch.Tens
             stacklevel=4,
         )
         return total
-    return total.to(functools.reduce(torch.promote_types, (g.dtype for g in gradients)))
+    return total.to(functools.reduce(torch.promote_types, (g.dtype.to_real() for g in gradients)))
