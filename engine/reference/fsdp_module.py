@@ -306,7 +306,7 @@ class FSDPModule:
                 parameter.grad = gradient.to(parameter.grad_dtype or gradient.dtype)
             raise
         for group in _param_groups(self):
-            group.reset_sharded_params()
+            group.adopt_converted()
         for param, own in kept:
             param.sharded_param.grad = None if own is None else own.to(param.local.device)
         return converted

@@ -238,6 +238,18 @@ class FSDPParamGroup:
                 where_gathers_start=self._where_gathers_start,
             )
 
+    def adopt_converted(self) -> None:
+        """Adopt shards that were moved or cast, by a user who may convert them back in the middle of a step.
+
+        Whole parameters stay as they are until the next gather, for graphs that are open have them. Those that are the
+        shards themselves take the new memory once it has their dtype again.
+        """
+        self.layout.reset_sharded_params()
+        is_shared = self._unsharded is not None and self._unsharded.is_shared
+        wholes = [(p.unsharded_param, p.local) for p in self.parameters]
+        if is_shared and all(whole is None or whole.dtype == local.dtype for whole, local in wholes):
+            self.reset_sharded_params()
+
     # Gradients --------------------------------------------------------------------------------------------
 
     def reduce_gradients(self) -> None:

@@ -216,9 +216,17 @@ class FSDPParam(ABC):
         self._init_from(self._whole(memory), on_gradient)
 
     def _init_from(self, whole: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
-        pending = None if self.unsharded_param is None else self.unsharded_param.grad
-        self.unsharded_param = nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
+        before = self.unsharded_param
         self._gathered = whole
+        if before is not None and (before.dtype, before.shape, before.device) == (
+            whole.dtype,
+            whole.shape,
+            whole.device,
+        ):
+            before.data = whole  # graphs that are open add gradients to this parameter
+            return
+        pending = None if before is None else before.grad
+        self.unsharded_param = nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
         self.unsharded_param.grad_dtype = None  # what waits is cast when it is held, and outlives a cast
         self.unsharded_param.grad = pending
         self._required_grad = self.sharded_param.requires_grad

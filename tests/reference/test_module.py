@@ -121,6 +121,23 @@ def test_a_model_may_be_cast_after_it_was_gathered(ranks: Ranks) -> None:
     ranks.run(3, _cast, "reference", True)
 
 
+def _cast_between_backwards(context: RankContext, api: str, num_replicas: int) -> None:
+    mesh = hybrid_mesh(num_replicas, context.size // num_replicas)
+    model = apply_to(Chain(), BY_NAME[api].fully_shard, mesh=mesh)
+    first, second = (model(inputs_of(context.rank)).sum() for _ in range(2))
+    first.backward()
+    model.to(torch.float64).to(torch.float32)
+    second.backward()
+    expected = chain_gradients(context.size)
+    assert_gradients(model, {name: 2 * gradient for name, gradient in expected.items()})
+
+
+@each_api
+@pytest.mark.parametrize("num_replicas", [1, 2], ids=["shards", "replicas"])
+def test_graphs_outlive_a_cast_and_back(api: str, num_replicas: int, ranks: Ranks) -> None:
+    ranks.run(2, _cast_between_backwards, api, num_replicas)
+
+
 def _share(context: RankContext, api: str, is_apart: bool) -> None:
     layer, plain_layer = Unit(0), Unit(0)
     model, plain = nn.Sequential(layer, nn.Tanh(), layer), nn.Sequential(plain_layer, nn.Tanh(), plain_layer)
