@@ -12,6 +12,8 @@ from shardproof.engine.reference.zero import OwnPiece, Zero2
 
 __all__ = ["file_of", "load", "save"]
 
+_EXTRA = "_extra_state"  # the end of the names of what `nn.Module.get_extra_state` returns, as its documentation says
+
 # Of a piece: its start, its values, and its optimizer state. Any: numbers and tensors.
 _Saved = Mapping[str, Any]
 
@@ -22,7 +24,7 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 def save(zero: Zero2, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Write this rank's pieces, their optimizer state, the options of parameter groups, and its buffers."""
+    """Write this rank's pieces, their optimizer state, the options of parameter groups, its buffers and extra state."""
     pieces = {
         name: {"start": piece.start, "value": piece.own.detach(), "state": optimizer.state.get(piece.own, {})}
         for name, piece in zero.pieces.items()
@@ -30,11 +32,13 @@ def save(zero: Zero2, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     rest = {name: p.detach() for name, p in zero.module.named_parameters() if name not in zero.pieces}
     whole = rest | dict(zero.module.named_buffers())
     groups = [_options(group) for group in optimizer.param_groups]
-    torch.save({"pieces": pieces, "whole": whole, "groups": groups}, file_of(folder, zero.rank))
+    extra = {name: value for name, value in zero.module.state_dict().items() if name.endswith(_EXTRA)}
+    saved = {"pieces": pieces, "whole": whole, "groups": groups, "extra": extra}
+    torch.save(saved, file_of(folder, zero.rank))
 
 
 def load(zero: Zero2, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Load the files of a world of any size; buffers, untrained values and group options are the first rank's.
+    """Load the files of a world of any size; all but pieces of trained parameters is the first rank's.
 
     Raises ValueError, before any change, if the optimizer has another number of parameter groups than the saved one.
     """
@@ -51,6 +55,7 @@ def load(zero: Zero2, optimizer: torch.optim.Optimizer, folder: Path) -> None:
             whole[name].copy_(value)
         for name, piece in zero.pieces.items():
             _load_piece(piece, optimizer, [saved["pieces"][name] for saved in (first, *others)])
+    zero.module.load_state_dict(first["extra"], strict=False)
     for group, options in zip(optimizer.param_groups, first["groups"], strict=True):
         group.update(options)
 
