@@ -63,12 +63,16 @@ def error_of_noise(
         return _disturbed(place.quantity, noise, floor, dtype)
     if not oracle.is_widened and is_narrow(dtype):
         return max(MULTIPLE * noise, floor)
+    rounded_to = (oracle.plan.reduction_dtype, oracle.plan.compute_dtype)
+    step = max((torch.finfo(dtype).eps for dtype in rounded_to if dtype is not None), default=0.0)
+    coarse = step * oracle.scales[place]
     # A maximum norm is one gradient; whether a norm is that of the gradients is a law of its own.
     if place.quantity in {Quantity.GRADIENT, Quantity.NORM}:
-        rounded_to = (oracle.plan.reduction_dtype, oracle.plan.compute_dtype)
-        steps = (torch.finfo(dtype).eps for dtype in rounded_to if dtype is not None)
-        floor = max((floor, *(step * oracle.scales[place] for step in steps)))
-    return MULTIPLE * max(noise, floor)
+        floor = max(floor, coarse)
+    # Momentum is a sum of gradients. That of one element was off by two thirds of a step of bfloat16, where no run
+    # with noise happened to be off by more than a fiftieth.
+    least = FLOOR_ROUNDINGS * coarse if place.quantity is Quantity.OPTIMIZER_STATE else 0.0
+    return max(MULTIPLE * max(noise, floor), least)
 
 
 def _disturbed(quantity: Quantity, noise: float, floor: float, dtype: torch.dtype) -> float:
