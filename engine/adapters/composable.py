@@ -229,6 +229,7 @@ def _largest_dim(parameter: nn.Parameter) -> Shard:
 def _set_options(api: ComposableApi, model: nn.Module, plan: Plan, num_shards: int) -> None:
     """Call the setters; most of them affect one module each."""
     managed = [module for module in model.modules() if isinstance(module, api.sharded_module)]
+    whole = [_first(model, unit) for unit in plan.replicated]
     for module in managed:
         if plan.buffers is Buffers.GROUP:
             module.set_allocate_memory_from_process_group_for_comm(True)
@@ -237,7 +238,7 @@ def _set_options(api: ComposableApi, model: nn.Module, plan: Plan, num_shards: i
         if plan.wire is Wire.SUM:
             module.set_force_sum_reduction_for_comms(True)
         if plan.divide_factor is not None:
-            api.set_divide_factor(module, plan.divide_factor, num_shards)
+            api.set_divide_factor(module, plan.divide_factor, 1 if module in whole else num_shards)
         if Capability.RANK_DEPENDENT in plan.demands:
             module.set_reduce_scatter_unused_params(True, recurse=False)
         if plan.max_reduce_buffers is not None:

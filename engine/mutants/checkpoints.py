@@ -30,6 +30,34 @@ class LosesStateInItsCheckpoint(Zero2Engine):
             self.built_optimizer().state.clear()
 
 
+@mutant(after="NVIDIA/nvidia-resiliency-ext#376", phase="state loaded")
+class WritesItsCheckpointInTheNextStep(Zero2Engine):
+    """A checkpoint shares tensors with the training until it is written, which is after the next step."""
+
+    class Prepared(PreparedZero2):
+        _folder: Path | None = None
+
+        def save_checkpoint(self, folder: Path) -> None:
+            super().save_checkpoint(folder)
+            self._folder = folder
+
+        def step(self) -> None:
+            super().step()
+            folder, self._folder = self._folder, None
+            if folder is not None:
+                super().save_checkpoint(folder)
+
+
+@mutant(after="pytorch/torchtitan#3675", phase="state loaded")
+class KeepsItsOwnExtraState(ReferenceEngine):
+    """What modules add to a state is what they had before it is loaded."""
+
+    class Prepared(PreparedReference):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            own = {n: v for n, v in self.module.state_dict().items() if n.endswith("_extra_state")}
+            super().load_full_state({**state, "model": {**state["model"], **own}})
+
+
 @mutant(after="deepspeedai/DeepSpeed#4396", phase="state loaded")
 class RestartsTheCountInItsCheckpoint(Zero2Engine):
     """The optimizer's count of steps, by which it corrects its moments, starts from zero."""

@@ -22,11 +22,29 @@ from shardproof.harness.cases.batch import Batch
 from shardproof.harness.tracing.ledger import Ledger
 
 
+class Move(Protocol):
+    """A user's action between the forwards and backwards of a step; picklable, and described by its ``repr``."""
+
+    @property
+    def demands(self) -> frozenset[Capability]:
+        """The capabilities that it needs."""
+
+    def play(self, actor: Actor) -> None:
+        """Act on one rank."""
+
+
 class Evaluation(Enum):
-    """How an evaluation disables autograd."""
+    """A move: the first microbatch is evaluated, with autograd disabled in this way."""
 
     NO_GRAD = "torch.no_grad"
     INFERENCE = "torch.inference_mode: its tensors may never be used in training"
+
+    @property
+    def demands(self) -> frozenset[Capability]:
+        return frozenset()
+
+    def play(self, actor: Actor) -> None:
+        actor.evaluate(0, self)
 
     @property
     def context(self) -> AbstractContextManager[object]:
@@ -34,18 +52,32 @@ class Evaluation(Enum):
 
 
 class Probe(Enum):
-    """The purpose of a forward with gradients that has no backward in the step."""
+    """A move: a forward with gradients that has no backward in the step, for this purpose."""
 
     DROPPED = "its loss gets no backward, like that of a skipped batch"
     OF_INPUTS = "the gradient of its loss by its inputs, as adversaries and saliency maps take it"
 
+    @property
+    def demands(self) -> frozenset[Capability]:
+        return frozenset()
+
+    def play(self, actor: Actor) -> None:
+        actor.probe(0, self)
+
 
 class GradientEdit(Enum):
-    """A user's edit of each gradient between backwards."""
+    """A move: the user edits each gradient between backwards."""
 
     CLEARED = "None is put in its place"
     HALVED = "it is halved in place"
     REPLACED = "a new tensor of half of it is put in its place"
+
+    @property
+    def demands(self) -> frozenset[Capability]:
+        return frozenset({Capability.EDIT_GRADIENTS})
+
+    def play(self, actor: Actor) -> None:
+        actor.edit_gradients(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +240,8 @@ def load_weights(module: nn.Module) -> None:
 
     Loading them once more changes nothing, because the oracle plays a script for every rank on one model.
     """
-    module.load_state_dict({name: value.abs() for name, value in module.state_dict().items()})
+    tensors = {n: value.abs() for n, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+    module.load_state_dict({**module.state_dict(), **tensors})
 
 
 # Any: a user's data are of any type, and stay as they are.

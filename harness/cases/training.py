@@ -196,12 +196,14 @@ class Resume:
 
     Without a plan the same model loads it from files, after its parameters were lost, under a new optimizer. If it
     ``freezes_first``, what a script of the class `Freezes` freezes in the next step is frozen before the state loads.
+    If it ``undoes_a_step``, the model takes the next step between save and load, which must leave no trace.
     """
 
     after_steps: int
     plan: Plan | None
     form: StateForm = StateForm.WHOLE
     freezes_first: bool = False
+    undoes_a_step: bool = False
 
 
 class RanksBefore(Enum):
@@ -243,7 +245,7 @@ AS_HANDED_OUT = "what was handed out"
 HELD = "what the module itself holds"  # the loop notes it whenever it reads parameters
 AS_SHOWN = "what is shown"  # begins the note
 
-# With these the loop itself, not a layout, determines which parameters are whole between steps.
+# With these the loop itself, not a layout, determines which parameters are whole, or what becomes of gradients.
 _KEEPS = frozenset(
     {
         Capability.UNIT_STATE,
@@ -252,6 +254,7 @@ _KEEPS = frozenset(
         Capability.KEEP_AFTER_BACKWARD,
         Capability.GRAPHS,
         Capability.MIXED,
+        Capability.EDIT_GRADIENTS,
     }
 )
 

@@ -56,6 +56,7 @@ class Recorder:
         self._step = -1
         self._microbatch = -1
         self._units: list[str] = []
+        self._is_aside = False
         self._pending: list[tuple[object, ...]] = []
         self._watcher: Callable[[], None] | None = None
         self._is_of_model: Callable[[], bool] | None = None
@@ -81,6 +82,9 @@ class Recorder:
     @contextmanager
     def during(self, phase: Phase, *, step: int = -1, microbatch: int = -1) -> Iterator[None]:
         """Label entries that are issued inside; restores the outer label at exit."""
+        if self._is_aside:
+            yield
+            return
         outer = (self._phase, self._step, self._microbatch)
         self._phase, self._step, self._microbatch = phase, step, microbatch
         self._units.clear()
@@ -90,6 +94,15 @@ class Recorder:
         finally:
             self.mark(EventKind.ENDED)
             self._phase, self._step, self._microbatch = outer
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave all labels as they are inside, and record no events: what runs there is no part of the training."""
+        self._is_aside = True
+        try:
+            yield
+        finally:
+            self._is_aside = False
 
     def enter_unit(self, unit: str) -> None:
         """Record that a unit's forward began."""
@@ -128,7 +141,7 @@ class Recorder:
         stream: str | None = None,
     ) -> None:
         """Record an event without a look: for events that a look itself has found."""
-        if self._journal is None:
+        if self._journal is None or self._is_aside:
             return
         # In its written form, and not a Mark: every unit of every step runs through this.
         at_ns, place = time.monotonic_ns(), (self._phase, self._step, self._microbatch)

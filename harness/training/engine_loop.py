@@ -285,6 +285,10 @@ class _Loop:
             write_files(self.prepared, form, self._context)
         if form is StateForm.WHOLE:
             noted[HANDED_OUT] = self._difference_from(state, step) or AS_HELD
+            state = copied(state)  # as a file would hold it, whatever becomes of the model
+        resume, script = self._training.resume, self._training.script
+        if resume is not None and resume.undoes_a_step:
+            self._step_aside(step)
         self.schedules = StepSchedules(self._training.optimizer, steps_done=step)
         successor = self.prepared if fresh is None else fresh.prepared
         with refusing():
@@ -297,7 +301,6 @@ class _Loop:
             self._preparation = fresh
         wipe(successor)
         self.scale_losses()  # before the load, which must leave the scaler alone
-        resume, script = self._training.resume, self._training.script
         if resume is not None and resume.freezes_first and isinstance(script, Freezes):
             script.freeze(successor.part, step)
         if in_files:
@@ -312,6 +315,19 @@ class _Loop:
                 self._probes.follow(self.prepared)
                 self._probes.shards(Seen.LOADED, step, loaded)
                 self._probes.state(Seen.LOADED_STATE, step, self.prepared)
+
+    def _step_aside(self, step: int) -> None:
+        """Take a step with the current model that is no part of the training, and leaves no trace in the ledger."""
+        aside = _Loop(self._preparation, self._training, self._context, None)
+        aside.schedules, aside._scaled = self.schedules, self._scaled
+        aside.scale_losses()  # with a scaler of its own
+        if self._probes is not None:
+            self._probes.leave()
+        with (
+            nullcontext() if self._watches is None else self._watches.reading(),
+            self._context.recorder.aside(),
+        ):
+            aside.step(step, is_read=False)
 
     # Any: states are nested dicts and lists of tensors and other values.
     def _load_whole(self, state: dict[str, Any], step: int, noted: Mapping[str, str] | None = None) -> None:

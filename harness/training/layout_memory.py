@@ -46,6 +46,7 @@ from shardproof.engine.contract import (
     Plan,
     Reshard,
 )
+from shardproof.harness.cases.script import Probe
 from shardproof.harness.cases.scripts.eventful import Eventful
 from shardproof.harness.cases.training import Training
 from shardproof.harness.cases.units import (
@@ -77,7 +78,7 @@ class HeldGradients(Enum):
         if moment is not CensusTime.BETWEEN or not is_held_back:
             return cls.SHARES
         # A probe's backward is of no microbatch: it may reduce zeros.
-        is_probed = isinstance(training.script, Eventful) and training.script.probe is not None
+        is_probed = isinstance(training.script, Eventful) and training.script.has(*Probe)
         has_shares = is_probed or not training.schedule.clears_to_none(step - 1)
         return cls.WHOLE_AND_SHARES if has_shares else cls.WHOLE
 

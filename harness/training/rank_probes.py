@@ -40,6 +40,11 @@ class RankProbes:
         self._modules = ModuleProbes(self._names, self._moment, self._see, sees_backward=self._sees_backward)
         self._hooks.enter_context(self._modules.watching(prepared.named, prepared.original_name))
 
+    def leave(self) -> None:
+        """Look away from the model until another is followed."""
+        self._hooks.close()
+        self._modules = None
+
     def loss(self, loss: torch.Tensor) -> None:
         """Write the loss of a microbatch."""
         if self._modules is not None:

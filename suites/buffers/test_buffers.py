@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import EVEN, SEVERAL, Capability, EvaluatesFirst, Layout, Trial
+from shardproof import EVEN, SEVERAL, Capability, Evaluation, Eventful, Interlude, Layout, Trial
 from shardproof.fixtures.buffered import MASKED, NORMALISED, REPLACED
 from shardproof.suites.params import parametrize
 from shardproof.suites.training import train
@@ -23,7 +23,10 @@ def test_keeps_the_statistics_of_each_rank(trial: Trial, microbatches: int) -> N
 @pytest.mark.kills("EvaluatesWithStaleParameters")
 def test_evaluates_between_steps(trial: Trial) -> None:
     """Evaluation uses this rank's statistics and the newest parameters, and training continues."""
-    trial.holds(train(NORMALISED, demands=OWN, script=EvaluatesFirst()), *PARITY)
+    trial.holds(
+        train(NORMALISED, demands=OWN, script=Eventful(moves=((Interlude.BEFORE, Evaluation.NO_GRAD),))),
+        *PARITY,
+    )
 
 
 @pytest.mark.kills("KeepsReplacedBuffers")

@@ -40,6 +40,9 @@ _REPLICAS = frozenset(
         Capability.PARAMETER_SHAPES,
         Capability.LOADED_WEIGHTS,
         Capability.START_FROM_FIRST,
+        Capability.BUCKETS,
+        Capability.EDIT_GRADIENTS,
+        Capability.COMPLEX,
     }
 )
 _WRAPPED = frozenset(
@@ -58,6 +61,9 @@ _WRAPPED = frozenset(
         Capability.WRAPPER,
         Capability.LOADED_WEIGHTS,
         Capability.START_FROM_FIRST,
+        Capability.EDIT_GRADIENTS,
+        Capability.IGNORE,
+        Capability.COMPLEX,
     }
 )
 # What engines that only shard optimizer state have beside the options of replicas, whose rows judge them too.
@@ -70,7 +76,7 @@ FAMILIES: Mapping[str, frozenset[Capability]] = {
     "replicas": _REPLICAS,
     "wrapped": _WRAPPED,
     "units": frozenset(Capability)
-    - {Capability.WRAPPER, Capability.DATA_PARALLEL, Capability.START_FROM_FIRST}
+    - {Capability.WRAPPER, Capability.DATA_PARALLEL, Capability.START_FROM_FIRST, Capability.BUCKETS}
     - _OF_SHARES
     - _TUNED,
     "shares": _SHARES,
@@ -78,7 +84,12 @@ FAMILIES: Mapping[str, frozenset[Capability]] = {
 
 
 # Of a family's capabilities those that some of its engines lack: their own rows contain every pair too.
-_LACKED = {"replicas": frozenset({Capability.REPLICATE})}
+_LACKED = {
+    "replicas": frozenset(
+        {Capability.REPLICATE, Capability.BUCKETS, Capability.EDIT_GRADIENTS, Capability.COMPLEX}
+    ),
+    "wrapped": frozenset({Capability.COMPLEX}),
+}
 
 # A row judges every engine that declares what it needs, except those that declare one of these: they have other rows.
 WITH_OTHER_ROWS: Mapping[str, frozenset[Capability]] = {

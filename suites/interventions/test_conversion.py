@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof import EVEN, SEVERAL, Accumulation, ConvertsAndBack, Dtype, Grouping, Interlude, Layout
+from shardproof import EVEN, SEVERAL, Accumulation, Convert, Dtype, Eventful, Grouping, Interlude, Layout
 from shardproof import MatchesOracle, Trial
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
@@ -29,14 +29,14 @@ drops = pytest.mark.kills("ConvertsWithoutGradients")
 def test_a_conversion_and_back_changes_nothing(
     trial: Trial, moment: Interlude, dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    script = ConvertsAndBack(moment=moment, dtypes=dtypes)
+    script = Eventful(moves=((moment, Convert(dtypes=dtypes)),))
     trial.holds(train(MLP_UNEVEN, ADAMW, microbatches=2, script=script), *PARITY)
 
 
 @drops
 @parametrize("units", ("layers.0,layers.1", "layers.2"), ("layers.0",), ids=["joint", "nested"])
 def test_a_conversion_changes_no_unit(trial: Trial, units: tuple[str, ...]) -> None:
-    script = ConvertsAndBack(moment=Interlude.END, dtypes=WIDER)
+    script = Eventful(moves=((Interlude.END, Convert(dtypes=WIDER)),))
     training = train(
         MLP_UNEVEN,
         layout=Layout.SHARD,
@@ -51,7 +51,7 @@ def test_a_conversion_changes_no_unit(trial: Trial, units: tuple[str, ...]) -> N
 @drops
 @parametrize("layout", Layout.SHARD, param(Layout.HYBRID, worlds=EVEN))
 def test_tied_parameters_stay_tied(trial: Trial, layout: Layout) -> None:
-    script = ConvertsAndBack(moment=Interlude.END, dtypes=WIDER)
+    script = Eventful(moves=((Interlude.END, Convert(dtypes=WIDER)),))
     trial.holds(train(TIED, layout=layout, script=script), *PARITY)
 
 
@@ -60,7 +60,7 @@ def test_tied_parameters_stay_tied(trial: Trial, layout: Layout) -> None:
 def test_gradients_that_wait_for_their_reduction_outlive_a_conversion(
     trial: Trial, dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    script = ConvertsAndBack(moment=Interlude.BETWEEN, dtypes=dtypes)
+    script = Eventful(moves=((Interlude.BETWEEN, Convert(dtypes=dtypes)),))
     accumulation = Accumulation.LAST_MICROBATCH
     trial.holds(train(MLP_UNEVEN, microbatches=3, accumulation=accumulation, script=script), *PARITY)
 

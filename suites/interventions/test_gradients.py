@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shardproof import EVEN, FOUR_OR_MORE_EVEN, HOOKED, REDUCED, SEVERAL, Accumulation, ClearsWhileHeldBack
-from shardproof import EditsGradients, GradientEdit, Grouping, HoldsBackByTurns, HooksGradients, Layout
+from shardproof import EVEN, FOUR_OR_MORE_EVEN, HOOKED, REDUCED, SEVERAL, Accumulation, ClearPending
+from shardproof import Eventful, GradientEdit, Grouping, HoldsBackByTurns, HooksGradients, Interlude, Layout
 from shardproof import NamedOptimizer, Notes, Offload, Placement, Reshard, Schedule, Trial
 from shardproof.fixtures.optimizers import ADAMW, DECAYING, SGD
 from shardproof.fixtures.placements import DIVISIBLE_MLP
@@ -54,7 +54,8 @@ def test_an_optimizer_in_backward_knows_every_layout(trial: Trial, plan: dict[st
 @pytest.mark.kills("AddsToItsOwnGradients")
 @parametrize("edit", *GradientEdit)
 def test_goes_on_with_gradients_as_the_caller_left_them(trial: Trial, edit: GradientEdit) -> None:
-    trial.holds(train(MLP_UNEVEN, microbatches=3, script=EditsGradients(edit=edit)), *PARITY)
+    script = Eventful(moves=((Interlude.BETWEEN, edit),))
+    trial.holds(train(MLP_UNEVEN, microbatches=3, script=script), *PARITY)
 
 
 @pytest.mark.kills("ClearsWhatWaits")
@@ -71,7 +72,7 @@ def test_clearing_leaves_what_waits_for_its_reduction(
     others: dict[str, Any],  # Any: as for `train`
 ) -> None:
     accumulation = Accumulation.LAST_MICROBATCH
-    script = ClearsWhileHeldBack()
+    script = Eventful(moves=((Interlude.BETWEEN, ClearPending()),))
     training = train(
         DIVISIBLE_MLP, layout=layout, microbatches=3, accumulation=accumulation, script=script, **others
     )

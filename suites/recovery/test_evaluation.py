@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from shardproof import POWERS_OF_TWO, Actor, Capability, Evaluates, Evaluation, EvaluationPoint, Layout
+from shardproof import POWERS_OF_TWO, Actor, Capability, Evaluation, Eventful, Interlude, Layout
 from shardproof import Placement, Trial
 from shardproof.fixtures.placements import DIVISIBLE_MLP
 from shardproof.fixtures.problems import MLP_EVEN
@@ -23,7 +23,7 @@ both_layouts = parametrize("layout", Layout.REPLICATE, Layout.SHARD)
 @pytest.mark.kills("ComputesWithWhatAnEvaluationSaw")
 @both_layouts
 def test_an_evaluation_before_the_step_leaves_nothing_stale(trial: Trial, layout: Layout) -> None:
-    script = Evaluates(moment=EvaluationPoint.BEFORE_STEP)
+    script = Eventful(moves=((Interlude.END, Evaluation.NO_GRAD),))
     trial.holds(train(MLP_EVEN, layout=layout, units=UNITS, script=script), *PARITY)
 
 
@@ -53,14 +53,14 @@ def test_an_evaluation_between_forward_and_backward_changes_nothing(trial: Trial
 @pytest.mark.kills("KeepsAnInferenceTensor")
 @both_layouts
 def test_trains_after_an_evaluation_in_inference_mode(trial: Trial, layout: Layout) -> None:
-    script = Evaluates(moment=EvaluationPoint.BEFORE_TRAINING, how=Evaluation.INFERENCE)
+    script = Eventful(moves=((Interlude.BEFORE, Evaluation.INFERENCE),))
     trial.holds(train(MLP_EVEN, layout=layout, units=UNITS, script=script), *PARITY)
 
 
 @pytest.mark.kills("KeepsAnInferenceTensor")
 @pytest.mark.worlds(POWERS_OF_TWO)
 def test_evaluates_shards_of_another_dim_in_inference_mode(trial: Trial) -> None:
-    script = Evaluates(moment=EvaluationPoint.BEFORE_TRAINING, how=Evaluation.INFERENCE)
+    script = Eventful(moves=((Interlude.BEFORE, Evaluation.INFERENCE),))
     trial.holds(
         train(DIVISIBLE_MLP, layout=Layout.SHARD, placement=Placement.LARGEST, script=script), *PARITY
     )

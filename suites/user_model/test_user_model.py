@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardproof import AFTER_MORE, EVEN, SEVERAL, Accumulation, AllWaited, Between, Bytes, Capability, Clip
-from shardproof import ComputesInTheDtypeAsked, Count, Dtype, EachMicrobatch, Eventful, Exactly, Grouping
+from shardproof import ComputesInTheDtypeAsked, Count, Dtype, Evaluation, Eventful, Exactly, Grouping
 from shardproof import HoldsItsShare, Interlude, Layout, LossScaling, MatchesOracle, NamedOptimizer, Nothing
 from shardproof import OnlyThese, Op, Origin, Phase, Plan, Probe, RanksAgree, RanksBefore, Reshard, Resume
 from shardproof import Schedule, Select, StateForm, Training, Trial, UserModel
@@ -51,7 +51,7 @@ def test_accumulates_until_the_last_microbatch(trial: Trial, own: Own) -> None:
 def test_evaluates_and_drops_forwards_between_steps(trial: Trial, own: Own) -> None:
     """Before each step the model is evaluated, and a forward has no backward, as that of a batch that is skipped."""
     trial.applies(unless=own[0].facts.unevaluated)
-    around = Eventful(inner=EachMicrobatch(), evaluation=Interlude.BEFORE, probe=Probe.DROPPED)
+    around = Eventful(moves=((Interlude.BEFORE, Evaluation.NO_GRAD), (Interlude.BEFORE, Probe.DROPPED)))
     trial.holds(replace(_training(own, Plan()), script=around), *LAWS)
 
 

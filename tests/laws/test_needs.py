@@ -9,9 +9,9 @@ import pytest
 
 from shardproof import (
     Accumulation,
-    EachMicrobatch,
     Eventful,
     Evidence,
+    Interlude,
     Layout,
     Plan,
     Probe,
@@ -116,7 +116,7 @@ def test_a_reduction_before_the_last_microbatch_is_early() -> None:
 
 
 def test_loops_that_hold_nothing_back_are_not_held_to_silence() -> None:
-    probing = replace(TRAINING, script=Eventful(inner=EachMicrobatch(), probe=Probe.OF_INPUTS))
+    probing = replace(TRAINING, script=Eventful(moves=((Interlude.END, Probe.OF_INPUTS),)))
     every = replace(TRAINING, plan=replace(PLAN, accumulation=Accumulation.EVERY_MICROBATCH))
     for training in (probing, every):
         assert HeldBackIsSilent() not in laws_of_needs(training)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, cast
 
@@ -13,8 +13,7 @@ from shardproof.harness.cases.batch import ModelBatch
 from shardproof.harness.cases.script import (
     Actor,
     EachMicrobatch,
-    Evaluation,
-    Probe,
+    Move,
     Script,
     load_weights,
     with_gradients,
@@ -28,9 +27,8 @@ def goes_in_turn(script: Script) -> bool:
 
 
 class Interlude(Enum):
-    """When another action happens in a step, such as an evaluation of the first microbatch."""
+    """When a move is made in a step."""
 
-    NONE = "never"
     BEFORE = "before its first forward"
     BETWEEN = "after its first backward, before another one"
     END = "after its last backward, before the optimizer steps"
@@ -55,25 +53,22 @@ class Freezing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eventful:
-    """Play ``inner`` with these events.
+    """Play ``inner`` with these events, and each of the ``moves`` at its moment.
 
     ``by_keyword`` passes the rows to forward as ``rows=``, and ``inputs_have_gradients`` as leaves that get one.
-    ``backward_by_halves`` runs two backwards through the graph of each forward, each of half the loss. ``saved`` is
-    when the whole state is taken, once an evaluation or probe of the same moment is over. In the step ``loads_at`` the
-    user first loads other weights into the module.
+    ``backward_by_halves`` runs two backwards through the graph of each forward, each of half the loss. If units are
+    ``kept_until_last``, they stay gathered after each backward but that of the last microbatch. In the step
+    ``loads_at`` the user first loads other weights into the module.
     """
 
-    inner: Script
-    evaluation: Interlude = Interlude.NONE
-    how: Evaluation = Evaluation.NO_GRAD
+    inner: Script = field(default_factory=EachMicrobatch)
+    moves: tuple[tuple[Interlude, Move], ...] = ()
     failure: FailurePoint = FailurePoint.NONE
     by_keyword: bool = False
     inputs_have_gradients: bool = False
-    probe: Probe | None = None
-    probed: Interlude = Interlude.BEFORE
     backward_by_halves: bool = False
+    kept_until_last: bool = False
     freezing: Freezing | None = None
-    saved: Interlude = Interlude.NONE
     loads_at: int | None = None
 
     @property
@@ -84,10 +79,15 @@ class Eventful:
             Capability.UNIT_SYNC: self.backward_by_halves,  # as for other backwards through one graph
             Capability.FREEZE: self.freezing is not None,
             Capability.UNUSED: self.freezing is not None,
-            Capability.STATE: self.saved is not Interlude.NONE,
+            Capability.KEEP_AFTER_BACKWARD: self.kept_until_last,
             Capability.LOADED_WEIGHTS: self.loads_at is not None,
         }
-        return self.inner.demands | {capability for capability, is_asked in asked.items() if is_asked}
+        of_moves = [move.demands for _, move in self.moves]
+        return self.inner.demands.union(*of_moves, (c for c, is_asked in asked.items() if is_asked))
+
+    def has(self, *moves: Move) -> bool:
+        """Return whether the loop makes one of these moves."""
+        return any(move in moves for _, move in self.moves)
 
     def play(self, actor: Actor) -> None:
         if actor.step == self.loads_at:
@@ -107,13 +107,10 @@ class Eventful:
         self.interlude(actor, Interlude.END)
 
     def interlude(self, actor: Actor, moment: Interlude) -> None:
-        """Run the interlude between the step's forwards and backwards at this moment."""
-        if self.evaluation is moment:
-            actor.evaluate(0, self.how)
-        if self.probe is not None and self.probed is moment:
-            actor.probe(0, self.probe)
-        if self.saved is moment:
-            actor.save()
+        """Make the moves of this moment, in order."""
+        for when, move in self.moves:
+            if when is moment:
+                move.play(actor)
 
     def _around(self, actor: Actor, *, is_counted: bool = True) -> Actor:
         return cast(Actor, _Proxy(actor, self, is_counted=is_counted))  # it delegates all other methods
@@ -144,6 +141,9 @@ class _Proxy:
 
     def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
         """Call the model, or a part of it."""
+        if self._script.kept_until_last:
+            for unit in self._actor.units().values():
+                unit.set_reshard_after_backward(is_on=microbatch == self._actor.num_microbatches - 1)
         if self._script.inputs_have_gradients:
             inputs = with_gradients(inputs)
         if self._script.by_keyword:

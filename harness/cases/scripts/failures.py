@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import ClassVar
 
 import torch
 
 from shardproof.engine.contract import Capability
-from shardproof.harness.cases.script import Actor, Evaluation
+from shardproof.harness.cases.script import Actor
 
 RAISED = "what the forward did that had to raise"  # the subject of a note
 
@@ -45,30 +44,6 @@ class SkipsAFailure:
         for microbatch in range(actor.num_microbatches):
             _train(actor, microbatch)
         _fail(actor, actor.num_microbatches - 1)
-
-
-class EvaluationPoint(Enum):
-    """When a training loop evaluates."""
-
-    BEFORE_TRAINING = "before the first forward that trains"
-    BEFORE_STEP = "after the last backward, before the optimizer step"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluates:
-    """Each microbatch in turn, with evaluations at one point of each step."""
-
-    moment: EvaluationPoint
-    how: Evaluation = Evaluation.NO_GRAD
-    demands: ClassVar[frozenset[Capability]] = frozenset()
-
-    def play(self, actor: Actor) -> None:
-        if self.moment is EvaluationPoint.BEFORE_TRAINING and actor.step == 0:
-            actor.evaluate(0, self.how)
-        for microbatch in range(actor.num_microbatches):
-            _train(actor, microbatch)
-        if self.moment is EvaluationPoint.BEFORE_STEP:
-            actor.evaluate(0, self.how)
 
 
 def _fail(actor: Actor, microbatch: int) -> None:

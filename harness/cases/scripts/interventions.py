@@ -1,4 +1,4 @@
-"""Loops in which the caller changes parameters and gradients: hooks, edits, freezing, conversions."""
+"""Loops in which the caller looks at gradients, clears or freezes them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ import torch
 from torch import nn
 
 from shardproof.engine.contract import Capability, Shard, shard_of
-from shardproof.harness.cases.script import Actor, EachMicrobatch, GradientEdit, train_microbatch
-from shardproof.harness.cases.scripts.eventful import Interlude
+from shardproof.harness.cases.script import Actor, EachMicrobatch, train_microbatch
 
 __all__ = [
     "HOOKED",
     "REDUCED",
-    "ClearsWhileHeldBack",
-    "ConvertsAndBack",
-    "EditsGradients",
     "Freezes",
     "HoldsBackByTurns",
     "HooksGradients",
@@ -27,33 +23,6 @@ __all__ = [
 
 # The subject of a note, and the value noted in a correct run.
 HOOKED, REDUCED = "what hooks on parameters see", "each reduced gradient, once"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EditsGradients:
-    """A plain loop that edits each gradient after the first microbatch."""
-
-    edit: GradientEdit
-    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.EDIT_GRADIENTS})
-
-    def play(self, actor: Actor) -> None:
-        for microbatch in range(actor.num_microbatches):
-            train_microbatch(actor, microbatch)
-            if microbatch == 0:
-                actor.edit_gradients(self.edit)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClearsWhileHeldBack:
-    """A plain loop that defers reductions and meanwhile clears all gradients that the model exposes."""
-
-    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.PENDING_APART})
-
-    def play(self, actor: Actor) -> None:
-        for microbatch in range(actor.num_microbatches):
-            train_microbatch(actor, microbatch)
-            if microbatch < actor.num_microbatches - 1:
-                actor.part("").zero_grad()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,24 +48,6 @@ class HoldsBackByTurns:
             if microbatch == 3 and self.clears:
                 actor.part("").zero_grad()
             train_microbatch(actor, microbatch)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertsAndBack:
-    """A plain loop that converts the model to these dtypes and then back to float32, its original dtype."""
-
-    moment: Interlude
-    dtypes: tuple[torch.dtype, ...] = ()
-    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.RECONVERT})
-
-    def play(self, actor: Actor) -> None:
-        for microbatch in range(actor.num_microbatches):
-            if self.moment is Interlude.BEFORE and microbatch == 0:
-                actor.convert(*self.dtypes, torch.float32)
-            train_microbatch(actor, microbatch)
-            is_last = microbatch == actor.num_microbatches - 1
-            if self.moment is (Interlude.END if is_last else Interlude.BETWEEN):
-                actor.convert(*self.dtypes, torch.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from shardproof.engine.contract import Capability
-from shardproof.harness.cases.script import Actor, EachMicrobatch, train_microbatch
+from shardproof.harness.cases.script import Actor, train_microbatch
 
 
 class Holding(Enum):
@@ -145,17 +145,6 @@ class NestInputs:
                     given = (self.packs(first, tuple(others)),)
                 output = actor.forward(microbatch, *given)
                 actor.backward(microbatch, actor.loss(microbatch, output))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluatesFirst:
-    """Each step evaluates the first microbatch without gradients, then trains on all of them."""
-
-    demands: ClassVar[frozenset[Capability]] = frozenset()
-
-    def play(self, actor: Actor) -> None:
-        actor.evaluate(0)
-        EachMicrobatch().play(actor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,7 +45,7 @@ def _holds_back(training: Training) -> bool:
     """Whether each microbatch but the last is held back, in a plain order and without another backward."""
     script = training.script
     # The backward of a probe is of no microbatch, and holds nothing back.
-    has_another_backward = isinstance(script, Eventful) and script.probe is Probe.OF_INPUTS
+    has_another_backward = isinstance(script, Eventful) and script.has(Probe.OF_INPUTS)
     return (
         goes_in_turn(script)
         and not has_another_backward

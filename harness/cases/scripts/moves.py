@@ -1,0 +1,58 @@
+"""Moves of a loop in the middle of a step that have options of their own; see `harness.cases.script.Move`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from shardproof.engine.contract import Capability
+from shardproof.harness.cases.script import Actor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """The whole state is taken, as a loop does that saves and goes on."""
+
+    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.STATE})
+
+    def play(self, actor: Actor) -> None:
+        actor.save()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClearPending:
+    """The module's own ``zero_grad`` clears all gradients that it exposes, while others wait for their reduction."""
+
+    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.PENDING_APART})
+
+    def play(self, actor: Actor) -> None:
+        actor.part("").zero_grad()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convert:
+    """The model is converted to these dtypes and back to float32, its original dtype."""
+
+    dtypes: tuple[torch.dtype, ...] = ()
+    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.RECONVERT})
+
+    def play(self, actor: Actor) -> None:
+        actor.convert(*self.dtypes, torch.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherByHand:
+    """All units are gathered by hand, without blocking, and freed if they ``are_freed`` before anything computes."""
+
+    are_freed: bool = False
+    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.UNIT_STATE, Capability.ASYNC_GATHER})
+
+    def play(self, actor: Actor) -> None:
+        units = actor.units().values()
+        for wait in [unit.unshard_async() for unit in units]:
+            wait()
+        if self.are_freed:
+            for unit in units:
+                unit.reshard()
