@@ -20,7 +20,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from shardproof import Capability, Program, ProgramRule, Space
-from shardproof.fixtures.programs.space import LAYOUT, SPACE
+from shardproof.fixtures.programs.dimensions import LAYOUT
+from shardproof.fixtures.programs.space import SPACE
 from shardproof.harness.cases.triples import Triples
 
 _HERE = Path(__file__).parent
