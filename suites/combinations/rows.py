@@ -13,7 +13,7 @@ An array stays within the capabilities of a family of engines, because a row tha
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from hashlib import sha256
@@ -157,11 +157,14 @@ def array(spaces: Sequence[Space], rows: Iterable[Row], found: Sequence[Row] = (
     """
     kept = _within(spaces[-1], rows)
     for space in spaces:
-        left = space.combinations.difference(
-            *(space.combinations_in(r.program) for r in _within(space, [*kept, *found]))
-        )
-        kept = [*kept, *(Row(program=p, name=_name(p)) for p in space.cover(unseen=left))]
+        kept = [*kept, *(Row(program=p, name=_name(p)) for p in lacking(space, [*kept, *found]))]
     return kept
+
+
+def lacking(space: Space, rows: Iterable[Row]) -> Iterator[Program]:
+    """Yield programs of a space for the combinations that make sense and are in none of these rows."""
+    seen = (space.combinations_in(row.program) for row in _within(space, rows))
+    return space.cover(unseen=space.combinations.difference(*seen))
 
 
 def dense(family: str, rows: Sequence[Row]) -> list[Row]:
