@@ -68,7 +68,7 @@ def _norm(parameters: list[torch.Tensor], order: float) -> torch.Tensor:
     by_spread: dict[Spread, list[torch.Tensor]] = {}
     # At least float32: every term of a sum of bfloat16 squares has a rounding error of a tenth of a percent. Read
     # it from the parameters, which all ranks have; gradients may be missing on some.
-    dtype = functools.reduce(torch.promote_types, (p.dtype.to_real() for p in parameters), torch.float32)
+    dtype = real_dtype(parameters, torch.float32)
     for parameter in parameters:
         gradients = by_spread.setdefault(_spread(parameter), [])
         if parameter.grad is not None:
@@ -76,6 +76,11 @@ def _norm(parameters: list[torch.Tensor], order: float) -> torch.Tensor:
             gradients.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
     device = next((p.device for p in parameters), torch.device("cpu"))
     return norm_over(by_spread, order, device, dtype)
+
+
+def real_dtype(tensors: Iterable[torch.Tensor], *at_least: torch.dtype) -> torch.dtype:
+    """Return the dtype to which those of all tensors promote, complex ones as those of their parts."""
+    return functools.reduce(torch.promote_types, (*at_least, *(t.dtype.to_real() for t in tensors)))
 
 
 def norm_over(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 
 import torch
 from torch import nn
 
 from shardproof.engine.reference.fsdp1.init import WrapperBase, wrappers_in
-from shardproof.engine.reference.optim import Spread, clip_scale, norm_over
+from shardproof.engine.reference.optim import Spread, clip_scale, norm_over, real_dtype
 from shardproof.engine.reference.parameter import PendingGradient
 
 
@@ -39,7 +38,7 @@ def clip_by_norm(root: WrapperBase, max_norm: float, order: float) -> torch.Tens
     if rest:
         by_spread.setdefault((), []).extend(rest)
     gradients = [gradient for found in by_spread.values() for gradient in found]
-    wide = functools.reduce(torch.promote_types, (g.dtype.to_real() for g in gradients), torch.float32)
+    wide = real_dtype(gradients, torch.float32)
     total = norm_over(by_spread, order, root.compute_device, wide)
     scale = clip_scale(max_norm, total)
     for gradient in gradients:
@@ -51,4 +50,4 @@ def clip_by_norm(root: WrapperBase, max_norm: float, order: float) -> torch.Tens
             stacklevel=4,
         )
         return total
-    return total.to(functools.reduce(torch.promote_types, (g.dtype.to_real() for g in gradients)))
+    return total.to(real_dtype(gradients))
