@@ -240,8 +240,8 @@ def load_weights(module: nn.Module) -> None:
 
     Loading them once more changes nothing, because the oracle plays a script for every rank on one model.
     """
-    tensors = {n: value.abs() for n, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
-    module.load_state_dict({**module.state_dict(), **tensors})
+    state = module.state_dict()
+    module.load_state_dict({n: v.abs() if isinstance(v, torch.Tensor) else v for n, v in state.items()})
 
 
 # Any: a user's data are of any type, and stay as they are.

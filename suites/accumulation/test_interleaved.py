@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import SEVERAL, Accumulation, Count, Exactly, Grouping, Interleaved, Layout, Microbatches
-from shardproof import Nothing, Op, Per, Phase, Reshard, Select, Training, Trial
+from shardproof import SEVERAL, Accumulation, Count, Eventful, Exactly, Grouping, Interleaved, Layout
+from shardproof import Microbatches, Nothing, Op, Per, Phase, Reshard, Script, Select, Training, Trial
 from shardproof.fixtures.chain import CHAIN
 from shardproof.suites.closed_forms import NUM_GROUPS
 from shardproof.suites.params import param, parametrize
@@ -41,7 +41,8 @@ def test_one_forward_one_backward_reduces_once(trial: Trial, layout: Layout, res
 @pytest.mark.worlds(SEVERAL)
 def test_units_kept_all_step_are_gathered_once(trial: Trial) -> None:
     once = Count(select=GATHERS, expected=Exactly(NUM_GROUPS), per=Per.STEP)
-    trial.holds(_training(Layout.SHARD, Reshard.KEEP, Interleaved(ahead=1, keeps=True)), once, *ONCE, *PARITY)
+    script = Eventful(inner=Interleaved(ahead=1), kept_until_last=True)
+    trial.holds(_training(Layout.SHARD, Reshard.KEEP, script), once, *ONCE, *PARITY)
 
 
 @pytest.mark.kills("ForgetsEarlierForwards")
@@ -60,7 +61,7 @@ def test_all_forwards_may_come_first(trial: Trial, accumulation: Accumulation) -
 def _training(
     layout: Layout,
     reshard: Reshard,
-    script: Interleaved,
+    script: Script,
     accumulation: Accumulation = Accumulation.LAST_MICROBATCH,
 ) -> Training:
     return train(

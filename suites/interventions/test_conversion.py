@@ -60,7 +60,7 @@ def test_tied_parameters_stay_tied(trial: Trial, layout: Layout) -> None:
 def test_gradients_that_wait_for_their_reduction_outlive_a_conversion(
     trial: Trial, dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    script = Eventful(moves=((Interlude.BETWEEN, Convert(dtypes=dtypes)),))
+    script = Eventful(moves=((Interlude.EACH, Convert(dtypes=dtypes)),))
     accumulation = Accumulation.LAST_MICROBATCH
     trial.holds(train(MLP_UNEVEN, microbatches=3, accumulation=accumulation, script=script), *PARITY)
 

@@ -72,7 +72,7 @@ def test_clearing_leaves_what_waits_for_its_reduction(
     others: dict[str, Any],  # Any: as for `train`
 ) -> None:
     accumulation = Accumulation.LAST_MICROBATCH
-    script = Eventful(moves=((Interlude.BETWEEN, ClearPending()),))
+    script = Eventful(moves=((Interlude.EACH, ClearPending()),))
     training = train(
         DIVISIBLE_MLP, layout=layout, microbatches=3, accumulation=accumulation, script=script, **others
     )

@@ -31,6 +31,7 @@ class Interlude(Enum):
 
     BEFORE = "before its first forward"
     BETWEEN = "after its first backward, before another one"
+    EACH = "after each of its backwards, before another one"
     END = "after its last backward, before the optimizer steps"
 
 
@@ -141,9 +142,6 @@ class _Proxy:
 
     def forward(self, microbatch: int, *inputs: Any, part: str = "") -> Any:
         """Call the model, or a part of it."""
-        if self._script.kept_until_last:
-            for unit in self._actor.units().values():
-                unit.set_reshard_after_backward(is_on=microbatch == self._actor.num_microbatches - 1)
         if self._script.inputs_have_gradients:
             inputs = with_gradients(inputs)
         if self._script.by_keyword:
@@ -158,7 +156,10 @@ class _Proxy:
         self._actor.leave_out()
 
     def backward(self, microbatch: int, loss: torch.Tensor, *, is_counted: bool = True) -> None:
-        """Run backward, then the interlude if this is its moment."""
+        """Run backward, then the interludes of this moment."""
+        if self._script.kept_until_last:
+            for unit in self._actor.units().values():
+                unit.set_reshard_after_backward(is_on=microbatch == self._actor.num_microbatches - 1)
         if self._script.backward_by_halves:
             loss = loss * 0.5
             self._actor.backward_of_branch(microbatch, loss)
@@ -166,3 +167,5 @@ class _Proxy:
         self._num_backwards += 1
         if self._num_backwards == 1 and self._is_counted:
             self._script.interlude(self._actor, Interlude.BETWEEN)
+        if self._num_backwards < self._actor.num_microbatches and self._is_counted:
+            self._script.interlude(self._actor, Interlude.EACH)

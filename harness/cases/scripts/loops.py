@@ -60,12 +60,7 @@ class Interleaved:
     """
 
     ahead: int
-    keeps: bool = False
-
-    @property
-    def demands(self) -> frozenset[Capability]:
-        used = {Capability.INTERLEAVE, Capability.UNIT_SYNC}
-        return frozenset(used | ({Capability.KEEP_AFTER_BACKWARD} if self.keeps else set()))
+    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.INTERLEAVE, Capability.UNIT_SYNC})
 
     def play(self, actor: Actor) -> None:
         num, losses = actor.num_microbatches, dict[int, torch.Tensor]()
@@ -73,11 +68,7 @@ class Interleaved:
             for ahead in range(len(losses), min(microbatch + self.ahead + 1, num)):
                 output = actor.forward(ahead, *actor.batch(ahead).inputs)
                 losses[ahead] = actor.loss(ahead, output)
-            is_last = microbatch == num - 1
-            actor.units()[""].set_last_backward(is_last=is_last)
-            if self.keeps:
-                for unit in actor.units().values():
-                    unit.set_reshard_after_backward(is_on=is_last)
+            actor.units()[""].set_last_backward(is_last=microbatch == num - 1)
             with actor.synchronisation(microbatch):
                 actor.backward(microbatch, losses[microbatch])
 
