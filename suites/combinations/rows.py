@@ -26,9 +26,12 @@ from shardproof.harness.cases.triples import Triples
 
 _HERE = Path(__file__).parent
 _ONE_IN = 400  # triples, that a dense program must be the first to have
-_REPLICAS = frozenset(
+# Some engines of replicas lack these.
+_OF_SOME_REPLICAS = frozenset(
+    {Capability.REPLICATE, Capability.BUCKETS, Capability.EDIT_GRADIENTS, Capability.COMPLEX}
+)
+_REPLICAS = _OF_SOME_REPLICAS | frozenset(
     {
-        Capability.REPLICATE,
         Capability.ACCUMULATE,
         Capability.UNUSED,
         Capability.RANK_DEPENDENT,
@@ -41,9 +44,6 @@ _REPLICAS = frozenset(
         Capability.PARAMETER_SHAPES,
         Capability.LOADED_WEIGHTS,
         Capability.START_FROM_FIRST,
-        Capability.BUCKETS,
-        Capability.EDIT_GRADIENTS,
-        Capability.COMPLEX,
     }
 )
 _WRAPPED = frozenset(
@@ -83,12 +83,9 @@ FAMILIES: Mapping[str, frozenset[Capability]] = {
     "shares": _SHARES,
 }
 
-
 # Of a family's capabilities those that some of its engines lack: their own rows contain every pair too.
 _LACKED = {
-    "replicas": frozenset(
-        {Capability.REPLICATE, Capability.BUCKETS, Capability.EDIT_GRADIENTS, Capability.COMPLEX}
-    ),
+    "replicas": _OF_SOME_REPLICAS,
     "wrapped": frozenset({Capability.COMPLEX}),
 }
 
@@ -155,7 +152,7 @@ def array(spaces: Sequence[Space], rows: Iterable[Row], found: Sequence[Row] = (
 
     What the rows ``found`` have is not lacking.
     """
-    kept = _within(spaces[-1], rows)
+    kept = within(spaces[-1], rows)
     for space in spaces:
         kept = [*kept, *(Row(program=p, name=_name(p)) for p in lacking(space, [*kept, *found]))]
     return kept
@@ -163,18 +160,19 @@ def array(spaces: Sequence[Space], rows: Iterable[Row], found: Sequence[Row] = (
 
 def lacking(space: Space, rows: Iterable[Row]) -> Iterator[Program]:
     """Yield programs of a space for the combinations that make sense and are in none of these rows."""
-    seen = (space.combinations_in(row.program) for row in _within(space, rows))
+    seen = (space.combinations_in(row.program) for row in within(space, rows))
     return space.cover(unseen=space.combinations.difference(*seen))
 
 
 def dense(family: str, rows: Sequence[Row]) -> list[Row]:
     """Return named rows with triples of choices that these have not, and with no program that is known to fail."""
     space = spaces_of(family)[1]
-    triples = Triples(space, (row.program for row in _within(space, rows)))
+    triples = Triples(space, (row.program for row in within(space, rows)))
     return [Row(program=p, name=_name(p)) for p in triples.denser(least=triples.number // _ONE_IN)]
 
 
-def _within(space: Space, rows: Iterable[Row]) -> list[Row]:
+def within(space: Space, rows: Iterable[Row]) -> list[Row]:
+    """Return the rows that make sense in a space, in order."""
     return [row for row in rows if space.has(row.program) and space.contradiction(row.program) is None]
 
 
