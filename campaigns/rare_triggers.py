@@ -24,7 +24,7 @@ from tabulate import tabulate
 from shardproof.engine.mutants.all_mutants import MUTANTS
 from shardproof.engine.mutants.mutant import Mutant
 from shardproof.fixtures.programs.laws import laws_of
-from shardproof.fixtures.programs.space import SPACE
+from shardproof.fixtures.programs.space import SPACE, space_of
 from shardproof.fixtures.programs.training import training_of
 from shardproof.harness.cases.space import Program
 from shardproof.harness.records.record import Verdict
@@ -54,7 +54,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warm_up()
-    space = SPACE.within(describe("reference").capabilities)
+    space = space_of(describe("reference").capabilities, WorldSpec.parse(_WORLD).size)
     seed = random.Random(arguments.seed).randrange(2**32)  # as explore draws it
     programs = list(islice(space.cover(seed, unseen=space.combinations), arguments.programs))
     noted = {name for family in FAMILIES for row in rows_in(family) for name in row.mutants}

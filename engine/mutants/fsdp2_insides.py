@@ -16,6 +16,7 @@ from shardproof.engine.reference.comm_context import CommContext
 from shardproof.engine.reference.fsdp_state import FSDPState, states_in
 from shardproof.engine.reference.param_group import FSDPParamGroup
 from shardproof.engine.reference.param_layout import ParamLayout
+from shardproof.engine.reference.parameter import FSDPParam
 
 # Any, throughout: FSDP2's private classes and the streams of a device have no public types.
 
@@ -137,6 +138,11 @@ def reference_units(prepared: PreparedModel) -> tuple[FSDPState, ...]:
 def reference_groups(prepared: PreparedModel) -> list[FSDPParamGroup]:
     """Return the groups of parameters of all states."""
     return [group for state in reference_units(prepared) for group in state.param_groups]
+
+
+def reference_parameters(prepared: PreparedModel) -> list[FSDPParam]:
+    """Return the engine's parameters in all groups."""
+    return [parameter for group in reference_groups(prepared) for parameter in group.parameters]
 
 
 def layouts(prepared: PreparedModel) -> list[ParamLayout]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +21,11 @@ from shardproof.engine.adapters.reference import PreparedReference, ReferenceEng
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Plan, PreparedModel, shard_of
+from shardproof.engine.mutants.fsdp2_insides import reference_parameters
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.patches import in_place_of
+from shardproof.engine.mutants.patches import in_each, in_place_of
+from shardproof.engine.reference.parameter import FSDPParam
+from shardproof.engine.reference.torch_private import local_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +128,13 @@ class SwapsTheCutsOfOneDim(FullyShardEngine):
         return prepared
 
 
+@mutant(after="gabrieldemarmiesse/torch-mojo-backend#426", phase="gather")
+class ComputesWithTheMemoryOfBefore(ReferenceEngine):
+    """Whole tensors that a tensor axis has cut stay in their memory when the model is cast and back."""
+
+    spoil = in_each(reference_parameters, "_init_from", lambda parameter: _keeping_memory(parameter))
+
+
 @mutant(after="NVIDIA/Megatron-LM#1012", phase="hold")
 class ReducesBeforeTheLastBackward(DistributedDataParallelEngine):
     """In a pipeline the backward after the last forward is reduced, and later ones are not."""
@@ -191,6 +201,27 @@ def _norm_alone(self: nn.LayerNorm, rows: DTensor) -> torch.Tensor:
     )
     local = functional.layer_norm(rows.to_local(), self.normalized_shape, weight, bias, self.eps)
     return in_place_of(rows, local)
+
+
+def _nothing() -> None:
+    """Leave the memory as it is."""
+
+
+def _keeping_memory(
+    parameter: FSDPParam,
+) -> Callable[[torch.Tensor, Callable[[torch.Tensor], None]], None]:
+    honest = parameter._init_from
+
+    def init(whole: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
+        before: torch.Tensor | None = parameter.unsharded_param
+        computed = local_tensor(before) if isinstance(before, DTensor) else None
+        memory = None if computed is None else computed.data
+        honest(whole, on_gradient)
+        if computed is not None and memory is not None and before is parameter.unsharded_param:
+            computed.data = memory
+            parameter.return_to_gathered = _nothing  # type: ignore[method-assign]  # of this one
+
+    return init
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from shardproof.engine.adapters.reference import PreparedReference, ReferenceEng
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.contract import Layout, Plan, PreparedModel
-from shardproof.engine.mutants.fsdp2_insides import reference_groups
+from shardproof.engine.mutants.fsdp2_insides import reference_groups, reference_parameters
 from shardproof.engine.mutants.fsdp2_interface import OwnFullyShard, OwnFullyShardAndReplicate, groups_of
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import after, changing, in_each
@@ -90,15 +90,11 @@ class ReturnsTheComputeDtype(FullyShardEngine):
     misreads = changing(output_dtype=None)
 
 
-def _parameters(prepared: PreparedModel) -> list[FSDPParam]:
-    return [parameter for group in reference_groups(prepared) for parameter in group.parameters]
-
-
 @mutant(after="pytorch/pytorch#160279", phase="hold")
 class AccumulatesInBfloat16(ReferenceEngine):
     """The sum over microbatches is rounded to bfloat16 after each."""
 
-    spoil = in_each(_parameters, "hold_unsharded_grad", lambda parameter: _rounding(parameter))
+    spoil = in_each(reference_parameters, "hold_unsharded_grad", lambda parameter: _rounding(parameter))
 
 
 def _rounding(parameter: FSDPParam) -> Callable[[torch.dtype | None], None]:

@@ -223,7 +223,8 @@ class FSDPParam(ABC):
             whole.shape,
             whole.device,
         ):
-            before.data = whole  # graphs that are open add gradients to this parameter
+            # Graphs that are open add gradients to this parameter; a DTensor does not compute with its own ``data``.
+            _memory_of(before).data = _memory_of(whole)
             return
         pending = None if before is None else before.grad
         self.unsharded_param = nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
@@ -242,8 +243,9 @@ class FSDPParam(ABC):
         """
         assert self.unsharded_param is not None
         assert self._gathered is not None
-        if self.unsharded_param.data_ptr() != self._gathered.data_ptr():
-            self.unsharded_param.data = self._gathered
+        shown, gathered = _memory_of(self.unsharded_param), _memory_of(self._gathered)
+        if shown.data_ptr() != gathered.data_ptr():
+            shown.data = gathered
 
     def sync_requires_grad(self) -> None:
         """Set the same requires_grad on the whole and the optimizer's parameter after the caller changed one."""
@@ -425,6 +427,11 @@ class ShardedParam(FSDPParam):
         # .data has its own version counter, so that autograd does not treat another gather as an in-place
         # change of a tensor that forward saved.
         return self.laid_out(self.geometry.whole_part(memory).data)
+
+
+def _memory_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that computes: a DTensor's local one."""
+    return local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
 
 
 def _fingerprint(sharded: nn.Parameter) -> tuple[object, ...]:

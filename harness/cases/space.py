@@ -46,18 +46,22 @@ class Program:
     choices: tuple[Choice, ...] = ()
 
     def __getitem__(self, dimension: Dimension) -> str:
-        return self._values.get(dimension.name, dimension.plain)
+        return self._values.get(dimension.name, dimension.values[0])
 
     @cached_property
     def _values(self) -> dict[str, str]:
         return dict(self.choices)  # asked for by every rule, of millions of programs
+
+    @cached_property
+    def _chosen(self) -> frozenset[Choice]:
+        return frozenset(self.choices)
 
     def __str__(self) -> str:
         return ",".join(f"{name}={value}" for name, value in self.choices) or "plain"
 
     def contains(self, other: Program) -> bool:
         """Return whether this program makes all choices of another one."""
-        return set(other.choices) <= set(self.choices)
+        return other._chosen <= self._chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +112,19 @@ class Space:
     def contradiction(self, program: Program) -> str | None:
         """Return why a program is contradictory; None if it is not."""
         return next((rule.why for rule in self.rules if rule.holds(program)), None)
+
+    def makes_sense(self, program: Program) -> bool:
+        """Return whether a program is not contradictory; fast for programs that one rule excludes in turn."""
+        for position, rule in enumerate(self._recent):
+            if rule.holds(program):
+                self._recent.insert(0, self._recent.pop(position))
+                return False
+        return True
+
+    @cached_property
+    def _recent(self) -> list[ProgramRule]:
+        """The rules, those first that excluded programs last."""
+        return list(self.rules)
 
     def needs(self, program: Program) -> frozenset[Capability]:
         """Return the capabilities that the program's values need of an engine."""
@@ -176,7 +193,7 @@ class Space:
         program = Program()
         for name, value in (*drawn, *drawn):  # twice: some make sense only beside later ones
             other = self.program({**dict(program.choices), name: value})
-            if self.contradiction(other) is None:
+            if self.makes_sense(other):
                 program = other
         return program
 
@@ -185,7 +202,7 @@ class Space:
         for _ in range(_MOST_TRIES):
             redrawn = rng.sample(self.dimensions, rng.randint(1, min(3, len(self.dimensions))))
             other = self.program(dict(program.choices) | {d.name: rng.choice(d.values) for d in redrawn})
-            if other != program and self.contradiction(other) is None:
+            if other != program and self.makes_sense(other):
                 return other
         return self.draw(rng)
 
@@ -193,7 +210,7 @@ class Space:
         """Yield the valid programs that leave out ``size`` consecutive choices."""
         for start in range(0, len(program.choices), size):
             left = Program(choices=(*program.choices[:start], *program.choices[start + size :]))
-            if self.contradiction(left) is None:
+            if self.makes_sense(left):
                 yield left
 
     def alike(self, program: Program, other: Program) -> Program:
@@ -213,7 +230,7 @@ class Space:
             for value in dimension.values:
                 other = self.program({**dict(program.choices), dimension.name: value})
                 gain = len(left & self.combinations_in(other))
-                if gain > best and self.contradiction(other) is None:
+                if gain > best and self.makes_sense(other):
                     program, best = other, gain
         return program
 
@@ -224,7 +241,7 @@ class Space:
             for choices in more:
                 if fixed.keys().isdisjoint(name for name, _ in choices) and _is_one_each(choices):
                     program = self.program({**fixed, **dict(choices)})
-                    if self.contradiction(program) is None:
+                    if self.makes_sense(program):
                         return program
         return None
 
@@ -239,10 +256,10 @@ class Space:
             more
             for size in (1, 2)
             for choices in combinations(self._choices, size)
-            if _is_one_each(choices) and self.contradiction(self.program(dict(choices))) is not None
+            if _is_one_each(choices) and not self.makes_sense(self.program(dict(choices)))
             for more in self._choices
             if more[0] not in dict(choices)
-            and self.contradiction(self.program({**dict(choices), more[0]: more[1]})) is None
+            and self.makes_sense(self.program({**dict(choices), more[0]: more[1]}))
         )
         return tuple(found)
 

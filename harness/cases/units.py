@@ -88,14 +88,16 @@ class Shares:
 
 def shares_of(plan: Plan, world_size: int) -> Shares:
     """Return the shares of the plan's layout; raises ValueError for `Layout.NATIVE`."""
-    parameters, gradients, state = 1, 1, world_size
+    data_size = plan.data_size(world_size)
+    parameters, gradients, state = 1, 1, data_size
     match plan.layout:
         case Layout.SHARD:
-            parameters = gradients = world_size
+            parameters = gradients = data_size
         case Layout.HYBRID:
-            parameters = gradients = state = plan.axes(world_size)[-1].size
+            (shards,) = (axis.size for axis in plan.axes(world_size) if axis.name == plan.data_axes[-1])
+            parameters = gradients = state = shards
         case Layout.ZERO2:
-            gradients = world_size
+            gradients = data_size
         case Layout.REPLICATE:
             state = 1
         case Layout.NATIVE:

@@ -24,7 +24,8 @@ class HoldsItsShare:
     dim. For flat pieces only the sum is bounded, since one flattened group may put a whole parameter on one rank. Over
     all parameters of which a rank shows flat pieces it holds at most the sum of ceil((n + a) / S), where a is what
     aligning a parameter can add to the n elements. This suffices for any grouping of them. Numbers cannot show this: an
-    engine that ignores the request to shard still trains the same model.
+    engine that ignores the request to shard still trains the same model. Of a tensor that a tensor-parallel axis has
+    cut, the whole is what the ranks with the same part of it hold together.
 
     [Note: chunks] An engine that declares to cut at chunks (``Cut.CHUNKS``) may hold more on one rank if the others
     hold less: no element lies on two ranks of one replica, and each lies on one. The engine does not choose the chunk:
@@ -73,10 +74,11 @@ def _beyond(evidence: Evidence) -> Iterator[str]:
             where = f"step {step}, rank {observation.rank}"
             for name, shard in seen.parameters.items():
                 shares = 1 if name in whole else num_shares
-                if not _is_share(shard, shares):
+                shape = _shape_of(name, step, observation, evidence)
+                if not _is_share(shard, shape, shares):
                     yield (
                         f"{where}, parameter {name}: expected 1/{shares} of "
-                        f"{list(shard.global_shape)}, got {list(shard.tensor.shape)}"
+                        f"{list(shape)}, got {list(shard.tensor.shape)}"
                     )
             if (
                 num_shares > 1
@@ -87,13 +89,32 @@ def _beyond(evidence: Evidence) -> Iterator[str]:
         yield from _astray(evidence)
 
 
-def _is_share(shard: Shard, num_shares: int) -> bool:
+def _shape_of(name: str, step: int, observation: Observation, evidence: Evidence) -> tuple[int, ...]:
+    """Return the shape of what the data-parallel engine shards: the tensor, or the part of it on a tensor rank."""
+    plan, num_shares = evidence.training.plan, _num_shares(evidence)
+    whole = observation.steps[step].parameters[name].global_shape
+    if plan.tensor_parallel == 1:
+        return whole
+
+    def group(rank: int) -> tuple[int, int]:
+        return plan.data_rank(rank, evidence.world_size) // num_shares, rank % plan.tensor_parallel
+
+    peers = (o for o in evidence.ranks if group(o.rank) == group(observation.rank))
+    pieces = [p for o in peers if (p := o.steps[step].parameters[name]).tensor.numel()]
+    return tuple(
+        max((p.offsets[dim] + p.tensor.shape[dim] for p in pieces), default=0)
+        - min((p.offsets[dim] for p in pieces), default=0)
+        for dim in range(len(whole))
+    )
+
+
+def _is_share(shard: Shard, whole: tuple[int, ...], num_shares: int) -> bool:
+    local = tuple(shard.tensor.shape)
     # A single number has no slices: its share is rounded up to it.
-    if num_shares == 1 or not shard.global_shape:
-        return shard.is_whole
+    if num_shares == 1 or not whole:
+        return shard.is_whole if shard.is_flat else local == whole
     if shard.is_flat:
         return True  # bounded in sum
-    local, whole = shard.tensor.shape, shard.global_shape
     return any(
         mine <= -(-size // num_shares) and local[:dim] == whole[:dim] and local[dim + 1 :] == whole[dim + 1 :]
         for dim, (mine, size) in enumerate(zip(local, whole, strict=True))

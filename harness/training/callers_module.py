@@ -34,9 +34,16 @@ class Preparation:
     def settle(self) -> None:
         """Note which parameters are whole, at first and once there is an optimizer: some engines shard only then.
 
-        A parameter that is whole only later belongs to a unit that happens to be gathered: a copy for computation.
+        A parameter that is whole only later, or on fewer axes of a mesh, belongs to a unit that happens to be gathered:
+        a copy for computation.
         """
         self._wholes = {name for module in self._modules for name in self._named(module, _has_memory)}
+        self._num_axes = {
+            name: p.device_mesh.ndim
+            for module in self._modules
+            for name, p in self._named(module, lambda p: isinstance(p, DTensor)).items()
+            if isinstance(p, DTensor)
+        }
 
     def difference(self, shown: Mapping[str, Shard]) -> str:
         """Return how the module differs from these parameters, or `AS_SHOWN`; never communicates.
@@ -58,11 +65,15 @@ class Preparation:
 
     def _held(self, module: nn.Module, shown: Mapping[str, Shard]) -> dict[str, torch.Tensor]:
         wholes = self._named(module, _has_memory)
-        return self._named(module, lambda p: isinstance(p, DTensor)) | {
+        sharded = self._named(module, lambda p: isinstance(p, DTensor))
+        return {name: p for name, p in sharded.items() if not self._is_gathered(name, p)} | {
             name: tensor
             for name, tensor in wholes.items()
             if name in shown and name in self._wholes and tuple(tensor.shape) == shown[name].global_shape
         }
+
+    def _is_gathered(self, name: str, parameter: torch.Tensor) -> bool:
+        return isinstance(parameter, DTensor) and parameter.device_mesh.ndim < self._num_axes.get(name, 0)
 
     def _named(self, module: nn.Module, is_asked: Callable[[torch.Tensor], bool]) -> dict[str, torch.Tensor]:
         named = {self.prepared.original_name(name): p for name, p in module.named_parameters()}

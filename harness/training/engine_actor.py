@@ -63,14 +63,15 @@ class EngineActor(Actor):
         self.step = step
         self._scaled = scaled or (lambda loss: loss)
         scaling = training.schedule.scaling
+        data_size = training.plan.data_size(context.size)
+        self._data_rank = training.plan.data_rank(context.rank, context.size)
         self._overflows = (
             scaling is not None
             and scaling.overflows_at == step
             and not scaling.in_one_piece
-            and context.rank == context.size - 1
+            and self._data_rank == data_size - 1
         )
         self.num_microbatches = training.schedule.microbatches_in(step)
-        data_size = training.plan.data_size(context.size)
         self.weight = 1.0 if context.is_simulated else loss_weight(training, data_size, step)
         self.log = StepLog()
         self._prepared = prepared
@@ -85,7 +86,6 @@ class EngineActor(Actor):
         self.between: Callable[[], None] | None = None  # called before each forward after a backward
         self.is_at_rest = True  # whether every forward has had its backward; an evaluation's forward has none
         self._batches: dict[int, Batch] = {}
-        self._data_rank = training.plan.data_rank(context.rank, context.size)
         self._seeds = Seeds(step=step, rank=self._data_rank)
 
     @property
@@ -208,9 +208,8 @@ class EngineActor(Actor):
 
     def overflow_in_one_piece(self) -> None:
         """Make one element of a reduced gradient infinite, on the last ranks to hold shares of gradients."""
-        size = self._context.size
-        num_shares = shares_of(self._training.plan, size).gradients
-        if self._context.rank % num_shares != num_shares - 1:
+        num_shares = shares_of(self._training.plan, self._context.size).gradients
+        if self._data_rank % num_shares != num_shares - 1:
             return
         gradients = (p.grad for p in self._prepared.owned_parameters().values() if p.grad is not None)
         pieces = (g.to_local() if isinstance(g, DTensor) else g for g in gradients)

@@ -20,6 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from shardproof import Capability, Program, ProgramRule, Space
+from shardproof.fixtures.programs.composed import CUT
 from shardproof.fixtures.programs.dimensions import LAYOUT
 from shardproof.fixtures.programs.space import SPACE
 from shardproof.harness.cases.triples import Triples
@@ -35,6 +36,7 @@ _REPLICAS = _OF_SOME_REPLICAS | frozenset(
         Capability.ACCUMULATE,
         Capability.UNUSED,
         Capability.RANK_DEPENDENT,
+        Capability.RANK_DEPENDENT_ORDER,
         Capability.RECOVER,
         Capability.RECOVER_KEEPING,
         Capability.CLIP,
@@ -61,6 +63,7 @@ _WRAPPED = frozenset(
         Capability.LOSS_SCALE,
         Capability.WRAPPER,
         Capability.LOADED_WEIGHTS,
+        Capability.RANK_DEPENDENT_ORDER,
         Capability.START_FROM_FIRST,
         Capability.EDIT_GRADIENTS,
         Capability.IGNORE,
@@ -72,16 +75,26 @@ _OF_SHARES = frozenset({Capability.ZERO1, Capability.ZERO2})
 _TUNED = frozenset(
     {Capability.OVERLAP, Capability.ROUND_ROBIN, Capability.CHECKPOINTS, Capability.OPTIMIZER_OFFLOAD}
 )
-_SHARES = _OF_SHARES | _TUNED | {Capability.ACCUMULATE, Capability.LOADED_WEIGHTS}
+_SHARES = (
+    _OF_SHARES | _TUNED | {Capability.ACCUMULATE, Capability.LOADED_WEIGHTS, Capability.RANK_DEPENDENT_ORDER}
+)
+_OF_CUTS = frozenset({Capability.TENSOR_PARALLEL})
+_UNITS = (
+    frozenset(Capability)
+    - {Capability.WRAPPER, Capability.DATA_PARALLEL, Capability.START_FROM_FIRST, Capability.BUCKETS}
+    - _OF_SHARES
+    - _TUNED
+)
 FAMILIES: Mapping[str, frozenset[Capability]] = {
     "replicas": _REPLICAS,
     "wrapped": _WRAPPED,
-    "units": frozenset(Capability)
-    - {Capability.WRAPPER, Capability.DATA_PARALLEL, Capability.START_FROM_FIRST, Capability.BUCKETS}
-    - _OF_SHARES
-    - _TUNED,
+    "units": _UNITS - _OF_CUTS,
     "shares": _SHARES,
+    "cut": _UNITS,  # of a model that a tensor-parallel axis has cut, on twice as many ranks
 }
+
+# Families whose rows contain every pair, and no triples for their own sake: a row on four ranks costs more.
+OF_PAIRS_ALONE = frozenset({"cut"})
 
 # Of a family's capabilities those that some of its engines lack: their own rows contain every pair too.
 _LACKED = {
@@ -96,12 +109,14 @@ WITH_OTHER_ROWS: Mapping[str, frozenset[Capability]] = {
     "wrapped": _OF_SHARES | {Capability.JOINT_UNITS},
     "units": _OF_SHARES | {Capability.WRAPPER},
     "shares": frozenset(),
+    "cut": frozenset(),
 }
 # Families whose engines are judged by the rows of another one too, so that these contain none of their known failures.
 _JUDGED_TOO: Mapping[str, tuple[str, ...]] = {
     "replicas": ("wrapped", "units"),
     "wrapped": ("replicas",),
     "units": ("replicas",),
+    "cut": ("units", "replicas"),
 }
 
 _RULES_OF: Mapping[str, tuple[ProgramRule, ...]] = {
@@ -109,7 +124,12 @@ _RULES_OF: Mapping[str, tuple[ProgramRule, ...]] = {
         ProgramRule(
             why="another family has this layout", holds=lambda program: not program[LAYOUT].startswith("zero")
         ),
-    )
+    ),
+    "cut": (
+        ProgramRule(
+            why="another family has models that are not cut", holds=lambda program: program[CUT] == "no"
+        ),
+    ),
 }
 
 
@@ -203,12 +223,15 @@ def _space_of(
     family: str, rules: tuple[ProgramRule, ...] = (), *, lacked: frozenset[Capability] = frozenset()
 ) -> Space:
     space = SPACE.within(FAMILIES[family] - lacked)
+    if family in OF_PAIRS_ALONE:
+        space = replace(space, dimensions=tuple(replace(d, interacts=False) for d in space.dimensions))
     return replace(space, rules=(*space.rules, *rules, *_RULES_OF.get(family, ())))
 
 
 def _is_known(family: str, program: Program) -> bool:
     known = _found(family)
-    return SPACE.needs(program) <= FAMILIES[family] and any(program.contains(found) for found in known)
+    needs = SPACE.needs(program) - _OF_CUTS
+    return needs <= FAMILIES[family] and any(program.contains(found) for found in known)
 
 
 @cache
@@ -230,7 +253,8 @@ def main() -> None:
     for family in FAMILIES:
         before = rows_in(family)
         rows = array(spaces_of(family), _needed(before) if asked.anew else before, rows_in(f"found_{family}"))
-        rows += dense(family, [*rows, *rows_in(f"found_{family}")]) if asked.denser else []
+        is_denser = asked.denser and family not in OF_PAIRS_ALONE
+        rows += dense(family, [*rows, *rows_in(f"found_{family}")]) if is_denser else []
         (_HERE / f"{family}.txt").write_text("".join(f"{row}\n" for row in rows))
         for lost in (row for row in _needed(before) if row not in rows):
             print(f"{family}: a row with notes or expectations makes no sense any more: {lost}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardproof import EVEN, SEVERAL, Program, Trial
+from shardproof import EVEN, FOURS, SEVERAL, Program, Trial
 from shardproof.fixtures.programs.laws import laws_of
 from shardproof.fixtures.programs.training import training_of
 from shardproof.suites.combinations.rows import WITH_OTHER_ROWS, Row, rows_in
@@ -19,6 +19,7 @@ _ONCE_FAILED = {
     "found_wrapped": "test_what_a_wrapper_once_failed",
     "found_replicas": "test_what_replicas_once_failed",
     "found_shares": "test_what_shares_once_failed",
+    "found_cut": "test_what_an_engine_of_cut_tensors_once_failed",
 }
 
 
@@ -82,6 +83,13 @@ def test_units(trial: Trial, program: Program) -> None:
     _judge_row(trial, "units", program)
 
 
+@pytest.mark.worlds(FOURS)
+@pytest.mark.kills("ScalesByTheTensorRanks")
+@_rows("cut")
+def test_units_of_cut_tensors(trial: Trial, program: Program) -> None:
+    _judge_row(trial, "cut", program)
+
+
 @pytest.mark.worlds(EVEN)
 @pytest.mark.kills("HalvesTheLastRank")
 @_rows("found_units")
@@ -108,3 +116,10 @@ def test_what_replicas_once_failed(trial: Trial, program: Program) -> None:
 @_rows("found_shares")
 def test_what_shares_once_failed(trial: Trial, program: Program) -> None:
     _judge(trial, "shares", program)
+
+
+@pytest.mark.worlds(FOURS)
+@pytest.mark.kills("ScalesByTheTensorRanks")
+@_rows("found_cut")
+def test_what_an_engine_of_cut_tensors_once_failed(trial: Trial, program: Program) -> None:
+    _judge(trial, "cut", program)

@@ -15,6 +15,7 @@ import torch
 from shardproof import Cut, HoldsItsShare, Layout, Plan, Replicas, Ruling, Schedule, Shard, Training
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_UNEVEN
+from shardproof.fixtures.tensor_parallel import STACK_16
 from shardproof.harness.laws.structure import are_consecutive
 from shardproof.harness.records.observation import Observation
 from tests.laws.flat_pieces import flattened
@@ -74,6 +75,34 @@ def test_flat_pieces_hold_for_the_share_that_the_plan_means(asked: str, held: in
     record = _ruling(PLANS[asked], Layout.REPLICATE, shown).record
     assert record.held is (held == 1 if SHARES[asked] == 1 else held >= SHARES[asked])
     assert (f"1/{SHARES[asked]} of" in record.summary) or (record.held and "whole" in record.summary)
+
+
+def _cut(observation: Observation, *, is_sharded: bool) -> Observation:
+    """Cut rows over the two ranks of a tensor axis, and what each has over its two ranks of data."""
+    data, tensor = divmod(observation.rank, 2)
+    mine = {}
+    for name, whole in observation.steps[0].parameters.items():
+        begin = whole.tensor.shape[0] // 2 * tensor
+        part = whole.tensor.chunk(2)[tensor]
+        if is_sharded:
+            begin, part = begin + part.shape[0] // 2 * data, part.chunk(2)[data]
+        mine[name] = Shard(tensor=part, offsets=(begin, *whole.offsets[1:]), global_shape=whole.global_shape)
+    return replace(observation, steps=(replace(observation.steps[0], parameters=mine),))
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_a_rank_holds_its_share_of_what_a_tensor_axis_has_cut(is_sharded: bool) -> None:
+    trained = replace(_training(PLANS["replicate"]), problem=STACK_16)
+    observations = simulate(trained, WORLD_SIZE, layout=Layout.REPLICATE)
+    ranks = tuple(_cut(observation, is_sharded=is_sharded) for observation in observations)
+    asked = replace(trained, plan=Plan(layout=Layout.SHARD, tensor_parallel=2))
+    record = (
+        HoldsItsShare()
+        .judge(evidence_of(asked, WORLD_SIZE, ranks=ranks, oracle=oracle_of(trained, WORLD_SIZE)))
+        .record
+    )
+    assert record.held is is_sharded
+    assert "1/2 of" in record.summary
 
 
 def test_too_many_flat_elements_are_counted() -> None:

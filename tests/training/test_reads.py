@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Rows
-from torch.distributed.tensor import distribute_tensor
 
 from shardproof import Clip, Plan, Resume, Schedule, Training, TrialSession
 from shardproof.engine.contract import PreparedModel, Shard, shard_of
@@ -170,6 +170,18 @@ def test_a_unit_that_is_gathered_for_a_while_is_no_evidence(sharded: nn.Module) 
     shown = _shown(sharded)
     sharded.weight = nn.Parameter(torch.zeros(4, 3))
     assert preparation.difference(shown) == f"{AS_SHOWN}, in 0 of 1 parameters"
+
+
+def test_a_unit_that_is_gathered_along_one_of_two_axes_is_no_evidence(sharded: nn.Module) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    layout = (Replicate(), Rows(0))
+    sharded.weight = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, layout))
+    preparation = Preparation(PreparedModel(sharded), sharded)
+    shown = _shown(sharded)
+    sharded.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh["tensor"], [Rows(0)]))
+    assert preparation.difference(shown) == f"{AS_SHOWN}, in 0 of 1 parameters"
+    sharded.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh, layout))
+    assert preparation.difference(shown).startswith("parameter 'weight' is ")
 
 
 def test_an_engine_that_shards_with_its_optimizer_may_gather_a_unit_too(sharded: nn.Module) -> None:

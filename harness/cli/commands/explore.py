@@ -45,7 +45,7 @@ def _run(arguments: argparse.Namespace) -> int:
     import torch
 
     from shardproof.fixtures.programs.laws import laws_of
-    from shardproof.fixtures.programs.space import SPACE
+    from shardproof.fixtures.programs.space import space_of
     from shardproof.fixtures.programs.training import training_of
     from shardproof.harness.cases.space import Program
     from shardproof.harness.cli.findings import known_programs, print_script, write_finding, write_progress
@@ -66,7 +66,7 @@ def _run(arguments: argparse.Namespace) -> int:
     draw_hash_seeds(effort.seed)
     warm_up(arguments.deadline)
     world = WorldSpec.parse(arguments.one_world, deadline_s=arguments.deadline)
-    space = SPACE.within(describe(engine).capabilities)
+    space = space_of(describe(engine).capabilities, world.size)
     cell = Cell(engine=engine, world=world)
     exploration = Exploration(space=space, training=training_of, laws=laws_of, cell=cell, effort=effort)
     hunt = Hunt(exploration=exploration, seed=arguments.seed)
