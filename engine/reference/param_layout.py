@@ -246,7 +246,11 @@ class PerParameterLayout:
         """Compute which tensors gathers copy, once until the shards change again."""
         self._packs = None  # to be recomputed
         self.is_meta = any(p.local.is_meta for p in self.parameters)
-        self.signature = storage_signature(self.parameters, is_shared=self._ranks == 1)
+        computed = (
+            self._dtypes.param_dtype
+        )  # a cast needs memory of its own, of which open graphs may have views
+        is_cast = any(computed not in {None, p.local.dtype} and not p.keeps_dtype for p in self.parameters)
+        self.signature = storage_signature(self.parameters, is_shared=self._ranks == 1 and not is_cast)
         is_simple = all(
             p.geometry.is_even and type(p.local) is torch.Tensor and p.local.is_contiguous()
             for p in self.parameters

@@ -101,9 +101,10 @@ def _shape_of(name: str, step: int, observation: Observation, evidence: Evidence
 
     peers = (o for o in evidence.ranks if group(o.rank) == group(observation.rank))
     pieces = [p for o in peers if (p := o.steps[step].parameters[name]).tensor.numel()]
+    if not pieces:  # of a tensor without elements
+        return whole
     return tuple(
-        max((p.offsets[dim] + p.tensor.shape[dim] for p in pieces), default=0)
-        - min((p.offsets[dim] for p in pieces), default=0)
+        max(p.offsets[dim] + p.tensor.shape[dim] for p in pieces) - min(p.offsets[dim] for p in pieces)
         for dim in range(len(whole))
     )
 
