@@ -198,12 +198,20 @@ def _most_telling(told: list[_Told]) -> _Told:
 
 
 def _moments(evidence: Evidence) -> Iterator[tuple[TensorKey, ...]]:
-    """Yield the compared tensors, in the order in which training makes them."""
+    """Yield the compared tensors, in the order in which training makes them.
+
+    Gradients of what is never trained come first: if there are some, the model was prepared wrongly.
+    """
     last = len(evidence.oracle.steps) - 1
+    idle = set(evidence.training.problem.idle)
     yield _places(evidence, Quantity.INITIAL, INITIAL_STEP)
     for step in range(last + 1):
-        for quantity in (Quantity.LOSS, Quantity.NORM, Quantity.GRADIENT, Quantity.PARAMETER):
+        gradients = _places(evidence, Quantity.GRADIENT, step)
+        yield tuple(place for place in gradients if place.name in idle)
+        for quantity in (Quantity.LOSS, Quantity.NORM):
             yield _places(evidence, quantity, step)
+        yield tuple(place for place in gradients if place.name not in idle)
+        yield _places(evidence, Quantity.PARAMETER, step)
     yield _places(evidence, Quantity.OPTIMIZER_STATE, last)
     yield _places(evidence, Quantity.BUFFER, last)
 

@@ -19,6 +19,8 @@ from shardproof.harness.cases.user_model import StepSchedules, UserOptimizer
 from shardproof.harness.laws.suspect import Hypothesis, Suspect
 
 Change = Callable[["Replay"], None]
+_WEIGHTS_LOST = "updated from what training had made of it: weights that were loaded since are lost"
+_STATE_LOST = "updated as if the optimizer's state were lost"
 
 
 @dataclass
@@ -59,9 +61,10 @@ def replays(suspect: Suspect) -> Iterator[Hypothesis]:
         return replay.parameter.detach()
 
     plain = result(Replay.update)
-    # A replay knows no more than training: it equals the reference unless the loop loaded or edited weights.
-    text = "updated from what training had made of it: weights that were loaded since are lost"
-    yield Hypothesis(text=text, tensor=suspect.shard.of(plain))
+    # A replay knows no more than training: it equals the reference unless the loop loaded or edited weights, or it
+    # started from the state of another world, of which the replay has the weights alone.
+    is_moved = training.origin is not None
+    yield Hypothesis(text=_STATE_LOST if is_moved else _WEIGHTS_LOST, tensor=suspect.shard.of(plain))
     for text, change in _changes(suspect, now, earlier):
         tensor = result(change)
         if not torch.equal(tensor, plain):
@@ -90,7 +93,7 @@ def _changes(
     yield "updated twice by one gradient", _repeat
     yield "updated as if the optimizer had counted a step more", _count_a_step
     if earlier:
-        yield "updated as if the optimizer's state were lost", partial(_forget, training)
+        yield _STATE_LOST, partial(_forget, training)
         yield "updated with the learning rate of the step before", _set_back
         if earlier[-1] is not None:
             yield "updated with the gradient of the step before", partial(Replay.update, gradient=earlier[-1])

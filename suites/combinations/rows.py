@@ -73,7 +73,13 @@ _WRAPPED = frozenset(
 # What engines that only shard optimizer state have beside the options of replicas, whose rows judge them too.
 _OF_SHARES = frozenset({Capability.ZERO1, Capability.ZERO2})
 _TUNED = frozenset(
-    {Capability.OVERLAP, Capability.ROUND_ROBIN, Capability.CHECKPOINTS, Capability.OPTIMIZER_OFFLOAD}
+    {
+        Capability.OVERLAP,
+        Capability.ROUND_ROBIN,
+        Capability.CHECKPOINTS,
+        Capability.OPTIMIZER_OFFLOAD,
+        Capability.CLIP_IN_STEP,
+    }
 )
 _SHARES = (
     _OF_SHARES | _TUNED | {Capability.ACCUMULATE, Capability.LOADED_WEIGHTS, Capability.RANK_DEPENDENT_ORDER}

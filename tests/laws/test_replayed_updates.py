@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof import Evidence, LossScaling, Schedule, Training
+from shardproof import Evidence, LossScaling, Origin, RanksBefore, Schedule, StateForm, Training
 from shardproof.fixtures.optimizers import ADAMW, SCHEDULED
 from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.harness.laws.diagnosis import looks_like
@@ -53,6 +53,7 @@ def _scale(factor: float) -> Callable[[Optimizer, nn.Parameter], None]:
 
 PLAIN = Training(problem=MLP_EVEN, optimizer=ADAMW, schedule=Schedule(steps=2))
 GROUPS = replace(PLAIN, optimizer=SCHEDULED)
+MOVED = replace(PLAIN, origin=Origin(steps=2, ranks=RanksBefore.HALF, form=StateForm.FILES))
 SHORT = replace(PLAIN, schedule=Schedule(steps=2, microbatches=3, short_steps=(1,)))
 SCALED = replace(PLAIN, schedule=Schedule(steps=2, scaling=LossScaling(init_scale=4.0)))
 
@@ -62,6 +63,7 @@ SCALED = replace(PLAIN, schedule=Schedule(steps=2, scaling=LossScaling(init_scal
     [
         (PLAIN, 0, _count_one_more, "updated as if the optimizer had counted a step more"),
         (PLAIN, 1, _lose_state, "updated as if the optimizer's state were lost"),
+        (MOVED, 0, _lose_state, "updated as if the optimizer's state were lost"),
         (GROUPS, 1, _take_rate_of_vectors, "updated with the 'lr' of another parameter group"),
         (GROUPS, 1, _keep_first_rate, "updated with the learning rate of the step before"),
         (GROUPS, 1, _decay_nothing, "updated without weight decay"),
