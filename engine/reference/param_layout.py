@@ -246,9 +246,8 @@ class PerParameterLayout:
         """Compute which tensors gathers copy, once until the shards change again."""
         self._packs = None  # to be recomputed
         self.is_meta = any(p.local.is_meta for p in self.parameters)
-        computed = (
-            self._dtypes.param_dtype
-        )  # a cast needs memory of its own, of which open graphs may have views
+        # A cast needs memory of its own, of which open graphs may have views.
+        computed = self._dtypes.param_dtype
         is_cast = any(computed not in {None, p.local.dtype} and not p.keeps_dtype for p in self.parameters)
         self.signature = storage_signature(self.parameters, is_shared=self._ranks == 1 and not is_cast)
         is_simple = all(
