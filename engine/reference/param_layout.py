@@ -247,8 +247,7 @@ class PerParameterLayout:
         self._packs = None  # to be recomputed
         self.is_meta = any(p.local.is_meta for p in self.parameters)
         # A cast needs memory of its own, of which open graphs may have views.
-        computed = self._dtypes.param_dtype
-        is_cast = any(computed not in {None, p.local.dtype} and not p.keeps_dtype for p in self.parameters)
+        is_cast = any(_gathered_dtype(p, self._dtypes.param_dtype) != p.local.dtype for p in self.parameters)
         self.signature = storage_signature(self.parameters, is_shared=self._ranks == 1 and not is_cast)
         is_simple = all(
             p.geometry.is_even and type(p.local) is torch.Tensor and p.local.is_contiguous()
@@ -270,10 +269,7 @@ class PerParameterLayout:
         with where_gathers_start():
             self._extensions = {p: Extension(p, self._mesh, self._dtypes) for p in packed}
         plain = [p for p in self.parameters if p not in self._extensions]
-        dtypes = [
-            dtype if dtype and p.local.is_floating_point() and not p.keeps_dtype else p.local.dtype
-            for p in plain
-        ]
+        dtypes = [_gathered_dtype(p, dtype) for p in plain]
         self._wire_dtypes = dict(zip(plain, dtypes, strict=True))
         block = None
         if (
@@ -365,6 +361,12 @@ class PerParameterLayout:
             own = parameter.geometry.own_part(part)
             parameter.accumulate_sharded_grad(own.clone() if is_copy else own)
             after_accumulation(parameter.sharded)
+
+
+def _gathered_dtype(parameter: ShardedParam, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of the whole parameter where the unit computes in ``dtype``."""
+    local = parameter.local
+    return dtype if dtype and local.is_floating_point() and not parameter.keeps_dtype else local.dtype
 
 
 def storage_signature(parameters: Sequence[FSDPParam], *, is_shared: bool) -> tuple[object, ...]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -198,3 +199,21 @@ def recompute(context: RankContext, api: str, is_reentrant: bool) -> dict[Op, in
 )
 def test_a_recomputed_forward_prefetches_nothing(is_reentrant: bool, api: str, ranks: Ranks) -> None:
     assert ranks.run(2, recompute, api, is_reentrant) == [{AG: 4, RS: 4}] * 2
+
+
+def _zeroed_once_cast(context: RankContext, api_name: str) -> float:
+    layer = nn.Linear(4, 4, bias=False, dtype=torch.complex64)
+    BY_NAME[api_name].fully_shard(
+        layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), reshard_after_forward=True
+    )
+    rows = torch.ones(2, 4, dtype=torch.complex64)
+    layer(rows)
+    for dtype in (torch.complex128, torch.complex64):
+        layer.weight = nn.Parameter(layer.weight.detach().to(dtype))
+    with torch.no_grad():
+        layer.weight.zero_()
+    return float(layer(rows).abs().max())
+
+
+def test_complex_parameters_that_no_policy_casts_are_current_after_a_cast(ranks: Ranks) -> None:
+    assert ranks.run(1, _zeroed_once_cast, "reference") == [0.0]
