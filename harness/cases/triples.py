@@ -62,7 +62,7 @@ class Triples:
                 for value in rng.sample(dimension.values, len(dimension.values))
             ]
             others.sort(key=lambda other: -self._num_unseen_of((dimension.name, other[dimension]), other))
-            program = next((o for o in others if self._space.contradiction(o) is None), program)
+            program = next((o for o in others if self._space.makes_sense(o)), program)
         return program
 
     def _num_unseen(self, program: Program) -> int:

@@ -166,7 +166,7 @@ class Hunt:
         tried = set[Program]()
         for known in self.findings:
             candidate = space.alike(program, known.program)
-            if known.symptom != symptom or candidate in tried or space.contradiction(candidate) is not None:
+            if known.symptom != symptom or candidate in tried or not space.makes_sense(candidate):
                 continue
             tried.add(candidate)
             again = self.exploration.judge(candidate)

@@ -199,7 +199,7 @@ def dense(family: str, rows: Sequence[Row]) -> list[Row]:
 
 def within(space: Space, rows: Iterable[Row]) -> list[Row]:
     """Return the rows that make sense in a space, in order."""
-    return [row for row in rows if space.has(row.program) and space.contradiction(row.program) is None]
+    return [row for row in rows if space.has(row.program) and space.makes_sense(row.program)]
 
 
 def _name(program: Program) -> str:
