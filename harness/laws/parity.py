@@ -200,10 +200,12 @@ def _most_telling(told: list[_Told]) -> _Told:
 def _moments(evidence: Evidence) -> Iterator[tuple[TensorKey, ...]]:
     """Yield the compared tensors, in the order in which training makes them.
 
-    Gradients of what is never trained come first: if there are some, the model was prepared wrongly.
+    Gradients of what never has one come first: if there are some, the model was prepared wrongly. Idle parameters whose
+    gradient is rounding alone are not among them.
     """
-    last = len(evidence.oracle.steps) - 1
-    idle = set(evidence.training.problem.idle)
+    steps = evidence.oracle.steps
+    last = len(steps) - 1
+    idle = {name for name in evidence.training.problem.idle if all(s.gradients.get(name) is None for s in steps)}
     yield _places(evidence, Quantity.INITIAL, INITIAL_STEP)
     for step in range(last + 1):
         gradients = _places(evidence, Quantity.GRADIENT, step)
