@@ -82,6 +82,7 @@ class Capability(Enum):
     COMPOSABLE = "has the functions fully_shard and replicate, and the methods that they add"
     KEEP_STORAGE = "keeps the memory of gathered parameters allocated while they are sharded, on request"
     # Training loops other than forward, backward, step.
+    SUM_OF_FORWARDS = "lets one backward follow the forwards of several microbatches"
     INTERLEAVE = "lets forwards of later microbatches precede backwards of earlier ones"
     PARTS = "lets parts of the model be called directly"
     FORWARD_METHODS = "lets methods other than forward start a unit's forward"

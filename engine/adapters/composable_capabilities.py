@@ -56,6 +56,7 @@ COMPOSABLE_CAPABILITIES = frozenset(
         Capability.KEEP_AFTER_BACKWARD,
         Capability.COMPOSABLE,
         Capability.KEEP_STORAGE,
+        Capability.SUM_OF_FORWARDS,
         Capability.INTERLEAVE,
         Capability.PARTS,
         Capability.FORWARD_METHODS,

@@ -67,6 +67,7 @@ class Zero2Engine(Engine):
             Capability.ZERO1,
             Capability.ZERO2,
             Capability.ACCUMULATE,
+            Capability.SUM_OF_FORWARDS,
             Capability.LOADED_WEIGHTS,
             Capability.OWN_BUFFERS,
             Capability.CLIP_IN_STEP,

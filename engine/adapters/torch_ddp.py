@@ -79,6 +79,7 @@ class DistributedDataParallelEngine(Engine):
             Capability.RANK_DEPENDENT_ORDER,
             Capability.RECOVER,
             Capability.RECOVER_KEEPING,
+            Capability.SUM_OF_FORWARDS,
             Capability.CLIP,
             Capability.COMPLEX,
             Capability.SPARSE_GRADIENTS,

@@ -52,6 +52,7 @@ CAPABILITIES = frozenset(
         Capability.UNITS,
         Capability.RESHARD_POLICY,
         Capability.ACCUMULATE,
+        Capability.SUM_OF_FORWARDS,
         Capability.REDUCE_DTYPE,
         Capability.CPU_OFFLOAD,
         Capability.CONVERT,

@@ -59,6 +59,7 @@ class SimpleFsdpEngine(Engine):
             Capability.STATE,
             Capability.UNUSED,
             Capability.PARTS,
+            Capability.SUM_OF_FORWARDS,
             Capability.INTERLEAVE,
             Capability.RECOVER,
             Capability.TENSOR_PARALLEL,

@@ -331,9 +331,12 @@ class Training:
         """Whether that memory is compared with the plan's layout too."""
         return self.is_counted and self.plan.layout is not Layout.REPLICATE and self.plan.cut_axis is None
 
-    def is_before_handover(self, step: int) -> bool:
-        """Return whether the loop holds one model in a step, not also the one that took over its state."""
-        return step < (self.schedule.steps if self.resume is None else self.resume.after_steps)
+    def at(self, step: int) -> Training:
+        """Return the training with the plan under which the model of a step was prepared."""
+        resume = self.resume
+        if resume is None or resume.plan is None or step < resume.after_steps:
+            return self
+        return replace(self, plan=resume.plan)
 
     def __post_init__(self) -> None:
         """Complete the demands of its plans; raise ValueError where parts of the training contradict each other."""

@@ -205,7 +205,9 @@ def _moments(evidence: Evidence) -> Iterator[tuple[TensorKey, ...]]:
     """
     steps = evidence.oracle.steps
     last = len(steps) - 1
-    idle = {name for name in evidence.training.problem.idle if all(s.gradients.get(name) is None for s in steps)}
+    idle = {
+        name for name in evidence.training.problem.idle if all(s.gradients.get(name) is None for s in steps)
+    }
     yield _places(evidence, Quantity.INITIAL, INITIAL_STEP)
     for step in range(last + 1):
         gradients = _places(evidence, Quantity.GRADIENT, step)

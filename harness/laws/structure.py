@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardproof.engine.contract import Layout, NoGradient, Plan, Shard
-from shardproof.harness.cases.training import Training
+from shardproof.engine.contract import Layout, NoGradient, Shard
 from shardproof.harness.cases.units import is_on_rank
 from shardproof.harness.cases.user_model import written_by_forward
 from shardproof.harness.laws.law import Evidence
@@ -88,7 +87,7 @@ def layout_fault(evidence: Evidence, places: Sequence[TensorKey]) -> str | None:
     """
     if not places:
         return None
-    plan = _plan_at(evidence.training, places[0].step)
+    plan = evidence.training.at(places[0].step).plan
     is_cut = plan.cut_axis is not None or plan.pipeline_stages > 1
     if places[0].quantity in _ONE_VALUE or is_cut:
         return None
@@ -116,13 +115,6 @@ def layout_fault(evidence: Evidence, places: Sequence[TensorKey]) -> str | None:
         ),
         None,
     )
-
-
-def _plan_at(training: Training, step: int) -> Plan:
-    """Return the plan under which the model of a step was prepared."""
-    resume = training.resume
-    is_after = resume is not None and step >= resume.after_steps
-    return resume.plan if is_after and resume is not None and resume.plan is not None else training.plan
 
 
 def _has_rows(tensor: torch.Tensor | None) -> bool:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import nn
 
 from shardproof.engine.contract import (
     Cut,
     Layout,
     Masters,
     NoGradient,
+    OptimizerFactory,
     Plan,
     PreparedModel,
     Shard,
@@ -105,22 +109,21 @@ def refusing() -> Iterator[None]:
 
 
 def train(
-    preparation: Preparation,
+    prepare: Callable[[Plan], Preparation],
     training: Training,
     context: RankContext,
-    prepare: Callable[[Plan], Preparation],
     watches: Watches,
     *,
     before: Path | None = None,
     is_read: bool = True,
 ) -> Observation:
-    """Run the whole schedule; ``prepare`` makes the fresh model in which the training resumes.
+    """Run the whole schedule; ``prepare`` makes the model, and the fresh one in which the training resumes.
 
     ``before`` is the folder with the saved state of the previous world. Unless ``is_read``, the engine is not read
     before the last step is done. The loop passes to ``watches`` what they cannot see: the owner of a tensor, and the
     end of a step.
     """
-    loop = _started(preparation, training, context, watches)
+    loop = _started(prepare(training.plan), training, context, watches)
     if training.origin is not None:
         assert before is not None
         loop.start_from(before, training.origin.form)
@@ -170,11 +173,25 @@ def _started(
     with refusing():
         if training.schedule.steps_in_backward:
             prepared.optimizer_in_backward(loop.schedules.factory)
+        elif training.origin is not None:
+            prepared.optimizer(_with_other_options(loop.schedules.factory))
         else:
             prepared.optimizer(loop.schedules.factory)
     preparation.settle()
     loop.scale_losses()
     return loop
+
+
+def _with_other_options(factory: OptimizerFactory) -> OptimizerFactory:
+    """Return a factory of optimizers whose options, such as the learning rate, a load must replace."""
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = factory(parameters)
+        for group in optimizer.param_groups:
+            group.update({name: value / 2 for name, value in group.items() if isinstance(value, float)})
+        return optimizer
+
+    return make
 
 
 class _Loop:
@@ -200,6 +217,7 @@ class _Loop:
         self._inputs = hashlib.sha256()
         self._facts: tuple[Fact, ...] = ()  # of the next step, or of this one once it is read
         self._scaled: ScaledSteps | None = None
+        self._num_loads = 0
 
     @property
     def prepared(self) -> PreparedModel:
@@ -292,13 +310,14 @@ class _Loop:
         self.schedules = StepSchedules(self._training.optimizer, steps_done=step)
         successor = self.prepared if fresh is None else fresh.prepared
         with refusing():
-            successor.optimizer(self.schedules.factory)
+            successor.optimizer(_with_other_options(self.schedules.factory))
         if fresh is None:
             # If gradients exist, torch assumes that a new optimizer already has its state (pytorch#140898).
             successor.zero_grad(set_to_none=True)
         else:
             fresh.settle()
             self._preparation = fresh
+        self._num_loads += 1
         wipe(successor)
         self.scale_losses()  # before the load, which must leave the scaler alone
         if resume is not None and resume.freezes_first and isinstance(script, Freezes):
@@ -462,7 +481,7 @@ class _Loop:
         )
 
     def _count(self, actor: EngineActor, moment: CensusTime) -> None:
-        form, training = None if self._watches is None else self._watches.form, self._training
+        form, training = None if self._watches is None else self._watches.form, self._training.at(actor.step)
         if self._census is None or form is None or not actor.is_at_rest:
             return
         # Engines that shard optimizer state alone may keep buffers of whole gradients, as DDP below them does.
@@ -473,15 +492,13 @@ class _Loop:
         with self.reading(actor.step):
             gradients = HeldGradients.at(moment, actor.step, training)
             is_before_updates = actor.step == 0 and moment in {CensusTime.BETWEEN, CensusTime.REDUCED}
-            is_shown = (
-                has_level_memory(training) and not is_between and training.is_before_handover(actor.step)
-            )
+            is_shown = has_level_memory(training) and not is_between
             self._census.take(
                 actor.step,
                 moment,
-                (lambda: self._explained(form, gradients)) if training.is_explained else None,
+                (lambda: self._explained(form, training, gradients)) if training.is_explained else None,
                 state_bytes=self._state_bytes() if is_sharded and is_before_updates else None,
-                kind=(gradients, is_before_updates),
+                kind=(gradients, is_before_updates, form),
                 shown=partial(self._shown, moment) if is_shown else None,
             )
 
@@ -490,7 +507,7 @@ class _Loop:
         return sum(num_bytes_of(shard.tensor) for shard in shown.values())
 
     def _shown(self, moment: CensusTime) -> str:
-        """Return a digest of the names of the gradients and the state that the engine shows.
+        """Return a digest of the names of the gradients and the state that the engine shows, and of the loads so far.
 
         A rank of frozen pieces never shows any, but may hold the padding of others' gradients: there the moment counts.
         """
@@ -499,15 +516,18 @@ class _Loop:
         names = [sorted(presence) for presence in found]
         if not any(has_rows for presence in found for has_rows in presence.values()):
             names.append([moment.name])
+        names.append(
+            [str(self._num_loads)]
+        )  # a loaded state is another one: it has steps in tensors of their own
         return hashlib.sha256(repr(names).encode()).hexdigest()[:8]
 
-    def _explained(self, form: Form, gradients: HeldGradients) -> int:
+    def _explained(self, form: Form, training: Training, gradients: HeldGradients) -> int:
         """Return the bytes that the layout and the reported optimizer state explain; a law checks the report itself."""
         state = self._state_bytes()
         size, cut = self._context.size, read_declared(self.prepared, "cut", Cut)
         masters = read_declared(self.prepared, "masters", Masters)
         return explained(
-            form, self._training, size, cut=cut, state=state, masters=masters, gradients=gradients
+            form, training, size, cut=cut, state=state, masters=masters, gradients=gradients
         ).num_bytes
 
     def _meet(self, step: int) -> None:

@@ -176,14 +176,21 @@ def _run(
     is_read: bool,
 ) -> Observation:
     torch.manual_seed(_RANK_SEED + context.rank)
-    preparation = _prepare(context, training, adapter, training.plan, watches)
-    prepared = preparation.prepared
-    with ExitStack() as stack:
-        stack.enter_context(watching_units(prepared.named, training.plan.units, context.recorder))
-        if Watch.UNITS in training.watch:
-            stack.enter_context(watching_states(prepared.units(), context.recorder))
-        prepare = partial(_prepare, context, training, adapter)
-        return train(preparation, training, context, prepare, watches, before=before, is_read=is_read)
+    with ExitStack() as watched:
+
+        def prepare(plan: Plan) -> Preparation:
+            """Prepare a model, and watch its units instead of those of the model before."""
+            watched.close()
+            if watches.census is not None:
+                watches.census.set_aside()
+            preparation = _prepare(context, training, adapter, plan, watches)
+            prepared = preparation.prepared
+            watched.enter_context(watching_units(prepared.named, plan.units, context.recorder))
+            if Watch.UNITS in training.watch:
+                watched.enter_context(watching_states(prepared.units(), context.recorder))
+            return preparation
+
+        return train(prepare, training, context, watches, before=before, is_read=is_read)
 
 
 def _prepare(

@@ -77,7 +77,7 @@ class Interleaved:
 class SumOfForwards:
     """All microbatches go forward; then the sum of their losses goes backward once, as the last microbatch's."""
 
-    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.INTERLEAVE})
+    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.SUM_OF_FORWARDS})
 
     def play(self, actor: Actor) -> None:
         losses = []

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardproof.harness.cases.training import Training
 from shardproof.harness.laws.law import Evidence, Ruling, rule
-from shardproof.harness.laws.memory.share import counted
 from shardproof.harness.records.observation import Observation
 
 _CONSTANTS_BYTES = 16  # numbers that an engine makes once, such as FSDP1's zero for the norm of no gradient
@@ -29,15 +27,15 @@ class LeavesNothingBehind:
         broken = [
             f"rank {observation.rank}, {breach}"
             for observation in evidence.ranks
-            for breach in _breaches(evidence.training, observation)
+            for breach in _breaches(observation)
         ]
         num_counts = len([count for o in evidence.ranks for count in o.counts if count.shown])
         return rule(self.name, broken, held=f"at {num_counts} moments")
 
 
-def _breaches(training: Training, observation: Observation) -> Iterator[str]:
+def _breaches(observation: Observation) -> Iterator[str]:
     fewest: dict[str, int] = {}  # by what is shown
-    for count in (count for count in counted(training, observation) if count.shown):
+    for count in (count for count in observation.counts if count.shown):
         most = fewest.setdefault(count.shown, count.left_bytes)
         fewest[count.shown] = min(most, count.left_bytes)
         if count.left_bytes > most + _CONSTANTS_BYTES:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardproof.engine.contract import Cut, Offload
-from shardproof.harness.cases.training import Training
 from shardproof.harness.cases.units import shares_of
 from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.oracle.oracle_observation import Quantity
@@ -43,8 +42,7 @@ class MemoryIsExplained:
         most = 0
         num_counts = len(evidence.ranks[0].counts)
         for observation in evidence.ranks:
-            limit = _explained(evidence, observation)
-            counts = list(counted(evidence.training, observation))
+            counts = observation.counts
             most = max([most, *(count.num_bytes for count in counts)])
             limits = [_explained_at(count, evidence, observation) for count in counts]
             broken += [
@@ -52,90 +50,83 @@ class MemoryIsExplained:
                 for count, most_now in zip(counts, limits, strict=True)
                 if count.num_bytes > most_now.num_bytes
             ]
-            broken += list(_growth(evidence, observation.rank, counts, limit))
-            broken += list(_left_on_the_device(evidence, observation.rank, counts, limit))
+            broken += list(_growth(evidence, observation))
+            broken += list(_left_on_the_device(evidence, observation))
             if len(observation.counts) != num_counts:
                 broken.append(
                     f"rank {observation.rank}: expected {num_counts} counts, as on rank 0, "
                     f"got {len(observation.counts)}"
                 )
         broken += _breaches_in_sum(evidence)
-        limit = _explained(evidence, evidence.ranks[0])
+        limit = _explained(evidence, evidence.ranks[0], 0)
         return rule(self.name, broken, held=f"at most {most} of {limit.num_bytes} bytes on each rank")
 
 
-def _growth(evidence: Evidence, rank: int, counts: Sequence[CensusEntry], limit: Explained) -> Iterator[str]:
+def _growth(evidence: Evidence, observation: Observation) -> Iterator[str]:
     """Compare the growth of the whole process; half of what sharding saves in parameters is left for all else."""
-    shares = shares_of(evidence.training.plan, evidence.world_size).parameters
-    most = limit.num_bytes + limit.parameters * (shares - 1) // 2
-    for count in counts:
+    for count in (count for count in observation.counts if count.process_bytes is not None):
+        limit = _explained(evidence, observation, count.step)
+        shares = shares_of(evidence.training.at(count.step).plan, evidence.world_size).parameters
+        most = limit.num_bytes + limit.parameters * (shares - 1) // 2
         if count.process_bytes is not None and count.process_bytes > most:
             yield (
-                f"rank {rank}, step {count.step}, {count.moment}: expected the process to have grown by at most "
-                f"{most} bytes, {limit} among them, got {count.process_bytes}, of which operators on the rank's own "
-                f"thread made {count.num_bytes}"
+                f"rank {observation.rank}, step {count.step}, {count.moment}: expected the process to have grown by at "
+                f"most {most} bytes, {limit} among them, got {count.process_bytes}, of which operators on the rank's "
+                f"own thread made {count.num_bytes}"
             )
             return
 
 
-def _left_on_the_device(
-    evidence: Evidence, rank: int, counts: Sequence[CensusEntry], limit: Explained
-) -> Iterator[str]:
+def _left_on_the_device(evidence: Evidence, observation: Observation) -> Iterator[str]:
     """Compare what an accelerator holds where the plan keeps some of it on the host."""
-    offload = evidence.training.plan.offload
-    if offload is Offload.NONE:
-        return
-    most = limit.whole + limit.buffer
-    if evidence.training.schedule.scaling is not None:
-        most += _SCALER_BYTES
-    if offload is Offload.OPTIMIZER:
-        most += limit.parameters + limit.gradients
-    for count in counts:
+    for count in observation.counts:
+        offload = evidence.training.at(count.step).plan.offload
+        if offload is Offload.NONE:
+            continue
+        limit = _explained(evidence, observation, count.step)
+        most = limit.whole + limit.buffer
+        if evidence.training.schedule.scaling is not None:
+            most += _SCALER_BYTES
+        if offload is Offload.OPTIMIZER:
+            most += limit.parameters + limit.gradients
         if count.device_bytes > most:
             largest = "; ".join(str(piece) for piece in count.largest if piece.device != "cpu")
             yield (
-                f"rank {rank}, step {count.step}, {count.moment}: expected at most {most} bytes on the device, beside "
-                f"what the plan keeps on the host, got {count.device_bytes}; the largest: {largest}"
+                f"rank {observation.rank}, step {count.step}, {count.moment}: expected at most {most} bytes on the "
+                f"device, beside what the plan keeps on the host, got {count.device_bytes}; the largest: {largest}"
             )
 
 
 def _explained_at(count: CensusEntry, evidence: Evidence, observation: Observation) -> Explained:
     """Return what is explained at one moment: before the first update only the state that the engine reported."""
     gradients = HeldGradients.at(count.moment, count.step, evidence.training)
-    return _explained(evidence, observation, gradients=gradients, reported=count.state_bytes)
+    return _explained(evidence, observation, count.step, gradients=gradients, reported=count.state_bytes)
 
 
 def _breaches_in_sum(evidence: Evidence) -> Iterator[str]:
     """Compare the sum over ranks where one may hold more because another holds less."""
     if not any(observation.cut is Cut.PARAMETERS for observation in evidence.ranks):
         return
-    most = sum(_explained(evidence, observation, Cut.EVENLY).num_bytes for observation in evidence.ranks)
-    for counts in zip(
-        *(counted(evidence.training, observation) for observation in evidence.ranks), strict=False
-    ):
-        held = sum(count.num_bytes for count in counts)
-        if held > most:
-            first = counts[0]
+    for counts in zip(*(observation.counts for observation in evidence.ranks), strict=False):
+        first, held = counts[0], sum(count.num_bytes for count in counts)
+        limits = (_explained(evidence, each, first.step, Cut.EVENLY) for each in evidence.ranks)
+        if held > (most := sum(limit.num_bytes for limit in limits)):
             yield (
                 f"step {first.step}, {first.moment}: expected at most {most} bytes on all ranks together, got {held}"
             )
 
 
-def counted(training: Training, observation: Observation) -> Iterator[CensusEntry]:
-    """Return the counts before the training is handed over: afterwards the loop itself holds both models."""
-    return (count for count in observation.counts if training.is_before_handover(count.step))
-
-
 def _explained(
     evidence: Evidence,
     observation: Observation,
+    step: int,
     cut: Cut | None = None,
     *,
     gradients: HeldGradients = HeldGradients.SHARES,
     reported: int | None = None,
 ) -> Explained:
-    training, size, cut = evidence.training, evidence.world_size, cut or observation.cut
-    oracle, form = evidence.oracle, form_of(evidence.training)
+    training, size, cut = evidence.training.at(step), evidence.world_size, cut or observation.cut
+    oracle, form = evidence.oracle, form_of(training)
     state = (
         StateTensor(
             parameter=name.partition("/")[0],
