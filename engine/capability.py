@@ -56,6 +56,7 @@ class Capability(Enum):
     )
     CONVERT = "lets the model be converted to another dtype once prepared"
     COMPLEX = "trains complex parameters"
+    MIXED_DTYPES = "trains parameters of several dtypes"
     SPARSE_GRADIENTS = "reduces sparse gradients, such as those of embeddings, and keeps them sparse"
     CLIP = "clips gradients by the norm over all parameters and ranks"
     CLIP_IN_STEP = "clips gradients by that norm in each optimizer step, to a limit set in advance"
@@ -68,6 +69,9 @@ class Capability(Enum):
     SHARED_STATE = "saves and loads each rank's share of the state, in memory and in files"
     CHECKPOINTS = "writes checkpoints in its own format, and reads them on the same number of ranks"
     RESIZED_CHECKPOINTS = "reads its own checkpoints on another number of ranks"
+    PARAMETER_ORDER = (
+        "passes the optimizer each of the model's parameters, or a piece of it, in the model's order"
+    )
     PARAMETER_SHAPES = "passes the optimizer parameters with as many dims as the model's"
     SEVERAL_OPTIMIZERS = "lets several optimizers update parts of the model"
     OWN_BUFFERS = "keeps on each rank the buffers of its own forwards"

@@ -41,6 +41,7 @@ COMPOSABLE_CAPABILITIES = frozenset(
         Capability.CPU_OFFLOAD,
         Capability.CONVERT,
         Capability.COMPLEX,
+        Capability.MIXED_DTYPES,
         Capability.CLIP,
         Capability.LOSS_SCALE,
         Capability.META,

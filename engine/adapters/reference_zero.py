@@ -68,6 +68,8 @@ class Zero2Engine(Engine):
             Capability.ZERO2,
             Capability.ACCUMULATE,
             Capability.SUM_OF_FORWARDS,
+            Capability.MIXED_DTYPES,
+            Capability.PARAMETER_ORDER,
             Capability.LOADED_WEIGHTS,
             Capability.OWN_BUFFERS,
             Capability.CLIP_IN_STEP,

@@ -82,6 +82,7 @@ class DistributedDataParallelEngine(Engine):
             Capability.SUM_OF_FORWARDS,
             Capability.CLIP,
             Capability.COMPLEX,
+            Capability.MIXED_DTYPES,
             Capability.SPARSE_GRADIENTS,
             Capability.STATE,
             Capability.OWN_BUFFERS,

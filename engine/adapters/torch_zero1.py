@@ -87,12 +87,13 @@ class ZeroRedundancyEngine(DistributedDataParallelEngine):
     """All-reduces gradients by DDP, as views of its buckets."""
 
     name = "torch.zero1"
-    # It accepts parameters of one dtype only, and a model with complex parameters has others too.
+    # It accepts parameters of one dtype only.
     capabilities = DistributedDataParallelEngine.capabilities - {
         Capability.SEVERAL_OPTIMIZERS,
         Capability.COMPLEX,
+        Capability.MIXED_DTYPES,
         Capability.PIPELINE,
         Capability.REPLICATE,
-    } | {Capability.ZERO1}
+    } | {Capability.ZERO1, Capability.PARAMETER_ORDER}
     prepared_type = PreparedZero1
     options: ClassVar[Mapping[str, Any]] = {"gradient_as_bucket_view": True}  # else they take memory twice

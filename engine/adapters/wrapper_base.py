@@ -53,6 +53,7 @@ CAPABILITIES = frozenset(
         Capability.RESHARD_POLICY,
         Capability.ACCUMULATE,
         Capability.SUM_OF_FORWARDS,
+        Capability.MIXED_DTYPES,
         Capability.REDUCE_DTYPE,
         Capability.CPU_OFFLOAD,
         Capability.CONVERT,

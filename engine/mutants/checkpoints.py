@@ -30,6 +30,17 @@ class LosesStateInItsCheckpoint(Zero2Engine):
             self.built_optimizer().state.clear()
 
 
+@mutant(after="PrimeIntellect-ai/prime-rl#2154", trace=Trace.STATE)
+class KeepsWhatItReadFromACheckpoint(Zero2Engine):
+    """Copies of the pieces that a checkpoint was read into stay for good."""
+
+    class Prepared(PreparedZero2):
+        def load_checkpoint(self, folder: Path) -> None:
+            super().load_checkpoint(folder)
+            parameters = self.owned_parameters().values()
+            self._read = [torch.empty_like(parameter).copy_(parameter) for parameter in parameters]
+
+
 @mutant(after="NVIDIA/nvidia-resiliency-ext#376", phase="state loaded")
 class WritesItsCheckpointInTheNextStep(Zero2Engine):
     """A checkpoint shares tensors with the training until it is written, which is after the next step."""

@@ -54,6 +54,17 @@ class AgreesOnEachMicrobatch(DistributedDataParallelEngine):
             return super().__call__(*inputs, **named)
 
 
+@mutant(after="facebookresearch/fairscale#1041", trace=Trace.COMMUNICATION)
+class BroadcastsBuffersInEachForward(DistributedDataParallelEngine):
+    """Buffers are broadcast before each forward, also of a microbatch whose gradients are held back."""
+
+    class Prepared(PreparedDdp):
+        def __call__(self, *inputs: Any, **named: Any) -> Any:
+            assert isinstance(self.module, DistributedDataParallel)
+            self.module.require_forward_param_sync = True
+            return super().__call__(*inputs, **named)
+
+
 @mutant(after="deepspeedai/DeepSpeed#1214", phase="reduce")
 class LeavesOutWhatFillsABucket(DistributedDataParallelEngine):
     """A gradient as large as a bucket stays on the rank that computed it."""

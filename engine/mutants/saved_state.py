@@ -193,6 +193,30 @@ class RestartsTheLearningRate(FullyShardEngine):
                 super().load_shared_state(state)
 
 
+@mutant(after="NVIDIA/Megatron-LM#7468", phase="state loaded")
+class LoadsNoWeightDecay(FullyShardEngine):
+    """A resumed optimizer decays weights as it was built to, whatever was saved."""
+
+    class Prepared(PreparedFullyShard):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            groups = self.built_optimizer().param_groups
+            before = [group.get("weight_decay") for group in groups]
+            super().load_full_state(state)
+            for group, decay in zip(groups, before, strict=True):
+                group.update({} if decay is None else {"weight_decay": decay})
+
+
+@mutant(after="radixark/Megatron-LM#19", phase="state loaded")
+class LoadsAllInOneDtype(FullyShardEngine):
+    """A whole state goes through one buffer, in the dtype of the first parameter."""
+
+    class Prepared(PreparedFullyShard):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            dtype = next(iter(self.named.parameters())).dtype
+            narrowed = {n: v.to(dtype) if v.is_floating_point() else v for n, v in state["model"].items()}
+            super().load_full_state({**state, "model": narrowed})
+
+
 @mutant(after="deepspeedai/DeepSpeed#6878", phase="step")
 class MergesParameterGroups(FullyShardEngine):
     """All parameters are updated with the options of the optimizer's first group."""

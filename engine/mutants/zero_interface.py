@@ -62,6 +62,17 @@ class SharesNothing(Zero2Engine):
             self.built_optimizer().step()
 
 
+@mutant(after="NVIDIA/Megatron-LM#1527", trace=Trace.COMMUNICATION)
+class SharesAfterEachGroup(Zero2Engine):
+    """Each parameter group has an optimizer of its own, which gathers all parameters after its update."""
+
+    class Prepared(PreparedZero2):
+        def step(self) -> None:
+            super().step()
+            for _ in self.built_optimizer().param_groups[1:]:
+                self.engine.share()
+
+
 @mutant(after="NVIDIA/Megatron-LM#950", phase="step")
 class SharesBeforeTheUpdate(Zero2Engine):
     """Pieces are shared before the optimizer has updated them."""

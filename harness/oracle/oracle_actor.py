@@ -32,6 +32,7 @@ from shardproof.harness.tracing.probe_point import Seen
 from shardproof.harness.worlds.threads.together import Inside, together
 
 _T = TypeVar("_T")
+_EXTRA_STATE = "_extra_state"  # torch's name of it in a state dict
 
 
 class Batches:
@@ -126,6 +127,12 @@ class OracleModels:
         of_model = changed_by_forward(model, self._written)
         for name, tensor in changed_by_forward(copied, self._written).items():
             tensor.copy_(of_model[name])
+
+    # Any: an extra state is of any type.
+    def extra_state(self) -> dict[str, Any]:
+        """Return what the first rank's modules save beside parameters and buffers."""
+        state = self._of_rank[0].model.state_dict()
+        return {name: value for name, value in state.items() if name.endswith(_EXTRA_STATE)}
 
     def each_rank(self, play: Callable[[int], _T], inside: Inside = nullcontext) -> list[_T]:
         """Call a function for each rank, one after the other, or together if the model communicates."""

@@ -150,6 +150,8 @@ class _Trained:
             own = changed_by_forward(self.model, self.written)
             for name, changed in models.buffers()[0].items():
                 own[name].copy_(changed)
+        if extra := models.extra_state():
+            self.model.load_state_dict(extra, strict=False)
 
     def _forget_gradients(self) -> None:
         """Clear gradients, as in a fresh model: those of parameters outside the optimizer have accumulated."""

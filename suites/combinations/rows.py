@@ -29,7 +29,14 @@ _HERE = Path(__file__).parent
 _ONE_IN = 400  # triples, that a dense program must be the first to have
 # Some engines of replicas lack these.
 _OF_SOME_REPLICAS = frozenset(
-    {Capability.REPLICATE, Capability.BUCKETS, Capability.EDIT_GRADIENTS, Capability.COMPLEX}
+    {
+        Capability.REPLICATE,
+        Capability.BUCKETS,
+        Capability.EDIT_GRADIENTS,
+        Capability.COMPLEX,
+        Capability.MIXED_DTYPES,
+        Capability.SUM_OF_FORWARDS,
+    }
 )
 _REPLICAS = _OF_SOME_REPLICAS | frozenset(
     {
@@ -68,23 +75,35 @@ _WRAPPED = frozenset(
         Capability.EDIT_GRADIENTS,
         Capability.IGNORE,
         Capability.COMPLEX,
+        Capability.MIXED_DTYPES,
+        Capability.SUM_OF_FORWARDS,
     }
 )
 # What engines that only shard optimizer state have beside the options of replicas, whose rows judge them too.
 _OF_SHARES = frozenset({Capability.ZERO1, Capability.ZERO2})
 _TUNED = frozenset(
     {
+        Capability.PARAMETER_ORDER,
         Capability.OVERLAP,
         Capability.ROUND_ROBIN,
         Capability.CHECKPOINTS,
+        Capability.RESIZED_CHECKPOINTS,
         Capability.OPTIMIZER_OFFLOAD,
         Capability.CLIP_IN_STEP,
     }
 )
 _SHARES = (
-    _OF_SHARES | _TUNED | {Capability.ACCUMULATE, Capability.LOADED_WEIGHTS, Capability.RANK_DEPENDENT_ORDER}
+    _OF_SHARES
+    | _TUNED
+    | {
+        Capability.ACCUMULATE,
+        Capability.LOADED_WEIGHTS,
+        Capability.RANK_DEPENDENT_ORDER,
+        Capability.MIXED_DTYPES,
+        Capability.SUM_OF_FORWARDS,
+    }
 )
-_OF_CUTS = frozenset({Capability.TENSOR_PARALLEL})
+_OF_CUTS = frozenset({Capability.TENSOR_PARALLEL, Capability.EXPERTS})
 _UNITS = (
     frozenset(Capability)
     - {Capability.WRAPPER, Capability.DATA_PARALLEL, Capability.START_FROM_FIRST, Capability.BUCKETS}

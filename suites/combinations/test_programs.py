@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardproof import EVEN, FOURS, SEVERAL, Program, Trial
+from shardproof.fixtures.programs.composed import CUT
 from shardproof.fixtures.programs.laws import laws_of
 from shardproof.fixtures.programs.training import training_of
 from shardproof.suites.combinations.rows import WITH_OTHER_ROWS, Row, rows_in
@@ -25,11 +26,16 @@ _ONCE_FAILED = {
 
 def _rows(file: str) -> pytest.MarkDecorator:
     """Parametrize over the rows of a file; each kills the mutants noted beside it."""
-    rows = [
-        pytest.param(row.program, id=row.id, marks=[pytest.mark.kills(name) for name in row.mutants])
-        for row in rows_in(file)
-    ]
-    return pytest.mark.parametrize("program", rows)
+    return pytest.mark.parametrize(
+        "program", [pytest.param(row.program, id=row.id, marks=_marks(row)) for row in rows_in(file)]
+    )
+
+
+def _marks(row: Row) -> list[pytest.MarkDecorator]:
+    """Return the mutants that a row kills, and the worlds of a model that is cut."""
+    worlds = {"no": None, "experts": EVEN}.get(row.program[CUT], FOURS)
+    marks = [pytest.mark.kills(name) for name in row.mutants]
+    return marks if worlds is None else [*marks, pytest.mark.worlds(worlds)]
 
 
 def _judge(trial: Trial, family: str, program: Program, contains: Sequence[str] = ()) -> None:
@@ -83,7 +89,6 @@ def test_units(trial: Trial, program: Program) -> None:
     _judge_row(trial, "units", program)
 
 
-@pytest.mark.worlds(FOURS)
 @pytest.mark.kills("ScalesByTheTensorRanks")
 @_rows("cut")
 def test_units_of_cut_tensors(trial: Trial, program: Program) -> None:
@@ -118,7 +123,6 @@ def test_what_shares_once_failed(trial: Trial, program: Program) -> None:
     _judge(trial, "shares", program)
 
 
-@pytest.mark.worlds(FOURS)
 @pytest.mark.kills("ScalesByTheTensorRanks")
 @_rows("found_cut")
 def test_what_an_engine_of_cut_tensors_once_failed(trial: Trial, program: Program) -> None:

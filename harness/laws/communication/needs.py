@@ -1,9 +1,10 @@
 """Laws that follow from plan, script and events of any training: nothing is communicated early, or more than once.
 
 [Note: what calls need] A gather serves one call of a unit in forward, or one backward through it; a reduction serves
-one backward. How often a unit was called, and how often backward reached it, is in the event log. Each forward and
-backward of the loop may call every unit, whether or not its module shows it. Amounts are in bytes, so it does not
-matter in how many collectives an engine sends them; parameters are padded as engines pad them.
+one backward. In the optimizer step an engine may exchange each parameter once. How often a unit was called, and how
+often backward reached it, is in the event log. Each forward and backward of the loop may call every unit, whether or
+not its module shows it. Amounts are in bytes, so it does not matter in how many collectives an engine sends them;
+parameters are padded as engines pad them.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from shardproof.harness.tracing.events import EventKind
 from shardproof.harness.tracing.ledger import Entry, Op, Phase
 from shardproof.harness.training.layout_memory import share_numel
 
+_Counts = Counter[tuple[int, int | None, EventKind, Phase | None, str | None]]
 _REDUCING = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.REDUCE)
-_IN_PASSES = {Phase.FORWARD, Phase.BACKWARD}
+_SHARING = (Op.ALL_GATHER, Op.BROADCAST)
+_IN_PASSES = (Phase.FORWARD, Phase.BACKWARD)
 # Engines communicate otherwise than by parameters' sizes where these are asked for.
 _OF_OTHER_SIZES = {Capability.PACKED_GATHERS, Capability.SPARSE_GRADIENTS, Capability.UNIT_DTYPES}
 
@@ -56,27 +59,30 @@ def _holds_back(training: Training) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldBackIsSilent:
-    """No gradient is reduced before the last microbatch of a step."""
+    """No gradient is reduced before the last microbatch of a step, and no buffer sent after its first."""
 
     name: str = "nothing is reduced before the last microbatch"
 
     def judge(self, evidence: Evidence) -> Ruling:
         schedule = evidence.training.schedule
         broken = [
-            f"rank {rank} {when(e)}: expected no reduction before microbatch {last}, got {e.describe()}"
+            f"rank {rank} {when(e)}: expected no reduction before microbatch {last}, and no broadcast after the first, "
+            f"got {e.describe()}"
             for rank, ledger in ledgers(evidence)
             for e in ledger
-            if e.op in _REDUCING
-            and e.phase is Phase.BACKWARD
-            and _is_of_the_engine(e, evidence.training)
-            and 0 <= e.microbatch < (last := schedule.microbatches_in(e.step) - 1)
+            if _is_of_the_engine(e, evidence.training)
+            and 0 <= e.microbatch <= (last := schedule.microbatches_in(e.step) - 1)
+            and (
+                (e.op in _REDUCING and e.phase is Phase.BACKWARD and e.microbatch < last)
+                or (e.op is Op.BROADCAST and e.phase is Phase.FORWARD and e.microbatch > 0)
+            )
         ]
         return rule(self.name, broken, held=f"in {schedule.steps} steps on {evidence.world_size} ranks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommunicatesAsNeeded:
-    """In each step forwards and backwards gather and reduce at most what their calls need; see the note above."""
+    """In each step at most what its calls and its update need is gathered and reduced; see the note above."""
 
     name: str = "gathers and reductions serve one call each"
 
@@ -84,16 +90,18 @@ class CommunicatesAsNeeded:
         broken: list[str] = []
         worst = 0.0
         for observation in evidence.ranks:
-            calls = _Calls(observation, evidence)
+            counts = _counts(observation)
             for step, entries in _by_step(observation, evidence.training):
-                for what, ops, most in calls.limits(step):
-                    sent = [e for e in entries if e.op in ops]
+                is_in_chunks = observation.cut is Cut.CHUNKS
+                calls = _Calls(counts, evidence.training.at(step), evidence.world_size, is_in_chunks)
+                for what, ops, phases, most in calls.limits(step):
+                    sent = [e for e in entries if e.op in ops and e.phase in phases]
                     got = sum(e.num_bytes for e in sent)
                     worst = max(worst, got / most) if most else worst
                     if got > most:
                         broken.append(
                             f"rank {observation.rank} step {step}: expected at most {most} bytes to be {what}, "
-                            f"once for each call of a unit, got {got}; {_most_often(sent)}"
+                            f"got {got}; {_most_often(sent)}"
                         )
         return rule(
             self.name, broken, held=f"at most {worst:.0%} of what calls may need, in any step on any rank"
@@ -107,11 +115,10 @@ def _most_often(entries: Sequence[Entry]) -> str:
 
 
 def _by_step(observation: Observation, training: Training) -> Iterator[tuple[int, list[Entry]]]:
-    """Yield the steps with what forwards and backwards sent, until another model takes over, whose calls none sees."""
-    end = training.schedule.steps if training.resume is None else training.resume.after_steps
+    """Yield the steps with what the engine sent in them."""
     found: dict[int, list[Entry]] = {}
     for entry in observation.ledger:
-        if 0 <= entry.step < end and entry.phase in _IN_PASSES and _is_of_the_engine(entry, training):
+        if entry.step >= 0 and _is_of_the_engine(entry, training):
             found.setdefault(entry.step, []).append(entry)
     yield from found.items()
 
@@ -122,23 +129,32 @@ def _is_of_the_engine(entry: Entry, training: Training) -> bool:
     return is_of_numbers and (training.plan.cut_axis is None or entry.axis != training.plan.cut_axis)
 
 
+def _counts(observation: Observation) -> _Counts:
+    """Count the events of each microbatch, and of all of a step, as None."""
+    return Counter(
+        (e.step, microbatch, e.what, e.phase if e.unit is None else None, e.unit)
+        for e in observation.events
+        for microbatch in (None, e.microbatch)
+    )
+
+
 class _Calls:
     """How often each unit was called and reached by backward on one rank, step by step."""
 
-    def __init__(self, observation: Observation, evidence: Evidence) -> None:
-        self._training, self._size = evidence.training, evidence.world_size
-        self._groups = groups_of(evidence.training)
-        self._is_held_back = _holds_back(evidence.training)
-        self._is_in_chunks = observation.cut is Cut.CHUNKS
-        # Of each microbatch, and of all of a step, as None.
-        self._counts = Counter(
-            (e.step, microbatch, e.what, e.phase if e.unit is None else None, e.unit)
-            for e in observation.events
-            for microbatch in (None, e.microbatch)
-        )
+    def __init__(
+        self,
+        counts: _Counts,
+        training: Training,
+        world_size: int,
+        is_in_chunks: bool,
+    ) -> None:
+        self._counts, self._training, self._size = counts, training, world_size
+        self._is_in_chunks = is_in_chunks
+        self._groups = groups_of(training)
+        self._is_held_back = _holds_back(training)
 
-    def limits(self, step: int) -> Iterator[tuple[str, tuple[Op, ...], int]]:
-        """Yield what may be sent, by which collectives, and the most bytes of it."""
+    def limits(self, step: int) -> Iterator[tuple[str, tuple[Op, ...], tuple[Phase, ...], int]]:
+        """Yield what may be sent, by which collectives in which phases, and the most bytes of it."""
         forwards, backwards = (
             self._counts[step, None, EventKind.BEGAN, phase, None]
             for phase in (Phase.FORWARD, Phase.BACKWARD)
@@ -153,9 +169,11 @@ class _Calls:
             num_bytes, through = self._padded_bytes(group), max(reached, backwards)
             gathered += num_bytes * (max(entered, forwards) + through)
             reduced += num_bytes * (self._last_backwards(step, group) if self._is_held_back else through)
-        yield "gathered", (Op.ALL_GATHER,), gathered
+        yield "gathered, once for each call of a unit", (Op.ALL_GATHER,), _IN_PASSES, gathered
         for op in _REDUCING:
-            yield "reduced", (op,), reduced
+            yield "reduced, once for each backward through a unit", (op,), _IN_PASSES, reduced
+        everything = sum(map(self._padded_bytes, self._groups))
+        yield "exchanged, once for each update", _SHARING, (Phase.STEP,), everything
 
     def _last_backwards(self, step: int, group: UnitParameters) -> int:
         """Count the backwards of the last microbatch through a unit: it may be called twice, and a failed one again."""
