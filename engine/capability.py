@@ -69,9 +69,7 @@ class Capability(Enum):
     SHARED_STATE = "saves and loads each rank's share of the state, in memory and in files"
     CHECKPOINTS = "writes checkpoints in its own format, and reads them on the same number of ranks"
     RESIZED_CHECKPOINTS = "reads its own checkpoints on another number of ranks"
-    PARAMETER_ORDER = (
-        "passes the optimizer each of the model's parameters, or a piece of it, in the model's order"
-    )
+    PARAMETER_ORDER = "passes the optimizer each trained parameter, or a piece of it, in the model's order"
     PARAMETER_SHAPES = "passes the optimizer parameters with as many dims as the model's"
     SEVERAL_OPTIMIZERS = "lets several optimizers update parts of the model"
     OWN_BUFFERS = "keeps on each rank the buffers of its own forwards"
