@@ -199,10 +199,9 @@ class LoadsNoWeightDecay(FullyShardEngine):
 
     class Prepared(PreparedFullyShard):
         def load_full_state(self, state: dict[str, Any]) -> None:
-            groups = self.built_optimizer().param_groups
-            before = [group.get("weight_decay") for group in groups]
+            before = [group.get("weight_decay") for group in self.built_optimizer().param_groups]
             super().load_full_state(state)
-            for group, decay in zip(groups, before, strict=True):
+            for group, decay in zip(self.built_optimizer().param_groups, before, strict=True):
                 group.update({} if decay is None else {"weight_decay": decay})
 
 

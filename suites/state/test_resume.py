@@ -113,7 +113,7 @@ def test_resumes_from_shares(trial: Trial, layout: Layout, form: StateForm) -> N
 
 @parametrize(
     "optimizer",
-    param(GROUPED, kills=("MergesParameterGroupsItLoads", "LoadsNoOptionsOfTheLoop")),
+    param(GROUPED, kills=("MergesParameterGroupsItLoads", "LoadsNoOptionsOfTheLoop", "LoadsNoWeightDecay")),
     param(EMPTY_GROUP, kills="LosesOptionsBesideAnEmptyGroup"),
 )
 def test_resumes_several_parameter_groups(trial: Trial, optimizer: NamedOptimizer) -> None:

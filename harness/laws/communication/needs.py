@@ -20,6 +20,7 @@ from shardproof.harness.cases.script import Probe
 from shardproof.harness.cases.scripts.eventful import Eventful, goes_in_turn
 from shardproof.harness.cases.training import Training
 from shardproof.harness.cases.units import UnitParameters, chunked_buffer_numel, groups_of
+from shardproof.harness.cases.user_model import is_stepping
 from shardproof.harness.laws.communication.bounds import ledgers, when
 from shardproof.harness.laws.communication.order import spell_unit
 from shardproof.harness.laws.law import Evidence, Law, Ruling, rule
@@ -172,8 +173,9 @@ class _Calls:
         yield "gathered, once for each call of a unit", (Op.ALL_GATHER,), _IN_PASSES, gathered
         for op in _REDUCING:
             yield "reduced, once for each backward through a unit", (op,), _IN_PASSES, reduced
-        everything = sum(map(self._padded_bytes, self._groups))
-        yield "exchanged, once for each update", _SHARING, (Phase.STEP,), everything
+        if not is_stepping(self._training.problem):  # else the user's code says how often an optimizer steps
+            everything = sum(map(self._padded_bytes, self._groups)) * self._training.schedule.repeats
+            yield "exchanged, once for each update", _SHARING, (Phase.STEP,), everything
 
     def _last_backwards(self, step: int, group: UnitParameters) -> int:
         """Count the backwards of the last microbatch through a unit: it may be called twice, and a failed one again."""
