@@ -32,10 +32,15 @@ def _rows(file: str) -> pytest.MarkDecorator:
 
 
 def _marks(row: Row) -> list[pytest.MarkDecorator]:
-    """Return the mutants that a row kills, and the worlds of a model that is cut."""
-    worlds = {"no": None, "experts": EVEN}.get(row.program[CUT], FOURS)
+    """Return the mutants that a row kills; if its model is cut, also its worlds, and the mutant of such models."""
     marks = [pytest.mark.kills(name) for name in row.mutants]
-    return marks if worlds is None else [*marks, pytest.mark.worlds(worlds)]
+    match row.program[CUT]:
+        case "no":
+            return marks
+        case "experts":
+            return [*marks, pytest.mark.worlds(EVEN), pytest.mark.kills("ScalesExpertsByTheirRanks")]
+        case _:
+            return [*marks, pytest.mark.worlds(FOURS), pytest.mark.kills("ScalesByTheTensorRanks")]
 
 
 def _judge(trial: Trial, family: str, program: Program, contains: Sequence[str] = ()) -> None:
@@ -89,7 +94,6 @@ def test_units(trial: Trial, program: Program) -> None:
     _judge_row(trial, "units", program)
 
 
-@pytest.mark.kills("ScalesByTheTensorRanks")
 @_rows("cut")
 def test_units_of_cut_tensors(trial: Trial, program: Program) -> None:
     _judge_row(trial, "cut", program)
@@ -123,7 +127,6 @@ def test_what_shares_once_failed(trial: Trial, program: Program) -> None:
     _judge(trial, "shares", program)
 
 
-@pytest.mark.kills("ScalesByTheTensorRanks")
 @_rows("found_cut")
 def test_what_an_engine_of_cut_tensors_once_failed(trial: Trial, program: Program) -> None:
     _judge(trial, "cut", program)
