@@ -67,12 +67,35 @@ def test_both_laws_hold_of_an_engine_that_sends_what_is_needed() -> None:
 
 @pytest.mark.parametrize(
     ("op", "phase", "what"),
-    [(Op.ALL_GATHER, Phase.FORWARD, "gathered"), (Op.REDUCE_SCATTER, Phase.BACKWARD, "reduced")],
+    [
+        (Op.ALL_GATHER, Phase.FORWARD, "gathered, once for each call of a unit"),
+        (Op.REDUCE_SCATTER, Phase.BACKWARD, "reduced, once for each backward through a unit"),
+    ],
 )
 def test_sending_everything_once_more_is_too_much(op: Op, phase: Phase, what: str) -> None:
     again = [e for e in _honest() if (e.op, e.phase) == (op, phase)]
     record = CommunicatesAsNeeded().judge(_evidence([*_honest(), *again])).record
-    assert f"bytes to be {what}, once for each call of a unit" in record.summary
+    assert f"bytes to be {what}, got" in record.summary
+
+
+@pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.BROADCAST])
+def test_an_update_exchanges_each_parameter_once(op: Op) -> None:
+    of_forward = [e for e in _honest() if e.phase is Phase.FORWARD and not e.microbatch]
+    once = [replace(e, op=op, phase=Phase.STEP) for e in of_forward]
+    judged = [
+        CommunicatesAsNeeded().judge(_evidence([*_honest(), *sent])).record for sent in (once, once * 3)
+    ]
+    assert [record.held for record in judged] == [True, False]
+    assert "bytes to be exchanged, once for each update, got" in judged[1].summary
+
+
+def test_buffers_are_sent_before_the_first_microbatch_of_a_step_alone() -> None:
+    sent = [
+        entry(Op.BROADCAST, phase=Phase.FORWARD, microbatch=microbatch, num_bytes=4) for microbatch in (0, 1)
+    ]
+    judged = [HeldBackIsSilent().judge(_evidence([each, *_honest()])).record for each in sent]
+    assert [record.held for record in judged] == [True, False]
+    assert "no broadcast after the first, got broadcast" in judged[1].summary
 
 
 def test_each_repetition_reduces_once_what_it_holds_back() -> None:
@@ -110,7 +133,8 @@ def test_a_unit_that_is_called_twice_may_reduce_twice_what_it_held_back() -> Non
 def test_a_reduction_before_the_last_microbatch_is_early() -> None:
     early = entry(Op.ALL_REDUCE, microbatch=0, num_bytes=4)
     record = HeldBackIsSilent().judge(_evidence([early, *_honest()])).record
-    assert "expected no reduction before microbatch 1, got all_reduce" in record.summary
+    assert "expected no reduction before microbatch 1" in record.summary
+    assert "got all_reduce" in record.summary
     flags = replace(early, dtype="int32")  # an engine's own
     assert HeldBackIsSilent().judge(_evidence([flags, *_honest()])).record.held
 

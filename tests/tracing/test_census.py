@@ -311,10 +311,23 @@ def test_a_surplus_on_one_rank_is_reported_with_its_largest_pieces(extra: int) -
     assert "4096 bytes of shape [32, 32] from clone at engine.py:1 in keep" in record.summary
 
 
-def test_after_a_handover_the_loop_holds_two_models() -> None:
-    resumed = replace(_training(plan=SHARD, steps=2), resume=Resume(after_steps=1, plan=SHARD))
-    assert not _ruling(2 * SHARES, 2 * SHARES, training=resumed).record.held
-    assert _ruling(2 * SHARES, 2 * SHARES, training=resumed, step=1).record.held
+@pytest.mark.parametrize("step", [0, 1])
+def test_after_a_handover_the_later_plan_explains_what_is_held(step: int) -> None:
+    whole = replace(SHARD, layout=Layout.ZERO1)
+    resumed = replace(_training(plan=SHARD, steps=2), resume=Resume(after_steps=1, plan=whole))
+    assert _ruling(SHARES, SHARES, training=resumed, step=step).record.held
+    wholes = 5 * SHARES // 3  # of parameters and gradients, beside a share of momentum
+    assert _ruling(wholes, SHARES, training=resumed, step=step).record.held == (step == 1)
+
+
+def test_what_a_model_held_that_another_replaced_is_not_counted() -> None:
+    census, _ = _census()
+    census.made(before := torch.ones(8), "ones")
+    census.set_aside()
+    census.made(after := torch.ones(4), "ones")
+    census.take(0, CensusTime.STEPPED, None)
+    assert [count.num_bytes for count in census.counts] == [after.nbytes]
+    assert before.nbytes > after.nbytes
 
 
 def test_observations_without_a_census_are_reported_as_such() -> None:
