@@ -1,10 +1,10 @@
 """Laws that follow from plan, script and events of any training: nothing is communicated early, or more than once.
 
 [Note: what calls need] A gather serves one call of a unit in forward, or one backward through it; a reduction serves
-one backward. In the optimizer step an engine may exchange each parameter once. How often a unit was called, and how
-often backward reached it, is in the event log. Each forward and backward of the loop may call every unit, whether or
-not its module shows it. Amounts are in bytes, so it does not matter in how many collectives an engine sends them;
-parameters are padded as engines pad them.
+one backward. In the optimizer step an engine that keeps parameters whole exchanges each once. How often a unit was
+called, and how often backward reached it, is in the event log. Each forward and backward of the loop may call every
+unit, whether or not its module shows it. Amounts are in bytes, so it does not matter in how many collectives an engine
+sends them; parameters are padded as engines pad them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
-from shardproof.engine.contract import Accumulation, Capability, Cut
+from shardproof.engine.contract import Accumulation, Capability, Cut, Layout
 from shardproof.harness.cases.script import Probe
 from shardproof.harness.cases.scripts.eventful import Eventful, goes_in_turn
 from shardproof.harness.cases.training import Training
 from shardproof.harness.cases.units import UnitParameters, chunked_buffer_numel, groups_of
-from shardproof.harness.cases.user_model import is_stepping
 from shardproof.harness.laws.communication.bounds import ledgers, when
 from shardproof.harness.laws.communication.order import spell_unit
 from shardproof.harness.laws.law import Evidence, Law, Ruling, rule
@@ -173,7 +172,8 @@ class _Calls:
         yield "gathered, once for each call of a unit", (Op.ALL_GATHER,), _IN_PASSES, gathered
         for op in _REDUCING:
             yield "reduced, once for each backward through a unit", (op,), _IN_PASSES, reduced
-        if not is_stepping(self._training.problem):  # else the user's code says how often an optimizer steps
+        # Optimizers of sharded parameters may communicate too: Muon gathers what it orthogonalises.
+        if self._training.plan.layout in {Layout.ZERO1, Layout.ZERO2}:
             everything = sum(map(self._padded_bytes, self._groups)) * self._training.schedule.repeats
             yield "exchanged, once for each update", _SHARING, (Phase.STEP,), everything
 
