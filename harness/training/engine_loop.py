@@ -183,7 +183,10 @@ def _started(
 
 
 def _with_other_options(factory: OptimizerFactory) -> OptimizerFactory:
-    """Return a factory of optimizers whose options, such as the learning rate, a load must replace."""
+    """Return a factory of optimizers whose options, such as the learning rate, a load must replace.
+
+    They are not zeros: a step that an engine takes to create state shows.
+    """
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = factory(parameters)

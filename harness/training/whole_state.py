@@ -83,13 +83,10 @@ def _difference(what: str, shard: Shard, whole: Any) -> Iterator[str]:
 
 
 def wipe(prepared: PreparedModel) -> None:
-    """Make zeros of parameters and learning rates: a load has to bring all of them, also of what never trains."""
+    """Make zeros of parameters: a load has to bring all of them, also of what never trains."""
     with torch.no_grad():
         for parameter in prepared.owned_parameters().values():
             parameter.zero_()
-    for group in prepared.built_optimizer().param_groups:
-        if isinstance(group.get("lr"), float):
-            group["lr"] = 0.0
 
 
 def copied(state: Any) -> Any:

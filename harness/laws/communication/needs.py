@@ -17,7 +17,7 @@ import torch
 
 from shardproof.engine.contract import Accumulation, Capability, Cut, Layout
 from shardproof.harness.cases.script import Probe
-from shardproof.harness.cases.scripts.eventful import Eventful, goes_in_turn
+from shardproof.harness.cases.scripts.eventful import Eventful, FailurePoint, goes_in_turn
 from shardproof.harness.cases.training import Training
 from shardproof.harness.cases.units import UnitParameters, chunked_buffer_numel, groups_of
 from shardproof.harness.laws.communication.bounds import ledgers, when
@@ -64,7 +64,9 @@ class HeldBackIsSilent:
     name: str = "nothing is reduced before the last microbatch"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        schedule = evidence.training.schedule
+        schedule, script = evidence.training.schedule, evidence.training.script
+        # A forward that fails counts as the last microbatch's, whenever it is.
+        fails = isinstance(script, Eventful) and script.failure is not FailurePoint.NONE
         broken = [
             f"rank {rank} {when(e)}: expected no reduction before microbatch {last}, and no broadcast after the first, "
             f"got {e.describe()}"
@@ -74,7 +76,7 @@ class HeldBackIsSilent:
             and 0 <= e.microbatch <= (last := schedule.microbatches_in(e.step) - 1)
             and (
                 (e.op in _REDUCING and e.phase is Phase.BACKWARD and e.microbatch < last)
-                or (e.op is Op.BROADCAST and e.phase is Phase.FORWARD and e.microbatch > 0)
+                or (e.op is Op.BROADCAST and e.phase is Phase.FORWARD and e.microbatch > 0 and not fails)
             )
         ]
         return rule(self.name, broken, held=f"in {schedule.steps} steps on {evidence.world_size} ranks")
