@@ -59,27 +59,41 @@ def _holds_back(training: Training) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldBackIsSilent:
-    """No gradient is reduced before the last microbatch of a step, and no buffer sent after its first."""
+    """No gradient is reduced before the last microbatch of a step, and buffers are sent in one microbatch alone."""
 
     name: str = "nothing is reduced before the last microbatch"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        schedule, script = evidence.training.schedule, evidence.training.script
-        # A forward that fails counts as the last microbatch's, whenever it is.
-        fails = isinstance(script, Eventful) and script.failure is not FailurePoint.NONE
-        broken = [
-            f"rank {rank} {when(e)}: expected no reduction before microbatch {last}, and no broadcast after the first, "
-            f"got {e.describe()}"
-            for rank, ledger in ledgers(evidence)
-            for e in ledger
-            if _is_of_the_engine(e, evidence.training)
-            and 0 <= e.microbatch <= (last := schedule.microbatches_in(e.step) - 1)
-            and (
-                (e.op in _REDUCING and e.phase is Phase.BACKWARD and e.microbatch < last)
-                or (e.op is Op.BROADCAST and e.phase is Phase.FORWARD and e.microbatch > 0 and not fails)
-            )
-        ]
+        schedule = evidence.training.schedule
+        broken = []
+        for rank, ledger in ledgers(evidence):
+            sent = [e for e in ledger if _is_of_the_engine(e, evidence.training)]
+            broken += [
+                f"rank {rank} {when(e)}: expected no reduction before microbatch {last}, got {e.describe()}"
+                for e in sent
+                if e.op in _REDUCING
+                and e.phase is Phase.BACKWARD
+                and 0 <= e.microbatch < (last := schedule.microbatches_in(e.step) - 1)
+            ]
+            broken += [
+                f"rank {rank} {when(e)}: expected no broadcast after that in microbatch {first}, got {e.describe()}"
+                for e, first in _sent_again(sent, evidence.training)
+            ]
         return rule(self.name, broken, held=f"in {schedule.steps} steps on {evidence.world_size} ranks")
+
+
+def _sent_again(entries: Sequence[Entry], training: Training) -> Iterator[tuple[Entry, int]]:
+    """Yield broadcasts of forwards after the microbatch of a step that has the first, with that microbatch.
+
+    A rank may leave out microbatches. A forward that fails counts as the last microbatch's, whenever it is.
+    """
+    if isinstance(training.script, Eventful) and training.script.failure is not FailurePoint.NONE:
+        return
+    first: dict[int, int] = {}
+    for e in entries:
+        is_sent = e.op is Op.BROADCAST and e.phase is Phase.FORWARD and e.microbatch >= 0
+        if is_sent and e.microbatch > first.setdefault(e.step, e.microbatch):
+            yield e, first[e.step]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
