@@ -134,6 +134,8 @@ def train(
     for step in range(training.schedule.steps):
         if training.resume is not None and step == training.resume.after_steps:
             plan = training.resume.plan
+            if plan is not None and watches.census is not None:
+                watches.census.set_aside()
             loop.resume_in(None if plan is None else prepare(plan), step, training.resume.form)
         steps.append(loop.step(step, is_read=is_read))
     with loop.reading():
@@ -501,7 +503,7 @@ class _Loop:
                 moment,
                 (lambda: self._explained(form, training, gradients)) if training.is_explained else None,
                 state_bytes=self._state_bytes() if is_sharded and is_before_updates else None,
-                kind=(gradients, is_before_updates, form),
+                kind=(gradients, is_before_updates, self._num_loads),
                 shown=partial(self._shown, moment) if is_shown else None,
             )
 
@@ -519,9 +521,8 @@ class _Loop:
         names = [sorted(presence) for presence in found]
         if not any(has_rows for presence in found for has_rows in presence.values()):
             names.append([moment.name])
-        names.append(
-            [str(self._num_loads)]
-        )  # a loaded state is another one: it has steps in tensors of their own
+        # A loaded state is another one: it has steps in tensors of their own.
+        names.append([str(self._num_loads)])
         return hashlib.sha256(repr(names).encode()).hexdigest()[:8]
 
     def _explained(self, form: Form, training: Training, gradients: HeldGradients) -> int:

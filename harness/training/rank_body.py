@@ -181,8 +181,6 @@ def _run(
         def prepare(plan: Plan) -> Preparation:
             """Prepare a model, and watch its units instead of those of the model before."""
             watched.close()
-            if watches.census is not None:
-                watches.census.set_aside()
             preparation = _prepare(context, training, adapter, plan, watches)
             prepared = preparation.prepared
             watched.enter_context(watching_units(prepared.named, plan.units, context.recorder))
