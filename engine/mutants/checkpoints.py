@@ -59,6 +59,18 @@ class WritesItsCheckpointInTheNextStep(Zero2Engine):
                 super().save_checkpoint(folder)
 
 
+@mutant(after="NVIDIA/Megatron-LM#6858", trace=Trace.STATE)
+class LoadsTheRandomNumbersOfTheFirst(ReferenceEngine):
+    """A load gives every rank the state of the first rank's random number generator."""
+
+    class Prepared(PreparedReference):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            super().load_full_state(state)
+            generator = torch.get_rng_state()
+            dist.broadcast(generator, src=0)
+            torch.set_rng_state(generator)
+
+
 @mutant(after="pytorch/torchtitan#3675", phase="state loaded")
 class KeepsItsOwnExtraState(ReferenceEngine):
     """What modules add to a state is what they had before it is loaded."""

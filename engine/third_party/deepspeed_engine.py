@@ -66,6 +66,7 @@ class PreparedDeepSpeed(PreparedPieces):
         }
         self._max_norm = plan.clip_in_step or 0.0
         self._is_resized = Capability.RESIZED_CHECKPOINTS in plan.needs
+        self._has_gradients = False
 
     def optimizer(self, factory: OptimizerFactory) -> None:
         """Pass model and optimizer to DeepSpeed together; its default is to clip gradients at a norm of 1."""
@@ -87,6 +88,7 @@ class PreparedDeepSpeed(PreparedPieces):
         """Set whether the step follows: ZeRO-1 reduces only then."""
         self._engine.set_gradient_accumulation_boundary(self.is_last_microbatch)
         self._engine.backward(loss)
+        self._has_gradients = True
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Do nothing: `backward` sets it."""
@@ -107,26 +109,38 @@ class PreparedDeepSpeed(PreparedPieces):
     def step(self) -> None:
         """Let the engine step, which also clears gradients."""
         self._engine.step()
+        self._has_gradients = False
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Clear gradients, always to None."""
         self._engine.zero_grad()
+        self._has_gradients = False
 
     # Any, here and below: a parameter with attributes of DeepSpeed, and DeepSpeed's results.
     def is_trained(self, p: Any) -> bool:
         """Return whether the optimizer has the parameter: others have no place in the flat buffers."""
         return p.requires_grad and id(p) in self._updated
 
+    def place_of(self, p: Any) -> Any:
+        """Return where this rank's share holds the parameter; None if it does not, or if it has no element."""
+        return getattr(p, "_hp_mapping", None)
+
     def pieces(self) -> Iterator[Piece]:
         parameters: Iterable[tuple[str, Any]] = self.named.named_parameters()
         for name, p in parameters:
             if self.is_trained(p):
-                start = p._hp_mapping.lp_fragment_address.start if p._hp_mapping else 0
+                place = self.place_of(p)
+                start = place.lp_fragment_address.start if place else 0
                 yield Piece(name=name, shape=tuple(p.shape), owner=p, start=start)
 
     def gradient_of(self, piece: Piece) -> Any:
-        p = piece.owner
-        return p._hp_mapping.get_lp_grad_fragment(p._index_in_param_group) if p._hp_mapping else _NOTHING
+        """Return the piece's gradient; DeepSpeed (0.19) raises if asked after a step, which clears it."""
+        return self.reduced(piece.owner) if self._has_gradients else None
+
+    def reduced(self, p: Any) -> Any:
+        """Return this rank's piece of a parameter's gradient, which is there between a backward and the step."""
+        place = self.place_of(p)
+        return place.get_lp_grad_fragment(p._index_in_param_group) if place else _NOTHING
 
     def state_of(self, piece: Piece) -> Mapping[str, Any]:
         """Return the state of a piece; single numbers belong to a whole group of parameters."""
@@ -138,11 +152,12 @@ class PreparedDeepSpeed(PreparedPieces):
 
     def fragment(self, p: Any, key: str) -> Any:
         """Return this rank's piece of a state, cut from its group's: its getter fails before the next step."""
-        if not p._hp_mapping:
+        place, zero = self.place_of(p), self._engine.optimizer
+        if not place:
             return _NOTHING
-        zero, place = self._engine.optimizer, p._hp_mapping.hp_fragment_address
-        updated = zero.single_partition_of_fp32_groups[p._hp_mapping.param_group_index]
-        return zero.optimizer.state[updated][key].narrow(0, place.start, place.numel)
+        rows = place.hp_fragment_address
+        updated = zero.single_partition_of_fp32_groups[place.param_group_index]
+        return zero.optimizer.state[updated][key].narrow(0, rows.start, rows.numel)
 
 
 class PreparedDeepSpeedZero3(PreparedDeepSpeed):
@@ -165,8 +180,8 @@ class PreparedDeepSpeedZero3(PreparedDeepSpeed):
         value: torch.Tensor = piece.owner.ds_tensor
         return value
 
-    def gradient_of(self, piece: Piece) -> Any:
-        return safe_get_local_grad(piece.owner) if self.is_trained(piece.owner) else None
+    def reduced(self, p: Any) -> Any:
+        return safe_get_local_grad(p) if self.is_trained(p) else None
 
     def fragment(self, p: Any, key: str) -> Any:
         return safe_get_local_optimizer_state(p, key)

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from shardproof.harness.cases.training import AS_SHOWN, HELD, LOSS_SCALE, LossScaling
+from shardproof.harness.cases.training import (
+    AS_SHOWN,
+    BEFORE_LOADING,
+    HELD,
+    LOSS_SCALE,
+    RANDOM,
+    READY,
+    LossScaling,
+)
 from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.laws.tolerance import allowed_error
 from shardproof.harness.oracle.absolute_error import deviation
@@ -117,6 +125,39 @@ class HoldsWhatItShows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrawsApart:
+    """Ranks that are prepared, or that load a state, draw other random numbers than each other, as they did before.
+
+    Else dropout is the same on all ranks, and every loss looks right (Megatron-LM#6858).
+    """
+
+    name: str = "ranks draw random numbers of their own"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Compare the ranks' generators after each load; models that made them equal before it are not judged."""
+        broken, num_moments = [], 0
+        for step in range(min(len(observation.steps) for observation in evidence.ranks)):
+            before, ready = (
+                {o.rank: _value(o.steps[step], moment, RANDOM) for o in evidence.ranks}
+                for moment in (BEFORE_LOADING, READY)
+            )
+            was_apart = _NOTHING in before.values() or len(set(before.values())) == len(before)
+            if _NOTHING in ready.values() or not was_apart:
+                continue
+            num_moments += 1
+            ranks: dict[str, list[int]] = {}
+            for rank, state in ready.items():
+                ranks.setdefault(state, []).append(rank)
+            broken += [
+                f"step {step}: ranks {alike} begin with one state of their random number generators, "
+                "which differed before"
+                for alike in ranks.values()
+                if len(alike) > 1
+            ]
+        return rule(self.name, broken, held=f"at {num_moments} moments on {evidence.world_size} ranks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScalesLosses:
     """A step that overflows on any rank halves the factor of the losses on all ranks; no other step does."""
 
@@ -200,7 +241,7 @@ def _steps(evidence: Evidence) -> Iterator[tuple[int, int, StepObservation]]:
 
 def _value(seen: StepObservation, moment: str, subject: str) -> str:
     found = (f.value for f in seen.facts if (f.moment, f.subject) == (moment, subject))
-    return next(found, "nothing")
+    return next(found, _NOTHING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

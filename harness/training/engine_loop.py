@@ -28,10 +28,13 @@ from shardproof.harness.cases.scripts.interventions import Freezes
 from shardproof.harness.cases.training import (
     AS_HANDED_OUT,
     AS_HELD,
+    BEFORE_LOADING,
     HANDED_OUT,
     HELD,
     LOADED,
     LOSS_SCALE,
+    RANDOM,
+    READY,
     TAKEN,
     UNCHANGED,
     LoopOrder,
@@ -127,6 +130,7 @@ def train(
     if training.origin is not None:
         assert before is not None
         loop.start_from(before, training.origin.form)
+    loop.note_generator(READY)
     with loop.reading():
         initial = loop.keep(loop.read_parameters()) if is_read else {}
         loop.probe_start(initial)
@@ -136,7 +140,9 @@ def train(
             plan = training.resume.plan
             if plan is not None and watches.census is not None:
                 watches.census.set_aside()
+            loop.note_generator(BEFORE_LOADING)
             loop.resume_in(None if plan is None else prepare(plan), step, training.resume.form)
+            loop.note_generator(READY)
         steps.append(loop.step(step, is_read=is_read))
     with loop.reading():
         return Observation(
@@ -187,12 +193,14 @@ def _started(
 def _with_other_options(factory: OptimizerFactory) -> OptimizerFactory:
     """Return a factory of optimizers whose options, such as the learning rate, a load must replace.
 
-    They are not zeros: a step that an engine takes to create state shows.
+    They are not zeros: a step that an engine takes to create state shows. What a schedule added is not there yet.
     """
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = factory(parameters)
         for group in optimizer.param_groups:
+            for name in group.keys() - optimizer.defaults.keys() - {"params", "param_names"}:
+                del group[name]
             group.update({name: value / 2 for name, value in group.items() if isinstance(value, float)})
         return optimizer
 
@@ -279,6 +287,11 @@ class _Loop:
             )
         else:
             load_files(self.prepared, form, before)
+
+    def note_generator(self, moment: str) -> None:
+        """Note the state of the rank's default generator, from which dropout draws on a CPU."""
+        state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:8]
+        self._facts += (Fact(moment=moment, subject=RANDOM, value=state),)
 
     def probe_start(self, initial: dict[str, Shard]) -> None:
         """Show the probes the model as it begins."""

@@ -26,7 +26,7 @@ from shardproof.harness.laws.memory.left_behind import LeavesNothingBehind
 from shardproof.harness.laws.memory.lifetimes import UserTensorsLive
 from shardproof.harness.laws.memory.share import MemoryIsExplained
 from shardproof.harness.laws.own_norm import ClipsByTheirNorm
-from shardproof.harness.laws.runtime import HoldsWhatItShows, NoRaces, Notes, ScalesLosses
+from shardproof.harness.laws.runtime import DrawsApart, HoldsWhatItShows, NoRaces, Notes, ScalesLosses
 from shardproof.harness.laws.structure import num_declared_zeros
 from shardproof.harness.oracle.oracle_observation import OracleObservation
 from shardproof.harness.records.hang import HangReport
@@ -58,6 +58,7 @@ _IMPLIED: tuple[Law, ...] = (
     LeavesBuffersAlone(),
     ResultsAreWaitedFor(),
     HoldsWhatItShows(),
+    DrawsApart(),
 )
 _IMPLIED_BY: Mapping[Watch, Law] = {
     Watch.RACES: NoRaces(),

@@ -75,6 +75,7 @@ _WRAPPED = frozenset(
         Capability.EDIT_GRADIENTS,
         Capability.IGNORE,
         Capability.COMPLEX,
+        Capability.CPU_OFFLOAD,
         Capability.MIXED_DTYPES,
         Capability.SUM_OF_FORWARDS,
     }
@@ -103,7 +104,7 @@ _SHARES = (
         Capability.SUM_OF_FORWARDS,
     }
 )
-_OF_CUTS = frozenset({Capability.TENSOR_PARALLEL, Capability.EXPERTS})
+OF_CUTS = frozenset({Capability.TENSOR_PARALLEL, Capability.EXPERTS})
 _UNITS = (
     frozenset(Capability)
     - {Capability.WRAPPER, Capability.DATA_PARALLEL, Capability.START_FROM_FIRST, Capability.BUCKETS}
@@ -113,7 +114,7 @@ _UNITS = (
 FAMILIES: Mapping[str, frozenset[Capability]] = {
     "replicas": _REPLICAS,
     "wrapped": _WRAPPED,
-    "units": _UNITS - _OF_CUTS,
+    "units": _UNITS - OF_CUTS,
     "shares": _SHARES,
     "cut": _UNITS,  # of a model that a tensor-parallel axis has cut, on twice as many ranks
 }
@@ -122,9 +123,9 @@ FAMILIES: Mapping[str, frozenset[Capability]] = {
 OF_PAIRS_ALONE = frozenset({"cut"})
 
 # Of a family's capabilities those that some of its engines lack: their own rows contain every pair too.
-_LACKED = {
+LACKED = {
     "replicas": _OF_SOME_REPLICAS,
-    "wrapped": frozenset({Capability.COMPLEX}),
+    "wrapped": frozenset({Capability.COMPLEX, Capability.CPU_OFFLOAD, Capability.START_FROM_FIRST}),
 }
 
 # A row judges every engine that declares what it needs, except those that declare one of these: they have other rows.
@@ -238,7 +239,7 @@ def spaces_of(family: str) -> tuple[Space, ...]:
         for other in others
     )
     return (
-        _space_of(family, known, lacked=_LACKED.get(family, frozenset())),
+        _space_of(family, known, lacked=LACKED.get(family, frozenset())),
         _space_of(family, known),
         _space_of(family),
     )
@@ -255,7 +256,7 @@ def _space_of(
 
 def _is_known(family: str, program: Program) -> bool:
     known = _found(family)
-    needs = SPACE.needs(program) - _OF_CUTS
+    needs = SPACE.needs(program) - OF_CUTS
     return needs <= FAMILIES[family] and any(program.contains(found) for found in known)
 
 
