@@ -71,6 +71,18 @@ class LoadsTheRandomNumbersOfTheFirst(ReferenceEngine):
             torch.set_rng_state(generator)
 
 
+@mutant(after="pytorch/pytorch#126948", trace=Trace.STATE)
+class LoadsOnlyTheOptionsThatItKnows(ReferenceEngine):
+    """A load drops options of parameter groups that the new optimizer's groups do not have."""
+
+    class Prepared(PreparedReference):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            optimizer = state["optimizer"]
+            known = {"params"}.union(*self.built_optimizer().param_groups)
+            groups = [{k: v for k, v in group.items() if k in known} for group in optimizer["param_groups"]]
+            super().load_full_state({**state, "optimizer": {**optimizer, "param_groups": groups}})
+
+
 @mutant(after="pytorch/torchtitan#3675", phase="state loaded")
 class KeepsItsOwnExtraState(ReferenceEngine):
     """What modules add to a state is what they had before it is loaded."""

@@ -196,7 +196,8 @@ class Resume:
 
     Without a plan the same model loads it from files, after its parameters were lost, under a new optimizer. If it
     ``freezes_first``, what a script of the class `Freezes` freezes in the next step is frozen before the state loads.
-    If it ``undoes_a_step``, the model takes the next step between save and load, which must leave no trace.
+    If it ``undoes_a_step``, the model takes the next step between save and load, which must leave no trace. If it
+    ``schedules_later``, the new optimizer's groups lack what a learning rate schedule adds to them, before the load.
     """
 
     after_steps: int
@@ -204,6 +205,7 @@ class Resume:
     form: StateForm = StateForm.WHOLE
     freezes_first: bool = False
     undoes_a_step: bool = False
+    schedules_later: bool = False
 
 
 class RanksBefore(Enum):

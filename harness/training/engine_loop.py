@@ -182,7 +182,7 @@ def _started(
         if training.schedule.steps_in_backward:
             prepared.optimizer_in_backward(loop.schedules.factory)
         elif training.origin is not None:
-            prepared.optimizer(_with_other_options(loop.schedules.factory))
+            prepared.optimizer(_to_be_loaded(loop.schedules.factory))
         else:
             prepared.optimizer(loop.schedules.factory)
     preparation.settle()
@@ -190,17 +190,17 @@ def _started(
     return loop
 
 
-def _with_other_options(factory: OptimizerFactory) -> OptimizerFactory:
+def _to_be_loaded(factory: OptimizerFactory, *, lacks_schedules: bool = False) -> OptimizerFactory:
     """Return a factory of optimizers whose options, such as the learning rate, a load must replace.
 
-    They are not zeros: a step that an engine takes to create state shows. What a schedule added is not there yet.
+    They are not zeros: a step that an engine takes to create state shows.
     """
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = factory(parameters)
         for group in optimizer.param_groups:
-            for name in group.keys() - optimizer.defaults.keys() - {"params", "param_names"}:
-                del group[name]
+            if lacks_schedules:
+                group.pop("initial_lr", None)
             group.update({name: value / 2 for name, value in group.items() if isinstance(value, float)})
         return optimizer
 
@@ -328,7 +328,8 @@ class _Loop:
         self.schedules = StepSchedules(self._training.optimizer, steps_done=step)
         successor = self.prepared if fresh is None else fresh.prepared
         with refusing():
-            successor.optimizer(_with_other_options(self.schedules.factory))
+            lacks_schedules = resume is not None and resume.schedules_later
+            successor.optimizer(_to_be_loaded(self.schedules.factory, lacks_schedules=lacks_schedules))
         if fresh is None:
             # If gradients exist, torch assumes that a new optimizer already has its state (pytorch#140898).
             successor.zero_grad(set_to_none=True)

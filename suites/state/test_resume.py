@@ -11,7 +11,7 @@ import torch
 from shardproof import EVEN, FOURS, FOUR_OR_MORE_EVEN, LOADED, SEVERAL, UNCHANGED, Capability, Layout
 from shardproof import NamedOptimizer, Notes, Plan, Problem, Resume, Schedule, StateForm, Training, Trial
 from shardproof.fixtures.idle import SOMETIMES
-from shardproof.fixtures.optimizers import ADAMW, DECAYING, EMPTY_GROUP, GROUPED, SGD
+from shardproof.fixtures.optimizers import ADAMW, DECAYING, EMPTY_GROUP, GROUPED, SCHEDULED, SGD
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
 from shardproof.fixtures.tensor_parallel import STACK_16, STACK_5
 from shardproof.fixtures.decoders import TIED
@@ -145,6 +145,16 @@ def test_resumes_a_schedule_from_shares(trial: Trial, form: StateForm) -> None:
 )
 def test_resumes_from_files_of_another_layout(trial: Trial, before: Layout, after: Layout) -> None:
     trial.holds(_training(MLP_UNEVEN, ADAMW, before, after, form=StateForm.FILES), *PARITY)
+
+
+@pytest.mark.kills("LoadsOnlyTheOptionsThatItKnows")
+@parametrize("form", StateForm.WHOLE, StateForm.SHARES)
+def test_loads_before_it_schedules(trial: Trial, form: StateForm) -> None:
+    """A schedule that goes on needs ``initial_lr``, which the state has and the new optimizer has not yet."""
+    demands = frozenset({Capability.PARAMETER_SHAPES})  # groups go by the dimensions
+    training = _training(MLP_UNEVEN, SCHEDULED, Layout.NATIVE, Layout.NATIVE, form=form, demands=demands)
+    assert training.resume is not None
+    trial.holds(replace(training, resume=replace(training.resume, schedules_later=True)), *PARITY)
 
 
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
