@@ -38,6 +38,9 @@ class PreparedZero1(PreparedDdp):
             built.param_groups.clear()
             for group in share:
                 built.add_param_group(group)
+            own = {p for group in share for p in group["params"]}
+            for other in [p for p in built.state if p not in own]:  # some make their state at once
+                del built.state[other]
             return built
 
         process_group: Any = self.module.process_group

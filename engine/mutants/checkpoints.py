@@ -15,7 +15,13 @@ from shardproof.engine.adapters.reference_zero import PreparedZero2, Zero2Engine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.contract import Masters
 from shardproof.engine.mutants.mutant import Trace, mutant
-from shardproof.engine.mutants.patches import Stale, keeping_group_options, local, restart_count
+from shardproof.engine.mutants.patches import (
+    Stale,
+    keeping_group_options,
+    local,
+    restart_count,
+    unchanged,
+)
 from shardproof.engine.reference.fsdp_state import state_of
 from shardproof.engine.reference.zero_checkpoint import file_of
 
@@ -81,6 +87,23 @@ class LoadsOnlyTheOptionsThatItKnows(ReferenceEngine):
             known = {"params"}.union(*self.built_optimizer().param_groups)
             groups = [{k: v for k, v in group.items() if k in known} for group in optimizer["param_groups"]]
             super().load_full_state({**state, "optimizer": {**optimizer, "param_groups": groups}})
+
+
+@mutant(after="NVIDIA/Megatron-LM#5976", phase="state loaded")
+class TakesAStepWhereNoneWasSaved(ReferenceEngine):
+    """A load of no optimizer state leaves one that has counted a step."""
+
+    class Prepared(PreparedReference):
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            super().load_full_state(state)
+            if state["optimizer"]["state"]:
+                return
+            optimizer, parameters = self.built_optimizer(), list(self.owned_parameters().values())
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            with unchanged(parameters):
+                optimizer.step()
+            optimizer.zero_grad()
 
 
 @mutant(after="pytorch/torchtitan#3675", phase="state loaded")

@@ -43,7 +43,9 @@ def _differences(prepared: PreparedModel, state: dict[str, Any], names: Collecti
         yield f"optimizer: {lost!r} is not there, nor any other"
     for place, shard in shards.items():
         name, _, key = place.rpartition("/")
-        yield from _difference(f"optimizer: {place!r}", shard, by_name.get(name, {}).get(key))
+        whole = by_name.get(name, {}).get(key)
+        if whole is not None or shard.tensor.any():  # zeros are made before the first step as well as in it
+            yield from _difference(f"optimizer: {place!r}", shard, whole)
     yield from _different_options(prepared.built_optimizer().param_groups, state["optimizer"]["param_groups"])
 
 

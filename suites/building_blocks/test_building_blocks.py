@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardproof import APART, AllWaited, Capability, NamedOptimizer, Plan, Schedule, Select, Training, Trial
-from shardproof import UserModel, UserOptimizer
+from shardproof import UserModel, UserOptimizer, ZeroGrad
 from shardproof.fixtures.building_blocks import BLOCKS
 from shardproof.fixtures.few_bits import FEW_BITS
 from shardproof.fixtures.optimizers import ADAMW
@@ -66,6 +66,5 @@ def _training(block: UserModel, microbatches: int) -> Training:
     own = UserOptimizer(spec=block.spec, digest=block.digest)
     optimizer: NamedOptimizer = own if block.name in WITH_OPTIMIZER else ADAMW
     plan = Plan(units=block.units, demands=block.demands)
-    return Training(
-        problem=block, optimizer=optimizer, plan=plan, schedule=Schedule(microbatches=microbatches)
-    )
+    schedule = Schedule(microbatches=microbatches, zero_grad=ZeroGrad.ALTERNATE)
+    return Training(problem=block, optimizer=optimizer, plan=plan, schedule=schedule)

@@ -33,6 +33,12 @@ def test_resumes_as_it_was(trial: Trial, optimizer: NamedOptimizer) -> None:
     trial.holds(_training(MLP_EVEN, optimizer, Layout.NATIVE, Layout.NATIVE), *PARITY)
 
 
+@pytest.mark.kills("TakesAStepWhereNoneWasSaved")
+def test_resumes_before_the_first_step(trial: Trial) -> None:
+    """The optimizer has no state yet, before and after; Adam's counts steps."""
+    trial.holds(_training(MLP_EVEN, ADAMW, Layout.NATIVE, Layout.NATIVE, after_steps=0), *PARITY)
+
+
 @pytest.mark.worlds(EVEN)
 @pytest.mark.kills("LosesOptimizerState")
 @parametrize("optimizer", SGD, ADAMW)
