@@ -242,6 +242,21 @@ class KeepsItsOwnSparseGradients(DistributedDataParallelEngine):
         return super().prepare(model, plan, mesh)
 
 
+@mutant(after="deepspeedai/DeepSpeed#206", phase="backward")
+class ClearsNoSparseGradients(DistributedDataParallelEngine):
+    """Where gradients are cleared to zeros, sparse ones stay and add up."""
+
+    class Prepared(PreparedDdp):
+        def zero_grad(self, *, set_to_none: bool) -> None:
+            gradients = [(p, p.grad) for p in self.module.parameters() if p.grad is not None]
+            kept = [
+                (p, gradient.clone()) for p, gradient in gradients if gradient.is_sparse and not set_to_none
+            ]
+            super().zero_grad(set_to_none=set_to_none)
+            for p, gradient in kept:
+                p.grad = gradient
+
+
 @mutant(after="pytorch/pytorch#61814", phase="backward")
 class SumsSparseGradients(DistributedDataParallelEngine):
     """Sparse gradients are summed over ranks, while the others are averaged."""

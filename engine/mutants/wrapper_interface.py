@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.reference import FullyShardedDataParallel
 from shardproof.engine.reference.fsdp1.flat import FlatPiece
 from shardproof.engine.reference.fsdp1.full_params import layout_of
+from shardproof.engine.reference.parameter import FSDPParam
 
 
 @mutant(after="pytorch/pytorch#154888", trace=Trace.STATE)
@@ -37,6 +38,24 @@ class SumsWhatIsWrapped(ReferenceWrapperEngine):
             super().__init__(module, **options)
             for group in self.groups:
                 group.divide_factor = 1.0
+
+
+@mutant(after="pytorch/pytorch#73784", phase="reduce")
+class ReplacesGradientsOnTheHost(ReferenceWrapperEngine):
+    """With offload, what a microbatch reduces replaces what earlier ones did."""
+
+    class Wrapper(FullyShardedDataParallel):
+        def __init__(self, module: nn.Module, **options: Any) -> None:
+            super().__init__(module, **options)
+            for group in self.groups if options["cpu_offload"].offload_params else ():
+                layout: Any = group.layout  # to replace its method
+                layout.write_gradients = partial(_replace, layout.write_gradients)
+
+
+def _replace(write: Callable[..., None], parameters: Sequence[FSDPParam], reduced: torch.Tensor) -> None:
+    for parameter in parameters:
+        parameter.sharded_param.grad = None
+    write(parameters, reduced)
 
 
 def _first(piece: FlatPiece, value: torch.Tensor) -> torch.Tensor:
