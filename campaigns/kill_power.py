@@ -41,6 +41,7 @@ from shardproof.harness.runner.kill_power import KILL_POWER
 from shardproof.harness.runner.options import RunOptions
 from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.verdicts.case import Case
+from shardproof.harness.verdicts.known_failures_file import SHIPPED
 from shardproof.harness.worlds.processes.forkserver import warm_up
 from shardproof.harness.worlds.spec import WorldSpec
 from shardproof.suites.combinations.rows import Row, rows_in
@@ -209,7 +210,9 @@ def _run_rows(table: _Table, targets: dict[str, Target], out: Path) -> None:
 
 
 def _rounds(family: str) -> Iterator[list[Row]]:
-    rows = rows_in(family)
+    """Yield the first rows, without those that some honest engine is known to fail: its mutants fail them as well."""
+    expected = SHIPPED.read_text()
+    rows = [row for row in rows_in(family) if f"[{row.id}]" not in expected]
     for start in range(0, _ROUNDS * _ROWS, _ROWS):
         yield rows[start : start + _ROWS]
 

@@ -85,6 +85,10 @@ def _of_gradient(suspect: Suspect) -> Iterator[Hypothesis]:
         yield from _of_synchronisation(suspect, of_ranks)
     yield from _of_division(suspect)
     yield from _of_microbatches(pieces.sum(1) / divisor)
+    if len(pieces) > 1 and not pieces.is_complex():
+        for dtype in (torch.bfloat16, torch.float16):
+            text = f"microbatches added up in {str(dtype).removeprefix('torch.')}"
+            yield Hypothesis(text=text, tensor=_added_in(dtype, pieces).sum(0) / divisor)
     before = suspect.earlier(suspect.place.step - 1)
     if before is not None:
         yield Hypothesis(text="the previous step's value (stale)", tensor=before)
@@ -95,6 +99,14 @@ def _of_gradient(suspect: Suspect) -> Iterator[Hypothesis]:
         yield Hypothesis(text=_LAGGING, tensor=suspect.shard.of(lagging))
     if suspect.clip is not None:
         yield from _of_clipping(suspect, suspect.clip, pieces.sum((0, 1)) / divisor)
+
+
+def _added_in(dtype: torch.dtype, pieces: torch.Tensor) -> torch.Tensor:
+    """Add up microbatches as ranks do that hold gradients of few bits back, and return each rank's sum."""
+    total = torch.zeros_like(pieces[0])
+    for piece in pieces:
+        total = (total + piece.to(dtype)).to(dtype).to(total.dtype)
+    return total
 
 
 def _are_alike(of_ranks: torch.Tensor) -> bool:

@@ -86,6 +86,13 @@ def in_dtype(dtype: torch.dtype) -> Callable[[torch.Tensor, Moment], torch.Tenso
     return lambda pieces, moment: ring_mean(accumulate(pieces).to(dtype)).float()
 
 
+def added_in_bfloat16(pieces: torch.Tensor, moment: Moment) -> torch.Tensor:
+    total = torch.zeros_like(pieces[0], dtype=torch.bfloat16)
+    for piece in pieces:
+        total += piece.bfloat16()
+    return total.float().mean(0)
+
+
 def half(pieces: torch.Tensor, moment: Moment) -> torch.Tensor:
     start = moment.rank // 2 * 2
     return accumulate(pieces)[start : start + 2].mean(0)
@@ -123,6 +130,7 @@ GRADIENTS: dict[str, tuple[Callable[[torch.Tensor, Moment], torch.Tensor | None]
     "slight factor": (lambda p, m: mean(p) * 1.001, "a constant factor 1.001 of the reference"),
     "bfloat16": (in_dtype(torch.bfloat16), "rounded to bfloat16"),
     "float16": (in_dtype(torch.float16), "rounded to float16"),
+    "added in bfloat16": (added_in_bfloat16, "microbatches added up in bfloat16"),
     "halves": (half, "synchronised within ranks"),
     "strides": (every_other, "synchronised within ranks"),
     "rank 2 absent": (
