@@ -247,8 +247,7 @@ AS_HANDED_OUT = "what was handed out"
 HELD = "what the module itself holds"  # the loop notes it whenever it reads parameters
 AS_SHOWN = "what is shown"  # begins the note
 RANDOM = "the state of the rank's random number generator"  # the loop notes it at the two moments below
-BEFORE_LOADING = "before loading"
-READY = "ready"  # a model is prepared, and what it goes on from is loaded
+BEFORE_LOADING, AFTER_LOADING = "before loading", "after loading"
 
 # With these the loop itself, not a layout, determines which parameters are whole, or what becomes of gradients.
 _KEEPS = frozenset(

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from shardproof.harness.cases.training import (
+    AFTER_LOADING,
     AS_SHOWN,
     BEFORE_LOADING,
     HELD,
     LOSS_SCALE,
     RANDOM,
-    READY,
     LossScaling,
 )
 from shardproof.harness.laws.law import Evidence, Ruling, rule
@@ -126,35 +126,34 @@ class HoldsWhatItShows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawsApart:
-    """Ranks that are prepared, or that load a state, draw other random numbers than each other, as they did before.
+    """A load leaves apart the random number generators of ranks that had different states.
 
-    Else dropout is the same on all ranks, and every loss looks right (Megatron-LM#6858).
+    Else dropout is the same on all ranks, and every loss looks right (Megatron-LM#6858). What preparing does is not
+    judged: some engines seed all ranks alike, as they are told to.
     """
 
-    name: str = "ranks draw random numbers of their own"
+    name: str = "loading leaves each rank random numbers of its own"
 
     def judge(self, evidence: Evidence) -> Ruling:
-        """Compare the ranks' generators after each load; models that made them equal before it are not judged."""
-        broken, num_moments = [], 0
+        """Compare the states of the ranks' generators before and after each load, unless some are alike before it."""
+        broken, num_loads = [], 0
         for step in range(min(len(observation.steps) for observation in evidence.ranks)):
-            before, ready = (
+            before, after = (
                 {o.rank: _value(o.steps[step], moment, RANDOM) for o in evidence.ranks}
-                for moment in (BEFORE_LOADING, READY)
+                for moment in (BEFORE_LOADING, AFTER_LOADING)
             )
-            was_apart = _NOTHING in before.values() or len(set(before.values())) == len(before)
-            if _NOTHING in ready.values() or not was_apart:
+            if _NOTHING in before.values() or len(set(before.values())) < len(before):
                 continue
-            num_moments += 1
+            num_loads += 1
             ranks: dict[str, list[int]] = {}
-            for rank, state in ready.items():
+            for rank, state in after.items():
                 ranks.setdefault(state, []).append(rank)
             broken += [
-                f"step {step}: ranks {alike} begin with one state of their random number generators, "
-                "which differed before"
+                f"step {step}: ranks {alike} have one state of their random number generators, which differed before"
                 for alike in ranks.values()
                 if len(alike) > 1
             ]
-        return rule(self.name, broken, held=f"at {num_moments} moments on {evidence.world_size} ranks")
+        return rule(self.name, broken, held=f"in {num_loads} loads on {evidence.world_size} ranks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ from shardproof.engine.contract import (
 from shardproof.harness.cases.scripts.eventful import goes_in_turn
 from shardproof.harness.cases.scripts.interventions import Freezes
 from shardproof.harness.cases.training import (
+    AFTER_LOADING,
     AS_HANDED_OUT,
     AS_HELD,
     BEFORE_LOADING,
@@ -34,7 +35,6 @@ from shardproof.harness.cases.training import (
     LOADED,
     LOSS_SCALE,
     RANDOM,
-    READY,
     TAKEN,
     UNCHANGED,
     LoopOrder,
@@ -129,8 +129,9 @@ def train(
     loop = _started(prepare(training.plan), training, context, watches)
     if training.origin is not None:
         assert before is not None
+        loop.note_generator(BEFORE_LOADING)
         loop.start_from(before, training.origin.form)
-    loop.note_generator(READY)
+        loop.note_generator(AFTER_LOADING)
     with loop.reading():
         initial = loop.keep(loop.read_parameters()) if is_read else {}
         loop.probe_start(initial)
@@ -140,9 +141,10 @@ def train(
             plan = training.resume.plan
             if plan is not None and watches.census is not None:
                 watches.census.set_aside()
+            fresh = None if plan is None else prepare(plan)
             loop.note_generator(BEFORE_LOADING)
-            loop.resume_in(None if plan is None else prepare(plan), step, training.resume.form)
-            loop.note_generator(READY)
+            loop.resume_in(fresh, step, training.resume.form)
+            loop.note_generator(AFTER_LOADING)
         steps.append(loop.step(step, is_read=is_read))
     with loop.reading():
         return Observation(

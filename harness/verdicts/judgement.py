@@ -58,7 +58,6 @@ _IMPLIED: tuple[Law, ...] = (
     LeavesBuffersAlone(),
     ResultsAreWaitedFor(),
     HoldsWhatItShows(),
-    DrawsApart(),
 )
 _IMPLIED_BY: Mapping[Watch, Law] = {
     Watch.RACES: NoRaces(),
@@ -123,6 +122,7 @@ def implied(training: Training) -> tuple[Law, ...]:
         *_IMPLIED,
         *laws_of_needs(training),
         *scaled,
+        *((DrawsApart(),) if training.origin is not None or training.resume is not None else ()),
         *_of_loads(training),
         *((MemoryIsExplained(),) if training.is_explained else ()),
         *watched,
