@@ -129,7 +129,7 @@ class DrawsApart:
     """A load leaves apart the random number generators of ranks that had different states.
 
     Else dropout is the same on all ranks, and every loss looks right (Megatron-LM#6858). What preparing does is not
-    judged: some engines seed all ranks alike, as they are told to.
+    judged: some engines seed all ranks alike on purpose.
     """
 
     name: str = "loading leaves each rank random numbers of its own"
