@@ -41,10 +41,9 @@ from shardproof.harness.runner.kill_power import KILL_POWER
 from shardproof.harness.runner.options import RunOptions
 from shardproof.harness.runner.session import Source, TrialSession
 from shardproof.harness.verdicts.case import Case
-from shardproof.harness.verdicts.known_failures_file import SHIPPED
 from shardproof.harness.worlds.processes.forkserver import warm_up
 from shardproof.harness.worlds.spec import WorldSpec
-from shardproof.suites.combinations.rows import Row, rows_in
+from shardproof.suites.combinations.rows import Row, has_expectation, rows_in
 
 _HONEST = (
     "torch.fsdp2",
@@ -211,8 +210,7 @@ def _run_rows(table: _Table, targets: dict[str, Target], out: Path) -> None:
 
 def _rounds(family: str) -> Iterator[list[Row]]:
     """Yield the first rows, without those that some honest engine is known to fail: its mutants fail them as well."""
-    expected = SHIPPED.read_text()
-    rows = [row for row in rows_in(family) if f"[{row.id}]" not in expected]
+    rows = [row for row in rows_in(family) if not has_expectation(row)]
     for start in range(0, _ROUNDS * _ROWS, _ROWS):
         yield rows[start : start + _ROWS]
 

@@ -39,7 +39,7 @@ class PreparedZero1(PreparedDdp):
             for group in share:
                 built.add_param_group(group)
             own = {p for group in share for p in group["params"]}
-            for other in [p for p in built.state if p not in own]:  # some make their state at once
+            for other in built.state.keys() - own:  # some make their state at once
                 del built.state[other]
             return built
 

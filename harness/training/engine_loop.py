@@ -129,9 +129,8 @@ def train(
     loop = _started(prepare(training.plan), training, context, watches)
     if training.origin is not None:
         assert before is not None
-        loop.note_generator(BEFORE_LOADING)
-        loop.start_from(before, training.origin.form)
-        loop.note_generator(AFTER_LOADING)
+        with loop.noting_generator():
+            loop.start_from(before, training.origin.form)
     with loop.reading():
         initial = loop.keep(loop.read_parameters()) if is_read else {}
         loop.probe_start(initial)
@@ -142,9 +141,8 @@ def train(
             if plan is not None and watches.census is not None:
                 watches.census.set_aside()
             fresh = None if plan is None else prepare(plan)
-            loop.note_generator(BEFORE_LOADING)
-            loop.resume_in(fresh, step, training.resume.form)
-            loop.note_generator(AFTER_LOADING)
+            with loop.noting_generator():
+                loop.resume_in(fresh, step, training.resume.form)
         steps.append(loop.step(step, is_read=is_read))
     with loop.reading():
         return Observation(
@@ -290,8 +288,14 @@ class _Loop:
         else:
             load_files(self.prepared, form, before)
 
-    def note_generator(self, moment: str) -> None:
-        """Note the state of the rank's default generator, from which dropout draws on a CPU."""
+    @contextmanager
+    def noting_generator(self) -> Iterator[None]:
+        """Note the state of the rank's default generator, from which dropout draws on a CPU, around a load."""
+        self._note_generator(BEFORE_LOADING)
+        yield
+        self._note_generator(AFTER_LOADING)
+
+    def _note_generator(self, moment: str) -> None:
         state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:8]
         self._facts += (Fact(moment=moment, subject=RANDOM, value=state),)
 

@@ -44,7 +44,8 @@ def _differences(prepared: PreparedModel, state: dict[str, Any], names: Collecti
     for place, shard in shards.items():
         name, _, key = place.rpartition("/")
         whole = by_name.get(name, {}).get(key)
-        if whole is not None or shard.tensor.any():  # zeros are made before the first step as well as in it
+        # Zeros may be made before the first step as well as in it.
+        if name in by_name or shard.tensor.any():
             yield from _difference(f"optimizer: {place!r}", shard, whole)
     yield from _different_options(prepared.built_optimizer().param_groups, state["optimizer"]["param_groups"])
 
