@@ -52,29 +52,28 @@ class PreparedReference(PreparedComposable):
         return float(reference.clip_grad_norm_(self.module.parameters(), max_norm, norm_type))
 
     def load_full_state(self, state: dict[str, Any]) -> None:
-        """Load this rank's part of each tensor: torch's function does not support uneven shards of sharded tensors.
-
-        Nor does it support parameters without state: it refuses them, or creates the state of one step.
-        """
-        optimizer = self.built_optimizer()
+        """Load this rank's part of each tensor: torch's function does not support uneven shards of sharded tensors."""
         with self._thawed(state["optimizer"]):
-            model_part, optimizer_part = get_state_dict(self.module, optimizer)
-            set_model_state_dict(self.module, _part_of(state["model"], model_part))
-            set_optimizer_state_dict(
-                self.module,
-                optimizer,
-                _part_of(state["optimizer"], optimizer_part),
-                options=StateDictOptions(strict=False),
-            )
-        for name, parameter in self._named_parameters().items():
-            if name not in state["optimizer"]["state"]:
-                optimizer.state.pop(parameter, None)
-        _restore_empty_groups(optimizer, state["optimizer"])
+            model, optimizer = get_state_dict(self.module, self.built_optimizer())
+        self._load(_part_of(state["model"], model), _part_of(state["optimizer"], optimizer))
 
     def load_shared_state(self, state: dict[str, Any]) -> None:
-        with self._thawed(state["optimizer"]):
-            super().load_shared_state(state)
-        _restore_empty_groups(self.built_optimizer(), state["optimizer"])
+        self._load(state["model"], state["optimizer"])
+
+    def _load(self, model: dict[str, Any], state: dict[str, Any]) -> None:
+        """Load this rank's shares, ``state`` those of the optimizer.
+
+        torch's function does not support parameters without state: it refuses them, or creates the state of one step
+        (pytorch#192202).
+        """
+        optimizer = self.built_optimizer()
+        with self._thawed(state):
+            set_model_state_dict(self.module, model)
+            set_optimizer_state_dict(self.module, optimizer, state, options=StateDictOptions(strict=False))
+        for name, parameter in self._named_parameters().items():
+            if name not in state["state"]:
+                optimizer.state.pop(parameter, None)
+        _restore_empty_groups(optimizer, state)
 
     @contextmanager
     def _thawed(self, state: dict[str, Any]) -> Iterator[None]:

@@ -264,6 +264,21 @@ class LosesTheStateOfWhatIsFrozen(ReferenceEngine):
                 del held[parameter]
 
 
+@mutant(after="wochenlong/lora-scripts-next#320", phase="state loaded")
+class LoadsStateByPosition(ReferenceEngine):
+    """Optimizer state is loaded in the order of parameters, as if each had some."""
+
+    class Prepared(_SpoilingWhatItLoads):
+        def spoil(self) -> None:
+            held = self.built_optimizer().state
+            parameters = list(self.named.parameters())
+            saved = [held.pop(p) for p in parameters if p in held]
+            for parameter, state in zip(parameters, saved, strict=False):
+                tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
+                if all(tensor.shape == parameter.shape for tensor in tensors):
+                    held[parameter] = state
+
+
 @mutant(after="pytorch/pytorch#51601", trace=Trace.STATE)
 class EmptiesWhatItLoads(FullyShardEngine):
     """Loading removes the optimizer state from the caller's dict."""

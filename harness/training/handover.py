@@ -80,11 +80,21 @@ def _write_shares(state: dict[str, Any], folder: Path) -> None:
 
 
 def _read_shares(prepared: PreparedModel, folder: Path) -> dict[str, Any]:
-    """Read this rank's shards into the layout of ``prepared``."""
+    """Read this rank's shards into the layout of ``prepared``.
+
+    torch makes state of all parameters to load into, of which the files have none for those without a gradient.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    reader = FileSystemReader(folder / _SHARES)
+    paths = (reader.read_metadata().planner_data or {}).values()
+    saved = {path[2] for path in paths if path[:2] == ("optimizer", "state")}
     state = state_of(prepared, StateForm.SHARES)
-    load(state, checkpoint_id=folder / _SHARES)
+    of_parameters = state["optimizer"]["state"]
+    for name in of_parameters.keys() - saved:
+        del of_parameters[name]
+    load(state, storage_reader=reader)
     return state
 
 
