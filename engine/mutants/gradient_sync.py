@@ -242,7 +242,7 @@ class KeepsItsOwnSparseGradients(DistributedDataParallelEngine):
         return super().prepare(model, plan, mesh)
 
 
-@mutant(after="deepspeedai/DeepSpeed#206", phase="backward")
+@mutant(after="deepspeedai/DeepSpeed#206", phase="hold")
 class ClearsNoSparseGradients(DistributedDataParallelEngine):
     """Where gradients are cleared to zeros, sparse ones stay and add up."""
 

@@ -274,7 +274,9 @@ class LoadsStateByPosition(ReferenceEngine):
             parameters = list(self.named.parameters())
             saved = [held.pop(p) for p in parameters if p in held]
             for parameter, state in zip(parameters, saved, strict=False):
-                tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
+                tensors = [
+                    value for value in state.values() if isinstance(value, torch.Tensor) and value.dim()
+                ]
                 if all(tensor.shape == parameter.shape for tensor in tensors):
                     held[parameter] = state
 

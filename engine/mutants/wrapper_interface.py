@@ -40,7 +40,7 @@ class SumsWhatIsWrapped(ReferenceWrapperEngine):
                 group.divide_factor = 1.0
 
 
-@mutant(after="pytorch/pytorch#73784", phase="reduce")
+@mutant(after="pytorch/pytorch#73784", phase="hold")
 class ReplacesGradientsOnTheHost(ReferenceWrapperEngine):
     """With offload, what a microbatch reduces replaces what earlier ones did."""
 

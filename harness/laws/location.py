@@ -127,7 +127,9 @@ class Probed:
         wholes = [self.reference[each] for each in self.places(point)]
         # Where a gradient overflows on purpose, it has no right value.
         is_lost = point.kind in _GRADIENTS and self.evidence.training.schedule.is_skipped(point.step)
-        if not wholes or is_lost or (point.rank >= 0 and self.is_cut):
+        # Ranks that compute parts of a microbatch have its whole loss.
+        is_part = point.kind is not Seen.LOSS or self.evidence.training.plan.pipeline_stages > 1
+        if not wholes or is_lost or (point.rank >= 0 and self.is_cut and is_part):
             return None
         raw = widened(self.files[rank].tensor(stored))
         got = raw / stored.factor
@@ -274,6 +276,20 @@ class Probed:
                 if state is not None and factor is not None and state.is_like(state.expected * factor):
                     return True
         return False
+
+    def is_lost_in_a_load(self, point: ProbePoint) -> bool:
+        """Whether a load gave a parameter no optimizer state on any rank, although it had some, as others have."""
+        loaded = [
+            seen.point
+            for file in self.files.values()
+            for seen in file
+            if seen.point.kind is Seen.LOADED_STATE and seen.point.step <= point.step
+        ]
+        step = max((each.step for each in loaded), default=0)
+        name = point.name.partition("/")[0]
+        saved = (each for each in self.reference.points if (each.kind, each.step) == (Seen.STATE, step - 1))
+        has = any(each.step == step and each.name.partition("/")[0] == name for each in loaded)
+        return bool(loaded) and not has and any(each.name.partition("/")[0] == name for each in saved)
 
     def _diverging(self, rank: int, stored: Stored, replicas: _Replicas) -> WrongValue | None:
         """Compare a shard, bit by bit, with another rank's copy of it."""

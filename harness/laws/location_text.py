@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from math import prod
 
 import torch
@@ -18,10 +19,13 @@ from shardproof.harness.laws.location import Probed, WrongValue, shard_of_stored
 from shardproof.harness.laws.structure import RankShard
 from shardproof.harness.laws.suspect import factor_between
 from shardproof.harness.oracle.oracle_observation import NORM, Quantity, TensorKey
+from shardproof.harness.records.observation import Observation
 from shardproof.harness.records.record import FaultPhase, Located
 from shardproof.harness.tracing.ledger import Entry, Ledger, Op, Phase
 from shardproof.harness.tracing.probe_point import ComputeTurn, ProbePoint, Seen
 
+_OR = ", or "  # between explanations that all fit
+_MOST_ASKED = 3  # other wrong tensors, to choose between explanations
 _GATHERS = frozenset({Op.ALL_GATHER, Op.BROADCAST, Op.SCATTER, Op.RECV})
 _REDUCTIONS = frozenset({Op.REDUCE_SCATTER, Op.ALL_REDUCE, Op.REDUCE, Op.ALL_TO_ALL})
 _MOST_PADDED = 2  # times the bytes of a unit
@@ -55,10 +59,9 @@ def located(probed: Probed, ledgers: Mapping[int, Ledger]) -> Located:
     found = probed.first_wrong()
     unseen = _unseen(probed)
     if not found:
-        text = "the training was run once more with probes, and no probed value was wrong"
-        return Located(sentence=f"{text}{f' ({unseen})' if unseen else ''}", unseen=unseen)
+        return _handed_out(probed.evidence, unseen)
     worst = max(found, key=lambda wrong: wrong.ratio)
-    told = _explained(probed, worst)
+    told = _explained_with_others(probed, worst, found)
     phase = _phase(probed, worst, told)
     has_call = told != "zero" and "not synchronised" not in told
     entry = _collective(probed.evidence, worst, ledgers.get(worst.rank, ()), phase) if has_call else None
@@ -81,6 +84,23 @@ def located(probed: Probed, ledgers: Mapping[int, Ledger]) -> Located:
         unseen=unseen,
     )
     return replace(place, sentence=_sentence(place, point, len(found), probed.evidence.world_size))
+
+
+def _handed_out(evidence: Evidence, unseen: str) -> Located:
+    """Describe a training of which no probed value is wrong: at most a state that it handed out was."""
+    for step in range(min(len(rank.steps) for rank in evidence.ranks)):
+        ranks = tuple(rank.rank for rank in evidence.ranks if _was_handed_out_wrong((rank,), step))
+        if ranks:
+            what = "a whole state was handed out that is not what the ranks hold"
+            return Located(
+                sentence=f"{FaultPhase.STATE_SAVED}: step {step}: {what}",
+                phase=FaultPhase.STATE_SAVED,
+                step=step,
+                ranks=ranks,
+                unseen=unseen,
+            )
+    text = "the training was run once more with probes, and no probed value was wrong"
+    return Located(sentence=f"{text}{f' ({unseen})' if unseen else ''}", unseen=unseen)
 
 
 def _sentence(place: Located, point: ProbePoint, num_wrong: int, world_size: int) -> str:
@@ -111,6 +131,17 @@ def _value(point: ProbePoint) -> str:
         return f"the {point.kind} {point.name!r} as {module} has it {turn}{call}"
     number = "" if point.name == "0" else f" {point.name}"
     return f"the {point.kind}{number} of {module}{'' if point.turn is ComputeTurn.BACKWARD else ' ' + turn}{call}"
+
+
+def _explained_with_others(probed: Probed, worst: WrongValue, found: tuple[WrongValue, ...]) -> str:
+    """Name the value that stands in the place of the right one: of several that may, those that explain others too."""
+    told = _explained(probed, worst).split(_OR)
+    others = (wrong for wrong in found if wrong.rank == worst.rank and wrong is not worst)
+    for other in islice(others, _MOST_ASKED):
+        if len(told) > 1:
+            also = _explained(probed, other).split(_OR)
+            told = [text for text in told if text in also] or told
+    return _OR.join(told)
 
 
 def _explained(probed: Probed, wrong: WrongValue) -> str:
@@ -201,13 +232,15 @@ def _rows(wrong: WrongValue) -> str:
 def _phase(probed: Probed, wrong: WrongValue, told: str) -> FaultPhase:
     point, training = wrong.point, probed.evidence.training
     if point.kind is Seen.REDUCED:
-        if any(word in told.partition(", or ")[0] for word in _HELD):
+        if any(word in told.partition(_OR)[0] for word in _HELD):
             is_clipped = training.plan.clip_in_step is not None and _counts_all_less(told)
             return FaultPhase.CLIP if is_clipped else FaultPhase.HOLD
         is_hybrid = training.plan.layout is Layout.HYBRID
         is_partial = "synchronised" in told or wrong.diverges_from is not None
         return FaultPhase.REPLICATE if is_hybrid and is_partial else FaultPhase.REDUCE
-    if point.kind in {Seen.LOADED, Seen.LOADED_STATE} and _was_handed_out_wrong(probed.evidence, point.step):
+    if point.kind in {Seen.LOADED, Seen.LOADED_STATE} and _was_handed_out_wrong(
+        probed.evidence.ranks, point.step
+    ):
         return FaultPhase.STATE_SAVED
     if point.kind is Seen.BUFFER:  # its last use changed it, and something lost that
         last, is_loaded = probed.last_use(wrong), point.step > 0 or training.origin is not None
@@ -220,7 +253,7 @@ def _phase(probed: Probed, wrong: WrongValue, told: str) -> FaultPhase:
         return FaultPhase.STEP if is_new else FaultPhase.GATHER  # what a microbatch changed was right before
     after = training.resume.after_steps if training.resume is not None else 0
     is_first_update = point.step == after and (training.resume or training.origin) is not None
-    if point.kind in {Seen.UPDATED, Seen.STATE} and is_first_update:
+    if point.kind in {Seen.UPDATED, Seen.STATE} and (is_first_update or probed.is_lost_in_a_load(point)):
         return FaultPhase.STATE_LOADED  # state that is not shown, or settings
     if point.kind in {Seen.UPDATED, Seen.STATE} and training.plan.clip_in_step is not None:
         return FaultPhase.CLIP if probed.has_scaled_state(wrong) else FaultPhase.STEP
@@ -230,8 +263,8 @@ def _phase(probed: Probed, wrong: WrongValue, told: str) -> FaultPhase:
     return _TURNS[point.turn]
 
 
-def _was_handed_out_wrong(evidence: Evidence, step: int) -> bool:
-    facts = (fact for rank in evidence.ranks for fact in rank.steps[step].facts)
+def _was_handed_out_wrong(ranks: Sequence[Observation], step: int) -> bool:
+    facts = (fact for rank in ranks for fact in rank.steps[step].facts)
     return any(fact.subject == HANDED_OUT and fact.value != AS_HELD for fact in facts)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -121,6 +121,11 @@ class ProbeReference:
 
     def __contains__(self, point: ProbePoint) -> bool:
         return point in self._found
+
+    @property
+    def points(self) -> Iterable[ProbePoint]:
+        """All places."""
+        return self._found
 
     def __getitem__(self, point: ProbePoint) -> torch.Tensor:
         return self._file.tensor(self._found[point][0])

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from shardproof import Case, Cell, MatchesOracle, TrialSession, WorldSpec
+from shardproof import Case, Cell, Freezes, MatchesOracle, TrialSession, WorldSpec
 from shardproof.engine.contract import Layout, Plan
 from shardproof.engine.registry import shipped_mutants
-from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_EVEN, TRANSFORMER
+from shardproof.fixtures.programs.space import SPACE
+from shardproof.fixtures.programs.training import training_of
 from shardproof.harness.cases.training import Clip, Resume, Schedule, Training
 from shardproof.harness.oracle.oracle_observation import OracleObservation
 from shardproof.harness.records.observation import digest
@@ -104,6 +106,30 @@ def test_probes_change_nothing_and_find_nothing_on_an_engine_that_is_right(
             replace(TRAINING, resume=Resume(after_steps=1, plan=PLAN)),
             "state loaded: step 1, all 2 ranks: the loaded parameter of ",
             id="load",
+        ),
+        pytest.param(
+            "LosesTheStateOfWhatIsFrozen",
+            replace(
+                TRAINING,
+                optimizer=ADAMW,
+                schedule=Schedule(steps=4),
+                script=Freezes(parts=("layers.0",), steps=(1, 2)),
+                resume=Resume(after_steps=1, plan=PLAN, freezes_first=True),
+            ),
+            "state loaded: step 3, all 2 ranks: the parameter after the step of 'layers.0.",
+            id="load that shows later",
+        ),
+        pytest.param(
+            "SavesWhatIsFrozenAsItComputes",
+            training_of(SPACE.parse("frozen=unit,compute=bfloat16,resume=same")),
+            "state saved: step 1: a whole state was handed out that is not what the ranks hold",
+            id="save that no value shows",
+        ),
+        pytest.param(
+            "EvaluationDropsWhatIsHeld",
+            training_of(SPACE.parse("side=first,accumulation=last,microbatches=2,evaluation=between")),
+            "hold: step 0, all 2 ranks: the reduced gradient of ",
+            id="hold, by what explains all that is wrong",
         ),
     ],
 )
