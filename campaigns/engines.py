@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(
             f"expected runs below {RUNS}, found none; try the name of an engine without --pages-only"
         )
-    known = read(ROOT / "suites" / "expectations.toml", today=datetime.now(UTC).date())
+    known = read(ROOT / "suites" / "known_failures.toml", today=datetime.now(UTC).date())
     judged = [_read(folder, known) for folder in folders]
     (DOCS / "engines").mkdir(exist_ok=True)
     for one in judged:

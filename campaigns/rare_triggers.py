@@ -26,6 +26,7 @@ from shardproof.engine.mutants.mutant import Mutant
 from shardproof.fixtures.programs.laws import laws_of
 from shardproof.fixtures.programs.space import SPACE, space_of
 from shardproof.fixtures.programs.training import training_of
+from shardproof.harness.cases.covering_array import cover
 from shardproof.harness.cases.space import Program
 from shardproof.harness.records.record import Verdict
 from shardproof.harness.records.run import read_run
@@ -56,7 +57,7 @@ def main() -> None:
     warm_up()
     space = space_of(describe("reference").capabilities, WorldSpec.parse(_WORLD).size)
     seed = random.Random(arguments.seed).randrange(2**32)  # as explore draws it
-    programs = list(islice(space.cover(seed, unseen=space.combinations), arguments.programs))
+    programs = list(islice(cover(space, seed, unseen=space.combinations), arguments.programs))
     noted = {name for family in FAMILIES for row in rows_in(family) for name in row.mutants}
     rows = []
     if arguments.catalogue and (killer := _killer("reference")):

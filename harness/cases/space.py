@@ -1,4 +1,4 @@
-"""A space of training programs: named dimensions, contradictions, covering arrays, draws, shrinking.
+"""A space of training programs: named dimensions, contradictions, draws, shrinking.
 
 A program chooses one value of each dimension. The first value of a dimension is the plainest, and a program's spelling
 lists only the others. The meaning of the values is defined elsewhere, for the bundled space in
@@ -171,19 +171,6 @@ class Space:
         strong = [(d.name, program[d]) for d in self.dimensions if d.interacts]
         return {*map(frozenset, combinations(chosen, 2)), *map(frozenset, combinations(strong, 3))}
 
-    def cover(self, seed: int = 0, unseen: Collection[Combination] | None = None) -> Iterator[Program]:
-        """Yield programs until every valid combination is in one; greedy, and deterministic for each seed."""
-        rng = random.Random(seed)
-        left = set(self.combinations if unseen is None else unseen)
-        while left:
-            target = min(left, key=_order) if unseen is None else rng.choice(sorted(left, key=_order))
-            program = self._completed(target, left, rng)
-            if program is None:
-                left.discard(target)
-                continue
-            left -= self.combinations_in(program)
-            yield program
-
     def draw(self, rng: random.Random) -> Program:
         """Draw a valid program: a value of each of some dimensions, as far as these agree."""
         drawn = [
@@ -218,22 +205,6 @@ class Space:
         names = {name for name, _ in other.choices}
         return Program(choices=tuple(c for c in program.choices if c[0] in names))
 
-    def _completed(self, target: Combination, left: set[Combination], rng: random.Random) -> Program | None:
-        """Return a program with the target and as much of ``left`` as a greedy walk finds."""
-        program = self.completion(target)
-        if program is None:
-            return None
-        best = len(left & self.combinations_in(program))
-        for dimension in rng.sample(self.dimensions, len(self.dimensions)):
-            if dimension.name in dict(target):
-                continue
-            for value in dimension.values:
-                other = self.program({**dict(program.choices), dimension.name: value})
-                gain = len(left & self.combinations_in(other))
-                if gain > best and self.makes_sense(other):
-                    program, best = other, gain
-        return program
-
     def completion(self, target: Combination) -> Program | None:
         """Return a valid program of these choices and at most two more, as few as possible; None if there is none."""
         fixed = dict(target)
@@ -266,7 +237,3 @@ class Space:
 
 def _is_one_each(choices: Collection[Choice]) -> bool:
     return len({name for name, _ in choices}) == len(choices)
-
-
-def _order(combination: Combination) -> list[Choice]:
-    return sorted(combination)

@@ -108,7 +108,7 @@ def check_entries(
 ) -> None:
     """Read the new text, and raise HarnessBug unless its entries are exactly the intended ones."""
     with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch) / "expectations.toml"
+        file = Path(scratch) / "known_failures.toml"
         file.write_text(text, encoding="utf-8")
         read = known_failures_file.read(file, today=today()).entries
     outdated_places = {found.place: found for found in gone}

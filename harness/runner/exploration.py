@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from shardproof.harness.cases.covering_array import cover
 from shardproof.harness.cases.space import Combination, Program, Space
 from shardproof.harness.cases.training import Training, Watch
 from shardproof.harness.laws.law import Law
@@ -199,7 +200,7 @@ class Hunt:
 
     def _programs(self, rng: random.Random) -> Iterator[Program]:
         space = self.exploration.space.without(finding.program for finding in self.findings)
-        yield from space.cover(rng.randrange(2**32), unseen=space.combinations - self.combinations_seen)
+        yield from cover(space, rng.randrange(2**32), unseen=space.combinations - self.combinations_seen)
         while True:
             yield space.draw(rng)
             if self.pioneers:

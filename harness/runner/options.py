@@ -121,7 +121,7 @@ EFFORT = (
     ),
 )
 KNOWN_FAILURES = (
-    _option("--expectations", "known failures", shown="suites/expectations.toml", metavar="FILE"),
+    _option("--expectations", "known failures", shown="suites/known_failures.toml", metavar="FILE"),
     _option("--no-expectations", "excuse no known failure", action="store_true"),
 )
 PRINTED = (

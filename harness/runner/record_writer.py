@@ -37,7 +37,7 @@ from shardproof.harness.records.run import Run, RunWriter
 from shardproof.harness.runner.cell import Cell
 from shardproof.harness.runner.interruption import uninterrupted
 from shardproof.harness.runner.options import RunOptions
-from shardproof.harness.runner.session_end import end_session
+from shardproof.harness.runner.session_end import end_session, exit_code
 from shardproof.harness.runner.time_limit import ENDS_AT, KILLS, KILLS_FROM_WORKER, powers
 from shardproof.harness.torch_compat.releases import remark
 from shardproof.harness.verdicts.known_failures import Ran, unused
@@ -145,17 +145,14 @@ class RecordWriter:
         for record in self._not_run(beyond):
             self._append(record)
         self._unused = unused(self._expectations, self._ran())
-        if any(found.is_stale for found in self._unused) and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        if self._unproven() and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        if self._unavailable and self._config.getoption("shardproof_engine"):
-            session.exitstatus = pytest.ExitCode.USAGE_ERROR  # the user named them
-        is_quiet = session.exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
-        if is_quiet and (self._records or self._writer is not None):
-            # The records are those of an interrupted run too, if this one resumes it.
-            is_idle = bool(unjudged(self._records))
-            session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED if is_idle else pytest.ExitCode.OK
+        is_red = any(found.is_stale for found in self._unused) or bool(self._unproven())
+        is_misused = bool(self._unavailable) and bool(self._config.getoption("shardproof_engine"))
+        # The records are those of an interrupted run too, if this one resumes it.
+        has_run = bool(self._records) or self._writer is not None
+        is_idle = bool(unjudged(self._records)) if has_run else None
+        session.exitstatus = exit_code(
+            session.exitstatus, is_red=is_red, is_misused=is_misused, is_idle=is_idle
+        )
         if self._writer is not None:
             verdicts = [record.verdict for record in self._records]
             end = footer(verdicts=verdicts, duration_s=time.monotonic() - self._started_s)

@@ -1,4 +1,4 @@
-"""Ends pytest's session with a sentence of our own: for wrong marks, and for what makes all further cases senseless."""
+"""Ends pytest's session: its exit code, and a sentence of our own for what makes all further cases senseless."""
 
 from __future__ import annotations
 
@@ -6,7 +6,21 @@ from typing import Any, NoReturn
 
 import pytest
 
-__all__ = ["end_session"]
+__all__ = ["end_session", "exit_code"]
+
+
+def exit_code(so_far: int, *, is_red: bool, is_misused: bool, is_idle: bool | None) -> int:
+    """Return a session's exit code.
+
+    ``is_red``: it fails although each case did as expected. ``is_misused``: a user named an engine that is not there.
+    ``is_idle``: no case judged anything; None if the run has no records.
+    """
+    code = pytest.ExitCode.TESTS_FAILED if is_red and so_far == pytest.ExitCode.OK else so_far
+    if is_misused:
+        return pytest.ExitCode.USAGE_ERROR
+    if is_idle is not None and code in {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}:
+        return pytest.ExitCode.NO_TESTS_COLLECTED if is_idle else pytest.ExitCode.OK
+    return code
 
 
 # pytest prints the name of the class before the sentence: "shardproof: ...", for one without a module of its own.

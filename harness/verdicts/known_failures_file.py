@@ -23,7 +23,7 @@ from shardproof.harness.regular_file import read_regular
 from shardproof.harness.verdicts.known_failures import check_condition, matches
 from shardproof.harness.worlds.spec import MAX_RANKS, WorldKind
 
-SHIPPED = SUITES / "expectations.toml"
+SHIPPED = SUITES / "known_failures.toml"
 
 _TABLE = "expectation"
 _REQUIRED = ("engine", "case", "shows", "reason", "link", "expiry")

@@ -20,10 +20,10 @@ from hashlib import sha256
 from pathlib import Path
 
 from shardproof import Capability, Program, ProgramRule, Space
-from shardproof.fixtures.programs.composed import CUT
+from shardproof.fixtures.programs.model import CUT
 from shardproof.fixtures.programs.dimensions import LAYOUT
 from shardproof.fixtures.programs.space import SPACE
-from shardproof.harness.cases.triples import Triples
+from shardproof.harness.cases.covering_array import Triples, cover
 
 _HERE = Path(__file__).parent
 _ONE_IN = 400  # triples, that a dense program must be the first to have
@@ -207,7 +207,7 @@ def array(spaces: Sequence[Space], rows: Iterable[Row], found: Sequence[Row] = (
 def lacking(space: Space, rows: Iterable[Row]) -> Iterator[Program]:
     """Yield programs of a space for the combinations that make sense and are in none of these rows."""
     seen = (space.combinations_in(row.program) for row in within(space, rows))
-    return space.cover(unseen=space.combinations.difference(*seen))
+    return cover(space, unseen=space.combinations.difference(*seen))
 
 
 def dense(family: str, rows: Sequence[Row]) -> list[Row]:
@@ -277,7 +277,7 @@ def has_expectation(row: Row) -> bool:
 
 @cache
 def _expectations() -> str:
-    return (_HERE.parent / "expectations.toml").read_text()
+    return (_HERE.parent / "known_failures.toml").read_text()
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardproof import EVEN, FOURS, SEVERAL, Program, Trial
-from shardproof.fixtures.programs.composed import CUT
+from shardproof.fixtures.programs.model import CUT
 from shardproof.fixtures.programs.laws import laws_of
 from shardproof.fixtures.programs.training import training_of
 from shardproof.suites.combinations.rows import WITH_OTHER_ROWS, Row, rows_in

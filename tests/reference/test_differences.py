@@ -168,7 +168,7 @@ DIFFERENCES = (
     ),
     Difference(
         about="a factor in float64, one rank per shard axis",
-        fsdp2="[divides twice](../suites/expectations.toml)",
+        fsdp2="[divides twice](../suites/known_failures.toml)",
         here="divides once",
         show=_share_of_a_gradient,
         seen=(0.5, 1.0),

@@ -410,6 +410,6 @@ def test_a_condition_has_a_name_and_bounds_and_no_more(condition: str) -> None:
 
 
 def test_the_file_that_ships_is_found_and_right() -> None:
-    assert find(None) == SHIPPED == SUITES / "expectations.toml"
+    assert find(None) == SHIPPED == SUITES / "known_failures.toml"
     assert find("other.toml") == Path("other.toml")
     assert read(SHIPPED, today=date(2030, 6, 15)).source == str(SHIPPED)

@@ -1,4 +1,4 @@
-"""Programs that contain as many unseen triples of choices as a greedy walk finds.
+"""Few programs that contain all pairs of choices, and dense ones with as many triples as a greedy walk finds.
 
 A covering array of all triples would have several times the rows of one of pairs. A few dense programs contain most of
 what the pairs leave: see Cohen et al., "The AETG system" (1997), for the walk.
@@ -7,15 +7,48 @@ what the pairs leave: see Cohen et al., "The AETG system" (1997), for the walk.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import combinations
 from math import prod
 
 import torch
 
-from shardproof.harness.cases.space import Choice, Program, Space
+from shardproof.harness.cases.space import Choice, Combination, Program, Space
 
 _TRIES = 8  # walks, of which the best program is taken
+
+
+def cover(space: Space, seed: int = 0, unseen: Collection[Combination] | None = None) -> Iterator[Program]:
+    """Yield programs until every valid combination is in one; greedy, and deterministic for each seed."""
+    rng = random.Random(seed)
+    left = set(space.combinations if unseen is None else unseen)
+    while left:
+        target = min(left, key=sorted) if unseen is None else rng.choice(sorted(left, key=sorted))
+        program = _completed(space, target, left, rng)
+        if program is None:
+            left.discard(target)
+            continue
+        left -= space.combinations_in(program)
+        yield program
+
+
+def _completed(
+    space: Space, target: Combination, left: set[Combination], rng: random.Random
+) -> Program | None:
+    """Return a program with the target and as much of ``left`` as a greedy walk finds."""
+    program = space.completion(target)
+    if program is None:
+        return None
+    best = len(left & space.combinations_in(program))
+    for dimension in rng.sample(space.dimensions, len(space.dimensions)):
+        if dimension.name in dict(target):
+            continue
+        for value in dimension.values:
+            other = space.program({**dict(program.choices), dimension.name: value})
+            gain = len(left & space.combinations_in(other))
+            if gain > best and space.makes_sense(other):
+                program, best = other, gain
+    return program
 
 
 class Triples:
