@@ -1,0 +1,62 @@
+"""What counts as a difference between a whole state and what a rank holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardproof.engine.contract import PreparedModel
+from shardproof.harness.training.whole_state import difference_of_state
+
+
+def trained() -> tuple[PreparedModel, dict[str, Any]]:
+    """Train ``used`` for one step and return the model with its whole state, which has no state of ``unused``."""
+    model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
+    prepared = PreparedModel(model)
+    prepared.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+    optimizer = prepared.built_optimizer()
+    model["used"](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    return prepared, {
+        "model": {name: value.clone() for name, value in model.state_dict().items()},
+        "optimizer": {
+            "state": {key: dict(of) for key, of in state["state"].items()},
+            "param_groups": state["param_groups"],
+        },
+    }
+
+
+def momentum_of_unused(value: float) -> tuple[PreparedModel, dict[str, Any]]:
+    """Return a model that holds momentum of what was never used, and a whole state without it."""
+    prepared, state = trained()
+    weight = prepared.module["unused"].weight  # type: ignore[index]
+    prepared.built_optimizer().state[weight]["momentum_buffer"] = torch.full((2, 2), value)
+    return prepared, state
+
+
+def difference(prepared: PreparedModel, state: dict[str, Any]) -> str:
+    return difference_of_state(prepared, state, state["model"])
+
+
+def test_a_state_that_is_held_differs_in_nothing() -> None:
+    assert difference(*trained()) == ""
+
+
+def test_zeros_may_be_made_before_the_first_gradient_as_well_as_with_it() -> None:
+    assert difference(*momentum_of_unused(0.0)) == ""
+
+
+def test_other_values_that_the_state_lacks_are_a_difference() -> None:
+    assert "optimizer: 'unused.weight/momentum_buffer'" in difference(*momentum_of_unused(0.5))
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_zeros_are_one_where_the_state_has_something_of_that_parameter(value: float) -> None:
+    prepared, state = trained()
+    weight = prepared.module["used"].weight  # type: ignore[index]
+    prepared.built_optimizer().state[weight]["momentum_buffer"] = torch.full((2, 2), value)
+    assert "optimizer: 'used.weight/momentum_buffer'" in difference(prepared, state)
