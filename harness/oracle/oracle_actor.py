@@ -27,7 +27,7 @@ from shardproof.harness.cases.script import (
 from shardproof.harness.cases.training import Problem, Training, loss_weight
 from shardproof.harness.cases.user_model import is_communicating, written_by_forward
 from shardproof.harness.oracle.reduction_orders import Summation
-from shardproof.harness.torch_compat.dtypes import cast, cast_module, cast_parameters, dense
+from shardproof.harness.torch_compat.dtypes import cast, cast_module, dense
 from shardproof.harness.tracing.probe_point import Seen
 from shardproof.harness.worlds.threads.together import Inside, together
 
@@ -109,9 +109,9 @@ class OracleModels:
             for each in copies:
                 self._take_buffers(each, model)
                 if is_cast:
-                    _casting(each, summation.compute_dtype)
+                    _casting(each, summation)
         else:
-            computing = _casting(_with_own_buffers(model, ()), summation.compute_dtype) if is_cast else model
+            computing = _casting(_with_own_buffers(model, ()), summation) if is_cast else model
             shared = parameters_apart(computing, self._written).values()
             copies = [_with_own_buffers(computing, shared) for _ in range(world_size)]
         self._of_rank = [
@@ -206,17 +206,21 @@ def _with_own_buffers(model: nn.Module, shared: Iterable[nn.Parameter]) -> nn.Mo
     return copy.deepcopy(model, {**computed, **{id(parameter): parameter for parameter in shared}})
 
 
-def _casting(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Make every module that owns parameters compute in ``dtype``, as units of a plan do; buffers keep their dtype."""
+def _casting(model: nn.Module, summation: Summation) -> nn.Module:
+    """Make every module that owns parameters compute in another dtype, as units of a plan do; buffers keep theirs."""
+    dtype, uncast = summation.compute_dtype, {id(model.get_parameter(name)) for name in summation.uncast}
 
     # Any: a module's inputs are of any type.
     def cast_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(cast(x, dtype) if isinstance(x, torch.Tensor) else x for x in inputs)
 
     for module in model.modules():
-        if next(module.parameters(recurse=False), None) is not None:
+        own = [each for each in module.parameters(recurse=False) if id(each) not in uncast]
+        for parameter in own:
+            parameter.data = cast(parameter.data, dtype)
+        if own:
             module.register_forward_pre_hook(cast_inputs)
-    return cast_parameters(model, dtype)
+    return model
 
 
 class OracleActor(Actor):

@@ -22,7 +22,8 @@ class Summation:
     keeps their order. ``is_tree`` adds in pairs, not one after the other; ``divides_first`` divides before adding, as
     engines do against overflow. ``accumulates_reduced`` keeps the local sum over microbatches in ``reduce_dtype``.
     ``keeps_rows`` leaves rows in their order, for models that draw random numbers. ``device`` is where all of it is
-    computed: kernels of a device round otherwise than those of the CPU.
+    computed: kernels of a device round otherwise than those of the CPU. ``uncast`` names parameters that keep their
+    dtype, since the engine ignores them.
     """
 
     dtype: torch.dtype | None
@@ -34,6 +35,7 @@ class Summation:
     accumulates_reduced: bool = False
     keeps_rows: bool = False
     device: str = "cpu"
+    uncast: tuple[str, ...] = ()
 
     def prepare(self, batch: Batch) -> Batch:
         """Cast the inputs' floats to ``compute_dtype``, those of the target to ``dtype``, and shuffle the rows."""
@@ -126,6 +128,7 @@ def reordering(number: int, plan: Plan, dtype: torch.dtype | None = None) -> Sum
         # The sum of the ranks' float16 gradients may overflow: there an engine has to divide first.
         divides_first=number // 2 % 2 == 1 or plan.reduction_dtype is torch.float16,
         accumulates_reduced=number // 4 % 2 == 1,
+        uncast=plan.ignored,
     )
 
 

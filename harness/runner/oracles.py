@@ -121,13 +121,14 @@ def arithmetic_of(training: Training) -> Training:
 
 
 def _arithmetic_plan(plan: Plan) -> Plan:
-    """Keep those parts of a plan that set how gradients are divided, clipped and summed, and in which dtype."""
+    """Keep those parts of a plan that set how gradients are divided, clipped and summed, and in which dtypes."""
     return Plan(
         divide_factor=plan.divide_factor,
         clip_in_step=plan.clip_in_step,
         reduce_dtype=plan.reduce_dtype,
         compute_dtype=plan.compute_dtype,
         output_dtype=plan.output_dtype,
+        ignored=plan.ignored if plan.compute_dtype is not None else (),
         accumulation=plan.accumulation,
         demands=plan.demands & {Capability.REDUCE_AS_STORED},
     )

@@ -12,6 +12,9 @@ from shardproof.engine.contract import Accumulation, Plan
 from shardproof.fixtures.few_bits import FEW_BITS
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import EXACT_LINEAR, MLP_BUFFERS, MLP_UNEVEN, TRANSFORMER, ModelProblem
+from shardproof.fixtures.programs.model import IGNORED
+from shardproof.fixtures.programs.space import SPACE
+from shardproof.fixtures.programs.training import training_of
 from shardproof.fixtures.random_draws import DROPPED, DROPPED_AND_RECOMPUTED, NOISY
 from shardproof.fixtures.thin import EMPTY_ROWS
 from shardproof.fixtures.user_model import USER_MODEL
@@ -30,7 +33,7 @@ from shardproof.harness.laws.tolerance import MULTIPLE, allowed_error
 from shardproof.harness.oracle import oracle_noise
 from shardproof.harness.oracle.absolute_error import largest
 from shardproof.harness.oracle.oracle import run_oracle
-from shardproof.harness.oracle.oracle_actor import Batches
+from shardproof.harness.oracle.oracle_actor import Batches, OracleModels
 from shardproof.harness.oracle.oracle_observation import (
     LOSSES,
     OracleObservation,
@@ -45,6 +48,7 @@ from shardproof.harness.oracle.reduction_orders import (
     num_reorderings,
     reordering,
 )
+from shardproof.harness.runner.oracles import arithmetic_of
 
 TRAINING = Training(problem=MLP_UNEVEN, optimizer=SGD, schedule=Schedule(steps=3, microbatches=3))
 
@@ -462,3 +466,11 @@ def test_runs_that_differ_in_more_than_the_order_of_ranks_are_all_kept(problem: 
     seen = run_oracle(training, 2)
     orders = oracle_noise._reorderings(training, seen, Batches(problem))
     assert len(orders) == num_reorderings(training.plan)
+
+
+def test_what_an_engine_ignores_is_rounded_in_no_run_with_noise() -> None:
+    training = arithmetic_of(training_of(SPACE.parse("frozen=ignored,compute=bfloat16")))
+    problem, run = training.problem, reordering(0, training.plan)
+    with OracleModels(problem, problem.build(), 1, run).playing(0) as played:
+        dtypes = {name: parameter.dtype for name, parameter in played.model.named_parameters()}
+    assert {name for name, dtype in dtypes.items() if dtype is torch.float32} == set(IGNORED)

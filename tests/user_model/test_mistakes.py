@@ -85,7 +85,9 @@ def test_a_mistake_in_a_users_own_call_is_told(option: str, words: str, check: C
         ),
         (
             "hidden = self.normed(x)",
-            "hidden = self.normed(x) * __import__('random').random()",
+            # Other factors, for sure: two random ones may be alike.
+            "hidden = self.normed(x) * next(vars(Net).get('calls') or setattr(Net, 'calls', iter(range(1, 99))) "
+            "or Net.calls)",
             "is another one the second time, for equal parameters",
         ),
         (
