@@ -34,7 +34,7 @@ class ScaledSteps:
 
     def unscale(self) -> None:
         """Divide the gradients by the scale, and check whether they are finite."""
-        self._scaler.unscale_(self)  # type: ignore[arg-type]  # it reads groups and steps, and nothing else
+        self._scaler.unscale_(self)  # type: ignore[arg-type]  # it reads groups and state, and steps
 
     def update(self) -> None:
         """Step unless a gradient has overflowed, and adapt the factor."""
@@ -45,6 +45,11 @@ class ScaledSteps:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return [{"params": list(self._prepared.owned_parameters().values())}]
+
+    @property
+    def state(self) -> Any:
+        """The state of the engine's optimizer, which a scaler of its own may read."""
+        return self._prepared.built_optimizer().state
 
     def step(self) -> None:
         """Step the engine; called by the scaler."""
