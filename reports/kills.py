@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -36,24 +37,25 @@ def render(matrix: KillMatrix, *, duration_s: float) -> str:
 def places(matrix: KillMatrix) -> str:
     """Render, for a terminal, which mutants' faults were located in the phase that they declare."""
     by_name = {target.name: target for target in matrix.targets}
-    rows, right = [], 0
+    rows = []
+    right, total = Counter[str](), Counter[str]()
     for result in matrix.results:
         declared, found = by_name[result.pair.mutant].phase, result.located
         if result.status is not MutantStatus.KILLED or found is None or not declared:
             continue
+        total[declared] += 1
         if found.phase == declared:
-            right += 1
+            right[declared] += 1
         else:
             case = result.pair.case.rpartition("::")[2]
             rows.append([result.pair.mutant, declared, one_line(found.sentence, limit=200), case])
-    total = len(rows) + right
+    if not total:
+        return "nothing to locate"
     table = tabulate(rows, headers=["mutant", "declares", "found", "case"], tablefmt="simple")
-    share = f" ({right / total:.0%})" if total else ""
-    return (
-        f"{table}\n\nlocated in the declared phase: {right} of {total}{share}"
-        if total
-        else "nothing to locate"
-    )
+    by_phase = [[phase, f"{right[phase]} of {number}"] for phase, number in sorted(total.items())]
+    shares = tabulate(by_phase, headers=["phase", "right"], tablefmt="simple")
+    share = f"{right.total()} of {total.total()} ({right.total() / total.total():.0%})"
+    return f"{table}\n\n{shares}\n\nlocated in the declared phase: {share}"
 
 
 def render_markdown(matrix: KillMatrix) -> str:
