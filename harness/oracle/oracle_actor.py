@@ -27,7 +27,7 @@ from shardproof.harness.cases.script import (
 from shardproof.harness.cases.training import Problem, Training, loss_weight
 from shardproof.harness.cases.user_model import is_communicating, written_by_forward
 from shardproof.harness.oracle.reduction_orders import Summation
-from shardproof.harness.torch_compat.dtypes import cast, cast_module, dense
+from shardproof.harness.torch_compat.dtypes import cast, cast_module, cast_parameters, dense
 from shardproof.harness.tracing.probe_point import Seen
 from shardproof.harness.worlds.threads.together import Inside, together
 
@@ -208,19 +208,16 @@ def _with_own_buffers(model: nn.Module, shared: Iterable[nn.Parameter]) -> nn.Mo
 
 def _casting(model: nn.Module, summation: Summation) -> nn.Module:
     """Make every module that owns parameters compute in another dtype, as units of a plan do; buffers keep theirs."""
-    dtype, uncast = summation.compute_dtype, {id(model.get_parameter(name)) for name in summation.uncast}
+    dtype, uncast = summation.compute_dtype, {model.get_parameter(name) for name in summation.uncast}
 
     # Any: a module's inputs are of any type.
     def cast_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(cast(x, dtype) if isinstance(x, torch.Tensor) else x for x in inputs)
 
     for module in model.modules():
-        own = [each for each in module.parameters(recurse=False) if id(each) not in uncast]
-        for parameter in own:
-            parameter.data = cast(parameter.data, dtype)
-        if own:
+        if any(parameter not in uncast for parameter in module.parameters(recurse=False)):
             module.register_forward_pre_hook(cast_inputs)
-    return model
+    return cast_parameters(model, dtype, uncast=uncast)
 
 
 class OracleActor(Actor):

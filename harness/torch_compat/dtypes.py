@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from ctypes import string_at
 from functools import partial
 
@@ -31,10 +31,13 @@ def cast_module(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return apply(partial(cast, dtype=dtype))
 
 
-def cast_parameters(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Cast the parameters in place, but not buffers: only the weights compute in other precision."""
+def cast_parameters(
+    module: nn.Module, dtype: torch.dtype | None, *, uncast: Set[nn.Parameter] = frozenset()
+) -> nn.Module:
+    """Cast the parameters in place but ``uncast``, and no buffers: only the weights compute in other precision."""
     for parameter in module.parameters():
-        parameter.data = cast(parameter.data, dtype)
+        if parameter not in uncast:
+            parameter.data = cast(parameter.data, dtype)
     return module
 
 

@@ -88,8 +88,9 @@ def _read_shares(prepared: PreparedModel, folder: Path) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     reader = FileSystemReader(folder / _SHARES)
-    paths = (reader.read_metadata().planner_data or {}).values()
-    saved = {path[2] for path in paths if path[:2] == ("optimizer", "state")}
+    paths = reader.read_metadata().planner_data  # of keys, by their names in the files
+    assert paths is not None, "written by torch's default planner"
+    saved = {path[2] for path in paths.values() if path[:2] == ("optimizer", "state")}
     state = state_of(prepared, StateForm.SHARES)
     of_parameters = state["optimizer"]["state"]
     for name in of_parameters.keys() - saved:
