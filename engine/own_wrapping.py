@@ -29,6 +29,7 @@ _OF_ANY_CALL = frozenset(
         Capability.COMPLEX,
         Capability.LOSS_SCALE,
         Capability.OWN_BUFFERS,
+        Capability.PARAMETER_ORDER,
         Capability.PARAMETER_SHAPES,
         Capability.RANK_DEPENDENT,
         Capability.RANK_DEPENDENT_UNITS,

@@ -115,6 +115,7 @@ from shardproof.harness.cases.space import Dimension as Dimension
 from shardproof.harness.cases.space import Program as Program
 from shardproof.harness.cases.space import ProgramRule as ProgramRule
 from shardproof.harness.cases.space import Space as Space
+from shardproof.harness.cases.state_form import StateForm as StateForm
 from shardproof.harness.cases.training import AS_HANDED_OUT as AS_HANDED_OUT
 from shardproof.harness.cases.training import AS_HELD as AS_HELD
 from shardproof.harness.cases.training import HANDED_OUT as HANDED_OUT
@@ -129,7 +130,6 @@ from shardproof.harness.cases.training import Problem as Problem
 from shardproof.harness.cases.training import RanksBefore as RanksBefore
 from shardproof.harness.cases.training import Resume as Resume
 from shardproof.harness.cases.training import Schedule as Schedule
-from shardproof.harness.cases.training import StateForm as StateForm
 from shardproof.harness.cases.training import Training as Training
 from shardproof.harness.cases.training import Watch as Watch
 from shardproof.harness.cases.training import ZeroGrad as ZeroGrad

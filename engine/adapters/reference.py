@@ -53,7 +53,7 @@ class PreparedReference(PreparedComposable):
 
     def load_full_state(self, state: dict[str, Any]) -> None:
         """Load this rank's part of each tensor: torch's function does not support uneven shards of sharded tensors."""
-        with self._thawed(state["optimizer"]):
+        with self._loadable(state["optimizer"]):
             model, optimizer = get_state_dict(self.module, self.built_optimizer())
         self._load(_part_of(state["model"], model), _part_of(state["optimizer"], optimizer))
 
@@ -67,7 +67,7 @@ class PreparedReference(PreparedComposable):
         (pytorch#192202).
         """
         optimizer = self.built_optimizer()
-        with self._thawed(state):
+        with self._loadable(state):
             set_model_state_dict(self.module, model)
             set_optimizer_state_dict(self.module, optimizer, state, options=StateDictOptions(strict=False))
         for name, parameter in self._named_parameters().items():
@@ -76,17 +76,26 @@ class PreparedReference(PreparedComposable):
         _restore_empty_groups(optimizer, state)
 
     @contextmanager
-    def _thawed(self, state: dict[str, Any]) -> Iterator[None]:
-        """Thaw parameters that have state: torch's functions load none of those that are frozen (pytorch#192202)."""
-        named = self._named_parameters().items()
-        frozen = [p for name, p in named if not p.requires_grad and name in state["state"]]
+    def _loadable(self, state: dict[str, Any]) -> Iterator[None]:
+        """Thaw parameters that have state, and hide gradients, for torch's functions.
+
+        They load no state of frozen parameters (pytorch#192202), and where there are gradients they take a new
+        optimizer for one that has state (pytorch#140898).
+        """
+        named = self._named_parameters()
+        frozen = [p for name, p in named.items() if not p.requires_grad and name in state["state"]]
+        gradients = [(p, p.grad) for p in named.values() if p.grad is not None]
         for parameter in frozen:
             parameter.requires_grad_(True)
+        for parameter, _ in gradients:
+            parameter.grad = None
         try:
             yield
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(False)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
 
 
 # Any: states are nested dicts and lists of tensors and other values.

@@ -97,6 +97,6 @@ class ZeroRedundancyEngine(DistributedDataParallelEngine):
         Capability.MIXED_DTYPES,
         Capability.PIPELINE,
         Capability.REPLICATE,
-    } | {Capability.ZERO1, Capability.PARAMETER_ORDER}
+    } | {Capability.ZERO1}
     prepared_type = PreparedZero1
     options: ClassVar[Mapping[str, Any]] = {"gradient_as_bucket_view": True}  # else they take memory twice

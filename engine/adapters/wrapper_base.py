@@ -64,6 +64,7 @@ CAPABILITIES = frozenset(
         Capability.LOADED_WEIGHTS,
         Capability.START_FROM_FIRST,
         Capability.LOSS_SCALE,
+        Capability.PARAMETER_ORDER,
         Capability.RANK_DEPENDENT_ORDER,
     }
 )

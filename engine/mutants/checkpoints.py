@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -299,3 +299,32 @@ class DropsEarlierBackwards(ReferenceEngine):
             super().recover()
             for parameter in self.owned_parameters().values():
                 parameter.grad = None
+
+
+@mutant(after="pytorch/pytorch#96251", trace=Trace.STATE)
+class HandsOutOneStepCount(ReferenceEngine):
+    """In the state that it hands out all parameters have one tensor as their step count."""
+
+    class Prepared(PreparedReference):
+        def full_state(self) -> dict[str, Any]:
+            state = super().full_state()
+            of_parameters = list(state["optimizer"]["state"].values())
+            for other in (of for of in of_parameters[1:] if "step" in of):
+                other["step"] = of_parameters[0].get("step", other["step"])
+            return state
+
+
+@mutant(after="RLinf/RLinf#1033", trace=Trace.STATE)
+class KeepsWhatItWroteUntilItSteps(Zero2Engine):
+    """A copy that was made for a checkpoint stays until the next step."""
+
+    class Prepared(PreparedZero2):
+        _written: Sequence[torch.Tensor] = ()
+
+        def save_checkpoint(self, folder: Path) -> None:
+            super().save_checkpoint(folder)
+            self._written = [shard.tensor.clone() for shard in self.local_optimizer_state().values()]
+
+        def step(self) -> None:
+            super().step()
+            self._written = ()

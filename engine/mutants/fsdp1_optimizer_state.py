@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
-from shardproof.engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
-from shardproof.engine.contract import WrapperNames
+from shardproof.engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine, PreparedFsdp1
+from shardproof.engine.contract import OptimizerFactory, WrapperNames
 from shardproof.engine.mutants.mutant import Trace, mutant
 
 # Any, throughout: arguments and results of torch's own methods.
@@ -175,3 +175,16 @@ class RekeysToEachOther(FullyShardedDataParallelEngine):
                 other = shapes.setdefault(str(shape), k)
                 state[k], state[other] = state[other], state[k]
             return keyed | {"state": state}
+
+
+@mutant(after="mosaicml/composer#3493", phase="step")
+class GivesTheOptimizerAllThatTrains(FullyShardedDataParallelEngine):
+    """An optimizer of some parameters updates the others too."""
+
+    class Prepared(PreparedFsdp1):
+        def optimizer(self, factory: OptimizerFactory) -> None:
+            super().optimizer(factory)
+            first, *others = self.built_optimizer().param_groups
+            if not others:
+                trained = [p for p in self.owned_parameters().values() if p.requires_grad]
+                first["params"] = [*dict.fromkeys((*first["params"], *trained))]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType, StateDictType
 
-from shardproof.engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
+from shardproof.engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine, PreparedFsdp1
 from shardproof.engine.contract import WrapperNames
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import unchanged
@@ -285,3 +285,16 @@ class TellsTheTypeOfSomeUnit(FullyShardedDataParallelEngine):
             except AssertionError:
                 *_, last = FullyShardedDataParallel.fsdp_modules(module)
                 return FullyShardedDataParallel.get_state_dict_type(last)
+
+
+@mutant(after="pytorch/pytorch#126310", trace=Trace.STATE)
+class NamesModulesOnceInItsState(FullyShardedDataParallelEngine):
+    """The whole state has parameters of a module under one of its names alone."""
+
+    class Prepared(PreparedFsdp1):
+        def full_state(self) -> dict[str, Any]:
+            state = super().full_state()
+            once = {n for n, _ in self.named.named_parameters()} | {n for n, _ in self.named.named_buffers()}
+            twice = {n for n, _ in self.named.named_parameters(remove_duplicate=False)} - once
+            state["model"] = {name: value for name, value in state["model"].items() if name not in twice}
+            return state

@@ -247,3 +247,14 @@ def _round(parameter: FSDPParam) -> None:
 # Any: FSDP2's methods are in a class that modules receive at run time.
 def _managed(prepared: PreparedModel) -> list[Any]:
     return [m for m in prepared.module.modules() if hasattr(m, "set_all_reduce_hook")]
+
+
+@mutant(after="huggingface/accelerate#3844", phase="prepare")
+class StoresWhatIsFrozenInFull(FullyShardEngine):
+    """Where units compute in another dtype, frozen parameters of few bits are stored in float32."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        few = [p for p in model.parameters() if p.dtype is torch.bfloat16 and not p.requires_grad]
+        for parameter in few if plan.compute_dtype is not None else []:
+            parameter.data = parameter.data.float()
+        return super().prepare(model, plan, mesh)

@@ -19,6 +19,7 @@ from torch import nn
 
 from shardproof.engine.contract import Capability, PreparedModel, UnitHandle
 from shardproof.harness.cases.batch import Batch
+from shardproof.harness.cases.state_form import StateForm
 from shardproof.harness.tracing.ledger import Ledger
 
 
@@ -152,8 +153,8 @@ class Actor(ABC):
         """Return handles of the plan's units by name, ``""`` for the root."""
 
     @abstractmethod
-    def save(self) -> None:
-        """Take the whole state, as a loop does that saves and goes on; note whether it is what the ranks hold."""
+    def save(self, form: StateForm) -> None:
+        """Take the state, as a loop does that saves and goes on; note whether a whole one is what the ranks hold."""
 
     @abstractmethod
     def look(self, moment: str) -> None:

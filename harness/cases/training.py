@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardproof.engine.contract import Accumulation, Capability, Layout, Plan
 from shardproof.harness.cases.batch import Batch
 from shardproof.harness.cases.script import EachMicrobatch, Script
+from shardproof.harness.cases.state_form import StateForm
 
 
 class Problem(Protocol):
@@ -168,26 +169,6 @@ class Schedule:
     def clears_to_none(self, step: int) -> bool:
         """Return whether gradients are None, not zeros, once this step has cleared them; None before the first."""
         return self.zero_grad is ZeroGrad.SET_TO_NONE or step % 2 == 0 or step < 0
-
-
-class StateForm(Enum):
-    """The form in which state goes from one model to another."""
-
-    WHOLE = "whole tensors, on every rank"
-    SHARES = "each rank's own shares"
-    FILES = "files, to which each rank writes its shares"
-    CHECKPOINT = "a checkpoint in the engine's own form"
-
-    @property
-    def demands(self) -> frozenset[Capability]:
-        """The capabilities that it needs of an engine."""
-        match self:
-            case StateForm.WHOLE:
-                return frozenset({Capability.STATE})
-            case StateForm.SHARES | StateForm.FILES:
-                return frozenset({Capability.SHARED_STATE})
-            case StateForm.CHECKPOINT:
-                return frozenset({Capability.CHECKPOINTS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

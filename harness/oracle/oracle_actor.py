@@ -24,6 +24,7 @@ from shardproof.harness.cases.script import (
     sum_of_squares,
     with_gradients,
 )
+from shardproof.harness.cases.state_form import StateForm
 from shardproof.harness.cases.training import Problem, Training, loss_weight
 from shardproof.harness.cases.user_model import is_communicating, written_by_forward
 from shardproof.harness.oracle.reduction_orders import Summation
@@ -335,7 +336,7 @@ class OracleActor(Actor):
     def units(self) -> Mapping[str, UnitHandle]:
         return _NoUnits()
 
-    def save(self) -> None:
+    def save(self, form: StateForm) -> None:
         """Do nothing: a save changes nothing."""
 
     def look(self, moment: str) -> None:

@@ -160,7 +160,8 @@ class _Trained:
 
     def step(self, training: Training, models: OracleModels, step: int, show: ShowTensors) -> OracleStep:
         """Take one step."""
-        if training.resume is not None and step == training.resume.after_steps:
+        resume = training.resume
+        if resume is not None and resume.plan is not None and step == resume.after_steps:
             self._forget_gradients()
         losses, contributions = self._pieces(training, models, step)
         show(Quantity.LOSS, step, {LOSSES: losses})

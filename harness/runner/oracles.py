@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardproof.engine.contract import Capability, Plan
-from shardproof.harness.cases.training import StateForm, Training
-from shardproof.harness.cases.user_model import UserModel, UserOptimizer
+from shardproof.harness.cases.state_form import StateForm
+from shardproof.harness.cases.training import Resume, Training
+from shardproof.harness.cases.user_model import UserModel
 from shardproof.harness.oracle.kept_oracle import KeptOracle, kept_oracle
 from shardproof.harness.oracle.oracle_answer import ask_oracle
 from shardproof.harness.oracle.oracle_observation import OracleObservation
@@ -100,11 +101,8 @@ def arithmetic_of(training: Training) -> Training:
         asked = replace(asked, schedule=replace(asked.schedule, scaling=None))
     resume, origin = asked.resume, asked.origin
     if resume is not None:
-        # A fresh model has no gradients. If the previous step left none either, the oracle does not depend on it. A
-        # user's optimizer may clear only some.
-        has_none = asked.schedule.clears_to_none(resume.after_steps - 1)
-        is_alike = has_none and not isinstance(asked.optimizer, UserOptimizer)
-        resume = None if is_alike else replace(resume, plan=None, form=StateForm.WHOLE)
+        # A fresh model has no gradients, as the same one may, also those that its optimizer does not clear.
+        resume = None if resume.plan is None else Resume(after_steps=resume.after_steps, plan=Plan())
     if origin is not None:
         before = None if origin.plan is None else _arithmetic_plan(origin.plan)
         origin = replace(origin, plan=before, form=StateForm.WHOLE)

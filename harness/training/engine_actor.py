@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,18 +25,21 @@ from shardproof.harness.cases.script import (
     sum_of_squares,
     with_gradients,
 )
-from shardproof.harness.cases.training import AS_HELD, HANDED_OUT, StateForm, Training, loss_weight
+from shardproof.harness.cases.state_form import StateForm
+from shardproof.harness.cases.training import AS_HELD, HANDED_OUT, Training, loss_weight
 from shardproof.harness.cases.units import shares_of
 from shardproof.harness.records.observation import Fact
 from shardproof.harness.torch_compat.dtypes import bytes_of
 from shardproof.harness.torch_compat.tensor_trees import tensors_in
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.recorder import Recorder
-from shardproof.harness.training.handover import state_of
+from shardproof.harness.training.handover import state_of, write_files
 from shardproof.harness.training.loss_scale import overflowing
 from shardproof.harness.training.reads import read_shards
 from shardproof.harness.training.watches import Watches
 from shardproof.harness.worlds.rank import RankContext
+
+_ASIDE = "aside"  # the folder of states that nothing loads
 
 
 class StepLog:
@@ -199,10 +203,15 @@ class EngineActor(Actor):
     def units(self) -> Mapping[str, UnitHandle]:
         return self._prepared.units()
 
-    def save(self) -> None:
-        """Take the state in whole tensors, and compare it with this rank's shards."""
+    def save(self, form: StateForm) -> None:
+        """Take the state, in files or in whole tensors, which are compared with this rank's shards."""
         with self._context.recorder.during(Phase.BETWEEN, step=self.step):
-            state = state_of(self._prepared, StateForm.WHOLE)
+            if form is not StateForm.WHOLE:
+                folder = self._context.folder / _ASIDE
+                folder.mkdir(exist_ok=True)
+                write_files(self._prepared, form, replace(self._context, folder=folder))
+                return
+            state = state_of(self._prepared, form)
         assert self.difference_from is not None
         self.note(HANDED_OUT, self.difference_from(state) or AS_HELD)
 

@@ -25,6 +25,7 @@ from shardproof.engine.contract import (
 )
 from shardproof.harness.cases.scripts.eventful import goes_in_turn
 from shardproof.harness.cases.scripts.interventions import Freezes
+from shardproof.harness.cases.state_form import StateForm
 from shardproof.harness.cases.training import (
     AFTER_LOADING,
     AS_HANDED_OUT,
@@ -38,7 +39,6 @@ from shardproof.harness.cases.training import (
     TAKEN,
     UNCHANGED,
     LoopOrder,
-    StateForm,
     Training,
 )
 from shardproof.harness.cases.user_model import (
@@ -336,10 +336,7 @@ class _Loop:
         with refusing():
             lacks_schedules = resume is not None and resume.schedules_later
             successor.optimizer(_to_be_loaded(self.schedules.factory, lacks_schedules=lacks_schedules))
-        if fresh is None:
-            # If gradients exist, torch assumes that a new optimizer already has its state (pytorch#140898).
-            successor.zero_grad(set_to_none=True)
-        else:
+        if fresh is not None:  # else the model has the gradients that the loop has left, None or zeros
             fresh.settle()
             self._preparation = fresh
         self._num_loads += 1

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof.engine.contract import PreparedModel
-from shardproof.harness.cases.training import StateForm
+from shardproof.harness.cases.state_form import StateForm
 from shardproof.harness.training.reads import calling
 from shardproof.harness.worlds.rank import RankContext
 

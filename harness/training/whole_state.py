@@ -43,11 +43,25 @@ def _differences(prepared: PreparedModel, state: dict[str, Any], names: Collecti
         yield f"optimizer: {lost!r} is not there, nor any other"
     for place, shard in shards.items():
         name, _, key = place.rpartition("/")
+        if name in parameters and not parameters[name].tensor.numel():
+            continue  # what is one number for a parameter is not the rank's, which holds no element of it
         whole = by_name.get(name, {}).get(key)
         # Zeros may be made before the first step as well as in it.
         if name in by_name or shard.tensor.any():
             yield from _difference(f"optimizer: {place!r}", shard, whole)
+    yield from _one_memory(optimizer)
     yield from _different_options(prepared.built_optimizer().param_groups, state["optimizer"]["param_groups"])
+
+
+def _one_memory(state: Mapping[Any, Any]) -> Iterator[str]:
+    """Yield two tensors of one memory, which an optimizer that loads them updates twice, as a step count."""
+    places: dict[int, str] = {}
+    for name, key, value in ((name, key, value) for name, of in state.items() for key, value in of.items()):
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not value.numel():
+            continue
+        other = places.setdefault(value.data_ptr(), f"'{name}/{key}'")
+        if other != f"'{name}/{key}'":
+            yield f"optimizer: {other} and '{name}/{key}' are one tensor in memory"
 
 
 # Any: options are numbers, tensors, or whatever else a user's schedule keeps there.

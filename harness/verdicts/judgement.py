@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from shardproof.engine.contract import Capability
+from shardproof.harness.cases.state_form import StateForm
 from shardproof.harness.cases.training import (
     AS_HANDED_OUT,
     AS_HELD,
     HANDED_OUT,
     TAKEN,
-    StateForm,
     Training,
     Watch,
 )

@@ -50,6 +50,7 @@ _REPLICAS = _OF_SOME_REPLICAS | frozenset(
         Capability.STATE,
         Capability.OWN_BUFFERS,
         Capability.LOSS_SCALE,
+        Capability.PARAMETER_ORDER,
         Capability.PARAMETER_SHAPES,
         Capability.LOADED_WEIGHTS,
         Capability.START_FROM_FIRST,
@@ -68,6 +69,7 @@ _WRAPPED = frozenset(
         Capability.CLIP,
         Capability.STATE,
         Capability.LOSS_SCALE,
+        Capability.PARAMETER_ORDER,
         Capability.WRAPPER,
         Capability.LOADED_WEIGHTS,
         Capability.RANK_DEPENDENT_ORDER,
@@ -84,7 +86,6 @@ _WRAPPED = frozenset(
 _OF_SHARES = frozenset({Capability.ZERO1, Capability.ZERO2})
 _TUNED = frozenset(
     {
-        Capability.PARAMETER_ORDER,
         Capability.OVERLAP,
         Capability.ROUND_ROBIN,
         Capability.CHECKPOINTS,
@@ -99,6 +100,7 @@ _SHARES = (
     | {
         Capability.ACCUMULATE,
         Capability.LOADED_WEIGHTS,
+        Capability.PARAMETER_ORDER,
         Capability.RANK_DEPENDENT_ORDER,
         Capability.MIXED_DTYPES,
         Capability.SUM_OF_FORWARDS,

@@ -17,10 +17,16 @@ both_layouts = parametrize("layout", Layout.REPLICATE, Layout.SHARD)
 
 @pytest.mark.rows("T12", "R08")
 @pytest.mark.kills("NeverReducesParts")
-@both_layouts
-def test_a_step_through_one_unit_updates_it_alone(trial: Trial, layout: Layout) -> None:
+@parametrize(
+    "layout, grouping",
+    (Layout.REPLICATE, Grouping.REQUIRED),
+    (Layout.SHARD, Grouping.REQUIRED),
+    (Layout.NATIVE, Grouping.HINT),
+    ids=["replicate", "shard", "native"],
+)
+def test_a_step_through_one_unit_updates_it_alone(trial: Trial, layout: Layout, grouping: Grouping) -> None:
     script = OnePartOnOddSteps(part="layers.0")
-    training = train(MLP_EVEN, layout=layout, grouping=Grouping.REQUIRED, script=script)
+    training = train(MLP_EVEN, layout=layout, grouping=grouping, script=script)
     trial.holds(training, *PARITY)
 
 

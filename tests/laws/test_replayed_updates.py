@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardproof import Evidence, LossScaling, Origin, RanksBefore, Schedule, StateForm, Training
-from shardproof.fixtures.optimizers import ADAMW, SCHEDULED
+from shardproof.fixtures.optimizers import ADAMW, GROUPED, SCHEDULED
 from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.harness.laws.diagnosis import looks_like
 from shardproof.harness.laws.structure import RankShard
@@ -36,7 +36,7 @@ def _take_rate_of_vectors(optimizer: Optimizer, parameter: nn.Parameter) -> None
 
 
 def _keep_first_rate(optimizer: Optimizer, parameter: nn.Parameter) -> None:
-    optimizer.param_groups[0]["lr"] = SCHEDULED.lr / 3
+    optimizer.param_groups[0]["lr"] = GROUPED.lr / 3
 
 
 def _decay_nothing(optimizer: Optimizer, parameter: nn.Parameter) -> None:

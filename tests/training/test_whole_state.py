@@ -60,3 +60,15 @@ def test_zeros_are_one_where_the_state_has_something_of_that_parameter(value: fl
     weight = prepared.module["used"].weight  # type: ignore[index]
     prepared.built_optimizer().state[weight]["momentum_buffer"] = torch.full((2, 2), value)
     assert "optimizer: 'used.weight/momentum_buffer'" in difference(prepared, state)
+
+
+@pytest.mark.parametrize(("is_one", "text"), [(False, ""), (True, "are one tensor in memory")])
+def test_two_tensors_of_one_memory_are_a_difference(is_one: bool, text: str) -> None:
+    prepared, state = trained()
+    count = torch.ones(())
+    for held in prepared.built_optimizer().state.values():
+        held["count"] = torch.ones(())
+    for handed_out in state["optimizer"]["state"].values():
+        handed_out["count"] = count if is_one else count.clone()
+    found = difference(prepared, state)
+    assert found.endswith(text) if text else found == ""

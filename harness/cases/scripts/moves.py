@@ -9,16 +9,21 @@ import torch
 
 from shardproof.engine.contract import Capability
 from shardproof.harness.cases.script import Actor
+from shardproof.harness.cases.state_form import StateForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """The whole state is taken, as a loop does that saves and goes on."""
+    """The state is taken in this form, as a loop does that saves and goes on."""
 
-    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.STATE})
+    form: StateForm = StateForm.WHOLE
+
+    @property
+    def demands(self) -> frozenset[Capability]:
+        return self.form.demands
 
     def play(self, actor: Actor) -> None:
-        actor.save()
+        actor.save(self.form)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,8 @@ class LeavesNothingBehind:
 
     def judge(self, evidence: Evidence) -> Ruling:
         """Compare each count with the fewest bytes of those before it, on every rank."""
+        if leaves_gradients(evidence):
+            return rule(self.name, [], held=NOT_COUNTED)
         broken = [
             f"rank {observation.rank}, {breach}"
             for observation in evidence.ranks
@@ -31,6 +33,19 @@ class LeavesNothingBehind:
         ]
         num_counts = len([count for o in evidence.ranks for count in o.counts if count.shown])
         return rule(self.name, broken, held=f"at {num_counts} moments")
+
+
+# Why memory is not judged where the optimizer leaves gradients.
+NOT_COUNTED = "not counted: gradients that the optimizer does not clear keep the buffers that they lie in"
+
+
+def leaves_gradients(evidence: Evidence) -> bool:
+    """Return whether parameters that the optimizer did not receive have gradients, which nothing clears."""
+    return any(
+        step.gradients.get(name) is not None
+        for step in evidence.oracle.steps
+        for name in evidence.oracle.untrained
+    )
 
 
 def _breaches(observation: Observation) -> Iterator[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shardproof.engine.contract import Cut, Offload
 from shardproof.harness.cases.units import shares_of
 from shardproof.harness.laws.law import Evidence, Ruling, rule
+from shardproof.harness.laws.memory.left_behind import NOT_COUNTED, leaves_gradients
 from shardproof.harness.oracle.oracle_observation import Quantity
 from shardproof.harness.records.observation import Observation
 from shardproof.harness.tracing.memory.memory_report import CensusEntry
@@ -38,6 +39,8 @@ class MemoryIsExplained:
         """Compare every count on every rank with the closed form."""
         if not any(observation.counts for observation in evidence.ranks):
             return rule(self.name, [], held="not counted: these observations hold no census")
+        if leaves_gradients(evidence):
+            return rule(self.name, [], held=NOT_COUNTED)
         broken: list[str] = []
         most = 0
         num_counts = len(evidence.ranks[0].counts)
