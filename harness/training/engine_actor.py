@@ -216,12 +216,19 @@ class EngineActor(Actor):
         self.note(HANDED_OUT, self.difference_from(state) or AS_HELD)
 
     def overflow_in_one_piece(self) -> None:
-        """Make one element of a reduced gradient infinite, on the last ranks to hold shares of gradients."""
-        num_shares = shares_of(self._training.plan, self._context.size).gradients
+        """Make one element of a reduced gradient infinite, on the last ranks to hold shares of gradients.
+
+        If the model is cut, it is an element of what is cut, on the last rank of that axis.
+        """
+        plan = self._training.plan
+        num_shares = shares_of(plan, self._context.size).gradients
         if self._data_rank % num_shares != num_shares - 1:
             return
-        gradients = (p.grad for p in self._prepared.owned_parameters().values() if p.grad is not None)
-        pieces = (g.to_local() if isinstance(g, DTensor) else g for g in gradients)
+        gradients = [p.grad for p in self._prepared.owned_parameters().values() if p.grad is not None]
+        cut = [g for g in gradients if isinstance(g, DTensor) and _is_cut(g, plan.cut_axis)]
+        if cut and not _is_last(cut[0], plan.cut_axis):
+            return
+        pieces = (g.to_local() if isinstance(g, DTensor) else g for g in cut or gradients)
         piece = next(piece for piece in pieces if piece.numel())
         piece[(0,) * piece.dim()] = math.inf
 
@@ -294,3 +301,14 @@ class EngineActor(Actor):
     def _place(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self._training.convert if tensor.is_floating_point() else None
         return tensor.to(self._context.device, dtype or tensor.dtype)
+
+
+def _is_cut(tensor: DTensor, axis: str | None) -> bool:
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return axis in names and tensor.placements[names.index(axis)].is_shard()
+
+
+def _is_last(tensor: DTensor, axis: str | None) -> bool:
+    """Whether this rank is the last one of an axis of a tensor's mesh."""
+    assert axis is not None
+    return tensor.device_mesh.get_local_rank(axis) == tensor.device_mesh[axis].size() - 1

@@ -57,11 +57,17 @@ def _one_memory(state: Mapping[Any, Any]) -> Iterator[str]:
     """Yield two tensors of one memory, which an optimizer that loads them updates twice, as a step count."""
     places: dict[int, str] = {}
     for name, key, value in ((name, key, value) for name, of in state.items() for key, value in of.items()):
-        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not value.numel():
+        if not _has_address(value):
             continue
         other = places.setdefault(value.data_ptr(), f"'{name}/{key}'")
         if other != f"'{name}/{key}'":
             yield f"optimizer: {other} and '{name}/{key}' are one tensor in memory"
+
+
+def _has_address(value: Any) -> bool:
+    """Whether a value is a tensor with elements in one memory of its own."""
+    is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    return is_plain and value.layout is torch.strided and value.numel() > 0
 
 
 # Any: options are numbers, tensors, or whatever else a user's schedule keeps there.
