@@ -145,10 +145,11 @@ def _over_ranks(norm: torch.Tensor, group: dist.ProcessGroup, order: float) -> t
 
 
 class GradScaler(TorchGradScaler):
-    """torch's scaler, except that gradients on the host are unscaled with what has arrived there.
+    """torch's scaler, except that gradients on the host are unscaled with what has arrived there, and all ranks agree.
 
     Torch copies the factor and the flag of an overflow to the host without a wait, so that it may unscale by a factor
-    that has not arrived, and the flag's first value may arrive after an overflow was found (pytorch#176429).
+    that has not arrived, and the flag's first value may arrive after an overflow was found (pytorch#176429). It
+    combines the flag over the axes over which the first gradient is sharded, whatever those of others are.
     """
 
     def _unscale_grads_(
@@ -159,7 +160,30 @@ class GradScaler(TorchGradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         arrived = _arrived(optimizer, inv_scale, found_inf)
-        return super()._unscale_grads_(optimizer, *arrived, allow_fp16)
+        found = super()._unscale_grads_(optimizer, *arrived, allow_fp16)
+        for group in _not_combined(optimizer):
+            for has_overflowed in found.values():
+                dist.all_reduce(has_overflowed, op=dist.ReduceOp.MAX, group=group)
+        return found
+
+
+def _not_combined(optimizer: torch.optim.Optimizer) -> list[dist.ProcessGroup]:
+    """Return the groups over which some gradients are sharded, and not the first one of each device and dtype."""
+    all_groups: dict[dist.ProcessGroup, None] = {}
+    of_firsts: dict[tuple[torch.device, torch.dtype], set[dist.ProcessGroup]] = {}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            groups = _groups_of_shards(gradient)
+            all_groups |= dict.fromkeys(groups)
+            of_firsts.setdefault((gradient.device, gradient.dtype), set(groups))
+    combined = set.intersection(*of_firsts.values()) if of_firsts else set()
+    return [group for group in all_groups if group not in combined and group.size() > 1]
+
+
+def _groups_of_shards(tensor: DTensor) -> list[dist.ProcessGroup]:
+    placements = enumerate(tensor.placements)
+    return [tensor.device_mesh.get_group(axis) for axis, placement in placements if placement.is_shard()]
 
 
 def _arrived(
