@@ -29,7 +29,6 @@ _OF_ANY_CALL = frozenset(
         Capability.COMPLEX,
         Capability.LOSS_SCALE,
         Capability.OWN_BUFFERS,
-        Capability.PARAMETER_ORDER,
         Capability.PARAMETER_SHAPES,
         Capability.RANK_DEPENDENT,
         Capability.RANK_DEPENDENT_UNITS,

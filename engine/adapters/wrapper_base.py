@@ -204,6 +204,7 @@ class WrapperEngine(Engine):
             {Capability.RESHARD_POLICY, Capability.REPLICATE, Capability.HYBRID, Capability.SHARD}
         ),
         "mixed_precision": frozenset({Capability.REDUCE_DTYPE}),
+        "use_orig_params": frozenset({Capability.PARAMETER_ORDER}),
     }
     names: ClassVar[WrapperNames]
     prepared_type: ClassVar[type[PreparedWrapper]]

@@ -294,7 +294,7 @@ class NamesModulesOnceInItsState(FullyShardedDataParallelEngine):
     class Prepared(PreparedFsdp1):
         def full_state(self) -> dict[str, Any]:
             state = super().full_state()
-            once = {n for n, _ in self.named.named_parameters()} | {n for n, _ in self.named.named_buffers()}
+            once = {n for n, _ in self.named.named_parameters()}
             twice = {n for n, _ in self.named.named_parameters(remove_duplicate=False)} - once
             state["model"] = {name: value for name, value in state["model"].items() if name not in twice}
             return state

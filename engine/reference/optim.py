@@ -182,8 +182,9 @@ def _not_combined(optimizer: torch.optim.Optimizer) -> list[dist.ProcessGroup]:
 
 
 def _groups_of_shards(tensor: DTensor) -> list[dist.ProcessGroup]:
-    placements = enumerate(tensor.placements)
-    return [tensor.device_mesh.get_group(axis) for axis, placement in placements if placement.is_shard()]
+    # Not `is_shard`: it is false where two axes of the mesh cut the same dim.
+    axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    return [tensor.device_mesh.get_group(axis) for axis in axes]
 
 
 def _arrived(

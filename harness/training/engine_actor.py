@@ -305,7 +305,7 @@ class EngineActor(Actor):
 
 def _is_cut(tensor: DTensor, axis: str | None) -> bool:
     names = tensor.device_mesh.mesh_dim_names or ()
-    return axis in names and tensor.placements[names.index(axis)].is_shard()
+    return axis in names and not tensor.placements[names.index(axis)].is_replicate()
 
 
 def _is_last(tensor: DTensor, axis: str | None) -> bool:

@@ -43,8 +43,8 @@ def _differences(prepared: PreparedModel, state: dict[str, Any], names: Collecti
         yield f"optimizer: {lost!r} is not there, nor any other"
     for place, shard in shards.items():
         name, _, key = place.rpartition("/")
-        if name in parameters and not parameters[name].tensor.numel():
-            continue  # what is one number for a parameter is not the rank's, which holds no element of it
+        if not shard.global_shape and name in parameters and not parameters[name].tensor.numel():
+            continue  # a count of steps, which FSDP1's ranks do not take for what they hold no element of
         whole = by_name.get(name, {}).get(key)
         # Zeros may be made before the first step as well as in it.
         if name in by_name or shard.tensor.any():

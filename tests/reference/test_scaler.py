@@ -11,10 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as ScalerOfTorch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardproof.engine.reference.fsdp1 import comm_hooks
-from shardproof.engine.reference.optim import ShardedGradScaler
+from shardproof.engine.reference.optim import GradScaler, ShardedGradScaler
 from shardproof.harness.tracing.ledger import Op
 from shardproof.harness.worlds.rank import RankContext
 from tests.reference.ranks import Ranks
@@ -93,6 +96,29 @@ def test_finding_of_one_device_reaches_all_devices_of_all_ranks(ranks: Ranks) ->
         [[0.0], [1.0], [1.0]],
         [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]],
     ]
+
+
+def _overflow_beside(context: RankContext) -> float:
+    """Overflow on one rank, in a gradient over whose first axis the gradient before it is whole."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    parameters = []
+    for row, placements in (
+        (1.0, (Replicate(), Shard(0))),
+        (math.inf, (_StridedShard(0, split_factor=2), Shard(0))),
+    ):
+        found = torch.tensor([row if context.rank == 2 else 1.0])
+        parameter = nn.Parameter(DTensor.from_local(torch.zeros(1), mesh, placements, run_check=False))
+        parameter.grad = DTensor.from_local(found, mesh, placements, run_check=False)
+        parameters.append(parameter)
+    scaler = GradScaler("cpu", init_scale=INIT_SCALE)
+    scaler.scale(torch.ones(()))
+    scaler.step(torch.optim.SGD(parameters, lr=1.0))
+    scaler.update()
+    return scaler.get_scale()
+
+
+def test_ranks_agree_over_the_axes_of_every_gradient(ranks: Ranks) -> None:
+    assert ranks.run(4, _overflow_beside) == [8.0] * 4
 
 
 # --- losses -------------------------------------------------------------------------------------------------------
