@@ -58,16 +58,13 @@ from shardproof.harness.cases.scripts.cuda_device import CountsCopies as CountsC
 from shardproof.harness.cases.scripts.cuda_device import ReplaysAGraph as ReplaysAGraph
 from shardproof.harness.cases.scripts.cuda_device import WatchesPools as WatchesPools
 from shardproof.harness.cases.scripts.eventful import Eventful as Eventful
-from shardproof.harness.cases.scripts.eventful import FailurePoint as FailurePoint
-from shardproof.harness.cases.scripts.eventful import Freezing as Freezing
 from shardproof.harness.cases.scripts.eventful import Interlude as Interlude
 from shardproof.harness.cases.scripts.failures import RAISED as RAISED
+from shardproof.harness.cases.scripts.failures import Fail as Fail
 from shardproof.harness.cases.scripts.failures import FailsFirst as FailsFirst
-from shardproof.harness.cases.scripts.failures import SkipsAFailure as SkipsAFailure
 from shardproof.harness.cases.scripts.interface import Exercise as Exercise
 from shardproof.harness.cases.scripts.interventions import HOOKED as HOOKED
 from shardproof.harness.cases.scripts.interventions import REDUCED as REDUCED
-from shardproof.harness.cases.scripts.interventions import Freezes as Freezes
 from shardproof.harness.cases.scripts.interventions import HoldsBackByTurns as HoldsBackByTurns
 from shardproof.harness.cases.scripts.interventions import HooksGradients as HooksGradients
 from shardproof.harness.cases.scripts.loops import BranchByBranch as BranchByBranch
@@ -79,7 +76,9 @@ from shardproof.harness.cases.scripts.loops import NestInputs as NestInputs
 from shardproof.harness.cases.scripts.loops import SumOfForwards as SumOfForwards
 from shardproof.harness.cases.scripts.moves import ClearPending as ClearPending
 from shardproof.harness.cases.scripts.moves import Convert as Convert
+from shardproof.harness.cases.scripts.moves import Freeze as Freeze
 from shardproof.harness.cases.scripts.moves import GatherByHand as GatherByHand
+from shardproof.harness.cases.scripts.moves import LoadWeights as LoadWeights
 from shardproof.harness.cases.scripts.moves import Save as Save
 from shardproof.harness.cases.scripts.partial_forwards import NUM_CHUNKS as NUM_CHUNKS
 from shardproof.harness.cases.scripts.partial_forwards import AllForwardsFirst as AllForwardsFirst

@@ -19,6 +19,7 @@ from shardproof.harness.errors import UsageError
 Choice = tuple[str, str]  # the name of a dimension, and one of its values
 Combination = frozenset[Choice]  # of several dimensions, one value each
 _MOST_TRIES = 100
+_MOST_MORE = 2  # choices, beside which a combination may make sense
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,11 +129,9 @@ class Space:
 
     def needs(self, program: Program) -> frozenset[Capability]:
         """Return the capabilities that the program's values need of an engine."""
-        return frozenset[Capability]().union(*(self._demands.get(choice, ()) for choice in program.choices))
-
-    @cached_property
-    def _demands(self) -> dict[Choice, frozenset[Capability]]:
-        return {(d.name, value): demands for d in self.dimensions for value, demands in d.demands}
+        return frozenset[Capability]().union(
+            *(demands for d in self.dimensions for value, demands in d.demands if program[d] == value)
+        )
 
     def within(self, capabilities: Collection[Capability]) -> Space:
         """Return the space of the programs that need only these capabilities."""
@@ -206,34 +205,47 @@ class Space:
         return Program(choices=tuple(c for c in program.choices if c[0] in names))
 
     def completion(self, target: Combination) -> Program | None:
-        """Return a valid program of these choices and at most two more, as few as possible; None if there is none."""
-        fixed = dict(target)
-        for more in (((),), combinations(self._choices, 1), combinations(self._enabling, 2)):
-            for choices in more:
-                if fixed.keys().isdisjoint(name for name, _ in choices) and _is_one_each(choices):
-                    program = self.program({**fixed, **dict(choices)})
-                    if self.makes_sense(program):
-                        return program
+        """Return a valid program of these choices and as few more as possible, up to two; None if there is none."""
+        program, fixed = self.program(dict(target)), {name for name, _ in target}
+        completed = (self._completed(program, fixed, more) for more in range(_MOST_MORE + 1))
+        return next((program for program in completed if program), None)
+
+    def _completed(self, program: Program, fixed: Collection[str], more: int) -> Program | None:
+        """Return the program, or a valid one that chooses in up to ``more`` dimensions that are not fixed.
+
+        What a rule excludes, it excludes until one of the values changes that it read.
+        """
+        if self.makes_sense(program):
+            return program
+        watched = _Watched(program, self._by_name)
+        if not more or not next(rule for rule in self._recent if rule.holds(program)).holds(watched):
+            return None
+        for dimension in (d for d in self.dimensions if d.name in watched.asked - set(fixed)):
+            fixed = {*fixed, dimension.name}  # in what follows too, where this dimension has been tried
+            for value in dimension.values[1:]:
+                other = self.program({**dict(program.choices), dimension.name: value})
+                completed = self._completed(other, fixed, more - 1)
+                if completed:
+                    return completed
         return None
 
-    @cached_property
-    def _choices(self) -> tuple[Choice, ...]:
-        return tuple((d.name, value) for d in self.dimensions for value in d.values[1:])
 
-    @cached_property
-    def _enabling(self) -> tuple[Choice, ...]:
-        """The choices that make another choice, or pair of choices, valid that is invalid alone."""
-        found = dict.fromkeys(
-            more
-            for size in (1, 2)
-            for choices in combinations(self._choices, size)
-            if _is_one_each(choices) and not self.makes_sense(self.program(dict(choices)))
-            for more in self._choices
-            if more[0] not in dict(choices)
-            and self.makes_sense(self.program({**dict(choices), more[0]: more[1]}))
-        )
-        return tuple(found)
+class _Watched(Program):
+    """A program that remembers of which dimensions a rule has asked it."""
 
+    def __init__(self, program: Program, names: Collection[str]) -> None:
+        self._program, self._names = program, names
+        self.asked: set[str] = set()
 
-def _is_one_each(choices: Collection[Choice]) -> bool:
-    return len({name for name, _ in choices}) == len(choices)
+    def __getitem__(self, dimension: Dimension) -> str:
+        self.asked.add(dimension.name)
+        return self._program[dimension]
+
+    def contains(self, other: Program) -> bool:
+        self.asked.update(name for name, _ in other.choices)
+        return self._program.contains(other)
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        self.asked.update(self._names)
+        return self._program.choices

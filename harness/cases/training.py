@@ -176,7 +176,7 @@ class Resume:
     """After ``after_steps`` steps a fresh model, prepared under ``plan``, takes over the state.
 
     Without a plan the same model loads it from files, after its parameters were lost, under a new optimizer. If it
-    ``freezes_first``, what a script of the class `Freezes` freezes in the next step is frozen before the state loads.
+    ``freezes_first``, what a move `Freeze` freezes in the next step is frozen before the state loads.
     If it ``undoes_a_step``, the model takes the next step between save and load, which must leave no trace. If it
     ``schedules_later``, the new optimizer's groups lack what a learning rate schedule adds to them, before the load.
     """

@@ -23,8 +23,8 @@ from shardproof.engine.contract import (
     Shard,
     UnsupportedError,
 )
-from shardproof.harness.cases.scripts.eventful import goes_in_turn
-from shardproof.harness.cases.scripts.interventions import Freezes
+from shardproof.harness.cases.scripts.eventful import Eventful, goes_in_turn
+from shardproof.harness.cases.scripts.moves import Freeze
 from shardproof.harness.cases.state_form import StateForm
 from shardproof.harness.cases.training import (
     AFTER_LOADING,
@@ -342,8 +342,9 @@ class _Loop:
         self._num_loads += 1
         wipe(successor)
         self.scale_losses()  # before the load, which must leave the scaler alone
-        if resume is not None and resume.freezes_first and isinstance(script, Freezes):
-            script.freeze(successor.part, step)
+        if resume is not None and resume.freezes_first and isinstance(script, Eventful):
+            for freeze in (move for _, move in script.moves if isinstance(move, Freeze)):
+                freeze.apply(successor.part, step)
         if in_files:
             load_files(successor, form, self._context.folder)
         elif form is StateForm.WHOLE:

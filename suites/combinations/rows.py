@@ -24,6 +24,7 @@ from shardproof.fixtures.programs.model import CUT
 from shardproof.fixtures.programs.dimensions import LAYOUT
 from shardproof.fixtures.programs.space import SPACE
 from shardproof.harness.cases.covering_array import Triples, cover
+from shardproof.harness.cases.space import Dimension
 
 _HERE = Path(__file__).parent
 _ONE_IN = 400  # triples, that a dense program must be the first to have
@@ -237,8 +238,11 @@ def spaces_of(family: str) -> tuple[Space, ...]:
     """
     others = (family, *_JUDGED_TOO.get(family, ()))
     known = tuple(
-        ProgramRule(why=f"contains one of found_{other}.txt", holds=partial(_is_known, other))
+        ProgramRule(
+            why=f"contains {row.program}, of found_{other}.txt", holds=partial(_is_known, other, row.program)
+        )
         for other in others
+        for row in rows_in(f"found_{other}")
     )
     return (
         _space_of(family, known, lacked=LACKED.get(family, frozenset())),
@@ -256,15 +260,15 @@ def _space_of(
     return replace(space, rules=(*space.rules, *rules, *_RULES_OF.get(family, ())))
 
 
-def _is_known(family: str, program: Program) -> bool:
-    known = _found(family)
-    needs = SPACE.needs(program) - OF_CUTS
-    return needs <= FAMILIES[family] and any(program.contains(found) for found in known)
+def _is_known(family: str, found: Program, program: Program) -> bool:
+    return program.contains(found) and all(program[d] != value for d, value in _values_beyond(family))
 
 
 @cache
-def _found(family: str) -> tuple[Program, ...]:
-    return tuple(row.program for row in rows_in(f"found_{family}"))
+def _values_beyond(family: str) -> tuple[tuple[Dimension, str], ...]:
+    """Return the values that need more than a family has, whose programs other rows judge."""
+    has = FAMILIES[family] | OF_CUTS
+    return tuple((d, value) for d in SPACE.dimensions for value, needs in d.demands if not needs <= has)
 
 
 def _needed(rows: Iterable[Row]) -> list[Row]:

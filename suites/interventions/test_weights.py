@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, EachMicrobatch, Eventful, Layout, NamedOptimizer, Offload
-from shardproof import Reshard, Trial
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, Eventful, Interlude, Layout, LoadWeights, NamedOptimizer
+from shardproof import Offload, Reshard, Trial
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.suites.params import param, parametrize
@@ -32,5 +32,5 @@ ON_HOST = "UpdatesTheWeightsOfBeforeALoad"
 def test_trains_on_from_what_was_loaded(
     trial: Trial, optimizer: NamedOptimizer, asked: dict[str, Any], step: int
 ) -> None:
-    loads = Eventful(inner=EachMicrobatch(), loads_at=step)
+    loads = Eventful(moves=((Interlude.BEFORE, LoadWeights(step=step)),))
     trial.holds(train(MLP_UNEVEN, optimizer, script=loads, **asked), *PARITY)

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import RAISED, Accumulation, FailsFirst, Layout, Notes, Reshard, SkipsAFailure, Trial
+from shardproof import (
+    RAISED,
+    Accumulation,
+    Eventful,
+    Fail,
+    FailsFirst,
+    Interlude,
+    Layout,
+    Notes,
+    Reshard,
+    Trial,
+)
 from shardproof.fixtures.mlps import GUARDED
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train, train_sharded
@@ -17,7 +28,7 @@ LAWS = (*PARITY, Notes(subject=RAISED, value="FloatingPointError"))
 @pytest.mark.kills("DropsEarlierBackwards", "NeverRecovers")
 @parametrize("reshard", param(Reshard.AFTER_FORWARD, id="freed"), param(Reshard.KEEP, id="kept"))
 def test_a_forward_that_raised_leaves_nothing_behind(trial: Trial, reshard: Reshard) -> None:
-    script = SkipsAFailure()
+    script = Eventful(moves=((Interlude.END, Fail(keeps_gradients=True)),))
     trial.holds(train_sharded(GUARDED, reshard=reshard, script=script), *LAWS)
 
 

@@ -11,7 +11,7 @@ from shardproof import (
     Accumulation,
     Eventful,
     Evidence,
-    FailurePoint,
+    Fail,
     Interlude,
     Layout,
     Plan,
@@ -99,7 +99,7 @@ def test_buffers_are_sent_in_one_microbatch_of_a_step_alone() -> None:
         assert HeldBackIsSilent().judge(_evidence([once, *_honest()])).record.held
     record = HeldBackIsSilent().judge(_evidence([*sent, *_honest()])).record
     assert "expected no broadcast after that in microbatch 0, got broadcast" in record.summary
-    fails = replace(TRAINING, script=Eventful(failure=FailurePoint.FIRST))
+    fails = replace(TRAINING, script=Eventful(moves=((Interlude.BEFORE, Fail()),)))
     assert HeldBackIsSilent().judge(_evidence([*sent, *_honest()], fails)).record.held
 
 

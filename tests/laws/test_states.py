@@ -10,7 +10,8 @@ import pytest
 from shardproof import Capability, Clip, Law, Layout, Plan, Resume, Schedule, Training
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
-from shardproof.harness.cases.scripts.interventions import Freezes
+from shardproof.harness.cases.scripts.eventful import Eventful, Interlude
+from shardproof.harness.cases.scripts.moves import Freeze
 from shardproof.harness.laws.runtime import Deterministic, ExpectedUnitState, Notes, ShowsTheModel, UnitsAre
 from shardproof.harness.records.observation import Fact, Observation, StepObservation, digest
 from shardproof.harness.records.record import LawRecord
@@ -160,7 +161,7 @@ def test_a_plan_demands_the_capabilities_of_its_training(capability: Capability)
 
 
 def test_the_plan_of_a_resumed_training_demands_them_too() -> None:
-    script = Freezes(parts=("layers.0",), steps=(1,))
+    script = Eventful(moves=((Interlude.BEFORE, Freeze(parts=("layers.0",), steps=(1,))),))
     training = replace(TRAINING, script=script, resume=Resume(after_steps=1, plan=Plan()))
     assert training.resume is not None
     assert training.resume.plan is not None

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -293,3 +294,40 @@ def test_where_no_neighbour_makes_sense_any_program_is_drawn() -> None:
     rule = ProgramRule(why="never", holds=lambda p: bool(p.choices))
     space = Space(dimensions=(Dimension(name="a", values=("0", "1")),), rules=(rule,))
     assert space.varied(Program(), random.Random(3)) == Program()
+
+
+_FEW = _DIGITS.dimensions[:6]
+
+
+def _drawn_rule(rng: random.Random) -> ProgramRule:
+    """Return a rule that reads one value, then perhaps others; or one that forbids or demands choices together."""
+    one, two, three = rng.sample(_FEW, 3)
+    values = [rng.choice(d.values) for d in (one, two, three)]
+    some = _DIGITS.program({one.name: values[0], two.name: values[1]})
+    holds = rng.choice(
+        [
+            lambda p: p[one] == values[0] and (p[two] != values[1] or p[three] == values[2]),
+            lambda p: p[one] != values[0] and p[two] == values[1],
+            lambda p: p.contains(some) and p[three] == values[2],
+            lambda p: not p.contains(some) and p[three] == values[2],
+            lambda p: len(p.choices) == 2,
+        ]
+    )
+    return ProgramRule(why="drawn", holds=holds)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_completion_is_found_exactly_where_two_more_choices_make_sense(seed: int) -> None:
+    rng = random.Random(seed)
+    space = Space(dimensions=_FEW, rules=tuple(_drawn_rule(rng) for _ in range(8)))
+    every = [
+        space.program(dict(zip((d.name for d in _FEW), values, strict=True)))
+        for values in product(*(d.values for d in _FEW))
+    ]
+    for target in rng.sample(sorted(space.combinations, key=sorted), 40):
+        fitting = [p for p in every if target in space.combinations_in(p) and space.makes_sense(p)]
+        num_more = [sum(name not in dict(target) for name, _ in p.choices) for p in fitting]
+        found = space.completion(target)
+        assert (found is None) == (min(num_more, default=3) > 2)
+        assert found is None or found in fitting
+        assert found is None or sum(n not in dict(target) for n, _ in found.choices) == min(num_more)

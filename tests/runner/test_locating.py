@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardproof import Case, Cell, Freezes, MatchesOracle, TrialSession, WorldSpec
+from shardproof import Case, Cell, Eventful, Freeze, Interlude, MatchesOracle, TrialSession, WorldSpec
 from shardproof.engine.contract import Layout, Plan
 from shardproof.engine.registry import shipped_mutants
 from shardproof.fixtures.optimizers import ADAMW, SGD
@@ -113,7 +113,7 @@ def test_probes_change_nothing_and_find_nothing_on_an_engine_that_is_right(
                 TRAINING,
                 optimizer=ADAMW,
                 schedule=Schedule(steps=4),
-                script=Freezes(parts=("layers.0",), steps=(1, 2)),
+                script=Eventful(moves=((Interlude.BEFORE, Freeze(parts=("layers.0",), steps=(1, 2))),)),
                 resume=Resume(after_steps=1, plan=PLAN, freezes_first=True),
             ),
             "state loaded: step 3, all 2 ranks: the parameter after the step of 'layers.0.",

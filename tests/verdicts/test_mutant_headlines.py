@@ -8,9 +8,10 @@ import pytest
 
 from shardproof import (
     Clip,
-    EachMicrobatch,
     Eventful,
+    Interlude,
     Layout,
+    LoadWeights,
     MatchesOracle,
     Offload,
     RanksAgree,
@@ -55,7 +56,7 @@ HEADLINES: dict[str, tuple[Training, str, str]] = {
             SGD,
             layout=Layout.ZERO2,
             offload=Offload.OPTIMIZER,
-            script=Eventful(inner=EachMicrobatch(), loads_at=1),
+            script=Eventful(moves=((Interlude.BEFORE, LoadWeights(step=1)),)),
         ),
         TWO_RANKS,
         r"step 1, parameter .*: updated from what training had made of it: weights that were loaded since are lost;",

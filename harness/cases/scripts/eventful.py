@@ -1,4 +1,4 @@
-"""A script that wraps another one: it adds forwards, freezes parts, and changes the form of inputs and backwards."""
+"""A script that wraps another one: it adds moves, and changes the form of inputs and backwards."""
 
 from __future__ import annotations
 
@@ -10,15 +10,8 @@ import torch
 
 from shardproof.engine.contract import Capability
 from shardproof.harness.cases.batch import ModelBatch
-from shardproof.harness.cases.script import (
-    Actor,
-    EachMicrobatch,
-    Move,
-    Script,
-    load_weights,
-    with_gradients,
-)
-from shardproof.harness.cases.scripts.failures import RAISED
+from shardproof.harness.cases.script import Actor, EachMicrobatch, Move, Script, with_gradients
+from shardproof.harness.cases.scripts.failures import Fail
 
 
 def goes_in_turn(script: Script) -> bool:
@@ -35,53 +28,31 @@ class Interlude(Enum):
     END = "after its last backward, before the optimizer steps"
 
 
-class FailurePoint(Enum):
-    """When a forward of a step raises FloatingPointError, which the model must do for NaN inputs."""
-
-    NONE = "never"
-    FIRST = "before the step's other forwards"
-    LAST = "after the last backward, whose gradients stay"
-    AGAIN = "after the last backward; gradients are cleared, and the step is done again"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Freezing:
-    """A part of the model that is frozen in some steps and trains in others."""
-
-    part: str
-    steps: tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eventful:
     """Play ``inner`` with these events, and each of the ``moves`` at its moment.
 
     ``by_keyword`` passes the rows to forward as ``rows=``, and ``inputs_have_gradients`` as leaves that get one.
     ``backward_by_halves`` runs two backwards through the graph of each forward, each of half the loss. If units are
-    ``kept_until_last``, they stay gathered after each backward but that of the last microbatch. In the step
-    ``loads_at`` the user first loads other weights into the module.
+    ``kept_until_last``, they stay gathered after each backward but that of the last microbatch. If it
+    ``fails_and_starts_again``, a forward after the last backward of each step raises, gradients are cleared, and all
+    but the first moves are made again.
     """
 
     inner: Script = field(default_factory=EachMicrobatch)
     moves: tuple[tuple[Interlude, Move], ...] = ()
-    failure: FailurePoint = FailurePoint.NONE
+    fails_and_starts_again: bool = False
     by_keyword: bool = False
     inputs_have_gradients: bool = False
     backward_by_halves: bool = False
     kept_until_last: bool = False
-    freezing: Freezing | None = None
-    loads_at: int | None = None
 
     @property
     def demands(self) -> frozenset[Capability]:
         asked = {
-            Capability.RECOVER: self.failure is not FailurePoint.NONE,
-            Capability.RECOVER_KEEPING: self.failure is FailurePoint.LAST,
+            Capability.RECOVER: self.fails_and_starts_again,
             Capability.UNIT_SYNC: self.backward_by_halves,  # as for other backwards through one graph
-            Capability.FREEZE: self.freezing is not None,
-            Capability.UNUSED: self.freezing is not None,
             Capability.KEEP_AFTER_BACKWARD: self.kept_until_last,
-            Capability.LOADED_WEIGHTS: self.loads_at is not None,
         }
         of_moves = [move.demands for _, move in self.moves]
         return self.inner.demands.union(*of_moves, (c for c, is_asked in asked.items() if is_asked))
@@ -90,21 +61,18 @@ class Eventful:
         """Return whether the loop makes one of these moves."""
         return any(move in moves for _, move in self.moves)
 
+    @property
+    def fails(self) -> bool:
+        """Whether some forward raises."""
+        return self.fails_and_starts_again or any(isinstance(move, Fail) for _, move in self.moves)
+
     def play(self, actor: Actor) -> None:
-        if actor.step == self.loads_at:
-            load_weights(actor.part(""))
-        if self.freezing is not None:
-            actor.part(self.freezing.part).requires_grad_(actor.step not in self.freezing.steps)
-        if self.failure is FailurePoint.FIRST:
-            self._fail(actor)
         self.interlude(actor, Interlude.BEFORE)
-        if self.failure is FailurePoint.AGAIN:
+        if self.fails_and_starts_again:
             self.inner.play(self._around(actor, is_counted=False))
-            self._fail(actor)
+            Fail().play(actor)
             actor.zero_grad()
         self.inner.play(self._around(actor))
-        if self.failure is FailurePoint.LAST:
-            self._fail(actor)
         self.interlude(actor, Interlude.END)
 
     def interlude(self, actor: Actor, moment: Interlude) -> None:
@@ -115,16 +83,6 @@ class Eventful:
 
     def _around(self, actor: Actor, *, is_counted: bool = True) -> Actor:
         return cast(Actor, _Proxy(actor, self, is_counted=is_counted))  # it delegates all other methods
-
-    def _fail(self, actor: Actor) -> None:
-        (rows,) = actor.batch(actor.num_microbatches - 1).inputs
-        try:
-            actor.forward(actor.num_microbatches - 1, torch.full_like(rows, torch.nan))
-        except FloatingPointError as error:
-            actor.note(RAISED, type(error).__name__)
-        else:
-            actor.note(RAISED, "nothing")
-        actor.recover()
 
 
 class _Proxy:

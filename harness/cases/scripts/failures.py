@@ -25,36 +25,37 @@ class FailsFirst:
     def play(self, actor: Actor) -> None:
         for microbatch in range(actor.num_microbatches - 1):
             _train(actor, microbatch, is_counted=False)
-        _fail(actor, actor.num_microbatches - 1)
+        Fail().play(actor)
         actor.zero_grad()
         for microbatch in range(actor.num_microbatches):
             _train(actor, microbatch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SkipsAFailure:
-    """After the last microbatch of a step one more makes the model raise; the optimizer steps without it.
+class Fail:
+    """A move: a forward of the last microbatch raises, as for `FailsFirst`, and is skipped.
 
-    As for `FailsFirst`, the model must raise FloatingPointError for NaN inputs.
+    Of the step's own gradients, those of earlier backwards stay where it ``keeps_gradients``.
     """
 
-    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.RECOVER, Capability.RECOVER_KEEPING})
+    keeps_gradients: bool = False
+
+    @property
+    def demands(self) -> frozenset[Capability]:
+        return frozenset(
+            {Capability.RECOVER, *([Capability.RECOVER_KEEPING] if self.keeps_gradients else [])}
+        )
 
     def play(self, actor: Actor) -> None:
-        for microbatch in range(actor.num_microbatches):
-            _train(actor, microbatch)
-        _fail(actor, actor.num_microbatches - 1)
-
-
-def _fail(actor: Actor, microbatch: int) -> None:
-    inputs = (torch.full_like(x, torch.nan) for x in actor.batch(microbatch).inputs)
-    try:
-        actor.forward(microbatch, *inputs)
-    except FloatingPointError as error:
-        actor.note(RAISED, type(error).__name__)
-    else:
-        actor.note(RAISED, "nothing")
-    actor.recover()
+        microbatch = actor.num_microbatches - 1
+        inputs = (torch.full_like(x, torch.nan) for x in actor.batch(microbatch).inputs)
+        try:
+            actor.forward(microbatch, *inputs)
+        except FloatingPointError as error:
+            actor.note(RAISED, type(error).__name__)
+        else:
+            actor.note(RAISED, "nothing")
+        actor.recover()
 
 
 def _train(actor: Actor, microbatch: int, *, is_counted: bool = True) -> None:

@@ -1,14 +1,12 @@
-"""Loops in which the caller looks at gradients, clears or freezes them."""
+"""Loops in which the caller looks at gradients, or clears them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from shardproof.engine.contract import Capability, Shard, shard_of
 from shardproof.harness.cases.script import Actor, EachMicrobatch, train_microbatch
@@ -16,7 +14,6 @@ from shardproof.harness.cases.script import Actor, EachMicrobatch, train_microba
 __all__ = [
     "HOOKED",
     "REDUCED",
-    "Freezes",
     "HoldsBackByTurns",
     "HooksGradients",
 ]
@@ -48,27 +45,6 @@ class HoldsBackByTurns:
             if microbatch == 3 and self.clears:
                 actor.part("").zero_grad()
             train_microbatch(actor, microbatch)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Freezes:
-    """A plain loop that freezes these parts in some steps and trains them in others, with evaluations between."""
-
-    parts: tuple[str, ...]
-    steps: tuple[int, ...]
-    evaluates: bool = False
-    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.FREEZE, Capability.UNUSED})
-
-    def freeze(self, part: Callable[[str], nn.Module], step: int) -> None:
-        """Freeze or unfreeze the parts of a model, which ``part`` finds by name, for a step."""
-        for name in self.parts:
-            part(name).requires_grad_(step not in self.steps)
-
-    def play(self, actor: Actor) -> None:
-        self.freeze(actor.part, actor.step)
-        if self.evaluates:
-            actor.evaluate(0)
-        EachMicrobatch().play(actor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

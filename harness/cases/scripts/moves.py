@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import nn
 
 from shardproof.engine.contract import Capability
-from shardproof.harness.cases.script import Actor
+from shardproof.harness.cases.script import Actor, load_weights
 from shardproof.harness.cases.state_form import StateForm
 
 
@@ -61,3 +63,37 @@ class GatherByHand:
         if self.are_freed:
             for unit in units:
                 unit.reshard()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freeze:
+    """These parts of the model are frozen in some steps, and train in the others.
+
+    What is frozen ``for_good`` is frozen once, in the first of the steps, and left so.
+    """
+
+    parts: tuple[str, ...]
+    steps: tuple[int, ...]
+    for_good: bool = False
+    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.FREEZE, Capability.UNUSED})
+
+    def play(self, actor: Actor) -> None:
+        if not self.for_good or actor.step == self.steps[0]:
+            self.apply(actor.part, actor.step)
+
+    def apply(self, part: Callable[[str], nn.Module], step: int) -> None:
+        """Freeze or unfreeze the parts of a model, which ``part`` finds by name, for a step."""
+        for name in self.parts:
+            part(name).requires_grad_(step not in self.steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadWeights:
+    """In this step the user loads other weights into the module."""
+
+    step: int
+    demands: ClassVar[frozenset[Capability]] = frozenset({Capability.LOADED_WEIGHTS})
+
+    def play(self, actor: Actor) -> None:
+        if actor.step == self.step:
+            load_weights(actor.part(""))

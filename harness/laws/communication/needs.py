@@ -17,7 +17,7 @@ import torch
 
 from shardproof.engine.contract import Accumulation, Capability, Cut, Layout
 from shardproof.harness.cases.script import Probe
-from shardproof.harness.cases.scripts.eventful import Eventful, FailurePoint, goes_in_turn
+from shardproof.harness.cases.scripts.eventful import Eventful, goes_in_turn
 from shardproof.harness.cases.training import Training
 from shardproof.harness.cases.units import UnitParameters, chunked_buffer_numel, groups_of
 from shardproof.harness.laws.communication.bounds import ledgers, when
@@ -87,7 +87,7 @@ def _sent_again(entries: Sequence[Entry], training: Training) -> Iterator[tuple[
 
     A rank may leave out microbatches. A forward that fails counts as the last microbatch's, whenever it is.
     """
-    if isinstance(training.script, Eventful) and training.script.failure is not FailurePoint.NONE:
+    if isinstance(training.script, Eventful) and training.script.fails:
         return
     first: dict[int, int] = {}
     for e in entries:
