@@ -158,7 +158,7 @@ DECIDED_BY: Mapping[str, frozenset[Capability]] = {
     "reshard_after_forward": frozenset({Capability.RESHARD_POLICY, Capability.RESHARD_PART}),
     "mp_policy": frozenset({Capability.COMPUTE_DTYPE, Capability.REDUCE_DTYPE, Capability.UNIT_DTYPES}),
     "offload_policy": frozenset({Capability.CPU_OFFLOAD}),
-    "shard_placement_fn": frozenset({Capability.SHARD_DIM}),
+    "shard_placement_fn": frozenset({Capability.SHARD_DIM, Capability.EXPERTS}),
 }
 """The capabilities that options of ``fully_shard`` and ``replicate`` take from a plan."""
 

@@ -100,7 +100,8 @@ class DistributedDataParallelEngine(Engine):
         }
     )
     decided_by: ClassVar[Mapping[str, frozenset[Capability]]] = {
-        "bucket_cap_mb": frozenset({Capability.BUCKETS})
+        "bucket_cap_mb": frozenset({Capability.BUCKETS}),
+        "forward_sync_buffers": frozenset({Capability.OWN_BUFFERS}),
     }
     prepared_type: ClassVar[type[PreparedDdp]] = PreparedDdp
     options: ClassVar[Mapping[str, Any]] = {}

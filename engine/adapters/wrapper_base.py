@@ -203,8 +203,13 @@ class WrapperEngine(Engine):
         "sharding_strategy": frozenset(
             {Capability.RESHARD_POLICY, Capability.REPLICATE, Capability.HYBRID, Capability.SHARD}
         ),
+        "auto_wrap_policy": frozenset({Capability.UNITS}),
         "mixed_precision": frozenset({Capability.REDUCE_DTYPE}),
-        "use_orig_params": frozenset({Capability.PARAMETER_ORDER}),
+        "cpu_offload": frozenset({Capability.CPU_OFFLOAD}),
+        "use_orig_params": frozenset({Capability.PARAMETER_ORDER, Capability.WRAPPER}),
+        "backward_prefetch": frozenset({Capability.WRAPPER}),
+        "forward_prefetch": frozenset({Capability.WRAPPER}),
+        "sync_module_states": frozenset({Capability.START_FROM_FIRST}),
     }
     names: ClassVar[WrapperNames]
     prepared_type: ClassVar[type[PreparedWrapper]]
@@ -227,6 +232,8 @@ def _open(
         plan.refuse_options_of_shards()
     _expect_warnings()
     units = {module for unit in plan.units for module in members(model, unit)}
+    own_options = dict(call_options)
+    policy = own_options.pop("auto_wrap_policy", names.CustomPolicy(lambda module: module in units))
     options = plan.wrapper or Wrapper()
     asked = {
         "device_id": next(model.parameters()).device,
@@ -240,10 +247,10 @@ def _open(
         "limit_all_gathers": options.limit_all_gathers,
         "sync_module_states": Capability.START_FROM_FIRST in plan.demands,
         **_ranks(plan, mesh, by_groups=options.by_groups),
-        **call_options,
+        **own_options,
     }
     wrap = partial(names.FullyShardedDataParallel, **asked)
-    root = wrap(model, auto_wrap_policy=names.CustomPolicy(lambda module: module in units))
+    root = wrap(model, auto_wrap_policy=policy)
     if plan.reshard is Reshard.AFTER_FORWARD:
         # The root always keeps its gathered parameters until backward: make the root a wrapper that owns none.
         root = wrap(root)
