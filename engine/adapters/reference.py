@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -57,6 +57,11 @@ class PreparedReference(PreparedComposable):
             model, optimizer = get_state_dict(self.module, self.built_optimizer())
         self._load(_part_of(state["model"], model), _part_of(state["optimizer"], optimizer))
 
+    def shared_state(self) -> dict[str, Any]:
+        """Return this rank's shares, with entries to load into of what is frozen too: torch's function makes none."""
+        with self._thawed(self._named_parameters()):
+            return super().shared_state()
+
     def load_shared_state(self, state: dict[str, Any]) -> None:
         self._load(state["model"], state["optimizer"])
 
@@ -79,23 +84,30 @@ class PreparedReference(PreparedComposable):
     def _loadable(self, state: dict[str, Any]) -> Iterator[None]:
         """Thaw parameters that have state, and hide gradients, for torch's functions.
 
-        They load no state of frozen parameters (pytorch#192202), and where there are gradients they take a new
-        optimizer for one that has state (pytorch#140898).
+        Where there are gradients they take a new optimizer for one that has state (pytorch#140898).
         """
-        named = self._named_parameters()
-        frozen = [p for name, p in named.items() if not p.requires_grad and name in state["state"]]
-        gradients = [(p, p.grad) for p in named.values() if p.grad is not None]
-        for parameter in frozen:
-            parameter.requires_grad_(True)
+        gradients = [(p, p.grad) for p in self._named_parameters().values() if p.grad is not None]
         for parameter, _ in gradients:
             parameter.grad = None
+        try:
+            with self._thawed(state["state"]):
+                yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+    @contextmanager
+    def _thawed(self, names: Collection[str]) -> Iterator[None]:
+        """Thaw these parameters for torch's functions, which load no state of frozen ones (pytorch#192202)."""
+        named = self._named_parameters().items()
+        frozen = [p for name, p in named if not p.requires_grad and name in names]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
         try:
             yield
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(False)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
 
 
 # Any: states are nested dicts and lists of tensors and other values.
