@@ -1,6 +1,6 @@
 """A layer that is frozen after a forward trains on in the next step. Needs torch alone.
 
-torchrun --nproc-per-node 2 this_file.py. torch/distributed/fsdp/_fully_shard/_fsdp_param.py: after a forward that leaves
+torchrun --nproc-per-node 2 this_file.py. torch/distributed/fsdp/_fully_shard/_fsdp_param.py: after a forward that keeps
 a unit gathered, the module shows the whole parameters, and only they are frozen
 """
 
