@@ -353,6 +353,9 @@ class PreparedModel:
     def recover(self) -> None:
         """Discard a forward that raised an exception, so that training can continue; called on every rank."""
 
+    def close(self) -> None:
+        """Release what the engine keeps of the model for itself; called where another model takes its place."""
+
     def shown_parameters(self) -> Mapping[str, Shard]:
         """Read every parameter as its module shows it now: whole, or this rank's shard; never communicates."""
         return {name: shard_of(p) for name, p in self._named_parameters().items()}

@@ -106,6 +106,10 @@ class PreparedDeepSpeed(PreparedPieces):
         dist.barrier()
         self._engine.load_checkpoint(folder, tag=_UNIVERSAL if self._is_resized else _TAG)
 
+    def close(self) -> None:
+        """Destroy the engine, whose hooks keep the model otherwise."""
+        self._engine.destroy()
+
     def step(self) -> None:
         """Let the engine step, which also clears gradients."""
         self._engine.step()

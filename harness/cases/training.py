@@ -131,6 +131,7 @@ class LossScaling:
 
 
 LOSS_SCALE = "the loss scale"  # the loop notes it after each step
+INFINITE_NORM = "the norm of gradients of which one element is infinite"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

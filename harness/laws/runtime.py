@@ -13,6 +13,7 @@ from shardproof.harness.cases.training import (
     AS_SHOWN,
     BEFORE_LOADING,
     HELD,
+    INFINITE_NORM,
     LOSS_SCALE,
     RANDOM,
     LossScaling,
@@ -158,7 +159,10 @@ class DrawsApart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalesLosses:
-    """A step that overflows on any rank halves the factor of the losses on all ranks; no other step does."""
+    """A step that overflows on any rank halves the factor of the losses on all ranks; no other step does.
+
+    The norm of gradients of which one element is infinite is infinite: NaN would spread to all that is clipped by it.
+    """
 
     scaling: LossScaling
     name: str = "ranks skip steps and change the loss scale together"
@@ -171,6 +175,11 @@ class ScalesLosses:
             f"step {step}, rank {rank}: expected {LOSS_SCALE} {expected}, got {got}{overflow}"
             for rank, step, seen in _steps(evidence)
             if (got := _value(seen, "", LOSS_SCALE)) != (expected := str(self.scaling.after(step)))
+        ]
+        broken += [
+            f"step {step}, rank {rank}: expected {INFINITE_NORM} to be infinite, got {norm}"
+            for rank, step, seen in _steps(evidence)
+            if (norm := _value(seen, "", INFINITE_NORM)) not in {_NOTHING, "inf"}
         ]
         return rule(self.name, broken, held=f"in every step on {evidence.world_size} ranks")
 

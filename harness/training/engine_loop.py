@@ -33,6 +33,7 @@ from shardproof.harness.cases.training import (
     BEFORE_LOADING,
     HANDED_OUT,
     HELD,
+    INFINITE_NORM,
     LOADED,
     LOSS_SCALE,
     RANDOM,
@@ -138,8 +139,6 @@ def train(
     for step in range(training.schedule.steps):
         if training.resume is not None and step == training.resume.after_steps:
             plan = training.resume.plan
-            if plan is not None and watches.census is not None:
-                watches.census.set_aside()
             fresh = None if plan is None else prepare(plan)
             with loop.noting_generator():
                 loop.resume_in(fresh, step, training.resume.form)
@@ -337,6 +336,7 @@ class _Loop:
             lacks_schedules = resume is not None and resume.schedules_later
             successor.optimizer(_to_be_loaded(self.schedules.factory, lacks_schedules=lacks_schedules))
         if fresh is not None:  # else the model has the gradients that the loop has left, None or zeros
+            self.prepared.close()
             fresh.settle()
             self._preparation = fresh
         self._num_loads += 1
@@ -423,8 +423,9 @@ class _Loop:
         self._count(actor, CensusTime.REDUCED)
         norm = None
         self._probe_gradients(Seen.REDUCED, step)
+        is_infinite = is_skipped and schedule.scaling is not None and schedule.scaling.in_one_piece
         if scaled is not None:
-            if is_skipped and schedule.scaling is not None and schedule.scaling.in_one_piece:
+            if is_infinite:
                 actor.overflow_in_one_piece()
             with recorder.during(Phase.STEP, step=step):
                 scaled.unscale()
@@ -432,6 +433,8 @@ class _Loop:
         if schedule.clip is not None:
             with recorder.during(Phase.STEP, step=step):
                 norm = read_norm(prepared, schedule.clip.max_norm, schedule.clip.norm_type)
+            if is_infinite:
+                actor.note(INFINITE_NORM, norm)
             if self._probes is not None and not is_skipped:
                 self._probes.norm(step, norm)
             self._probe_gradients(Seen.CLIPPED, step)

@@ -320,16 +320,6 @@ def test_after_a_handover_the_later_plan_explains_what_is_held(step: int) -> Non
     assert _ruling(wholes, SHARES, training=resumed, step=step).record.held == (step == 1)
 
 
-def test_what_a_model_held_that_another_replaced_is_not_counted() -> None:
-    census, _ = _census()
-    census.made(before := torch.ones(8), "ones")
-    census.set_aside()
-    census.made(after := torch.ones(4), "ones")
-    census.take(0, CensusTime.STEPPED, None)
-    assert [count.num_bytes for count in census.counts] == [after.nbytes]
-    assert before.nbytes > after.nbytes
-
-
 def test_observations_without_a_census_are_reported_as_such() -> None:
     record = MemoryIsExplained().judge(evidence_of(_training())).record
     assert record.held

@@ -128,11 +128,6 @@ class Census:
                 seen.is_output |= are_outputs
                 seen.is_users |= not are_outputs
 
-    def set_aside(self) -> None:
-        """Exclude all storages so far: those of a model that another one replaces, which may live on in cycles."""
-        for seen in self._seen.values():
-            seen.is_users = True
-
     def end_backwards(self) -> None:
         """Count from now on outputs that the user does not hold for good."""
         for seen in self._seen.values():
