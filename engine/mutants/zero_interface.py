@@ -220,9 +220,9 @@ class OverlapsThoughItIsNotTo(Zero2Engine):
 
 
 class _WaitsAtOnce(Zero2):
-    def reduce_early(self, piece: OwnPiece, _: torch.Tensor) -> None:
+    def reduce_early(self, piece: OwnPiece) -> None:
         """Wait where the reduction is issued."""
-        super().reduce_early(piece, _)
+        super().reduce_early(piece)
         for reduction in self._pending[-1:]:
             reduction.work.wait()
 
@@ -247,10 +247,10 @@ class _AsTheyArrive(Zero2):
     def _note(self, piece: OwnPiece, _: torch.Tensor) -> None:
         self._came.append(piece)
 
-    def reduce_early(self, piece: OwnPiece, _: torch.Tensor) -> None:
+    def reduce_early(self, piece: OwnPiece) -> None:
         """Reduce next the gradient that has just arrived."""
         self._order = _first([*(reduction.piece for reduction in self._pending), piece], self._order)
-        super().reduce_early(piece, _)
+        super().reduce_early(piece)
 
     def reduce(self) -> None:
         """Reduce in the order of arrival."""

@@ -7,6 +7,7 @@ is shorter if the ranks do not divide the parameter.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,8 +77,9 @@ class Zero2:
         # Equal on all ranks, and roughly the order in which backward computes gradients.
         self._order = tuple(reversed(self.pieces.values()))
         self._arrived: set[int] = set()
-        for piece in self._order if overlaps else ():
-            piece.parameter.register_post_accumulate_grad_hook(partial(self.reduce_early, piece))
+        for name, piece in self.pieces.items() if overlaps else ():
+            hook = partial(_reduce_early, weakref.ref(self), name)
+            piece.parameter.register_post_accumulate_grad_hook(hook)
 
     @property
     def rank(self) -> int:
@@ -99,7 +101,7 @@ class Zero2:
         finally:
             self._is_synchronising = True
 
-    def reduce_early(self, piece: OwnPiece, _: torch.Tensor) -> None:
+    def reduce_early(self, piece: OwnPiece) -> None:
         """Start to reduce accumulated gradients as they arrive, unless `no_sync` holds them back.
 
         A gradient waits for its predecessors in the common order, because ranks may use parameters in different orders.
@@ -184,3 +186,10 @@ class Zero2:
         padded[: piece.own.numel()].copy_(piece.own)
         whole = piece.parameter.new_empty(piece.length * self._group.size())
         return _all_gather(whole, padded, group=self._group, async_op=True), whole
+
+
+def _reduce_early(reference: weakref.ref[Zero2], name: str, _: torch.Tensor) -> None:
+    """Reduce by an engine that a parameter's hook does not keep: Python's collector sees no cycle through autograd."""
+    engine = reference()
+    if engine is not None:
+        engine.reduce_early(engine.pieces[name])
