@@ -35,8 +35,8 @@ class Eventful:
     ``by_keyword`` passes the rows to forward as ``rows=``, and ``inputs_have_gradients`` as leaves that get one.
     ``backward_by_halves`` runs two backwards through the graph of each forward, each of half the loss. If units are
     ``kept_until_last``, they stay gathered after each backward but that of the last microbatch. If it
-    ``fails_and_starts_again``, a forward after the last backward of each step raises, gradients are cleared, and all
-    but the first moves are made again.
+    ``fails_and_starts_again``, a forward after the last backward of each step raises, gradients are cleared, and the
+    forwards and backwards are done again, with the moves among them and after them.
     """
 
     inner: Script = field(default_factory=EachMicrobatch)
