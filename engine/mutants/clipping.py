@@ -234,3 +234,13 @@ class ClipsEachRootByItsOwnNorm(ReferenceEngine):
             for root in self._roots():
                 clip_grad_norm_(root.parameters(), max_norm, norm_type)
             return total
+
+
+@mutant(after="deepspeedai/DeepSpeed#7171", trace=Trace.STATE)
+class MakesNanOfAnInfiniteNorm(ReferenceEngine):
+    """A norm that is infinite is returned as NaN."""
+
+    class Prepared(PreparedReference):
+        def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+            norm = super().clip_grad_norm_(max_norm, norm_type)
+            return norm if math.isfinite(norm) else math.nan

@@ -231,3 +231,14 @@ def _cut_from_a_whole(sharded: DTensor) -> DTensor:
     view = whole[: local.numel()].view(local.shape)
     view.copy_(local)
     return in_place_of(sharded, view)
+
+
+@mutant(after="NVIDIA/Megatron-LM#6230", trace=Trace.STATE)
+class KeepsModelsThatWereReplaced(ReferenceEngine):
+    """Every model that was prepared stays in memory."""
+
+    models: ClassVar[list[nn.Module]] = []
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        self.models.append(model)
+        return super().prepare(model, plan, mesh)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
-from shardproof.engine.contract import PreparedModel
+from shardproof.engine.contract import OptimizerFactory, PreparedModel
 from shardproof.engine.mutants.fsdp2_insides import reference_groups
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import changing, local, unchanged
@@ -97,6 +97,20 @@ class SettlesForEverWhatIsFrozen(ReferenceEngine):
             for parameter in self.owned_parameters().values():
                 parameter.requires_grad_()
             return super().__call__(*inputs, **named)
+
+
+@mutant(after="luxonis/luxonis-train#358", phase="step")
+class NeverUpdatesWhatThawed(ReferenceEngine):
+    """Parameters that were frozen when the optimizer was built are never updated."""
+
+    class Prepared(PreparedReference):
+        def optimizer(self, factory: OptimizerFactory) -> None:
+            super().optimizer(factory)
+            self._frozen = [p for p in self.owned_parameters().values() if not p.requires_grad]
+
+        def step(self) -> None:
+            with unchanged(self._frozen):
+                super().step()
 
 
 @mutant(after="pytorch/pytorch#105371", trace=Trace.COMMUNICATION)
