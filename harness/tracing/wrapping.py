@@ -41,13 +41,19 @@ class WrapperCalls:
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._calls = dict[tuple[str, str], list[str]]()
+        self._calls = dict[tuple[str, tuple[str, ...]], list[str]]()
         self._depth = 0
 
     def __str__(self) -> str:
-        shown = [_spelled(name, options, modules) for (name, options), modules in self._calls.items()]
+        shown = [
+            _spelled(name, ", ".join(options), modules) for (name, options), modules in self._calls.items()
+        ]
         more = [f"{len(shown) - _MOST_CALLS} more calls"] if len(shown) > _MOST_CALLS else []
         return "; ".join([*shown[:_MOST_CALLS], *more])
+
+    def options_of(self, function: str) -> frozenset[str]:
+        """Return the options of all calls of a function, as ``name=value``; what has its default value is none."""
+        return frozenset(option for name, options in self._calls if name == function for option in options)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -78,12 +84,12 @@ class WrapperCalls:
         modules = list(modules) if isinstance(modules, list | tuple) else [modules]
         shown = [self._names[id(module)] or "the model" for module in modules if id(module) in self._names]
         defaults = _defaults(frame)
-        options = [
+        options = tuple(
             f"{key}={_shown(value)}"
             for key, value in given.items()
             if key not in _OF_THE_WORLD and not _is_default(value, defaults.get(key))
-        ]
-        self._calls.setdefault((name, ", ".join(options)), []).extend(shown)
+        )
+        self._calls.setdefault((name, options), []).extend(shown)
 
 
 def _spelled(name: str, options: str, modules: list[str]) -> str:
