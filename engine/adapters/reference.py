@@ -55,6 +55,12 @@ class PreparedReference(PreparedComposable):
         """Load this rank's part of each tensor: torch's function does not support uneven shards of sharded tensors."""
         with self._loadable(state["optimizer"]):
             model, optimizer = get_state_dict(self.module, self.built_optimizer())
+        made: Any = optimizer[
+            "state"
+        ]  # of what was frozen when the optimizer was made there is no entry to load into
+        for name, parameter in self._named_parameters().items():
+            saved = state["optimizer"]["state"].get(name, {})
+            made.setdefault(name, {key: _like(parameter, value) for key, value in saved.items()})
         self._load(_part_of(state["model"], model), _part_of(state["optimizer"], optimizer))
 
     def shared_state(self) -> dict[str, Any]:
@@ -117,6 +123,12 @@ def _restore_empty_groups(optimizer: torch.optim.Optimizer, state: dict[str, Any
     empty = [group for group in optimizer.param_groups if not group["params"]]
     for group, options in zip(empty, saved, strict=True):
         group.update({name: value for name, value in options.items() if name != "params"})
+
+
+def _like(parameter: nn.Parameter, value: Any) -> Any:
+    """Return zeros in the form of a parameter if a value has its shape, as moments do; otherwise the value."""
+    is_moment = isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape
+    return torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False) if is_moment else value
 
 
 def _part_of(whole: Any, own: Any) -> Any:

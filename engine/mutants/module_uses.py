@@ -248,3 +248,22 @@ def _ties(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         uses.setdefault(parameter, []).append(name)
     return [names for names in uses.values() if len(names) > 1]
+
+
+@mutant(after="modelscope/ms-swift#10157", phase="backward")
+class MistakesViewsOfOneStorage(ReferenceEngine):
+    """Of views of one tensor that a forward saves, all have the values of the first."""
+
+    class Prepared(PreparedReference):
+        def __call__(self, *inputs: Any, **named: Any) -> Any:  # Any: a model returns any type
+            first: dict[object, torch.Tensor] = {}
+
+            def pack(tensor: torch.Tensor) -> torch.Tensor:
+                if (base := tensor._base) is None or base.is_leaf:  # such as a view of a weight
+                    return tensor
+                return first.setdefault((base.data_ptr(), tensor.shape), tensor)
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+                return super().__call__(*inputs, **named)
+
+    prepared_type = Prepared

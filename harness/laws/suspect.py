@@ -13,6 +13,7 @@ from shardproof.harness.cases.training import Clip
 from shardproof.harness.laws.law import Evidence
 from shardproof.harness.oracle.absolute_error import deviation, largest
 from shardproof.harness.oracle.oracle_observation import OracleObservation, OracleStep, Quantity, TensorKey
+from shardproof.harness.torch_compat.dtypes import widened
 
 # A hypothesis must fit this many times better than the error it explains; otherwise a small defect would fit similar
 # hypotheses.
@@ -63,7 +64,7 @@ class Suspect:
     def contributions(self) -> torch.Tensor | None:
         """The gradient's pieces [microbatches, ranks, ...] of this shard; None where no loss reaches the parameter."""
         pieces = self.at.contributions.get(self.place.name)
-        return None if pieces is None else self.shard.of(pieces)
+        return None if pieces is None else widened(self.shard.of(pieces))
 
     @property
     def is_beyond(self) -> torch.Tensor:
@@ -82,7 +83,7 @@ class Suspect:
             return None
         quantity = Quantity.INITIAL if step < 0 else self.place.quantity
         full = self.oracle.reference(quantity, step, self.rank).get(self.place.name)
-        return None if full is None else self.shard.of(full)
+        return None if full is None else widened(self.shard.of(full))
 
     def fits(self, hypothesis: torch.Tensor, *, in_part: bool = False) -> bool:
         """Whether ``got`` is the hypothesis up to noise, because of the elements that the defect changes.

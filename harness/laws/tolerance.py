@@ -60,7 +60,7 @@ def error_of_noise(
     """Return the allowed error where noise was measured in ``dtype``."""
     floor = FLOOR_ROUNDINGS * torch.finfo(dtype).eps * oracle.scales[place]
     if not oracle.is_widened and place.quantity in {Quantity.PARAMETER, Quantity.OPTIMIZER_STATE}:
-        return _disturbed(place.quantity, noise, floor, dtype)
+        return _disturbed(place, noise, floor, dtype)
     if not oracle.is_widened and is_narrow(dtype):
         return max(MULTIPLE * noise, floor)
     rounded_to = (oracle.plan.reduction_dtype, oracle.plan.compute_dtype)
@@ -75,15 +75,16 @@ def error_of_noise(
     return max(MULTIPLE * max(noise, floor), least)
 
 
-def _disturbed(quantity: Quantity, noise: float, floor: float, dtype: torch.dtype) -> float:
+def _disturbed(place: TensorKey, noise: float, floor: float, dtype: torch.dtype) -> float:
     """Return the allowed error of an optimizer's result, where its own operators were disturbed too.
 
-    An error within a low-precision step is the last bit of an update, no sign of a larger error. A state also has those
-    of the gradient that went into it: correct engines differ by two steps on four and five ranks, by two and a half on
-    a GPU, and by three and a half where they add up microbatches.
+    An error within a low-precision step is the last bit of an update, no sign of a larger error, and a parameter has
+    one of each update. A state also has those of the gradient that went into it: correct engines differ by two steps on
+    four and five ranks, by two and a half on a GPU, and by three and a half where they add up microbatches.
     """
     if is_narrow(dtype):
-        steps = _STEPS_OF_STATE if quantity is Quantity.OPTIMIZER_STATE else 1.0
-        step = floor / FLOOR_ROUNDINGS * steps
-        return step + max(0.0, _MULTIPLE_OF_DISTURBED * (noise - step))
+        is_state = place.quantity is Quantity.OPTIMIZER_STATE
+        step = floor / FLOOR_ROUNDINGS * (_STEPS_OF_STATE if is_state else 1.0)
+        of_updates = step if is_state else step * (place.step + 1)
+        return max(of_updates, step + _MULTIPLE_OF_DISTURBED * (noise - step))
     return max(_MULTIPLE_OF_DISTURBED * noise, MULTIPLE * floor)
