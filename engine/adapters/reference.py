@@ -55,9 +55,8 @@ class PreparedReference(PreparedComposable):
         """Load this rank's part of each tensor: torch's function does not support uneven shards of sharded tensors."""
         with self._loadable(state["optimizer"]):
             model, optimizer = get_state_dict(self.module, self.built_optimizer())
-        made: Any = optimizer[
-            "state"
-        ]  # of what was frozen when the optimizer was made there is no entry to load into
+        # There is no entry to load into of what was frozen when the optimizer was made.
+        made: Any = optimizer["state"]
         for name, parameter in self._named_parameters().items():
             saved = state["optimizer"]["state"].get(name, {})
             made.setdefault(name, {key: _like(parameter, value) for key, value in saved.items()})
