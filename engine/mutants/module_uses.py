@@ -265,5 +265,3 @@ class MistakesViewsOfOneStorage(ReferenceEngine):
 
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
                 return super().__call__(*inputs, **named)
-
-    prepared_type = Prepared

@@ -260,17 +260,16 @@ class StoresWhatIsFrozenInFull(FullyShardEngine):
         return super().prepare(model, plan, mesh)
 
 
-class _PreparedLosing(PreparedReference):
-    @torch.no_grad()
-    def step(self) -> None:
-        super().step()
-        for group in self.built_optimizer().param_groups[1:]:
-            for parameter in (p for p in group["params"] if p.dtype is torch.bfloat16 and p.requires_grad):
-                parameter.zero_()
-
-
 @mutant(after="NVIDIA/Megatron-LM#4800", phase="step")
 class LosesLaterGroupsOfFewBits(ReferenceEngine):
     """In groups of parameters after the first, those trained in few bits are zeros after a step."""
 
-    prepared_type = _PreparedLosing
+    class Prepared(PreparedReference):
+        @torch.no_grad()
+        def step(self) -> None:
+            super().step()
+            for group in self.built_optimizer().param_groups[1:]:
+                for parameter in (
+                    p for p in group["params"] if p.dtype is torch.bfloat16 and p.requires_grad
+                ):
+                    parameter.zero_()

@@ -154,7 +154,7 @@ def _permuted(suspect: Suspect) -> str | None:
     got, whole = suspect.got, suspect.whole
     if got.dim() == 0 or int(suspect.is_beyond.sum()) < 2 or whole is None or got.is_complex():
         return None
-    return _moved_rows(suspect, widened(whole)) or _moved_elements(suspect)
+    return _moved_rows(suspect, whole) or _moved_elements(suspect)
 
 
 def _moved_rows(suspect: Suspect, whole: torch.Tensor) -> str | None:

@@ -74,7 +74,8 @@ class Suspect:
     @property
     def whole(self) -> torch.Tensor | None:
         """The reference of the whole tensor."""
-        return self.oracle.reference(self.place.quantity, self.place.step, self.rank).get(self.place.name)
+        full = self.oracle.reference(self.place.quantity, self.place.step, self.rank).get(self.place.name)
+        return None if full is None else widened(full)
 
     def earlier(self, step: int) -> torch.Tensor | None:
         """Return this quantity's reference after an earlier step, -1 being the initial value."""

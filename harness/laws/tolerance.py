@@ -85,6 +85,6 @@ def _disturbed(place: TensorKey, noise: float, floor: float, dtype: torch.dtype)
     if is_narrow(dtype):
         is_state = place.quantity is Quantity.OPTIMIZER_STATE
         step = floor / FLOOR_ROUNDINGS * (_STEPS_OF_STATE if is_state else 1.0)
-        of_updates = step if is_state else step * (place.step + 1)
-        return max(of_updates, step + _MULTIPLE_OF_DISTURBED * (noise - step))
+        num_updates = 1 if is_state else place.step + 1
+        return max(step * num_updates, step + _MULTIPLE_OF_DISTURBED * (noise - step))
     return max(_MULTIPLE_OF_DISTURBED * noise, MULTIPLE * floor)
