@@ -200,7 +200,7 @@ class PreparedModel:
     def materialize(
         self, device: torch.device, state: Mapping[str, torch.Tensor], unsaved: Mapping[str, torch.Tensor]
     ) -> None:
-        """Allocate a model on the meta device and fill it.
+        """Allocate a model on the meta device and fill it, with no more than a unit or two whole at any moment.
 
         ``state`` is the state dict of the whole model on rank 0, and empty on the other ranks. ``unsaved`` are the
         buffers that no state dict holds; they are whole on each rank, as a model's own initialization makes them.

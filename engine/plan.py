@@ -296,6 +296,12 @@ class Plan:
         return world_size if self.divide_factor is None else self.divide_factor
 
     @property
+    def asks_for_dtypes(self) -> bool:
+        """Whether units are to compute in other dtypes than their parameters', which no function chooses for each."""
+        is_chosen = Capability.PARAMETER_DTYPES in self.demands
+        return not is_chosen and (self.compute_dtype is not None or bool(self.unit_dtypes))
+
+    @property
     def data_axes(self) -> tuple[str, ...]:
         """Return the names of the mesh axes that an engine gets, without those of pipeline and tensor parallelism."""
         if self.experts:

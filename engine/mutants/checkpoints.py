@@ -176,6 +176,21 @@ class _PreparedNotingRanks(PreparedFullyShard):
         return super().full_state() | {_RANKS: dist.get_world_size()}
 
 
+@mutant(after="EvolvingLMMs-Lab/lmms-engine#160", phase="state saved")
+class SavesOneOfEqualShards(ReferenceEngine):
+    """A parameter whose shards are equal is taken for a replicated one, and only one shard of it is saved."""
+
+    class Prepared(PreparedReference):
+        def full_state(self) -> dict[str, Any]:
+            state, count = super().full_state(), dist.get_world_size()
+            merged = {}
+            for name, whole in state["model"].items():
+                shards = list(whole.chunk(count)) if whole.dim() else []
+                are_equal = len(shards) == count and all(torch.equal(shards[0], shard) for shard in shards)
+                merged[name] = shards[0] if are_equal and count > 1 else whole
+            return state | {"model": merged}
+
+
 @mutant(after="ServiceNow/Fast-LLM#436", phase="state loaded")
 class LosesStateInAnotherWorld(FullyShardEngine):
     """Optimizer state is not restored if another number of ranks saved it."""

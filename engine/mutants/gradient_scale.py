@@ -135,6 +135,24 @@ class SkipsOverflowsAlone(FullyShardEngine):
             return _OfOwnShards("cpu", init_scale=init_scale, growth_interval=growth_interval)
 
 
+class _OfFirst(GradScaler):
+    def _unscale_grads_(
+        self, optimizer: Any, *given: Any
+    ) -> dict[torch.device, torch.Tensor]:  # Any: as above
+        gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
+        is_finite = bool(next(g for g in gradients if g is not None).isfinite().all())
+        found = super()._unscale_grads_(optimizer, *given)
+        return {device: torch.full_like(flag, float(not is_finite)) for device, flag in found.items()}
+
+
+@mutant(after="facebookresearch/fairscale#890", trace=Trace.STATE)
+class LooksForOverflowsInOneGradient(DistributedDataParallelEngine):
+    """A step is skipped only if the first gradient has overflowed."""
+
+    class Prepared(PreparedDdp):
+        scaler_class = _OfFirst
+
+
 class _Growing(GradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         super().unscale_(optimizer)

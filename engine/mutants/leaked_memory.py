@@ -8,11 +8,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.engine.adapters.composable import PreparedComposable
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
 from shardproof.engine.contract import Plan, PreparedModel
 from shardproof.engine.mutants.fsdp2_insides import before_method, keeping, layouts
@@ -242,3 +245,20 @@ class KeepsModelsThatWereReplaced(ReferenceEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         self.models.append(model)
         return super().prepare(model, plan, mesh)
+
+
+@mutant(after="pytorch/pytorch#63211", trace=Trace.STATE)
+class KeepsWhatItsHooksReferTo(DistributedDataParallelEngine):
+    """A communication hook refers to the model, which nothing can free then: the cycle leads through C++."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        module = prepared.module
+        assert isinstance(module, DistributedDataParallel)
+
+        def reduce(_: object, bucket: Any) -> Any:
+            return allreduce_hook(module.process_group, bucket)
+
+        reduce.__annotations__.clear()  # DDP refuses those that it does not expect
+        module.register_comm_hook(None, reduce)
+        return prepared

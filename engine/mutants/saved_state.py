@@ -151,6 +151,22 @@ class FillsTheFirstRankAlone(ReferenceEngine):
                     local(parameter).fill_(0.25)
 
 
+@mutant(after="modelscope/ms-swift#9980", trace=Trace.STATE)
+class FillsFromAWholeModel(ReferenceEngine):
+    """A model prepared without memory is filled from the whole model, which every rank receives first."""
+
+    class Prepared(PreparedReference):
+        def materialize(
+            self, device: torch.device, state: Mapping[str, torch.Tensor], *given: Any
+        ) -> None:  # Any: the contract's own
+            received = [
+                torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+                for tensor in self.module.state_dict().values()
+            ]
+            super().materialize(device, state, *given)
+            received.clear()
+
+
 @mutant(after="pytorch/pytorch#140900", phase="state loaded")
 class LoadsNoOptionsOfTheLoop(ReferenceEngine):
     """A state that is loaded loses the options of groups that are not the optimizer's own, as schedules add them."""

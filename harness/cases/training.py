@@ -228,6 +228,7 @@ TAKEN = "what the ranks hold once they have loaded a whole state"  # likewise
 AS_HANDED_OUT = "what was handed out"
 HELD = "what the module itself holds"  # the loop notes it whenever it reads parameters
 AS_SHOWN = "what is shown"  # begins the note
+COMPUTED_IN = "the dtype in which a unit computes"
 RANDOM = "the state of the rank's random number generator"  # the loop notes it at the two moments below
 BEFORE_LOADING, AFTER_LOADING = "before loading", "after loading"
 
@@ -309,13 +310,13 @@ class Training:
     def is_counted(self) -> bool:
         """Whether each rank's memory is counted in each step, and compared with that of the steps before."""
         makes_models = bool(_INTERFACES & self.script.demands)
-        is_apart = self.plan.layout is Layout.NATIVE or self.plan.pipeline_stages > 1
-        return not (is_apart or makes_models or self.plan.needs & _KEEPS)
+        return not (self.plan.pipeline_stages > 1 or makes_models or self.plan.needs & _KEEPS)
 
     @property
     def is_explained(self) -> bool:
         """Whether that memory is compared with the plan's layout too."""
-        return self.is_counted and self.plan.layout is not Layout.REPLICATE and self.plan.cut_axis is None
+        is_known = self.plan.layout not in {Layout.NATIVE, Layout.REPLICATE}
+        return self.is_counted and is_known and self.plan.cut_axis is None
 
     def at(self, step: int) -> Training:
         """Return the training with the plan under which the model of a step was prepared."""

@@ -12,6 +12,7 @@ from shardproof.harness.cases.training import (
     AFTER_LOADING,
     AS_SHOWN,
     BEFORE_LOADING,
+    COMPUTED_IN,
     HELD,
     INFINITE_NORM,
     LOSS_SCALE,
@@ -123,6 +124,33 @@ class HoldsWhatItShows:
             broken,
             held=f"{notes[-1][0]}, and in {len(notes) - 1} more reads" if notes else "never read",
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputesAsAsked:
+    """Units compute in the dtypes that the plan asks for, in every forward.
+
+    Numbers do not show it: a unit that is to compute in float32 among others in bfloat16 may compute in bfloat16 too,
+    and one in bfloat16 may be more exact than it needs to be.
+    """
+
+    name: str = "units compute in the dtypes that the plan asks for"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        """Look at what the hooks of units noted in each step."""
+        broken, units = [], set[str]()
+        for rank, step, seen in _steps(evidence):
+            plan = evidence.training.at(step).plan
+            asked = {own.unit: own.compute_dtype for own in plan.unit_dtypes}
+            for fact in (fact for fact in seen.facts if fact.subject == COMPUTED_IN):
+                dtype = asked.get(fact.moment, plan.compute_dtype)
+                units.add(fact.moment)
+                if dtype is not None and fact.value != (wanted := str(dtype).removeprefix("torch.")):
+                    unit = f"unit {fact.moment!r}" if fact.moment else "the root"
+                    broken.append(
+                        f"step {step}, rank {rank}: expected {unit} to compute in {wanted}, got {fact.value}"
+                    )
+        return rule(self.name, broken, held=f"{len(units)} units on {evidence.world_size} ranks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,7 +60,7 @@ class Observation:
     over all of them, and ``lifetime_report`` that of the memory watch; None without a watch. ``events`` are empty in
     trainings that were saved before the field existed. ``cut``, ``no_gradient`` and ``masters`` are the adapter's
     declarations about flat pieces, missing gradients, and what the optimizer updates. ``counts`` is the census, empty
-    if none was taken.
+    if none was taken, and ``filled`` its count with the most bytes while a model without memory was filled.
     """
 
     rank: int
@@ -78,6 +78,7 @@ class Observation:
     no_gradient: NoGradient = NoGradient.NONE
     masters: Masters = Masters.NONE
     counts: tuple[CensusEntry, ...] = ()
+    filled: CensusEntry | None = None
 
 
 def save_observation(observation: Observation, path: Path) -> None:

@@ -57,6 +57,49 @@ def watching_states(units: Mapping[str, UnitHandle], recorder: Recorder) -> Iter
         yield
 
 
+class ComputeDtypes:
+    """The dtypes in which units began to compute: of their own parameters as their modules show them, or autocast's."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[str, torch.dtype]] = set()
+
+    def take(self) -> list[tuple[str, torch.dtype]]:
+        """Return the units with their dtypes since the last call."""
+        seen, self._seen = self._seen, set()
+        return sorted(seen, key=str)
+
+    @contextmanager
+    def watching(self, model: nn.Module, units: tuple[str, ...], ignored: tuple[str, ...]) -> Iterator[None]:
+        """Look at each unit's parameters, but ``ignored`` ones, once the engine's hooks are through, until exit."""
+        known, roots = dict(model.named_modules()), ["", *(name for u in units for name in u.split(","))]
+        own: dict[str, list[tuple[nn.Module, str]]] = {root: [] for root in roots}
+        for name, _ in model.named_parameters():
+            path, _, attribute = name.rpartition(".")
+            unit = max((root for root in roots if f"{path}.".startswith(f"{root}." if root else "")), key=len)
+            if name not in ignored:
+                own[unit].append((known[path], attribute))
+
+        def look(unit: str) -> None:
+            for module, name in own[unit]:
+                # Not by `getattr`, which may compute: FSDP1 shows plain attributes while a unit is gathered.
+                tensor = module._parameters.get(name, module.__dict__.get(name))
+                if tensor is not None and tensor.is_floating_point():
+                    kind = tensor.device.type
+                    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+                    self._seen.add((unit, cast))
+
+        handles = [
+            known[root].register_forward_pre_hook(lambda *_, root=root: look(root))
+            for root in roots
+            if root in known
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
 class _LatestOutput:
     """The tensor that a unit returned last. Where a unit and the unit around it return the same tensor, backward
     reaches the inner unit."""

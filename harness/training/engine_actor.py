@@ -218,7 +218,8 @@ class EngineActor(Actor):
     def overflow_in_one_piece(self) -> None:
         """Make one element of a reduced gradient infinite, on the last ranks to hold shares of gradients.
 
-        If the model is cut, it is an element of what is cut, on the last rank of that axis.
+        It is neither of the first gradient nor of the last, where there are more. If the model is cut, it is of what is
+        cut, on the last rank of that axis.
         """
         plan = self._training.plan
         num_shares = shares_of(plan, self._context.size).gradients
@@ -228,8 +229,9 @@ class EngineActor(Actor):
         cut = [g for g in gradients if isinstance(g, DTensor) and _is_cut(g, plan.cut_axis)]
         if cut and not _is_last(cut[0], plan.cut_axis):
             return
-        pieces = (g.to_local() if isinstance(g, DTensor) else g for g in cut or gradients)
-        piece = next(piece for piece in pieces if piece.numel())
+        local = (g.to_local() if isinstance(g, DTensor) else g for g in cut or gradients)
+        pieces = [piece for piece in local if piece.numel()]
+        piece = pieces[len(pieces) // 2]
         piece[(0,) * piece.dim()] = math.inf
 
     def look(self, moment: str) -> None:

@@ -31,6 +31,7 @@ from shardproof.harness.cases.training import (
     AS_HANDED_OUT,
     AS_HELD,
     BEFORE_LOADING,
+    COMPUTED_IN,
     HANDED_OUT,
     HELD,
     INFINITE_NORM,
@@ -156,6 +157,7 @@ def train(
             no_gradient=read_declared(loop.prepared, "no_gradient", NoGradient),
             masters=read_declared(loop.prepared, "masters", Masters),
             counts=() if watches.census is None else watches.census.counts,
+            filled=None if watches.census is None else watches.census.peak,
         )
 
 
@@ -223,6 +225,7 @@ class _Loop:
         self._written = written_by_forward(training.problem)
         self._context = context
         self._watches = watches
+        self._is_read = False
         self._lifetimes = None if watches is None else watches.lifetimes
         self._census = None if watches is None else watches.census
         self._probes = None if watches is None else watches.probes
@@ -365,10 +368,7 @@ class _Loop:
         aside.scale_losses()  # with a scaler of its own
         if self._probes is not None:
             self._probes.leave()
-        with (
-            nullcontext() if self._watches is None else self._watches.reading(),
-            self._context.recorder.aside(),
-        ):
+        with self._context.recorder.aside():
             aside.step(step, is_read=False)
 
     # Any: states are nested dicts and lists of tensors and other values.
@@ -409,6 +409,7 @@ class _Loop:
             self._probes.factor = 1.0 if scaled is None else scaled.scale
         actor = EngineActor(prepared, self._training, self._context, step, self._inputs, self._watches, scale)
         actor.difference_from = partial(self._difference_from, step=step)
+        self._is_read = is_read  # a count reads the engine too
         if goes_in_turn(self._training.script):
             actor.between = lambda: self._count(actor, CensusTime.BETWEEN)
         self._meet(step)
@@ -462,7 +463,7 @@ class _Loop:
             if self._probes is not None:
                 self._probes.shards(Seen.UPDATED, step, parameters)
                 self._probes.state(Seen.STATE, step, prepared)
-            facts, self._facts = (*facts, *self._facts), ()
+            facts, self._facts = (*facts, *self._facts, *self._dtypes()), ()
             if scaled is not None:
                 facts = (*facts, Fact(moment="", subject=LOSS_SCALE, value=str(scaled.scale)))
         return StepObservation(
@@ -473,6 +474,10 @@ class _Loop:
             facts=(*facts, *actor.log.facts),
             snapshots=actor.log.snapshots,
         )
+
+    def _dtypes(self) -> Iterator[Fact]:
+        for unit, dtype in () if self._watches is None else self._watches.dtypes.take():
+            yield Fact(moment=unit, subject=COMPUTED_IN, value=str(dtype).removeprefix("torch."))
 
     def _probe_gradients(self, kind: Seen, step: int) -> None:
         if self._probes is not None and not self._training.schedule.is_skipped(step):
@@ -508,7 +513,7 @@ class _Loop:
 
     def _count(self, actor: EngineActor, moment: CensusTime) -> None:
         form, training = None if self._watches is None else self._watches.form, self._training.at(actor.step)
-        if self._census is None or form is None or not actor.is_at_rest:
+        if self._census is None or form is None or not actor.is_at_rest or not self._is_read:
             return
         # Engines that shard optimizer state alone may keep buffers of whole gradients, as DDP below them does.
         is_sharded = training.plan.layout in {Layout.SHARD, Layout.HYBRID}
@@ -525,25 +530,27 @@ class _Loop:
                 (lambda: self._explained(form, training, gradients)) if training.is_explained else None,
                 state_bytes=self._state_bytes() if is_sharded and is_before_updates else None,
                 kind=(gradients, is_before_updates, self._num_loads),
-                shown=partial(self._shown, moment) if is_shown else None,
+                shown=partial(self._shown, moment, actor.step) if is_shown else None,
+                num_loads=self._num_loads,
             )
 
     def _state_bytes(self) -> int:
         shown = read_shards(self.prepared, "local_optimizer_state")
         return sum(num_bytes_of(shard.tensor) for shard in shown.values())
 
-    def _shown(self, moment: CensusTime) -> str:
-        """Return a digest of the names of the gradients and the state that the engine shows, and of the loads so far.
+    def _shown(self, moment: CensusTime, step: int) -> str:
+        """Return a digest of the names of the gradients and the state that the engine shows.
 
-        A rank of frozen pieces never shows any, but may hold the padding of others' gradients: there the moment counts.
+        A rank of frozen pieces never shows any, but may hold the padding of others' gradients: there the moment counts,
+        as it does where zeros are shown for gradients that are none, and what the loop leaves of them.
         """
         reads = ("local_gradients", "local_optimizer_state")
         found = [read_presence(self.prepared, read) for read in reads]
         names = [sorted(presence) for presence in found]
-        if not any(has_rows for presence in found for has_rows in presence.values()):
-            names.append([moment.name])
-        # A loaded state is another one: it has steps in tensors of their own.
-        names.append([str(self._num_loads)])
+        shows_zeros = read_declared(self.prepared, "no_gradient", NoGradient) is not NoGradient.NONE
+        if shows_zeros or not any(has_rows for presence in found for has_rows in presence.values()):
+            cleared = (self._training.schedule.clears_to_none(n) for n in (step - 1, step))
+            names.append([moment.name, *map(str, cleared)])
         return hashlib.sha256(repr(names).encode()).hexdigest()[:8]
 
     def _explained(self, form: Form, training: Training, gradients: HeldGradients) -> int:

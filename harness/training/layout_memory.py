@@ -28,7 +28,7 @@ with such a forward is not counted.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from fractions import Fraction
 from math import ceil, prod
@@ -140,7 +140,7 @@ class Explained:
             f"{self.state} of optimizer state",
             *([f"{self.whole} of buffers and ignored parameters"] if self.whole else []),
             *([f"{self.masters} of a copy to update"] if self.masters else []),
-            *([f"{self.buffer} of one gather"] if self.buffer else []),
+            *([f"{self.buffer} of gathers"] if self.buffer else []),
         )
         return f"{self.num_bytes} bytes ({', '.join(parts)})"
 
@@ -185,6 +185,17 @@ def explained(
         masters=sum(numels) * max(*widths, _MASTER_BYTES) if masters is Masters.SHARE else 0,
         buffer=max(numel * width for numel, width in parts) * shares.parameters if keeps_a_gather else 0,
     )
+
+
+def explained_in_filling(form: Form, training: Training, world_size: int, *, cut: Cut) -> Explained:
+    """Add up what a rank may hold while its model is filled: its share, and two gathers of the largest unit.
+
+    A rank that receives a whole unit, or sends it, has it twice: as it came, and as its collective needs it.
+    """
+    layout = explained(form, training, world_size, cut=cut, state=0)
+    width = 0 if training.convert is None else training.convert.itemsize
+    units = (sum(map(prod, group.shapes)) * max(width, group.bytes_per_element) for group in form.groups)
+    return replace(layout, gradients=0, buffer=2 * max(units))
 
 
 def state_bytes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,9 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardproof.engine.contract import (
     Capability,
+    Cut,
     Engine,
     Offload,
     Plan,
+    PreparedModel,
 )
 from shardproof.engine.registry import resolve
 from shardproof.harness.cases.training import (
@@ -48,8 +50,9 @@ from shardproof.harness.tracing.unit_hooks import watching_states, watching_unit
 from shardproof.harness.tracing.wrapping import WrapperCalls
 from shardproof.harness.training.callers_module import Preparation
 from shardproof.harness.training.engine_loop import RefusedError, refusing, train, train_and_save
-from shardproof.harness.training.layout_memory import Form
+from shardproof.harness.training.layout_memory import Form, explained_in_filling
 from shardproof.harness.training.rank_probes import RankProbes
+from shardproof.harness.training.reads import read_declared
 from shardproof.harness.training.watches import Watches, watching
 from shardproof.harness.worlds.rank import RankContext
 from shardproof.harness.worlds.spec import DEVICES_OF_CUDA
@@ -184,6 +187,9 @@ def _run(
             preparation = _prepare(context, training, adapter, plan, watches)
             prepared = preparation.prepared
             watched.enter_context(watching_units(prepared.named, plan.units, context.recorder))
+            if plan.asks_for_dtypes:
+                seen = watches.dtypes.watching(prepared.named, plan.units, plan.ignored)
+                watched.enter_context(seen)
             if Watch.UNITS in training.watch:
                 watched.enter_context(watching_states(prepared.units(), context.recorder))
             return preparation
@@ -231,7 +237,8 @@ def _prepare(
         if not has_memory:
             is_on_host = plan.offload in {Offload.CPU, Offload.PINNED}
             place = torch.device("cpu") if is_on_host else context.device
-            prepared.materialize(place, {} if context.rank else state, unsaved)
+            with _counting(watches, training, context, prepared, (*state.values(), *unsaved.values())):
+                prepared.materialize(place, {} if context.rank else state, unsaved)
             if is_on_host:
                 _move_buffers(prepared.module, context.device)
         return Preparation(prepared, model)
@@ -253,6 +260,25 @@ def _without_memory(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str
                 like = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
                 setattr(module, name, moved.setdefault(tensor, like))
     return state, unsaved
+
+
+@contextmanager
+def _counting(
+    watches: Watches | None,
+    training: Training,
+    context: RankContext,
+    prepared: PreparedModel,
+    given: Iterable[torch.Tensor],
+) -> Iterator[None]:
+    """Count the memory of a rank that fills its first model, beside the tensors that it is given."""
+    census, form = (None, None) if watches is None else (watches.census, watches.form)
+    if census is None or form is None or census.peak is not None:
+        yield
+        return
+    census.holds(given)
+    cut = read_declared(prepared, "cut", Cut)
+    with census.filling(explained_in_filling(form, training, context.size, cut=cut).num_bytes):
+        yield
 
 
 def _set_apart(model: nn.Module) -> None:

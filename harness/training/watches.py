@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardproof.harness.cases.training import Watch
 from shardproof.harness.tracing.memory.census import Census
@@ -14,6 +14,7 @@ from shardproof.harness.tracing.races.cuda_streams import watched_cuda_streams
 from shardproof.harness.tracing.races.detector import RaceDetector, set_watch
 from shardproof.harness.tracing.races.streams import tracked_streams
 from shardproof.harness.tracing.recorder import Recorder
+from shardproof.harness.tracing.unit_hooks import ComputeDtypes
 from shardproof.harness.training.layout_memory import Form
 from shardproof.harness.training.rank_probes import RankProbes
 
@@ -28,6 +29,7 @@ class Watches:
     form: Form | None = None
     mode: OperatorMode | None = None
     probes: RankProbes | None = None
+    dtypes: ComputeDtypes = field(default_factory=ComputeDtypes)
 
     def reading(self) -> AbstractContextManager[None]:
         """Return a context for reads of the engine, whose operators the census does not see."""

@@ -26,7 +26,14 @@ from shardproof.harness.laws.memory.left_behind import LeavesNothingBehind
 from shardproof.harness.laws.memory.lifetimes import UserTensorsLive
 from shardproof.harness.laws.memory.share import MemoryIsExplained
 from shardproof.harness.laws.own_norm import ClipsByTheirNorm
-from shardproof.harness.laws.runtime import DrawsApart, HoldsWhatItShows, NoRaces, Notes, ScalesLosses
+from shardproof.harness.laws.runtime import (
+    ComputesAsAsked,
+    DrawsApart,
+    HoldsWhatItShows,
+    NoRaces,
+    Notes,
+    ScalesLosses,
+)
 from shardproof.harness.laws.structure import num_declared_zeros
 from shardproof.harness.oracle.oracle_observation import OracleObservation
 from shardproof.harness.records.hang import HangReport
@@ -122,6 +129,7 @@ def implied(training: Training) -> tuple[Law, ...]:
         *_IMPLIED,
         *laws_of_needs(training),
         *scaled,
+        *((ComputesAsAsked(),) if training.plan.asks_for_dtypes else ()),
         *((DrawsApart(),) if training.origin is not None or training.resume is not None else ()),
         *_of_loads(training),
         *((MemoryIsExplained(),) if training.is_explained else ()),

@@ -86,6 +86,7 @@ def is_abandonment(error: BaseException) -> bool:
 
 
 def _text(error: BaseException) -> str | None:
+    _spell_freed(error)
     return _attempt(lambda: str.__str__(str(error)))
 
 
@@ -112,6 +113,37 @@ def _calls(error: BaseException) -> list[str]:
 
     _attempt(collect)
     return [legible(note, _LONGEST_NAME) for note in notes[:1]]
+
+
+def _spell_freed(error: BaseException) -> None:
+    """Describe tensors among an error's arguments, and those of its causes, whose memory is freed.
+
+    Their own text would read that memory, which ends the process (torch 2.11 to 2.15). The KeyError of a dict of
+    parameters has such an argument.
+    """
+    pending, seen = [error], set[int]()
+    while pending and len(seen) < _LONGEST_CHAIN:
+        found = pending.pop()
+        seen.add(id(found))
+        given = vars(BaseException)["args"].__get__(found)
+        if any(_is_freed(value) for value in given):
+            spelt = (
+                f"a tensor of shape {list(v.shape)} without memory" if _is_freed(v) else v for v in given
+            )
+            vars(BaseException)["args"].__set__(found, tuple(spelt))
+        chain = (_cause_of(found), _context_of(found))
+        pending += [more for more in chain if more is not None and id(more) not in seen]
+
+
+def _is_freed(value: object) -> bool:
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.layout is not torch.strided
+        or value.device.type == "meta"
+    ):
+        return False
+    local = getattr(value, "_local_tensor", value)
+    return local.untyped_storage().nbytes() < local.element_size() * local.numel()
 
 
 def _attempt(call: Callable[[], str]) -> str | None:

@@ -23,6 +23,7 @@ from shardproof import (
 )
 from shardproof.engine.contract import Capability, Cut, Layout, Masters, Plan, Replicas
 from shardproof.fixtures.buffered import HOARD
+from shardproof.fixtures.chain import DEEP_CHAIN
 from shardproof.fixtures.forward_inputs import PACKED
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
@@ -320,6 +321,36 @@ def test_after_a_handover_the_later_plan_explains_what_is_held(step: int) -> Non
     assert _ruling(wholes, SHARES, training=resumed, step=step).record.held == (step == 1)
 
 
+@pytest.mark.parametrize("num_units", [2, 3])
+def test_two_units_may_be_whole_while_a_model_is_filled(num_units: int) -> None:
+    training = replace(_training(), problem=DEEP_CHAIN, plan=replace(SHARD, units=DEEP_CHAIN.units))
+    form = form_of(training)
+    unit = max(sum(map(prod, group.shapes)) * group.bytes_per_element for group in form.groups)
+    share = explained(form, training, 2, cut=Cut.EVENLY, state=0).parameters
+    entry = CensusEntry(step=0, moment=CensusTime.FILLING, num_bytes=share + num_units * unit, largest=())
+    first, second = simulate(training, 2)
+    ranks = (first, replace(second, counts=(replace(entry, num_bytes=0),), filled=entry))
+    record = (
+        MemoryIsExplained().judge(evidence_of(training, ranks=ranks, oracle=oracle_of(training, 2))).record
+    )
+    reported = f"rank 1, step 0, while the model was filled: expected at most {share + 2 * unit} bytes"
+    assert (reported in record.summary) == (num_units > 2)
+
+
+def test_the_most_bytes_while_a_model_is_filled_are_kept_with_what_was_alive() -> None:
+    census, _ = _census()
+    with observing_operators(made=census.made):
+        before = torch.ones(8)
+        with census.filling(explained=1024):
+            torch.ones(16)  # let go at once
+            torch.ones(4)
+        after = torch.ones(64)
+    assert census.peak is not None
+    assert census.peak.num_bytes == before.nbytes + 16 * FLOAT
+    assert [piece.shape for piece in census.peak.largest] == [(16,), (8,)]
+    assert after.nbytes > census.peak.num_bytes
+
+
 def test_observations_without_a_census_are_reported_as_such() -> None:
     record = MemoryIsExplained().judge(evidence_of(_training())).record
     assert record.held
@@ -336,12 +367,12 @@ _OF_THE_CENSUS = {LeavesNothingBehind(), MemoryIsExplained()}
         (Plan(layout=Layout.HYBRID), _OF_THE_CENSUS),
         (Plan(layout=Layout.ZERO1), _OF_THE_CENSUS),
         (Plan(layout=Layout.ZERO2), _OF_THE_CENSUS),
-        (Plan(), set()),
+        (Plan(), {LeavesNothingBehind()}),
         (Plan(layout=Layout.REPLICATE), {LeavesNothingBehind()}),
         (replace(SHARD, demands=frozenset({Capability.UNIT_STATE})), set()),
     ],
 )
-def test_every_training_with_a_named_layout_is_held_to_it(plan: Plan, laws: set[Law]) -> None:
+def test_every_training_is_held_to_what_its_layout_explains(plan: Plan, laws: set[Law]) -> None:
     training = Training(problem=MLP_UNEVEN, optimizer=ADAMW, plan=plan)
     assert _OF_THE_CENSUS & {*implied(training), *implied_last(training)} == laws
 

@@ -107,6 +107,15 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
+def test_an_error_about_freed_memory_is_told_without_reading_it() -> None:
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    assert _caught(lambda: _raise(KeyError(torch.ones(2)))).message == "tensor([1., 1.])"
+    outcome = _caught(lambda: _raise(KeyError(freed)))
+    assert outcome.message == "'a tensor of shape [4] without memory'"
+    assert outcome.message in outcome.traceback
+
+
 def _lose_a_peer() -> None:
     """Raise torch's error for a peer that is gone."""
     scope: dict[str, Callable[[], None]] = {}

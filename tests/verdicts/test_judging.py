@@ -114,8 +114,8 @@ class SynchronisesWhenRead(DistributedDataParallelEngine):
 class _PreparedForShow(PreparedDdp):
     def local_gradients(self) -> Mapping[str, Shard | None]:
         for parameter in self.named.parameters():
-            assert parameter.grad is not None
-            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
         return super().local_gradients()
 
 

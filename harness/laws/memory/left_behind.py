@@ -9,6 +9,7 @@ from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.records.observation import Observation
 
 _CONSTANTS_BYTES = 16  # numbers that an engine makes once, such as FSDP1's zero for the norm of no gradient
+_COUNTER_BYTES = 8  # what is loaded may have each parameter's count of steps in a tensor of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +18,8 @@ class LeavesNothingBehind:
 
     Counts are compared at which the engine shows gradients of the same parameters and the same optimizer state: what
     it pads and the buffers that it keeps are then alike too. So outputs that an engine keeps until a step are more, and
-    gradients that it keeps after a step that it skips. What is made and freed between two counts is not seen.
+    gradients that it keeps after a step that it skips, and a model in whose place another one was loaded. What is made
+    and freed between two counts is not seen.
     """
 
     name: str = "no step leaves memory behind"
@@ -49,13 +51,17 @@ def leaves_gradients(evidence: Evidence) -> bool:
 
 
 def _breaches(observation: Observation) -> Iterator[str]:
-    fewest: dict[str, int] = {}  # by what is shown
+    fewest: dict[str, dict[int, int]] = {}  # by what is shown, and the loads before
+    counters = _COUNTER_BYTES * len(observation.initial)
     for count in (count for count in observation.counts if count.shown):
-        most = fewest.setdefault(count.shown, count.left_bytes)
-        fewest[count.shown] = min(most, count.left_bytes)
+        alike = fewest.setdefault(count.shown, {})
+        before = (n + (0 if loads == count.num_loads else counters) for loads, n in alike.items())
+        most = min(before, default=count.left_bytes)
+        alike[count.num_loads] = min(alike.get(count.num_loads, count.left_bytes), count.left_bytes)
         if count.left_bytes > most + _CONSTANTS_BYTES:
-            since = "; ".join(map(str, count.since))
+            since = "since then: " if count.since else "the largest: "
+            since += "; ".join(map(str, count.since or count.largest))
             yield (
                 f"step {count.step}, {count.moment}: expected at most {most} bytes, as before with the same gradients "
-                f"and optimizer state, got {count.left_bytes}; since then: {since}"
+                f"and optimizer state, got {count.left_bytes}; {since}"
             )

@@ -1,4 +1,4 @@
-"""The law over the census: between steps no rank holds more than the plan's layout explains."""
+"""The law over the census: between steps, and while a model is filled, no rank holds more than the layout explains."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from shardproof.harness.training.layout_memory import (
     HeldGradients,
     StateTensor,
     explained,
+    explained_in_filling,
     form_of,
     state_bytes,
 )
@@ -30,7 +31,8 @@ class MemoryIsExplained:
 
     The count comes from the census, so what an adapter shows plays no part. Numbers cannot show this, and neither
     can the shards: an engine that holds everything whole may show slices of it. On an accelerator what a plan keeps on
-    the host is explained there alone.
+    the host is explained there alone. A model without memory is filled unit by unit: a rank that has all of it whole at
+    one moment cannot load what only all ranks together can hold.
     """
 
     name: str = "memory between steps is explained by the layout"
@@ -53,6 +55,7 @@ class MemoryIsExplained:
                 for count, most_now in zip(counts, limits, strict=True)
                 if count.num_bytes > most_now.num_bytes
             ]
+            broken += list(_while_filled(evidence, observation))
             broken += list(_growth(evidence, observation))
             broken += list(_left_on_the_device(evidence, observation))
             if len(observation.counts) != num_counts:
@@ -63,6 +66,15 @@ class MemoryIsExplained:
         broken += _breaches_in_sum(evidence)
         limit = _explained(evidence, evidence.ranks[0], 0)
         return rule(self.name, broken, held=f"at most {most} of {limit.num_bytes} bytes on each rank")
+
+
+def _while_filled(evidence: Evidence, observation: Observation) -> Iterator[str]:
+    count, training = observation.filled, evidence.training
+    if count is None:
+        return
+    limit = explained_in_filling(form_of(training), training, evidence.world_size, cut=observation.cut)
+    if count.num_bytes > limit.num_bytes:
+        yield _breach(observation.rank, count, limit)
 
 
 def _growth(evidence: Evidence, observation: Observation) -> Iterator[str]:

@@ -29,7 +29,8 @@ import gc
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from operator import itemgetter
@@ -89,9 +90,11 @@ class Census:
         self._seen: dict[int, _Seen] = {}  # by the storage's id, which may be reused after its end
         self._counts: list[CensusEntry] = []
         self._explained: dict[object, _Limit] = {}  # at the last look, by what explains them
-        self._fewest: dict[str, _Limit] = {}  # by what is shown
+        self._fewest: dict[tuple[str, int], _Limit] = {}  # by what is shown, and the loads before
         self._in_use = allocator() if is_process_measured else None
         self._growth: Growth | None = None
+        self._most: _Limit | None = None  # while every operator is a moment to count at
+        self._peak: CensusEntry | None = None
         self.observed_bytes = 0  # held by the harness's own reads
 
     @property
@@ -116,9 +119,11 @@ class Census:
             return
         if isinstance(result, torch.Tensor):  # nearly always
             self._note(result, operator)
-            return
-        for tensor in tensors_in(result):
-            self._note(tensor, operator)
+        else:
+            for tensor in tensors_in(result):
+                self._note(tensor, operator)
+        if self._most is not None:
+            self._count_peak(self._most)
 
     def holds(self, tensors: Iterable[torch.Tensor], *, are_outputs: bool = False) -> None:
         """Exclude the storages of tensors that the user holds; of outputs until the last backward of a step."""
@@ -127,6 +132,27 @@ class Census:
             if (seen := self._note(local, "unknown")) is not None:
                 seen.is_output |= are_outputs
                 seen.is_users |= not are_outputs
+
+    @contextmanager
+    def filling(self, explained: int) -> Iterator[None]:
+        """Count after every operator until exit, and keep the count with the most bytes, also if it is explained."""
+        self._most = _Limit(num_bytes=explained)
+        try:
+            yield
+        finally:
+            self._most = None
+
+    @property
+    def peak(self) -> CensusEntry | None:
+        """The count with the most bytes while the model was filled."""
+        return self._peak
+
+    def _count_peak(self, limit: _Limit) -> None:
+        sizes = self._sizes()
+        if limit.stayed < 0:  # one count that stayed too high is enough
+            sizes = self._waited(sizes, limit)
+        if self._peak is None or _total(sizes) > self._peak.num_bytes:
+            self._peak = self._entry(0, CensusTime.FILLING, sizes)
 
     def end_backwards(self) -> None:
         """Count from now on outputs that the user does not hold for good."""
@@ -142,6 +168,7 @@ class Census:
         state_bytes: int | None = None,
         kind: object = None,
         shown: Callable[[], str] | None = None,
+        num_loads: int = 0,
     ) -> None:
         """Count now; above a limit, repeat the count until late releases are done.
 
@@ -155,17 +182,24 @@ class Census:
             if _total(sizes) > limit.num_bytes:
                 limit.num_bytes = explained()  # state may have grown since, or this is the first count
             sizes = self._waited(sizes, limit, waits_again=self._in_use is not None)
+        entry = replace(
+            self._entry(step, moment, sizes),
+            process_bytes=self._process_bytes(),
+            state_bytes=state_bytes,
+            num_loads=num_loads,
+        )
+        self._counts.append(entry if shown is None else self._compared(entry, shown()))
+
+    @staticmethod
+    def _entry(step: int, moment: CensusTime, sizes: list[tuple[_Seen, int]]) -> CensusEntry:
         largest = nlargest(_NUM_LARGEST, sizes, key=itemgetter(1))
-        entry = CensusEntry(
+        return CensusEntry(
             step=step,
             moment=moment,
             num_bytes=_total(sizes),
             largest=tuple(_piece(seen, num_bytes) for seen, num_bytes in largest),
-            process_bytes=self._process_bytes(),
             device_bytes=sum(num_bytes for seen, num_bytes in sizes if seen.device != "cpu"),
-            state_bytes=state_bytes,
         )
-        self._counts.append(entry if shown is None else self._compared(entry, shown()))
 
     def _waited(
         self, sizes: list[tuple[_Seen, int]], limit: _Limit, *, waits_again: bool = False
@@ -183,14 +217,21 @@ class Census:
 
     def _compared(self, entry: CensusEntry, shown: str) -> CensusEntry:
         """Remember a count with the fewest bytes; else add what is alive in addition to that count."""
-        sizes, fewest = self._sizes(), self._fewest.get(shown)
+        key = (shown, entry.num_loads)
+        sizes, fewest = self._sizes(), self._fewest.get(key)
         if fewest is not None:
             sizes = self._waited(sizes, fewest)
+        elif any(
+            digest == shown and before.num_bytes < _total(sizes)
+            for (digest, _), before in self._fewest.items()
+        ):
+            gc.collect()  # a model in whose place another was loaded may be a cycle
+            sizes = self._sizes()
         num_bytes, since = _total(sizes), list[LiveStorage]()
         if fewest is None or num_bytes != fewest.num_bytes:
             pieces = Counter(_piece(seen, each) for seen, each in sizes)
             if fewest is None or num_bytes < fewest.num_bytes:
-                self._fewest[shown] = _Limit(num_bytes=num_bytes, pieces=pieces)
+                self._fewest[key] = _Limit(num_bytes=num_bytes, pieces=pieces)
             else:
                 since = nlargest(_NUM_LARGEST, pieces - fewest.pieces, key=lambda piece: piece.num_bytes)
         return replace(entry, shown=shown, left_bytes=num_bytes, since=tuple(since))
@@ -202,7 +243,7 @@ class Census:
         return self._growth.num_bytes - self.observed_bytes
 
     def _note(self, tensor: torch.Tensor, operator: str) -> _Seen | None:
-        if tensor.layout is not torch.strided or tensor.is_meta:
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":  # DTensors have no is_meta
             return None
         storage = tensor.untyped_storage()
         seen = self._seen.get(id(storage))

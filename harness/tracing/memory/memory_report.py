@@ -168,6 +168,7 @@ def _spell(unit: str) -> str:
 class CensusTime(StrEnum):
     """When the memory was counted."""
 
+    FILLING = "while the model was filled"
     BETWEEN = "between two microbatches"
     REDUCED = "after the last backward"
     STEPPED = "after the optimizer step"
@@ -197,9 +198,9 @@ class CensusEntry:
 
     ``state_bytes`` is the optimizer state that the engine reported, before the first update; None after it.
     ``shown`` is a digest of the names of the gradients and the optimizer state that the engine showed; empty between
-    microbatches, where gradients may wait for their reduction unshown. ``left_bytes`` are those once that was read, and
-    ``since`` the largest pieces that were not alive, or not as many, at the earlier count with the same digest and the
-    fewest of them, if this one has more.
+    microbatches, where gradients may wait for their reduction unshown. ``num_loads`` loads of a state were before.
+    ``left_bytes`` are those once that was read, and ``since`` the largest pieces that were not alive, or not as many,
+    at the earlier count since the same load with the same digest and the fewest of them, if this one has more.
     ``process_bytes`` is the growth of its process since before the model was built, observations excluded. It is None
     where it was not requested, or where ranks share a process. ``device_bytes`` are those on an accelerator.
     """
@@ -212,5 +213,6 @@ class CensusEntry:
     device_bytes: int = 0
     state_bytes: int | None = None
     shown: str = ""
+    num_loads: int = 0
     left_bytes: int = 0
     since: tuple[LiveStorage, ...] = ()
