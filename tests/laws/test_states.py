@@ -6,13 +6,22 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
-from shardproof import Capability, Clip, Law, Layout, Plan, Resume, Schedule, Training
+from shardproof import Capability, Clip, Law, Layout, Plan, Resume, Schedule, Training, UnitDtypes
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.harness.cases.scripts.eventful import Eventful, Interlude
 from shardproof.harness.cases.scripts.moves import Freeze
-from shardproof.harness.laws.runtime import Deterministic, ExpectedUnitState, Notes, ShowsTheModel, UnitsAre
+from shardproof.harness.cases.training import COMPUTED_IN
+from shardproof.harness.laws.runtime import (
+    ComputesAsAsked,
+    Deterministic,
+    ExpectedUnitState,
+    Notes,
+    ShowsTheModel,
+    UnitsAre,
+)
 from shardproof.harness.records.observation import Fact, Observation, StepObservation, digest
 from shardproof.harness.records.record import LawRecord
 from tests.simulated_engine import evidence_of, oracle_of, simulate
@@ -49,6 +58,22 @@ def _rule(law: Law, change: Change = lambda s: s) -> LawRecord:
 @pytest.mark.parametrize("law", [FREED, CAST, SHOWN], ids=lambda law: type(law).__name__)
 def test_the_law_holds_of_the_values_of_a_right_engine(law: Law) -> None:
     assert _rule(law).held
+
+
+@pytest.mark.parametrize(("dtype", "is_asked"), [("float32", True), ("bfloat16", False)])
+def test_a_unit_computes_in_its_own_dtype_and_the_root_in_the_plans(dtype: str, is_asked: bool) -> None:
+    own = UnitDtypes(unit="layers.0", compute_dtype=torch.float32)
+    training = replace(TRAINING, plan=Plan(compute_dtype=torch.bfloat16, unit_dtypes=(own,)))
+    first, second = simulate(training, WORLD_SIZE, layout=Layout.REPLICATE)
+    facts = (
+        Fact(moment="", subject=COMPUTED_IN, value="bfloat16"),
+        Fact(moment="layers.0", subject=COMPUTED_IN, value=dtype),
+    )
+    second = replace(second, steps=tuple(replace(step, facts=facts) for step in second.steps))
+    record = ComputesAsAsked().judge(evidence_of(training, WORLD_SIZE, ranks=(first, second))).record
+    assert record.held == is_asked
+    wrong = "step 0, rank 1: expected unit 'layers.0' to compute in float32, got bfloat16"
+    assert record.summary.startswith("2 units" if is_asked else wrong)
 
 
 @pytest.mark.parametrize("law", [FREED, CAST, SHOWN], ids=lambda law: type(law).__name__)

@@ -21,7 +21,7 @@ from shardproof.harness.tracing.events import (
 from shardproof.harness.tracing.journal import read_journal
 from shardproof.harness.tracing.ledger import CallSummary, Op, Phase
 from shardproof.harness.tracing.recorder import Recorder
-from shardproof.harness.tracing.unit_hooks import watching_units
+from shardproof.harness.tracing.unit_hooks import ComputeDtypes, watching_units
 
 
 def a_call() -> CallSummary:
@@ -201,3 +201,23 @@ def test_units_record_when_they_compute(tmp_path: Path) -> None:
     computed = [(s.unit, s.is_backward) for s in compute_spans(events)]
     # The root returns its last child's output, so that its backward is not recorded.
     assert [c for c in computed if c[0]] == [("0", False), ("1", False), ("1", True), ("0", True)]
+
+
+def test_the_dtypes_in_which_units_compute_are_those_of_their_own_parameters() -> None:
+    inner, last = nn.Linear(2, 2).double(), nn.Linear(2, 2)
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), inner), last)
+    seen = ComputeDtypes()
+    with seen.watching(model, ("0", "0.1"), ignored=("1.bias",)):
+        last(torch.ones(1, 2))  # no unit
+        assert seen.take() == []
+        inner(torch.ones(1, 2).double())
+        assert seen.take() == [("0.1", torch.float64)]
+        with pytest.raises(RuntimeError), torch.autocast("cpu", torch.bfloat16):
+            model(torch.ones(1, 3))  # hooks come before the error
+        assert seen.take() == [("", torch.bfloat16), ("0", torch.bfloat16)]
+        last.bias.data = last.bias.data.double()
+        with pytest.raises(RuntimeError):
+            model(torch.ones(1, 3))
+        assert seen.take() == [("", torch.float32), ("0", torch.float32)]
+    inner(torch.ones(1, 2).double())
+    assert seen.take() == []
