@@ -70,10 +70,14 @@ class ComputeDtypes:
 
     @contextmanager
     def watching(self, model: nn.Module, units: tuple[str, ...], ignored: tuple[str, ...]) -> Iterator[None]:
-        """Look at each unit's parameters, but ``ignored`` ones, once the engine's hooks are through, until exit."""
+        """Look at each unit's parameters, but ``ignored`` ones, once the engine's hooks are through, until exit.
+
+        Where the engine renamed a unit, none is looked at: its parameters would be taken for those of the root.
+        """
         known, roots = dict(model.named_modules()), ["", *(name for u in units for name in u.split(","))]
         own: dict[str, list[tuple[nn.Module, str]]] = {root: [] for root in roots}
-        for name, _ in model.named_parameters():
+        are_known = known.keys() >= own.keys()
+        for name, _ in model.named_parameters() if are_known else ():
             path, _, attribute = name.rpartition(".")
             unit = max((root for root in roots if f"{path}.".startswith(f"{root}." if root else "")), key=len)
             if name not in ignored:
@@ -90,8 +94,8 @@ class ComputeDtypes:
 
         handles = [
             known[root].register_forward_pre_hook(lambda *_, root=root: look(root))
-            for root in roots
-            if root in known
+            for root in own
+            if are_known
         ]
         try:
             yield

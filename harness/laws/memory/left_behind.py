@@ -31,7 +31,7 @@ class LeavesNothingBehind:
         broken = [
             f"rank {observation.rank}, {breach}"
             for observation in evidence.ranks
-            for breach in _breaches(observation)
+            for breach in _breaches(observation, is_same_plan=_has_one_plan(evidence))
         ]
         num_counts = len([count for o in evidence.ranks for count in o.counts if count.shown])
         return rule(self.name, broken, held=f"at {num_counts} moments")
@@ -50,13 +50,21 @@ def leaves_gradients(evidence: Evidence) -> bool:
     )
 
 
-def _breaches(observation: Observation) -> Iterator[str]:
+def _has_one_plan(evidence: Evidence) -> bool:
+    """Return whether what was loaded goes on under the plan of before: another layout may need more memory."""
+    return all(
+        evidence.training.at(step).plan == evidence.training.plan
+        for step in range(len(evidence.oracle.steps))
+    )
+
+
+def _breaches(observation: Observation, *, is_same_plan: bool) -> Iterator[str]:
     fewest: dict[str, dict[int, int]] = {}  # by what is shown, and the loads before
     counters = _COUNTER_BYTES * len(observation.initial)
     for count in (count for count in observation.counts if count.shown):
         alike = fewest.setdefault(count.shown, {})
-        before = (n + (0 if loads == count.num_loads else counters) for loads, n in alike.items())
-        most = min(before, default=count.left_bytes)
+        before = [n + counters for loads, n in alike.items() if loads != count.num_loads and is_same_plan]
+        most = min([*before, alike.get(count.num_loads, count.left_bytes)])
         alike[count.num_loads] = min(alike.get(count.num_loads, count.left_bytes), count.left_bytes)
         if count.left_bytes > most + _CONSTANTS_BYTES:
             since = "since then: " if count.since else "the largest: "
