@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.records.observation import Observation
 
 _CONSTANTS_BYTES = 16  # numbers that an engine makes once, such as FSDP1's zero for the norm of no gradient
-_COUNTER_BYTES = 8  # what is loaded may have each parameter's count of steps in a tensor of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +28,11 @@ class LeavesNothingBehind:
         """Compare each count with the fewest bytes of those before it, on every rank."""
         if leaves_gradients(evidence):
             return rule(self.name, [], held=NOT_COUNTED)
+        sizes = {o.rank: sum(shard.tensor.nbytes for shard in o.initial.values()) for o in evidence.ranks}
         broken = [
             f"rank {observation.rank}, {breach}"
             for observation in evidence.ranks
-            for breach in _breaches(observation, is_same_plan=_has_one_plan(evidence))
+            for breach in _breaches(observation, _added(evidence, sizes, observation.rank))
         ]
         num_counts = len([count for o in evidence.ranks for count in o.counts if count.shown])
         return rule(self.name, broken, held=f"at {num_counts} moments")
@@ -50,26 +51,28 @@ def leaves_gradients(evidence: Evidence) -> bool:
     )
 
 
-def _has_one_plan(evidence: Evidence) -> bool:
-    """Return whether what was loaded goes on under the plan of before: another layout may need more memory."""
-    return all(
-        evidence.training.at(step).plan == evidence.training.plan
-        for step in range(len(evidence.oracle.steps))
-    )
+def _added(evidence: Evidence, sizes: Mapping[int, int], rank: int) -> float:
+    """Return the bytes that a load may add, of ranks whose parameters have these sizes.
+
+    A model that is left behind has the rank's parameters at least, and counts of steps in tensors of their own are few.
+    But a rank whose shards are smaller than another's may receive padded ones, and another layout may need more.
+    """
+    steps = range(len(evidence.oracle.steps))
+    has_one_plan = all(evidence.training.at(step).plan == evidence.training.plan for step in steps)
+    return sizes[rank] / 2 if has_one_plan and sizes[rank] == max(sizes.values()) else math.inf
 
 
-def _breaches(observation: Observation, *, is_same_plan: bool) -> Iterator[str]:
+def _breaches(observation: Observation, added: float) -> Iterator[str]:
     fewest: dict[str, dict[int, int]] = {}  # by what is shown, and the loads before
-    counters = _COUNTER_BYTES * len(observation.initial)
     for count in (count for count in observation.counts if count.shown):
         alike = fewest.setdefault(count.shown, {})
-        before = [n + counters for loads, n in alike.items() if loads != count.num_loads and is_same_plan]
+        before = [n + added for loads, n in alike.items() if loads != count.num_loads]
         most = min([*before, alike.get(count.num_loads, count.left_bytes)])
         alike[count.num_loads] = min(alike.get(count.num_loads, count.left_bytes), count.left_bytes)
         if count.left_bytes > most + _CONSTANTS_BYTES:
             since = "since then: " if count.since else "the largest: "
             since += "; ".join(map(str, count.since or count.largest))
             yield (
-                f"step {count.step}, {count.moment}: expected at most {most} bytes, as before with the same gradients "
-                f"and optimizer state, got {count.left_bytes}; {since}"
+                f"step {count.step}, {count.moment}: expected at most {most:.0f} bytes, as before with the same "
+                f"gradients and optimizer state, got {count.left_bytes}; {since}"
             )
