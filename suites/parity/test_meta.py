@@ -6,9 +6,8 @@ import pytest
 
 from shardproof import EVEN, FOUR_OR_MORE_EVEN, SEVERAL, Capability, HoldsItsShare, Layout, Placement, Problem
 from shardproof import Trial
-from shardproof.fixtures.chain import DEEP_CHAIN
 from shardproof.fixtures.placements import DIVISIBLE_MLP
-from shardproof.fixtures.problems import MLP_BUFFERS, MLP_UNEVEN, TRANSFORMER
+from shardproof.fixtures.problems import MLP_BUFFERS, MLP_DEEP, MLP_UNEVEN, TRANSFORMER
 from shardproof.fixtures.tensor_parallel import STACK_16
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
@@ -20,7 +19,7 @@ META = frozenset({Capability.META})
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("FillsTheFirstRankAlone", "FillsFromAWholeModel")
 @parametrize("layout", Layout.SHARD, Layout.REPLICATE, param(Layout.HYBRID, worlds=EVEN))
-@parametrize("problem", MLP_UNEVEN, TRANSFORMER, MLP_BUFFERS, DEEP_CHAIN)
+@parametrize("problem", MLP_UNEVEN, TRANSFORMER, MLP_BUFFERS, MLP_DEEP)
 def test_fills_what_was_prepared_without_memory(trial: Trial, problem: Problem, layout: Layout) -> None:
     trial.holds(train(problem, layout=layout, demands=META), *PARITY, HoldsItsShare())
 

@@ -23,10 +23,9 @@ from shardproof import (
 )
 from shardproof.engine.contract import Capability, Cut, Layout, Masters, Plan, Replicas
 from shardproof.fixtures.buffered import HOARD
-from shardproof.fixtures.chain import DEEP_CHAIN
 from shardproof.fixtures.forward_inputs import PACKED
 from shardproof.fixtures.optimizers import ADAMW, SGD
-from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
+from shardproof.fixtures.problems import MLP_DEEP, MLP_EVEN, MLP_UNEVEN
 from shardproof.harness.cases.training import Problem, Resume, Schedule, Training
 from shardproof.harness.tracing.codec import decode, encode
 from shardproof.harness.tracing.memory.census import Census
@@ -323,7 +322,7 @@ def test_after_a_handover_the_later_plan_explains_what_is_held(step: int) -> Non
 
 @pytest.mark.parametrize("num_units", [2, 3])
 def test_two_units_may_be_whole_while_a_model_is_filled(num_units: int) -> None:
-    training = replace(_training(), problem=DEEP_CHAIN, plan=replace(SHARD, units=DEEP_CHAIN.units))
+    training = replace(_training(), problem=MLP_DEEP, plan=replace(SHARD, units=MLP_DEEP.units))
     form = form_of(training)
     unit = max(sum(map(prod, group.shapes)) * group.bytes_per_element for group in form.groups)
     share = explained(form, training, 2, cut=Cut.EVENLY, state=0).parameters
