@@ -225,7 +225,6 @@ class _Loop:
         self._written = written_by_forward(training.problem)
         self._context = context
         self._watches = watches
-        self._is_read = False
         self._lifetimes = None if watches is None else watches.lifetimes
         self._census = None if watches is None else watches.census
         self._probes = None if watches is None else watches.probes
@@ -409,7 +408,6 @@ class _Loop:
             self._probes.factor = 1.0 if scaled is None else scaled.scale
         actor = EngineActor(prepared, self._training, self._context, step, self._inputs, self._watches, scale)
         actor.difference_from = partial(self._difference_from, step=step)
-        self._is_read = is_read  # a count reads the engine too
         if goes_in_turn(self._training.script):
             actor.between = lambda: self._count(actor, CensusTime.BETWEEN)
         self._meet(step)
@@ -513,7 +511,7 @@ class _Loop:
 
     def _count(self, actor: EngineActor, moment: CensusTime) -> None:
         form, training = None if self._watches is None else self._watches.form, self._training.at(actor.step)
-        if self._census is None or form is None or not actor.is_at_rest or not self._is_read:
+        if self._census is None or form is None or not actor.is_at_rest:
             return
         # Engines that shard optimizer state alone may keep buffers of whole gradients, as DDP below them does.
         is_sharded = training.plan.layout in {Layout.SHARD, Layout.HYBRID}

@@ -138,7 +138,12 @@ def _drive(context: RankContext, training: Training, adapter: Engine, before: Pa
         watches.probes = probes
         # The values of a simulated rank are meaningless, but its final tensors show where its shards are.
         reads = [not context.is_simulated] + [schedule.are_repeats_read] * (schedule.repeats - 1)
-        first, *others = (_run(context, training, adapter, watches, before, is_read=read) for read in reads)
+        # Counts read the engine too.
+        uncounted = watches if schedule.are_repeats_read else replace(watches, census=None)
+        first, *others = (
+            _run(context, training, adapter, uncounted if n else watches, before, is_read=read)
+            for n, read in enumerate(reads)
+        )
     repeated = (first, *others) if others else ()
     observation = replace(
         first,
