@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 
@@ -40,6 +41,7 @@ _PEER_IS_GONE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|timed out|timeout|socket closed|remote process exited",
     re.IGNORECASE,
 )
+_T = TypeVar("_T")
 _RAISE = dis.opmap["RAISE_VARARGS"]
 _HARNESS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
@@ -86,7 +88,7 @@ def is_abandonment(error: BaseException) -> bool:
 
 
 def _text(error: BaseException) -> str | None:
-    _spell_freed(error)
+    _attempt(lambda: _spell_freed(error))
     return _attempt(lambda: str.__str__(str(error)))
 
 
@@ -118,8 +120,8 @@ def _calls(error: BaseException) -> list[str]:
 def _spell_freed(error: BaseException) -> None:
     """Describe tensors among an error's arguments, and those of its causes, whose memory is freed.
 
-    Their own text would read that memory, which ends the process (torch 2.11 to 2.15). The KeyError of a dict of
-    parameters has such an argument.
+    Their own text would read that memory, which ends the process (seen with torch 2.13 to 2.15). The KeyError of a dict
+    of parameters has such an argument.
     """
     pending, seen = [error], set[int]()
     while pending and len(seen) < _LONGEST_CHAIN:
@@ -146,7 +148,7 @@ def _is_freed(value: object) -> bool:
     return local.untyped_storage().nbytes() < local.element_size() * local.numel()
 
 
-def _attempt(call: Callable[[], str]) -> str | None:
+def _attempt(call: Callable[[], _T]) -> _T | None:
     """Return the result of an engine's code, None if it raises anything: even SystemExit counts as a failure."""
     try:
         return call()

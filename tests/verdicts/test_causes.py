@@ -6,6 +6,7 @@ import re
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -114,6 +115,15 @@ def test_an_error_about_freed_memory_is_told_without_reading_it() -> None:
     outcome = _caught(lambda: _raise(KeyError(freed)))
     assert outcome.message == "'a tensor of shape [4] without memory'"
     assert outcome.message in outcome.traceback
+    assert "cannot be shown" in _caught(lambda: _raise(KeyError(torch.ones(2).as_subclass(_Closed)))).message
+
+
+class _Closed(torch.Tensor):
+    """A tensor of which nothing can be asked."""
+
+    @classmethod
+    def __torch_function__(cls, *given: Any, **named: Any) -> Any:  # Any: as torch's
+        raise NotImplementedError
 
 
 def _lose_a_peer() -> None:
