@@ -24,6 +24,7 @@ from shardproof.harness.laws.tolerance import allowed_error
 from shardproof.harness.oracle.absolute_error import deviation
 from shardproof.harness.oracle.oracle_observation import INITIAL_STEP, Quantity, TensorKey
 from shardproof.harness.records.observation import StepObservation
+from shardproof.harness.tracing.collectives.call import short_name
 
 _NOTHING = "nothing"  # stands for a note that was never made
 
@@ -145,7 +146,7 @@ class ComputesAsAsked:
             for fact in (fact for fact in seen.facts if fact.subject == COMPUTED_IN):
                 dtype = asked.get(fact.moment, plan.compute_dtype)
                 units.add(fact.moment)
-                if dtype is not None and fact.value != (wanted := str(dtype).removeprefix("torch.")):
+                if dtype is not None and fact.value != (wanted := short_name(dtype)):
                     unit = f"unit {fact.moment!r}" if fact.moment else "the root"
                     broken.append(
                         f"step {step}, rank {rank}: expected {unit} to compute in {wanted}, got {fact.value}"

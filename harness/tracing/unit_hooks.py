@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardproof.engine.contract import UnitHandle
+from shardproof.engine.contract import Plan, UnitHandle
 from shardproof.harness.torch_compat.tensor_trees import tensors_in
 from shardproof.harness.tracing.events import EventKind
 from shardproof.harness.tracing.ledger import Phase
@@ -57,6 +57,12 @@ def watching_states(units: Mapping[str, UnitHandle], recorder: Recorder) -> Iter
         yield
 
 
+def unit_of(name: str, plan: Plan) -> str:
+    """Return the unit of a parameter: the first that contains it, because the plan lists inner units first."""
+    units = (unit for unit in plan.units if any(name.startswith(f"{part}.") for part in unit.split(",")))
+    return next(units, "")
+
+
 class ComputeDtypes:
     """The dtypes in which units began to compute: of their own parameters as their modules show them, or autocast's."""
 
@@ -69,19 +75,18 @@ class ComputeDtypes:
         return sorted(seen, key=str)
 
     @contextmanager
-    def watching(self, model: nn.Module, units: tuple[str, ...], ignored: tuple[str, ...]) -> Iterator[None]:
-        """Look at each unit's parameters, but ``ignored`` ones, once the engine's hooks are through, until exit.
+    def watching(self, model: nn.Module, plan: Plan) -> Iterator[None]:
+        """Look at each unit's parameters, but ignored ones, once the engine's hooks are through, until exit.
 
         Where the engine renamed a unit, none is looked at: its parameters would be taken for those of the root.
         """
-        known, roots = dict(model.named_modules()), ["", *(name for u in units for name in u.split(","))]
-        own: dict[str, list[tuple[nn.Module, str]]] = {root: [] for root in roots}
-        are_known = known.keys() >= own.keys()
-        for name, _ in model.named_parameters() if are_known else ():
+        known = dict(model.named_modules())
+        parts = {part: unit for unit in ("", *plan.units) for part in unit.split(",")}
+        own: dict[str, list[tuple[nn.Module, str]]] = {unit: [] for unit in parts.values()}
+        for name, _ in model.named_parameters():
             path, _, attribute = name.rpartition(".")
-            unit = max((root for root in roots if f"{path}.".startswith(f"{root}." if root else "")), key=len)
-            if name not in ignored:
-                own[unit].append((known[path], attribute))
+            if name not in plan.ignored:
+                own[unit_of(name, plan)].append((known[path], attribute))
 
         def look(unit: str) -> None:
             for module, name in own[unit]:
@@ -93,9 +98,8 @@ class ComputeDtypes:
                     self._seen.add((unit, cast))
 
         handles = [
-            known[root].register_forward_pre_hook(lambda *_, root=root: look(root))
-            for root in own
-            if are_known
+            known[part].register_forward_pre_hook(lambda *_, unit=unit: look(unit))
+            for part, unit in (parts.items() if known.keys() >= parts.keys() else ())
         ]
         try:
             yield

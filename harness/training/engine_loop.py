@@ -56,6 +56,7 @@ from shardproof.harness.records.observation import (
     StepObservation,
 )
 from shardproof.harness.torch_compat.dtypes import num_bytes_of
+from shardproof.harness.tracing.collectives.call import short_name
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.memory_report import CensusTime
 from shardproof.harness.tracing.probe_point import Seen
@@ -475,7 +476,7 @@ class _Loop:
 
     def _dtypes(self) -> Iterator[Fact]:
         for unit, dtype in () if self._watches is None else self._watches.dtypes.take():
-            yield Fact(moment=unit, subject=COMPUTED_IN, value=str(dtype).removeprefix("torch."))
+            yield Fact(moment=unit, subject=COMPUTED_IN, value=short_name(dtype))
 
     def _probe_gradients(self, kind: Seen, step: int) -> None:
         if self._probes is not None and not self._training.schedule.is_skipped(step):
@@ -540,15 +541,16 @@ class _Loop:
         """Return a digest of the names of the gradients and the state that the engine shows.
 
         A rank of frozen pieces never shows any, but may hold the padding of others' gradients: there the moment counts,
-        as it does where zeros are shown for gradients that are none, and what the loop leaves of them.
+        as it does where zeros are shown for gradients that are none; there what the loop clears them to counts too.
         """
         reads = ("local_gradients", "local_optimizer_state")
         found = [read_presence(self.prepared, read) for read in reads]
         names = [sorted(presence) for presence in found]
         shows_zeros = read_declared(self.prepared, "no_gradient", NoGradient) is not NoGradient.NONE
         if shows_zeros or not any(has_rows for presence in found for has_rows in presence.values()):
-            cleared = (self._training.schedule.clears_to_none(n) for n in (step - 1, step))
-            names.append([moment.name, *map(str, cleared)])
+            names.append([moment.name])
+        if shows_zeros:
+            names.append([str(self._training.schedule.clears_to_none(n)) for n in (step - 1, step)])
         return hashlib.sha256(repr(names).encode()).hexdigest()[:8]
 
     def _explained(self, form: Form, training: Training, gradients: HeldGradients) -> int:

@@ -193,8 +193,7 @@ def _run(
             prepared = preparation.prepared
             watched.enter_context(watching_units(prepared.named, plan.units, context.recorder))
             if plan.asks_for_dtypes:
-                seen = watches.dtypes.watching(prepared.named, plan.units, plan.ignored)
-                watched.enter_context(seen)
+                watched.enter_context(watches.dtypes.watching(prepared.named, plan))
             if Watch.UNITS in training.watch:
                 watched.enter_context(watching_states(prepared.units(), context.recorder))
             return preparation
@@ -277,7 +276,7 @@ def _counting(
 ) -> Iterator[None]:
     """Count the memory of a rank that fills its first model, beside the tensors that it is given."""
     census, form = (None, None) if watches is None else (watches.census, watches.form)
-    if census is None or form is None or census.peak is not None:
+    if census is None or form is None or census.peak is not None or not training.is_explained:
         yield
         return
     census.holds(given)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardproof.engine.contract import Plan
 from shardproof.harness.tracing.codec import encode
 from shardproof.harness.tracing.events import (
     EventKind,
@@ -207,7 +208,7 @@ def test_the_dtypes_in_which_units_compute_are_those_of_their_own_parameters() -
     inner, last = nn.Linear(2, 2).double(), nn.Linear(2, 2)
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), inner), last)
     seen = ComputeDtypes()
-    with seen.watching(model, ("0", "0.1"), ignored=("1.bias",)):
+    with seen.watching(model, Plan(units=("0.1", "0"), ignored=("1.bias",))):
         last(torch.ones(1, 2))  # no unit
         assert seen.take() == []
         inner(torch.ones(1, 2).double())
@@ -221,3 +222,10 @@ def test_the_dtypes_in_which_units_compute_are_those_of_their_own_parameters() -
         assert seen.take() == [("", torch.float32), ("0", torch.float32)]
     inner(torch.ones(1, 2).double())
     assert seen.take() == []
+
+
+def test_parts_of_one_unit_compute_in_its_dtype() -> None:
+    model, seen = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ComputeDtypes()
+    with seen.watching(model, Plan(units=("0,1",))):
+        model(torch.ones(1, 2))
+    assert seen.take() == [("0,1", torch.float32)]

@@ -67,8 +67,9 @@ def _breaches(observation: Observation, added: float) -> Iterator[str]:
     for count in (count for count in observation.counts if count.shown):
         alike = fewest.setdefault(count.shown, {})
         before = [n + added for loads, n in alike.items() if loads != count.num_loads]
-        most = min([*before, alike.get(count.num_loads, count.left_bytes)])
-        alike[count.num_loads] = min(alike.get(count.num_loads, count.left_bytes), count.left_bytes)
+        since_loaded = alike.get(count.num_loads, count.left_bytes)
+        most = min([since_loaded, *before])
+        alike[count.num_loads] = min(since_loaded, count.left_bytes)
         if count.left_bytes > most + _CONSTANTS_BYTES:
             since = "since then: " if count.since else "the largest: "
             since += "; ".join(map(str, count.since or count.largest))

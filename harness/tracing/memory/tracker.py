@@ -20,6 +20,7 @@ from shardproof.harness.tracing.memory.memory_report import LifetimeReport, User
 from shardproof.harness.tracing.operators import RanOperator
 from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.tracing.storages import Storages
+from shardproof.harness.tracing.unit_hooks import unit_of
 
 # Operators that keep every element's value, in whatever order; their results are copies of the same contents.
 _COPIES = frozenset(
@@ -144,9 +145,9 @@ class MemoryTracker:
                 if name in plan.ignored:
                     self._hold(f"the ignored parameter {name!r}", parameter)
                 else:
-                    self._is(parameter, Role.SHARE, _unit_of(name, plan))
+                    self._is(parameter, Role.SHARE, unit_of(name, plan))
                 if parameter.grad is not None:
-                    self._is(parameter.grad, Role.REDUCED, _unit_of(name, plan))
+                    self._is(parameter.grad, Role.REDUCED, unit_of(name, plan))
             for name, buffer in prepared.named.named_buffers():
                 self._hold(f"buffer {name!r}", buffer)
 
@@ -245,9 +246,3 @@ def _user_tensor(held: _Held) -> UserTensor:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _unit_of(name: str, plan: Plan) -> str:
-    """Return the unit of a parameter: the first that contains it, because the plan lists inner units first."""
-    units = (unit for unit in plan.units if any(name.startswith(f"{part}.") for part in unit.split(",")))
-    return next(units, "")
