@@ -106,13 +106,13 @@ class TakesAStepWhereNoneWasSaved(ReferenceEngine):
             optimizer.zero_grad()
 
 
-@mutant(after="pytorch/torchtitan#3675", phase="state loaded")
+@mutant(after="NVIDIA-NeMo/Automodel#3814", phase="state loaded")
 class KeepsItsOwnExtraState(ReferenceEngine):
-    """What modules add to a state is what they had before it is loaded."""
+    """What modules add to a state is what they had before it is loaded, where it is no tensor."""
 
     class Prepared(PreparedReference):
         def load_full_state(self, state: dict[str, Any]) -> None:
-            own = {n: v for n, v in self.module.state_dict().items() if n.endswith("_extra_state")}
+            own = {n: v for n, v in self.module.state_dict().items() if isinstance(v, dict)}
             super().load_full_state({**state, "model": {**state["model"], **own}})
 
 

@@ -153,6 +153,23 @@ class LooksForOverflowsInOneGradient(DistributedDataParallelEngine):
         scaler_class = _OfFirst
 
 
+class _Fused(GradScaler):
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # Any: as torch's
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if parameter.grad is not None:
+                    parameter.grad.div_(self.get_scale())
+        return super().step(optimizer, *args, **kwargs)
+
+
+@mutant(after="Lightning-AI/pytorch-lightning#15555", phase="step")
+class UnscalesAgainInFusedSteps(DistributedDataParallelEngine):
+    """A fused optimizer divides gradients by the scale that are already unscaled."""
+
+    class Prepared(PreparedDdp):
+        scaler_class = _Fused
+
+
 class _Growing(GradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         super().unscale_(optimizer)

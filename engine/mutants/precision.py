@@ -39,6 +39,16 @@ class KeepsFloat32OnTheWire(ReferenceEngine):
     misreads = changing(reduce_dtype=torch.float32)
 
 
+@mutant(after="radixark/miles#1721", trace=Trace.COMMUNICATION)
+class ForgetsTheReduceDtypeOfFrozenModels(FullyShardEngine):
+    """Gradients of a model with frozen parameters are reduced in the compute dtype, whatever the plan is."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        if not all(p.requires_grad for p in model.parameters()):
+            plan = replace(plan, reduce_dtype=None)
+        return super().prepare(model, plan, mesh)
+
+
 @mutant(after="pytorch/pytorch#190627", phase="replicate")
 class ReducesReplicasInBfloat16(FullyShardEngine):
     """Across replicas gradients are reduced in bfloat16, whatever the plan is; within them as planned."""

@@ -37,9 +37,9 @@ class Batch(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """Tensors with the same number of rows."""
+    """Tensors with the same number of rows; an input may be a tree of them."""
 
-    inputs: tuple[torch.Tensor, ...]
+    inputs: tuple[Any, ...]
     target: torch.Tensor
 
 
@@ -78,14 +78,14 @@ def tensors_of(batch: Batch) -> Iterator[torch.Tensor]:
     if isinstance(batch, ModelBatch):
         yield from tensors_in(batch.value)
     else:
-        yield from (*batch.inputs, batch.target)
+        yield from (*tensors_in(batch.inputs), batch.target)
 
 
 def converted(batch: Batch, convert: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
     """Return a batch of the same form in which every tensor is converted."""
     if isinstance(batch, ModelBatch):
         return ModelBatch(value=converted_tree(batch.value, convert))
-    return Rows(inputs=tuple(map(convert, batch.inputs)), target=convert(batch.target))
+    return Rows(inputs=converted_tree(batch.inputs, convert), target=convert(batch.target))
 
 
 def converted_tree(tree: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:

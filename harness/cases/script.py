@@ -247,10 +247,18 @@ def load_weights(module: nn.Module) -> None:
 
 # Any: a user's data are of any type, and stay as they are.
 def with_gradients(inputs: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the tensors among the inputs as leaves that get gradients."""
+    """Return the tensors of floats among the inputs as leaves that get gradients."""
     return tuple(
-        given.detach().requires_grad_() if isinstance(given, torch.Tensor) else given for given in inputs
+        given.detach().requires_grad_()
+        if isinstance(given, torch.Tensor) and given.is_floating_point()
+        else given
+        for given in inputs
     )
+
+
+def having_gradients(inputs: Iterable[Any]) -> list[torch.Tensor]:
+    """Return those of the inputs for which a loss has gradients."""
+    return [given for given in inputs if isinstance(given, torch.Tensor) and given.requires_grad]
 
 
 def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

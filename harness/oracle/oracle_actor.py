@@ -21,6 +21,7 @@ from shardproof.harness.cases.script import (
     GradientEdit,
     Probe,
     evaluating,
+    having_gradients,
     sum_of_squares,
     with_gradients,
 )
@@ -322,7 +323,7 @@ class OracleActor(Actor):
         inputs = with_gradients(self.batch(microbatch).inputs)
         loss = self.loss(microbatch, self.forward(microbatch, *inputs))
         is_dropped = probe is Probe.DROPPED
-        seen = loss if is_dropped else sum_of_squares(torch.autograd.grad(loss, inputs))
+        seen = loss if is_dropped else sum_of_squares(torch.autograd.grad(loss, having_gradients(inputs)))
         self.losses.append(float(seen.detach()))
 
     def leave_out(self) -> None:

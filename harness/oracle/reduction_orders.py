@@ -9,7 +9,7 @@ from functools import lru_cache, reduce
 import torch
 
 from shardproof.engine.contract import Accumulation, Plan
-from shardproof.harness.cases.batch import Batch, ModelBatch, Rows, converted
+from shardproof.harness.cases.batch import Batch, ModelBatch, Rows, converted, converted_tree
 from shardproof.harness.torch_compat.dtypes import cast
 
 
@@ -45,7 +45,9 @@ class Summation:
         order = torch.tensor(
             _order(None if self.keeps_rows else self.seed, batch.target.shape[0]), dtype=torch.long
         )
-        inputs = tuple(self.moved(cast(tensor, self.compute_dtype)[order]) for tensor in batch.inputs)
+        inputs = converted_tree(
+            batch.inputs, lambda tensor: self.moved(cast(tensor, self.compute_dtype)[order])
+        )
         return Rows(inputs=inputs, target=self.moved(cast(batch.target, self.dtype)[order]))
 
     def moved(self, tensor: torch.Tensor) -> torch.Tensor:

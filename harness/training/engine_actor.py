@@ -22,6 +22,7 @@ from shardproof.harness.cases.script import (
     InterfaceBench,
     Probe,
     evaluating,
+    having_gradients,
     sum_of_squares,
     with_gradients,
 )
@@ -187,7 +188,7 @@ class EngineActor(Actor):
             self._keep(loss)
             return
         with self._during(Phase.BACKWARD, microbatch):
-            gradients = torch.autograd.grad(loss, inputs)
+            gradients = torch.autograd.grad(loss, having_gradients(inputs))
         self._keep(sum_of_squares(gradients))
 
     def leave_out(self) -> None:

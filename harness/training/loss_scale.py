@@ -10,6 +10,8 @@ import torch
 from shardproof.engine.contract import PreparedModel
 from shardproof.harness.cases.training import LossScaling
 
+_TOLD_TO_FUSED = ("grad_scale", "found_inf")  # attributes of a torch optimizer, of one step
+
 
 class ScaledSteps:
     """The engine's scaler and an object that it uses as the optimizer: the engine's parameters, and its step."""
@@ -51,9 +53,20 @@ class ScaledSteps:
         """The state of the engine's optimizer, which a scaler of its own may read."""
         return self._prepared.built_optimizer().state
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether the optimizer's kernel unscales gradients, and skips a step, as torch's fused ones do."""
+        return getattr(self._prepared.built_optimizer(), "_step_supports_amp_scaling", False)
+
     def step(self) -> None:
-        """Step the engine; called by the scaler."""
+        """Step the engine; called by the scaler, which has set what a fused kernel reads."""
+        optimizer: Any = self._prepared.built_optimizer()
+        told = {name: vars(self)[name] for name in _TOLD_TO_FUSED if name in vars(self)}
+        for name, value in told.items():
+            setattr(optimizer, name, value)
         self._prepared.step()
+        for name in told:
+            delattr(optimizer, name)
 
 
 def overflowing(output: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from shardproof import (
     Accumulation,
@@ -22,7 +23,12 @@ from shardproof import (
 from shardproof.fixtures.chain import CHAIN
 from shardproof.fixtures.optimizers import SGD
 from shardproof.harness.cases.units import groups_of
-from shardproof.harness.laws.communication.needs import CommunicatesAsNeeded, HeldBackIsSilent, laws_of_needs
+from shardproof.harness.laws.communication.needs import (
+    CommunicatesAsNeeded,
+    HeldBackIsSilent,
+    ReducesAsAsked,
+    laws_of_needs,
+)
 from shardproof.harness.tracing.events import EventKind, TraceEvent
 from shardproof.harness.tracing.ledger import Entry, Op, Phase
 from tests.ledgers import entry, evidence, numbered
@@ -148,3 +154,13 @@ def test_loops_that_hold_nothing_back_are_not_held_to_silence() -> None:
     every = replace(TRAINING, plan=replace(PLAN, accumulation=Accumulation.EVERY_MICROBATCH))
     for training in (probing, every):
         assert HeldBackIsSilent() not in laws_of_needs(training)
+
+
+@pytest.mark.parametrize(("dtype", "is_held"), [("bfloat16", True), ("float32", False), ("int32", True)])
+def test_real_gradients_are_reduced_in_the_dtype_asked_for(dtype: str, is_held: bool) -> None:
+    asked = replace(TRAINING, plan=replace(PLAN, reduce_dtype=torch.bfloat16))
+    assert ReducesAsAsked() in laws_of_needs(asked)
+    sent = [replace(e, dtype=dtype) if e.op is Op.REDUCE_SCATTER else e for e in _honest()]
+    record = ReducesAsAsked().judge(_evidence(sent, asked)).record
+    assert record.held is is_held
+    assert is_held or "expected bfloat16, got reduce_scatter" in record.summary

@@ -32,11 +32,12 @@ class Interlude(Enum):
 class Eventful:
     """Play ``inner`` with these events, and each of the ``moves`` at its moment.
 
-    ``by_keyword`` passes the rows to forward as ``rows=``, and ``inputs_have_gradients`` as leaves that get one.
-    ``backward_by_halves`` runs two backwards through the graph of each forward, each of half the loss. If units are
-    ``kept_until_last``, they stay gathered after each backward but that of the last microbatch. If it
-    ``fails_and_starts_again``, a forward after the last backward of each step raises, gradients are cleared, and the
-    forwards and backwards are done again, with the moves among them and after them.
+    ``by_keyword`` passes the inputs to forward as ``rows=`` and, if there is another, ``context=``, and
+    ``inputs_have_gradients`` as leaves that get one. ``backward_by_halves`` runs two backwards through the graph of
+    each forward, each of half the loss. If units are ``kept_until_last``, they stay gathered after each backward but
+    that of the last microbatch. If it ``fails_and_starts_again``, a forward after the last backward of each step
+    raises, gradients are cleared, and the forwards and backwards are done again, with the moves among them and after
+    them.
     """
 
     inner: Script = field(default_factory=EachMicrobatch)
@@ -103,8 +104,7 @@ class _Proxy:
         if self._script.inputs_have_gradients:
             inputs = with_gradients(inputs)
         if self._script.by_keyword:
-            (rows,) = inputs
-            inputs = (ModelBatch(value={"rows": rows}),)
+            inputs = (ModelBatch(value=dict(zip(("rows", "context"), inputs, strict=False))),)
         return self._actor.forward(microbatch, *inputs, part=part)
 
     def leave_out(self) -> None:

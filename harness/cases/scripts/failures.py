@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from shardproof.engine.contract import Capability
+from shardproof.harness.cases.batch import converted_tree
 from shardproof.harness.cases.script import Actor
 
 RAISED = "what the forward did that had to raise"  # the subject of a note
@@ -48,7 +49,7 @@ class Fail:
 
     def play(self, actor: Actor) -> None:
         microbatch = actor.num_microbatches - 1
-        inputs = (torch.full_like(x, torch.nan) for x in actor.batch(microbatch).inputs)
+        inputs = converted_tree(actor.batch(microbatch).inputs, _without_numbers)
         try:
             actor.forward(microbatch, *inputs)
         except FloatingPointError as error:
@@ -56,6 +57,10 @@ class Fail:
         else:
             actor.note(RAISED, "nothing")
         actor.recover()
+
+
+def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(tensor, torch.nan) if tensor.is_floating_point() else tensor
 
 
 def _train(actor: Actor, microbatch: int, *, is_counted: bool = True) -> None:

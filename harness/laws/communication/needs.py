@@ -1,4 +1,4 @@
-"""Laws that follow from plan, script and events of any training: nothing is communicated early, or more than once.
+"""Laws that follow from plan, script and events of any training: how often, when and as what it communicates.
 
 [Note: what calls need] A gather serves one call of a unit in forward, or one backward through it; a reduction serves
 one backward. In the optimizer step an engine that keeps parameters whole exchanges each once. How often a unit was
@@ -20,10 +20,12 @@ from shardproof.harness.cases.script import Probe
 from shardproof.harness.cases.scripts.eventful import Eventful, goes_in_turn
 from shardproof.harness.cases.training import Training
 from shardproof.harness.cases.units import UnitParameters, chunked_buffer_numel, groups_of
+from shardproof.harness.cases.user_model import is_communicating
 from shardproof.harness.laws.communication.bounds import ledgers, when
 from shardproof.harness.laws.communication.order import spell_unit
 from shardproof.harness.laws.law import Evidence, Law, Ruling, rule
 from shardproof.harness.records.observation import Observation
+from shardproof.harness.tracing.collectives.call import short_name
 from shardproof.harness.tracing.events import EventKind
 from shardproof.harness.tracing.ledger import Entry, Op, Phase
 from shardproof.harness.training.layout_memory import share_numel
@@ -41,7 +43,9 @@ def laws_of_needs(training: Training) -> tuple[Law, ...]:
     laws: tuple[Law, ...] = ()
     if not training.plan.needs & _OF_OTHER_SIZES and training.plan.pipeline_stages == 1:
         laws = (CommunicatesAsNeeded(),)
-    return (*laws, HeldBackIsSilent()) if _holds_back(training) else laws
+    laws = (*laws, HeldBackIsSilent()) if _holds_back(training) else laws
+    is_asked = training.plan.reduce_dtype is not None and not is_communicating(training.problem)
+    return (*laws, ReducesAsAsked()) if is_asked else laws
 
 
 def _holds_back(training: Training) -> bool:
@@ -94,6 +98,31 @@ def _sent_again(entries: Sequence[Entry], training: Training) -> Iterator[tuple[
         is_sent = e.op is Op.BROADCAST and e.phase is Phase.FORWARD and e.microbatch >= 0
         if is_sent and e.microbatch > first.setdefault(e.step, e.microbatch):
             yield e, first[e.step]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReducesAsAsked:
+    """Gradients of real numbers are reduced in the dtype that the plan asks for, in every backward.
+
+    Numbers do not show it: what is reduced in fewer bits may be as near as they allow, and in more bits nearer.
+    """
+
+    name: str = "gradients are reduced in the dtype that the plan asks for"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        broken, num = [], 0
+        for rank, ledger in ledgers(evidence):
+            for entry in ledger:
+                is_reduced = (
+                    entry.op in _REDUCING and entry.phase is Phase.BACKWARD and "float" in entry.dtype
+                )
+                if entry.step < 0 or not is_reduced or not _is_of_the_engine(entry, evidence.training):
+                    continue
+                dtype = evidence.training.at(entry.step).plan.reduce_dtype
+                num += 1
+                if dtype is not None and entry.dtype != (wanted := short_name(dtype)):
+                    broken.append(f"rank {rank} {when(entry)}: expected {wanted}, got {entry.describe()}")
+        return rule(self.name, broken, held=f"{num} reductions on {evidence.world_size} ranks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
