@@ -184,7 +184,6 @@ from shardproof.harness.laws.memory.lifetimes import PeakBytes as PeakBytes
 from shardproof.harness.laws.memory.lifetimes import UnshardedOnlyInTurn as UnshardedOnlyInTurn
 from shardproof.harness.laws.memory.lifetimes import UserTensorsLive as UserTensorsLive
 from shardproof.harness.laws.memory.share import MemoryIsExplained as MemoryIsExplained
-from shardproof.harness.laws.parity import ComputesInTheDtypeAsked as ComputesInTheDtypeAsked
 from shardproof.harness.laws.parity import MatchesOracle as MatchesOracle
 from shardproof.harness.laws.runtime import Deterministic as Deterministic
 from shardproof.harness.laws.runtime import ExpectedUnitState as ExpectedUnitState

@@ -14,7 +14,7 @@ import torch
 
 from shardproof.engine.shard import Shard
 from shardproof.harness.laws.diagnosis import UNSTRUCTURED, looks_like
-from shardproof.harness.laws.law import Evidence, Ruling, rule
+from shardproof.harness.laws.law import Evidence, Ruling
 from shardproof.harness.laws.structure import (
     RankShard,
     are_consecutive,
@@ -26,7 +26,7 @@ from shardproof.harness.laws.structure import (
     structural_faults,
 )
 from shardproof.harness.laws.tolerance import allowed_error
-from shardproof.harness.oracle.absolute_error import deviation, largest
+from shardproof.harness.oracle.absolute_error import deviation
 from shardproof.harness.oracle.oracle_observation import INITIAL_STEP, Quantity, TensorKey
 from shardproof.harness.records.record import LawRecord, TensorRecord
 from shardproof.harness.torch_compat.dtypes import widened
@@ -134,44 +134,6 @@ class MatchesOracle:
             text += f"; {num_zeros} gradients are zeros instead of None, as the engine declares"
         worst = None if nearest is None else _record(nearest.place, nearest.comparison, "within noise")
         return Ruling(record=LawRecord(law=self.name, held=True, summary=text), worst=worst)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComputesInTheDtypeAsked:
-    """On each rank the first gradients are nearer to those of the plan's compute dtype than to those of float64.
-
-    The noise of a low-precision computation is so large that a higher-precision one is within it.
-    """
-
-    name: str = "computes in the dtype asked for"
-
-    def judge(self, evidence: Evidence) -> Ruling:
-        """Add up the squared distances of all gradients of a rank, each relative to the tensor's largest element."""
-        dtype, first = evidence.oracle.plan.compute_dtype, evidence.oracle.first
-        if first is None or dtype is None:
-            return rule(
-                self.name, ["expected a first step in the compute dtype, the oracle has none"], held=""
-            )
-        asked, exact = (dict.fromkeys(range(evidence.world_size), 0.0) for _ in range(2))
-        holding = set[int]()  # a rank without gradient elements proves nothing
-        for name, expected in first.gradients.items():
-            place = TensorKey(quantity=Quantity.GRADIENT, step=0, name=name)
-            reference = evidence.oracle.steps[0].gradients[name]
-            if reference is None or not (scale := largest(reference)):
-                continue
-            for piece in pieces_of(evidence, place):
-                for distances, tensor in ((asked, expected), (exact, reference)):
-                    error = deviation(piece.shard.tensor, piece.shard.of(tensor)) / scale
-                    distances[piece.rank] += float(error.square().sum())
-                holding |= {piece.rank} if piece.shard.tensor.numel() else set()
-        broken = [
-            f"rank {rank}: expected first gradients of a computation in {dtype}, got some that are nearer to float64: "
-            f"{asked[rank]:.3g} beside {exact[rank]:.3g}"
-            for rank in sorted(holding)
-            if not asked[rank] < exact[rank]
-        ]
-        broken += [] if holding else ["expected gradients on some rank, no rank has any"]
-        return rule(self.name, broken, held=f"{dtype} on {len(holding)} ranks")
 
 
 def _broken(law: str, findings: list[_Finding]) -> Ruling:

@@ -499,7 +499,7 @@ class _Loop:
         is_over = step == self._training.schedule.steps - 1
         with self.reading(step):
             parameters = self.keep(self.read_parameters()) if is_read or is_over else {}
-        facts, self._facts = (*facts, *self._facts, *actor.log.facts), ()
+        facts, self._facts = (*facts, *self._facts, *self._dtypes(), *actor.log.facts), ()
         gradients = self.keep(own.gradients) if is_read else {}
         return StepObservation(
             losses=tuple(actor.log.losses),

@@ -1,18 +1,18 @@
-"""A prepared model that is converted during training and back equals a plain one: nothing has changed."""
+"""A prepared model that is converted once trains in the new dtype; during training and back, nothing has changed."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from shardproof import EVEN, SEVERAL, Accumulation, Convert, Dtype, Eventful, Grouping, Interlude, Layout
+from shardproof import EVEN, SEVERAL, Accumulation, Convert, Eventful, Grouping, Interlude, Layout
 from shardproof import MatchesOracle, Trial
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof.fixtures.decoders import TIED
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
-from shardproof.suites.vocabulary import PARITY, REDUCTIONS
+from shardproof.suites.vocabulary import PARITY
 
 WIDER = (torch.float64,)
 drops = pytest.mark.kills("ConvertsWithoutGradients")
@@ -68,5 +68,10 @@ def test_gradients_that_wait_for_their_reduction_outlive_a_conversion(
 @pytest.mark.kills("ForgetsTheReduceDtypeOnceConverted")
 @pytest.mark.worlds(SEVERAL)
 def test_reduces_in_the_dtype_asked_for_once_converted(trial: Trial) -> None:
-    reduces = Dtype(select=REDUCTIONS, dtype="float32")
-    trial.holds(train(MLP_EVEN, reduce_dtype=torch.float32, convert=torch.float64), MatchesOracle(), reduces)
+    trial.holds(train(MLP_EVEN, reduce_dtype=torch.float32, convert=torch.float64), MatchesOracle())
+
+
+@pytest.mark.rows("T06", "R04")
+@pytest.mark.kills("ReducesInTheDtypeOfBefore")
+def test_trains_in_float64_once_converted(trial: Trial) -> None:
+    trial.holds(train(MLP_UNEVEN, ADAMW, microbatches=2, convert=torch.float64), *PARITY)

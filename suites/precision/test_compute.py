@@ -12,10 +12,10 @@ from shardproof import LiesOnTheDimAskedFor, MatchesOracle, Notes, NotesForms, O
 from shardproof import RanksAgree, Select, Training, Trial
 from shardproof.fixtures.placements import DIVISIBLE_MLP
 from shardproof.fixtures.precision import JOINT_CASTS
-from shardproof.fixtures.problems import MLP_UNEVEN, TRANSFORMER
+from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN, TRANSFORMER
 from shardproof.suites.params import parametrize
 from shardproof.suites.training import train
-from shardproof.suites.vocabulary import ACROSS_REPLICAS, GATHERS, REDUCTIONS
+from shardproof.suites.vocabulary import GATHERS, IN_BACKWARD, PARITY, REDUCTIONS
 
 RETURNS_BFLOAT16 = Notes(subject=OUTPUT_DTYPE, value="torch.bfloat16")
 
@@ -31,13 +31,7 @@ def _training(problem: Problem, reduce_dtype: torch.dtype | None = torch.float32
 @pytest.mark.worlds(SEVERAL)
 @parametrize("problem", MLP_UNEVEN, TRANSFORMER)
 def test_computes_in_bfloat16_and_reduces_in_float32(trial: Trial, problem: Problem) -> None:
-    trial.holds(
-        _training(problem, microbatches=3),
-        MatchesOracle(),
-        RETURNS_BFLOAT16,
-        Dtype(select=REDUCTIONS, dtype="float32"),
-        RanksAgree(),
-    )
+    trial.holds(_training(problem, microbatches=3), RETURNS_BFLOAT16, *PARITY)
 
 
 @pytest.mark.kills("IgnoresTheComputeDtype", "HalvesOneUnit")
@@ -97,11 +91,16 @@ def test_casts_the_inputs_of_each_module_of_a_group(trial: Trial) -> None:
 @pytest.mark.kills("ReducesReplicasInBfloat16")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 def test_reduces_across_replicas_in_float32_too(trial: Trial) -> None:
-    within = Select(ops=(Op.REDUCE_SCATTER,), axis="shard", phases=(Phase.BACKWARD,))
-    trial.holds(
-        _training(MLP_UNEVEN, layout=Layout.HYBRID),
-        MatchesOracle(),
-        Dtype(select=ACROSS_REPLICAS, dtype="float32"),
-        Dtype(select=within, dtype="float32"),
-        RanksAgree(),
-    )
+    trial.holds(_training(MLP_UNEVEN, layout=Layout.HYBRID), *PARITY)
+
+
+@pytest.mark.kills("ReducesInBfloat16")
+@pytest.mark.worlds(SEVERAL)
+def test_reduces_in_the_parameters_dtype(trial: Trial) -> None:
+    trial.holds(train(MLP_EVEN), Dtype(select=IN_BACKWARD, dtype="float32"), RanksAgree())
+
+
+@pytest.mark.kills("KeepsFloat32OnTheWire")
+@pytest.mark.worlds(SEVERAL)
+def test_reduces_in_bfloat16_when_asked(trial: Trial) -> None:
+    trial.holds(train(MLP_EVEN, reduce_dtype=torch.bfloat16), *PARITY)

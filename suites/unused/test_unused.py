@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof import EVEN, SEVERAL, Accumulation, Capability, Dtype, Layout, NamedOptimizer, Training, Trial
+from shardproof import EVEN, SEVERAL, Accumulation, Capability, Layout, NamedOptimizer, Training, Trial
 from shardproof.fixtures.idle import BORROWED, ROUTED, SOMETIMES
 from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train
-from shardproof.suites.vocabulary import PARITY, REDUCTIONS
+from shardproof.suites.vocabulary import PARITY
 
 
 @pytest.mark.kills("GivesZerosToUnusedParameters", "TakesTheFirstGraphForAll")
@@ -37,9 +37,7 @@ def test_reduces_what_only_some_ranks_used(trial: Trial, layout: Layout) -> None
 @pytest.mark.kills("ReducesWhatEachRankUsed")
 @parametrize("dtype", torch.float64, torch.bfloat16)
 def test_fills_up_in_the_dtype_of_the_reduction(trial: Trial, dtype: torch.dtype) -> None:
-    training = _borrowed(reduce_dtype=dtype)
-    crossing = Dtype(select=REDUCTIONS, dtype=str(dtype).partition(".")[2])
-    trial.holds(training, *PARITY, crossing)
+    trial.holds(_borrowed(reduce_dtype=dtype), *PARITY)
 
 
 @pytest.mark.worlds(SEVERAL)

@@ -110,7 +110,7 @@ CASES = {
         "sharding_state/test_control.py": "holds_the_head",
         "accumulation/test_holding_back.py": "shards_reduce_as_told",
         "communication/test_hybrid.py": "within_and_across_replicas",
-        "communication/test_precision.py": "",
+        "precision/test_compute.py": "test_reduces_in",
         "composable/test_training.py": "without_memory or are_each_ranks_own or first_rank or is_deleted",
         "composable/test_units.py": "stay_what_they_were or across_replicas",
         "interventions/test_freezing.py": "freezes_and_unfreezes and later",
