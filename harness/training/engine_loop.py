@@ -424,9 +424,11 @@ class _Loop:
         norm = None
         self._probe_gradients(Seen.REDUCED, step)
         is_infinite = is_skipped and schedule.scaling is not None and schedule.scaling.in_one_piece
-        if scaled is not None:
-            if is_infinite:
-                actor.overflow_in_one_piece()
+        if is_infinite:
+            actor.overflow_in_one_piece()
+        # Loops that do not clip leave it to the scaler's step, which may leave it to a fused kernel.
+        unscales_later = scaled if schedule.clip is None else None
+        if scaled is not None and unscales_later is None:
             with recorder.during(Phase.STEP, step=step):
                 scaled.unscale()
             self._probe_gradients(Seen.UNSCALED, step)
@@ -439,9 +441,8 @@ class _Loop:
                 self._probes.norm(step, norm)
             self._probe_gradients(Seen.CLIPPED, step)
         with self.reading(step):
-            gradients = (
-                self.keep(self._but_written(read_gradients(prepared))) if is_read and not is_skipped else {}
-            )
+            gradients = self._but_written(read_gradients(prepared)) if is_read and not is_skipped else {}
+            gradients = self.keep(unscales_later.unscaled(gradients) if unscales_later else gradients)
         with recorder.during(Phase.STEP, step=step):
             if schedule.order is LoopOrder.ZERO_THEN_STEP:
                 self._zero_grad(step)

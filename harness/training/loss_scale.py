@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shardproof.engine.contract import PreparedModel
+from shardproof.engine.shard import Shard
 from shardproof.harness.cases.training import LossScaling
 
 _TOLD_TO_FUSED = ("grad_scale", "found_inf")  # attributes of a torch optimizer, of one step
@@ -37,6 +39,13 @@ class ScaledSteps:
     def unscale(self) -> None:
         """Divide the gradients by the scale, and check whether they are finite."""
         self._scaler.unscale_(self)  # type: ignore[arg-type]  # it reads groups and state, and steps
+
+    def unscaled(self, gradients: dict[str, Shard | None]) -> dict[str, Shard | None]:
+        """Return what was read of gradients that are not divided yet, divided by the scale."""
+        return {
+            name: shard and replace(shard, tensor=shard.tensor / self.scale)
+            for name, shard in gradients.items()
+        }
 
     def update(self) -> None:
         """Step unless a gradient has overflowed, and adapt the factor."""

@@ -44,8 +44,9 @@ def laws_of_needs(training: Training) -> tuple[Law, ...]:
     if not training.plan.needs & _OF_OTHER_SIZES and training.plan.pipeline_stages == 1:
         laws = (CommunicatesAsNeeded(),)
     laws = (*laws, HeldBackIsSilent()) if _holds_back(training) else laws
-    is_asked = training.plan.reduce_dtype is not None and not is_communicating(training.problem)
-    return (*laws, ReducesAsAsked()) if is_asked else laws
+    # A model of the user's may communicate in backward, and an optimizer that steps in it.
+    is_alone = not is_communicating(training.problem) and not training.schedule.steps_in_backward
+    return (*laws, ReducesAsAsked()) if training.plan.reduce_dtype is not None and is_alone else laws
 
 
 def _holds_back(training: Training) -> bool:
