@@ -247,10 +247,10 @@ def load_weights(module: nn.Module) -> None:
 
 # Any: a user's data are of any type, and stay as they are.
 def with_gradients(inputs: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the tensors of floats among the inputs as leaves that get gradients."""
+    """Return the tensors of numbers with gradients among the inputs as leaves that get them."""
     return tuple(
         given.detach().requires_grad_()
-        if isinstance(given, torch.Tensor) and given.is_floating_point()
+        if isinstance(given, torch.Tensor) and (given.is_floating_point() or given.is_complex())
         else given
         for given in inputs
     )

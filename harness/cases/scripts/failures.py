@@ -60,7 +60,8 @@ class Fail:
 
 
 def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.full_like(tensor, torch.nan) if tensor.is_floating_point() else tensor
+    has_nan = tensor.is_floating_point() or tensor.is_complex()
+    return torch.full_like(tensor, torch.nan) if has_nan else tensor
 
 
 def _train(actor: Actor, microbatch: int, *, is_counted: bool = True) -> None:
