@@ -250,10 +250,15 @@ def with_gradients(inputs: Iterable[Any]) -> tuple[Any, ...]:
     """Return the tensors of numbers with gradients among the inputs as leaves that get them."""
     return tuple(
         given.detach().requires_grad_()
-        if isinstance(given, torch.Tensor) and (given.is_floating_point() or given.is_complex())
+        if isinstance(given, torch.Tensor) and is_differentiable(given)
         else given
         for given in inputs
     )
+
+
+def is_differentiable(tensor: torch.Tensor) -> bool:
+    """Return whether the dtype of a tensor can have gradients."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def having_gradients(inputs: Iterable[Any]) -> list[torch.Tensor]:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from shardproof import FOUR_OR_MORE_EVEN, POWERS_OF_TWO, SEVERAL, Accumulation, Capability, Holding
-from shardproof import HoldingBack, Layout, Offload, Problem
-from shardproof import Training, Trial
+from shardproof import HoldingBack, Layout, Offload, Problem, Training, Trial
 from shardproof.fixtures.optimizers import EXACT_SGD
 from shardproof.fixtures.precision import EXACT_LATE, EXACT_OVERFLOW, EXACT_SMALL, EXACT_WIDE
 from shardproof.suites.params import param, parametrize

@@ -104,7 +104,8 @@ class _Proxy:
         if self._script.inputs_have_gradients:
             inputs = with_gradients(inputs)
         if self._script.by_keyword:
-            inputs = (ModelBatch(value=dict(zip(("rows", "context"), inputs, strict=False))),)
+            names = ("rows", "context")[: len(inputs)]
+            inputs = (ModelBatch(value=dict(zip(names, inputs, strict=True))),)
         return self._actor.forward(microbatch, *inputs, part=part)
 
     def leave_out(self) -> None:

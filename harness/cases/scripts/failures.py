@@ -9,7 +9,7 @@ import torch
 
 from shardproof.engine.contract import Capability
 from shardproof.harness.cases.batch import converted_tree
-from shardproof.harness.cases.script import Actor
+from shardproof.harness.cases.script import Actor, is_differentiable
 
 RAISED = "what the forward did that had to raise"  # the subject of a note
 
@@ -60,8 +60,7 @@ class Fail:
 
 
 def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    has_nan = tensor.is_floating_point() or tensor.is_complex()
-    return torch.full_like(tensor, torch.nan) if has_nan else tensor
+    return torch.full_like(tensor, torch.nan) if is_differentiable(tensor) else tensor
 
 
 def _train(actor: Actor, microbatch: int, *, is_counted: bool = True) -> None:
