@@ -151,6 +151,7 @@ class ComputesAsAsked:
                     broken.append(
                         f"step {step}, rank {rank}: expected {unit} to compute in {wanted}, got {fact.value}"
                     )
+        broken += [] if units else ["expected units that compute, none was seen to"]
         return rule(self.name, broken, held=f"{len(units)} units on {evidence.world_size} ranks")
 
 

@@ -74,6 +74,8 @@ def test_a_unit_computes_in_its_own_dtype_and_the_root_in_the_plans(dtype: str, 
     assert record.held == is_asked
     wrong = "step 0, rank 1: expected unit 'layers.0' to compute in float32, got bfloat16"
     assert record.summary.startswith("2 units" if is_asked else wrong)
+    unseen = ComputesAsAsked().judge(evidence_of(training, WORLD_SIZE, ranks=(first, first))).record
+    assert unseen.summary == "expected units that compute, none was seen to"
 
 
 @pytest.mark.parametrize("law", [FREED, CAST, SHOWN], ids=lambda law: type(law).__name__)
