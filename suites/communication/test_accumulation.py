@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import EVEN, SEVERAL, Accumulation, Between, Bytes, Exactly, Layout, MatchesOracle
+from shardproof import SEVERAL, Accumulation, Between, Bytes, Exactly, Layout
 from shardproof import Microbatches, Nothing, Op, Phase, RanksAgree, Select, Training, Trial
 from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.suites.closed_forms import GRADIENT_BYTES, PADDED_BYTES
@@ -29,13 +29,6 @@ def _training(layout: Layout, microbatches: int) -> Training:
 @pytest.mark.kills("SynchronisesEveryMicrobatch")
 def test_is_silent_until_the_last_microbatch(trial: Trial) -> None:
     trial.holds(_training(Layout.NATIVE, 3), Nothing(select=EARLY), RanksAgree())
-
-
-@pytest.mark.rows("T35")
-@pytest.mark.kills("ReducesReplicasEveryMicrobatch")
-@pytest.mark.worlds(EVEN)
-def test_two_replicas_are_silent_until_the_last_microbatch(trial: Trial) -> None:
-    trial.holds(_training(Layout.HYBRID, 3), MatchesOracle(), Nothing(select=EARLY), RanksAgree())
 
 
 @pytest.mark.rows("R14")

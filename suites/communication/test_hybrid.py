@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, SIX_OR_MORE_EVEN, AllWaited, Bytes, Count, Exactly
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, AllWaited, Bytes, Count, Exactly
 from shardproof import Grouping, Layout, OnlyThese, Op, Phase, Problem, RanksAgree, Replicas, Reshard, Select
 from shardproof import Training, Trial
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
@@ -42,31 +42,6 @@ def test_reduces_within_and_across_replicas(trial: Trial, problem: Problem) -> N
         *WITHIN_REPLICAS,
         Count(select=ACROSS_REPLICAS, expected=ONCE_PER_GROUP),
         OnlyThese(selects=(GATHERS, SCATTERS, ACROSS_REPLICAS)),
-        RanksAgree(),
-    )
-
-
-@pytest.mark.rows("T35")
-@pytest.mark.kills("TransposesTheMesh")
-@pytest.mark.worlds(SIX_OR_MORE_EVEN)
-@every_problem
-def test_reduces_within_and_across_pairs(trial: Trial, problem: Problem) -> None:
-    trial.holds(
-        _training(problem, Replicas.PAIRS),
-        *WITHIN_REPLICAS,
-        Count(select=ACROSS_REPLICAS, expected=ONCE_PER_GROUP),
-        OnlyThese(selects=(GATHERS, SCATTERS, ACROSS_REPLICAS)),
-        RanksAgree(),
-    )
-
-
-@pytest.mark.kills("TransposesTheMesh")
-@every_problem
-def test_one_replica_reduces_within_itself(trial: Trial, problem: Problem) -> None:
-    trial.holds(
-        _training(problem, Replicas.ONE),
-        *WITHIN_REPLICAS,
-        OnlyThese(selects=(GATHERS, SCATTERS, ALONE)),
         RanksAgree(),
     )
 

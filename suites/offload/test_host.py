@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof import FOUR_OR_MORE_EVEN, HOMES, SEVERAL, Accumulation, Layout, LossScaling, MatchesOracle
+from shardproof import HOMES, SEVERAL, Layout, LossScaling, MatchesOracle
 from shardproof import MemoryIsExplained, Notes, NotesForms, Offload, RanksAgree, Trial, Watch
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import EXACT_LINEAR, MLP_UNEVEN, TRANSFORMER
@@ -52,18 +52,3 @@ def test_unscales_on_the_host_with_what_has_arrived(trial: Trial) -> None:
         watch=frozenset({Watch.RACES}),
     )
     trial.holds(training, *PARITY)
-
-
-@pytest.mark.rows("T35")
-@pytest.mark.kills("OffloadsZeros", "UpdatesACopy")
-@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-def test_accumulates_over_replicas_on_the_host(trial: Trial) -> None:
-    training = train(
-        MLP_UNEVEN,
-        layout=Layout.HYBRID,
-        offload=Offload.CPU,
-        accumulation=Accumulation.LAST_MICROBATCH,
-        microbatches=3,
-        script=NotesForms(),
-    )
-    trial.holds(training, *LAWS)

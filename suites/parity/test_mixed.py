@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shardproof import SEVERAL, Accumulation, Clip, Count, Exactly, Grouping, HoldsItsShare, Layout
-from shardproof import MatchesOracle, Problem, RanksAgree, Resume, Training, Trial
+from shardproof import SEVERAL, Accumulation, Count, Exactly, Grouping, HoldsItsShare, Layout
+from shardproof import MatchesOracle, Problem, RanksAgree, Training, Trial
 from shardproof.fixtures.chain import NESTED_CHAIN
 from shardproof.fixtures.optimizers import ADAMW
 from shardproof.fixtures.problems import TRANSFORMER
@@ -49,24 +49,6 @@ def test_a_transformer_of_both_accumulates(trial: Trial, replicated: tuple[str, 
         TRANSFORMER, replicated, microbatches=3, accumulation=Accumulation.LAST_MICROBATCH, steps=2
     )
     trial.holds(training, MatchesOracle(), HoldsItsShare(), RanksAgree())
-
-
-@pytest.mark.kills("LosesOptimizerState")
-@parametrize("replicated", ("blocks.0",), ("",), ids=["block", "root"])
-def test_state_covers_sharded_and_replicated_units(trial: Trial, replicated: tuple[str, ...]) -> None:
-    after = _training(TRANSFORMER, replicated).plan
-    training = _training(TRANSFORMER, replicated, resume=Resume(after_steps=1, plan=after))
-    trial.holds(training, MatchesOracle(), HoldsItsShare(), RanksAgree())
-
-
-@pytest.mark.kills("CountsReplicatedUnitsOnEachRank")
-@parametrize("norm_type", 1.0, 2.0, ids=["1", "2"])
-@parametrize("replicated", ("blocks.0",), ("",), ids=["block", "root"])
-def test_the_norm_counts_each_unit_of_both_once(
-    trial: Trial, replicated: tuple[str, ...], norm_type: float
-) -> None:
-    training = _training(TRANSFORMER, replicated, clip=Clip(max_norm=0.05, norm_type=norm_type), steps=2)
-    trial.holds(training, MatchesOracle(), RanksAgree())
 
 
 # Any: as for `train`.

@@ -12,7 +12,7 @@ from shardproof import EVEN, FOURS, FOUR_OR_MORE_EVEN, LOADED, SEVERAL, UNCHANGE
 from shardproof import NamedOptimizer, Notes, Plan, Problem, Resume, Schedule, StateForm, Training, Trial
 from shardproof.fixtures.idle import SOMETIMES
 from shardproof.fixtures.optimizers import ADAMW, DECAYING, EMPTY_GROUP, GROUPED, SCHEDULED, SGD
-from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
+from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof.fixtures.tensor_parallel import STACK_16, STACK_5
 from shardproof.fixtures.decoders import TIED
 from shardproof.suites.params import param, parametrize
@@ -86,12 +86,6 @@ def test_resumes_beside_what_nothing_used(trial: Trial, after_steps: int) -> Non
         SOMETIMES, ADAMW, Layout.NATIVE, Layout.NATIVE, after_steps=after_steps, demands=demands
     )
     trial.holds(training, *PARITY)
-
-
-@pytest.mark.kills("LoadsNoBuffers")
-def test_resumes_buffers_where_they_were(trial: Trial) -> None:
-    """Each forward changes them, and the loss depends on them."""
-    trial.holds(_training(MLP_BUFFERS, SGD, Layout.NATIVE, Layout.NATIVE), *PARITY)
 
 
 @pytest.mark.kills("EmptiesWhatItLoads")

@@ -1,4 +1,4 @@
-"""Accumulation by ``no_sync``: no reduction inside, one afterwards, and gradients that are the sum of all."""
+"""What ``no_sync`` does beside holding back, which trainings that accumulate show: gathers, nesting, errors."""
 
 from __future__ import annotations
 
@@ -10,56 +10,13 @@ import torch
 from torch.distributed.fsdp import ShardingStrategy
 
 from shardproof import SEVERAL, Op
-from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.expect import Bench, expects
-from shardproof.suites.tower import LR, UNITS, batch, tower, trained_alone
-from shardproof.suites.wrapper.wrapping import Form, strategies
+from shardproof.suites.tower import LR, UNITS, batch, tower
 
 pytestmark = pytest.mark.api("no_sync")
-FULL, KEEP, WHOLE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+FULL, KEEP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 SILENT = "n"  # in a pattern of steps, the letter of one inside no_sync; s is one outside
-REPLACES, LOSES = pytest.mark.kills("ReplacesGradients"), pytest.mark.kills("LosesSharesInNoSync")
 _NUM_UNITS = 1 + len(UNITS)  # the root is one
-
-
-@parametrize(
-    "pattern, strategy, form",
-    param("ns", FULL, Form.ORIGINAL, marks=REPLACES),
-    param("ns", FULL, Form.FLAT, marks=REPLACES),
-    param("sns", FULL, Form.ORIGINAL, marks=LOSES),
-    param("sns", FULL, Form.FLAT, marks=LOSES),
-    param("sns", KEEP, Form.ORIGINAL, marks=LOSES),
-    param("sns", WHOLE, Form.ORIGINAL, marks=LOSES),
-    param("snns", FULL, Form.ORIGINAL, marks=REPLACES),
-    param("nnsns", KEEP, Form.FLAT, marks=REPLACES),
-    ids=str,
-)
-@expects("parameters afterwards")
-def test_adds_up_what_was_accumulated(
-    bench: Bench, pattern: str, strategy: ShardingStrategy, form: Form
-) -> None:
-    root = bench.wrapped(tower(), sharding_strategy=strategy, use_orig_params=form.use_orig_params)
-    optimizer = torch.optim.SGD(root.parameters(), lr=LR)
-    for step, letter in enumerate(pattern):
-        with root.no_sync() if letter == SILENT else nullcontext():
-            bench.train(root, step)
-    optimizer.step()
-    expected = trained_alone(bench.ranks, steps=range(len(pattern)))
-    bench.same("parameters afterwards", bench.summoned(root), expected)
-
-
-@pytest.mark.worlds(SEVERAL)
-@pytest.mark.kills("SynchronisesInNoSync")
-@strategies(FULL, KEEP, WHOLE)
-@expects("reductions inside", "reductions afterwards", "reductions inside again")
-def test_reduces_nothing_inside_and_once_afterwards(bench: Bench, strategy: ShardingStrategy) -> None:
-    root = bench.wrapped(tower(), sharding_strategy=strategy)
-    with root.no_sync():
-        bench.same("reductions inside", _reductions(bench, root), 0)
-        bench.same("reductions inside", _reductions(bench, root), 0)
-    bench.same("reductions afterwards", _reductions(bench, root), _NUM_UNITS)
-    with root.no_sync():
-        bench.same("reductions inside again", _reductions(bench, root), 0)
 
 
 @pytest.mark.worlds(SEVERAL)

@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 
-from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, Accumulation, Layout, Microbatches, Nothing, Op, Phase
-from shardproof import Plan, Reshard, Schedule, Select, Training, Trial, Wrapper
+from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, Layout
+from shardproof import Plan, Reshard, Schedule, Training, Trial, Wrapper
 from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.vocabulary import PARITY
 
-REDUCING = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
-EARLY = Select(ops=REDUCING, phases=(Phase.BACKWARD,), microbatches=Microbatches.ALL_BUT_LAST)
 SHARD, HYBRID, REPLICATE = Layout.SHARD, Layout.HYBRID, Layout.REPLICATE
 FREED, KEPT, NATIVE = Reshard.AFTER_FORWARD, Reshard.KEEP, Reshard.NATIVE
 FULL, ZERO2 = "ShardingStrategy.FULL_SHARD", "ShardingStrategy.SHARD_GRAD_OP"
@@ -64,21 +62,6 @@ def test_trains_the_same_model(
 ) -> None:
     plan = Plan(layout=layout, reshard=reshard, units=MLP_UNEVEN.units, wrapper=wrapper)
     trial.holds(_training(plan, microbatches), *PARITY)
-
-
-@pytest.mark.kills("DividesWrappedGradientsTwice", "ReducesDespiteNoSync")
-@every_strategy
-def test_adds_up_microbatches_and_reduces_once(
-    trial: Trial, layout: Layout, reshard: Reshard, wrapper: Wrapper
-) -> None:
-    plan = Plan(
-        layout=layout,
-        reshard=reshard,
-        units=MLP_UNEVEN.units,
-        accumulation=Accumulation.LAST_MICROBATCH,
-        wrapper=wrapper,
-    )
-    trial.holds(_training(plan, 3), *PARITY, Nothing(select=EARLY))
 
 
 def _training(plan: Plan, microbatches: int) -> Training:
