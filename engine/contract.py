@@ -51,11 +51,11 @@ __all__ = [
     "Buffers",
     "Capability",
     "ComposableApi",
+    "Copies",
     "Cut",
     "Engine",
     "Grouping",
     "Layout",
-    "Masters",
     "MissingMethodError",
     "NoGradient",
     "Offload",
@@ -93,11 +93,12 @@ class Cut(Enum):
     PARAMETERS = "between parameters, of which each has its state on one rank: some ranks may hold more"
 
 
-class Masters(Enum):
-    """Whether the optimizer updates the parameters themselves."""
+class Copies(Enum):
+    """What an engine keeps a second time between steps."""
 
-    NONE = "it does"
-    SHARE = "it updates a copy of this rank's share, from which the parameters are set"
+    NONE = "nothing"
+    MASTERS = "this rank's share of the parameters: the optimizer updates it, and they are set from it"
+    BUCKETS = "gradients: they lie in buckets of communication too, as DDP's do"
 
 
 class NoGradient(Enum):
@@ -172,8 +173,8 @@ class PreparedModel:
     cut: ClassVar[Cut] = Cut.EVENLY
     """The allowed unevenness of flat pieces; does not apply to others."""
 
-    masters: Masters = Masters.NONE
-    """Whether memory holds a copy of this rank's share of the parameters beside its optimizer state."""
+    copies: Copies = Copies.NONE
+    """What memory holds beside parameters, gradients and optimizer state."""
 
     no_gradient: NoGradient = NoGradient.NONE
     """The value of `local_gradients` for a missing gradient; any value but this or None is wrong."""
@@ -246,7 +247,7 @@ class PreparedModel:
         self.built_optimizer().step()
 
     def grad_scaler(self, *, init_scale: float, growth_interval: int) -> GradScaler:
-        """Return the gradient scaler for this engine; it unscales the gradients of `owned_parameters`."""
+        """Return the gradient scaler for this engine; loops call it with the optimizer, whose step is then `step`."""
         device = next(iter(self.owned_parameters().values())).device
         return self.scaler_class(device.type, init_scale=init_scale, growth_interval=growth_interval)
 

@@ -10,11 +10,11 @@ from shardproof.engine.contract import BackwardGather as BackwardGather
 from shardproof.engine.contract import Buffers as Buffers
 from shardproof.engine.contract import Capability as Capability
 from shardproof.engine.contract import ComposableApi as ComposableApi
+from shardproof.engine.contract import Copies as Copies
 from shardproof.engine.contract import Cut as Cut
 from shardproof.engine.contract import Engine as Engine
 from shardproof.engine.contract import Grouping as Grouping
 from shardproof.engine.contract import Layout as Layout
-from shardproof.engine.contract import Masters as Masters
 from shardproof.engine.contract import MissingMethodError as MissingMethodError
 from shardproof.engine.contract import NoGradient as NoGradient
 from shardproof.engine.contract import Offload as Offload

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.engine.contract import Capability, Engine, Masters, Offload, Plan, PreparedModel, Tuning
+from shardproof.engine.contract import Capability, Copies, Engine, Offload, Plan, PreparedModel, Tuning
 from shardproof.engine.pieces import Piece, PreparedPieces
 from shardproof.engine.reference import zero_checkpoint
 from shardproof.engine.reference.zero import Zero2
@@ -25,7 +25,7 @@ class PreparedZero2(PreparedPieces):
     def __init__(self, engine: Zero2, plan: Plan) -> None:
         super().__init__(engine.module)
         self.engine = engine
-        self.masters = Masters.NONE if plan.offload is Offload.NONE else Masters.SHARE
+        self.copies = Copies.NONE if plan.offload is Offload.NONE else Copies.MASTERS
         self._max_norm = plan.clip_in_step
 
     def backward(self, loss: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from shardproof.engine.contract import Capability, Engine, Plan, PreparedModel
+from shardproof.engine.contract import Capability, Copies, Engine, Plan, PreparedModel
 
 # Since torch 2.15, by pytorch#196651.
 _OF_NEWER_RELEASES = {Capability.FINALIZE} if hasattr(DistributedDataParallel, "finalize_backward") else set()
@@ -52,6 +52,7 @@ WRAPPED = BASICS | {
 class PreparedDdp(PreparedModel):
     """A model in DDP, which keeps the original module and its names."""
 
+    copies = Copies.BUCKETS
     interface: ClassVar[type[DistributedDataParallel]] = DistributedDataParallel
     """The class that cases call."""
 

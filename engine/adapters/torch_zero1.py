@@ -10,7 +10,7 @@ import torch
 
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.consolidation import consolidated_state
-from shardproof.engine.contract import Capability, Cut, OptimizerFactory, Shard, shard_of
+from shardproof.engine.contract import Capability, Copies, Cut, OptimizerFactory, Shard, shard_of
 
 with warnings.catch_warnings():
     # torch deprecates a decorator that its own optimizers use.
@@ -22,6 +22,7 @@ class PreparedZero1(PreparedDdp):
     """Keeps each parameter's state on one rank, which updates the parameter and broadcasts it in `step`."""
 
     cut = Cut.PARAMETERS
+    copies = Copies.NONE  # gradients are views of buckets
 
     def optimizer(self, factory: OptimizerFactory) -> None:
         """Build it over the trained parameters that the factory chooses, because it creates state for others too."""

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.reference_zero import PreparedZero2, Zero2Engine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
-from shardproof.engine.contract import Masters
+from shardproof.engine.contract import Copies
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import (
     Stale,
@@ -144,7 +144,7 @@ class RestoresNoMasters(Zero2Engine):
         def load_checkpoint(self, folder: Path) -> None:
             before = [piece.own.detach().clone() for piece in self.engine.pieces.values()]
             super().load_checkpoint(folder)
-            if self.masters is Masters.SHARE:
+            if self.copies is Copies.MASTERS:
                 with torch.no_grad():
                     for piece, own in zip(self.engine.pieces.values(), before, strict=True):
                         piece.own.copy_(own)

@@ -58,6 +58,20 @@ class EndsEachRankWithItsOwn(DistributedDataParallelEngine):
         interface = _Parting
 
 
+class _Deaf(DistributedDataParallel):
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> Any:
+        super()._check_global_requires_backward_grad_sync(is_joined_rank)  # type: ignore[no-untyped-call]  # of torch's
+        return True if is_joined_rank else None
+
+
+@mutant(after="pytorch/pytorch#44425", trace=Trace.COMMUNICATION)
+class ReducesForThoseInNoSync(DistributedDataParallelEngine):
+    """A rank that has run out of batches takes part in reductions that the others, in no_sync, leave out."""
+
+    class Prepared(PreparedDdp):
+        interface = _Deaf
+
+
 class _GoingOn(DistributedDataParallel):
     def join(self, *, throw_on_early_termination: bool = False, **options: Any) -> Any:  # type: ignore[override]  # as above
         return super().join(**options)

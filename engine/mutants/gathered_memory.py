@@ -22,6 +22,7 @@ from shardproof.engine.contract import (
     PreparedModel,
     Reshard,
     Shard,
+    UnitHandle,
 )
 from shardproof.engine.mutants.fsdp2_insides import before_method, keeping, reference_units
 from shardproof.engine.mutants.fsdp2_interface import OwnFullyShard, groups_of
@@ -168,18 +169,40 @@ class ShowsPaddedRows(ReferenceEngine):
             return shown
 
 
+class _FreeingAtTheEnd(PreparedFullyShard):
+    """Frees units once backward is over; a base class."""
+
+    def freed_late(self) -> list[UnitHandle]:
+        return [*self.units().values()]
+
+    def backward(self, loss: torch.Tensor) -> None:
+        units = self.freed_late()
+        for unit in units:
+            unit.set_reshard_after_backward(is_on=False)
+        super().backward(loss)
+        for unit in units:
+            unit.reshard()
+
+
 @mutant(after="pytorch/pytorch#95805", trace=Trace.STATE)
 class KeepsUnitsUntilBackwardEnds(FullyShardEngine):
     """Backward frees no unit before the last of them has run."""
 
-    class Prepared(PreparedFullyShard):
-        def backward(self, loss: torch.Tensor) -> None:
-            units = self.units().values()
-            for unit in units:
-                unit.set_reshard_after_backward(is_on=False)
-            super().backward(loss)
-            for unit in units:
-                unit.reshard()
+    prepared_type = _FreeingAtTheEnd
+
+
+@mutant(after="deepspeedai/DeepSpeed#3378", trace=Trace.STATE)
+class KeepsFrozenUnitsUntilBackwardEnds(FullyShardEngine):
+    """Backward frees no unit of which nothing trains before the last unit has run."""
+
+    class Prepared(_FreeingAtTheEnd):
+        def freed_late(self) -> list[UnitHandle]:
+            trained = {n.rpartition(".")[0] for n, p in self.named.named_parameters() if p.requires_grad}
+            return [
+                unit
+                for name, unit in self.units().items()
+                if not any(f"{module}.".startswith(f"{name}.") for module in trained)
+            ]
 
 
 def _keep_until_the_last(_: FSDPState) -> Callable[[], None]:

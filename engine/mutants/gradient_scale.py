@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -200,7 +200,10 @@ class ClipsAsIfStillScaled(DistributedDataParallelEngine):
             return self._scaler
 
         def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
-            scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+            scaler, scale = self._scaler, 1.0
+            optimizer = id(self.built_optimizer())
+            if scaler is not None and scaler._per_optimizer_states[optimizer]["stage"] is OptState.UNSCALED:
+                scale = scaler.get_scale()
             return super().clip_grad_norm_(max_norm / scale, norm_type)
 
 

@@ -17,6 +17,7 @@ from shardproof.engine.adapters.composable import PreparedComposable
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine
+from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.contract import Plan, PreparedModel
 from shardproof.engine.mutants.fsdp2_insides import before_method, keeping, layouts
 from shardproof.engine.mutants.mutant import Trace, mutant
@@ -82,6 +83,18 @@ class KeepsWholeGradients(FullyShardEngine):
 
     prepared_type = KeepingFsdp2
     spoil = keeping(before_method, "post_backward", _keep_gradients)
+
+
+@mutant(after="pytorch/pytorch#45968", trace=Trace.STATE)
+class KeepsWhatItReduced(ReplicateEngine):
+    """Copies of gradients in the dtype of their reduction stay until the next step."""
+
+    class Prepared(KeepingFsdp2):
+        def step(self) -> None:
+            super().step()
+            gradients = [local(p.grad) for p in self.named.parameters() if p.grad is not None]
+            dtype = self.plan.reduce_dtype
+            self.kept += [g.to(dtype) for g in gradients if dtype is not None and g.dtype != dtype]
 
 
 @mutant(after="NVIDIA/Megatron-LM#4940", trace=Trace.STATE)

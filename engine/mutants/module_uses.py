@@ -181,6 +181,25 @@ class ForgetsEarlierForwards(ReferenceEngine):
             return output
 
 
+@mutant(after="deepspeedai/DeepSpeed#6662", trace=Trace.CRASH)
+class RefusesBackwardInEvaluation(ReferenceEngine):
+    """Backward through a module raises while the module is in evaluation mode."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        for module in model.modules():
+            module.register_forward_hook(_refuse)
+        return super().prepare(model, plan, mesh)
+
+
+def _refuse(module: nn.Module, _: Any, output: Any) -> None:  # Any: as a module's inputs and outputs are
+    def arrive(_: torch.Tensor) -> None:
+        if not module.training:
+            raise AssertionError("expected a module in training mode")
+
+    if isinstance(output, torch.Tensor) and output.requires_grad:
+        output.register_hook(arrive)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
 @mutant(after="verl-project/verl#7834", phase="prepare")
 class UntiesSharedParameters(ReferenceEngine):
     """Each use of a tied parameter gets a copy of its own."""
@@ -188,27 +207,27 @@ class UntiesSharedParameters(ReferenceEngine):
     class Prepared(PreparedReference):
         """Hides the copies from reads."""
 
-        copies: frozenset[str] = frozenset()
+        _copied: frozenset[str] = frozenset()
 
         def local_parameters(self) -> Mapping[str, Shard]:
-            return {n: s for n, s in super().local_parameters().items() if n not in self.copies}
+            return {n: s for n, s in super().local_parameters().items() if n not in self._copied}
 
         def local_gradients(self) -> Mapping[str, Shard | None]:
-            return {n: s for n, s in super().local_gradients().items() if n not in self.copies}
+            return {n: s for n, s in super().local_gradients().items() if n not in self._copied}
 
         def local_optimizer_state(self) -> Mapping[str, Shard]:
             state = super().local_optimizer_state()
-            return {n: s for n, s in state.items() if n.rpartition("/")[0] not in self.copies}
+            return {n: s for n, s in state.items() if n.rpartition("/")[0] not in self._copied}
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         plan.refuse_beyond(self.capabilities)
-        copies = frozenset(name for _, *others in _ties(model) for name in others)
-        for name in copies:
+        _copied = frozenset(name for _, *others in _ties(model) for name in others)
+        for name in _copied:
             path, _, last = name.rpartition(".")
             setattr(model.get_submodule(path), last, nn.Parameter(model.get_parameter(name).detach().clone()))
         prepared = super().prepare(model, plan, mesh)
         assert isinstance(prepared, self.Prepared)
-        prepared.copies = copies
+        prepared._copied = _copied
         return prepared
 
 

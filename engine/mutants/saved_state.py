@@ -480,6 +480,21 @@ class LoadsOnlyWhatTrains(ReferenceEngine):
                 parameter.copy_(kept)
 
 
+@mutant(after="Lightning-AI/pytorch-lightning#21901", phase="state loaded")
+class FreezesAgainWhenItLoads(FullyShardEngine):
+    """What was frozen when the model was prepared is frozen again by a load."""
+
+    class Prepared(PreparedFullyShard):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._frozen = [p for p in self.named.parameters() if not p.requires_grad]
+
+        def load_full_state(self, state: dict[str, Any]) -> None:
+            super().load_full_state(state)
+            for parameter in self._frozen:
+                parameter.requires_grad_(False)
+
+
 @mutant(after="pytorch/torchtitan#1167", trace=Trace.CRASH)
 class SavesNothingAfterAnEvaluation(ReferenceEngine):
     """State cannot be taken while a unit is whole, as after an evaluation."""

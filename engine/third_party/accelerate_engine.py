@@ -17,11 +17,20 @@ from accelerate.state import AcceleratorState, PartialState
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.engine.adapters import composable_capabilities, torch_ddp
 from shardproof.engine.adapters.composable import members
 from shardproof.engine.adapters.torch_fsdp1 import NAMES, PreparedFsdp1
-from shardproof.engine.contract import Capability, Engine, OptimizerFactory, Plan, PreparedModel, Reshard
+from shardproof.engine.contract import (
+    Capability,
+    Copies,
+    Engine,
+    OptimizerFactory,
+    Plan,
+    PreparedModel,
+    Reshard,
+)
 
 # By version: whether parameters are freed after forward, as the plugin spells it.
 _RESHARD: Mapping[int, Mapping[bool, bool | str]] = {
@@ -42,6 +51,8 @@ class PreparedAccelerate(PreparedModel):
         given = factory(self.named.parameters())
         self.module, built = self._accelerator.prepare(self.named, given)
         super().optimizer(lambda _: built)
+        if isinstance(self.module, DistributedDataParallel):
+            self.copies = Copies.BUCKETS
 
     def backward(self, loss: torch.Tensor) -> None:
         self._accelerator.backward(loss)

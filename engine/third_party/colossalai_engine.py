@@ -13,7 +13,7 @@ from colossalai.zero import LowLevelZeroOptimizer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.engine.contract import Capability, Engine, Masters, OptimizerFactory, Plan, PreparedModel
+from shardproof.engine.contract import Capability, Copies, Engine, OptimizerFactory, Plan, PreparedModel
 from shardproof.engine.pieces import Piece, PreparedPieces
 
 # It refuses a CPU, whose accelerator has no streams.
@@ -27,7 +27,7 @@ CpuAccelerator.get_current_device = lambda self: torch.device("cpu")
 class PreparedLowLevelZero(PreparedPieces):
     """Each parameter is flattened, padded and cut evenly; a rank updates a copy of its piece."""
 
-    masters = Masters.SHARE
+    copies = Copies.MASTERS
     parameters_are_whole = True
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, shares_gradients: bool) -> None:

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine.contract import (
     Capability,
+    Copies,
     Engine,
-    Masters,
     NoGradient,
     Offload,
     OptimizerFactory,
@@ -52,7 +52,7 @@ sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[
 class PreparedDeepSpeed(PreparedPieces):
     """Whole parameters, and a piece of the flattened gradients and states that may begin in the middle of one."""
 
-    masters = Masters.SHARE
+    copies = Copies.MASTERS
     parameters_are_whole = True
     options: ClassVar[Mapping[str, int]] = {}
 

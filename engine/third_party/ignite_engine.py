@@ -7,11 +7,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine.adapters.torch_ddp import BASICS
-from shardproof.engine.contract import Capability, Engine, OptimizerFactory, Plan, PreparedModel
+from shardproof.engine.contract import Capability, Copies, Engine, OptimizerFactory, Plan, PreparedModel
 
 
 class PreparedIgnite(PreparedModel):
     """The wrapper is torch's; the optimizer passes through Ignite too."""
+
+    copies = Copies.BUCKETS
 
     def optimizer(self, factory: OptimizerFactory) -> None:
         """Pass it to Ignite."""

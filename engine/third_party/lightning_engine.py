@@ -17,7 +17,15 @@ from torch.distributed.tensor import DTensor
 
 from shardproof.engine.adapters import composable_capabilities, torch_ddp
 from shardproof.engine.adapters.composable import members
-from shardproof.engine.contract import Capability, Engine, OptimizerFactory, Plan, PreparedModel, Reshard
+from shardproof.engine.contract import (
+    Capability,
+    Copies,
+    Engine,
+    OptimizerFactory,
+    Plan,
+    PreparedModel,
+    Reshard,
+)
 
 _NAME = "checkpoint"  # a file or a folder, depending on the strategy
 
@@ -28,6 +36,8 @@ class PreparedFabric(PreparedModel):
     def __init__(self, fabric: Fabric, model: nn.Module) -> None:
         super().__init__(fabric.setup_module(model), named=model)
         self._fabric = fabric
+        if isinstance(fabric.strategy, DDPStrategy):
+            self.copies = Copies.BUCKETS
 
     def optimizer(self, factory: OptimizerFactory) -> None:
         """Build it over the parameters that `setup_module` left, and pass it to Fabric."""

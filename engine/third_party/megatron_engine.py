@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardproof.engine.contract import (
     Capability,
+    Copies,
     Cut,
     Engine,
-    Masters,
     OptimizerFactory,
     Plan,
     PreparedModel,
@@ -34,7 +34,7 @@ class PreparedMegatron(PreparedPieces):
     """Sums gradients: its mean needs a reduction that CPU backends do not have."""
 
     cut = Cut.CHUNKS
-    masters = Masters.SHARE
+    copies = Copies.MASTERS
 
     def __init__(self, module: Any, model: nn.Module, num_ranks: int) -> None:
         super().__init__(module, named=model)

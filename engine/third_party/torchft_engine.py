@@ -13,7 +13,7 @@ from torchft.coordination import LighthouseServer
 from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
 from torchft.optim import OptimizerWrapper
 
-from shardproof.engine.contract import Capability, Engine, OptimizerFactory, Plan, PreparedModel
+from shardproof.engine.contract import Capability, Copies, Engine, OptimizerFactory, Plan, PreparedModel
 
 _LIMIT = timedelta(seconds=30)
 
@@ -49,6 +49,8 @@ def _join(rank: int, size: int) -> Manager:
 
 class PreparedTorchft(PreparedModel):
     """A step is taken where the quorum agrees on it."""
+
+    copies = Copies.BUCKETS
 
     def __init__(self, manager: Manager, module: nn.Module, model: nn.Module) -> None:
         super().__init__(module, named=model)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.engine.contract import Accumulation, Capability, Layout, Plan
+from shardproof.engine.contract import Accumulation, Capability, Layout, Plan, Roots
 from shardproof.harness.cases.batch import Batch
 from shardproof.harness.cases.script import EachMicrobatch, Script
 from shardproof.harness.cases.state_form import StateForm
@@ -315,8 +315,16 @@ class Training:
     @property
     def is_explained(self) -> bool:
         """Whether that memory is compared with the plan's layout too."""
-        is_known = self.plan.layout not in {Layout.NATIVE, Layout.REPLICATE}
-        return self.is_counted and is_known and self.plan.cut_axis is None
+        has_layout = self.plan.layout is not Layout.NATIVE
+        return self.is_counted and has_layout and self.plan.cut_axis is None
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether plan and calls alone decide which units are whole, so that a law may judge it after each event."""
+        plan, demands = self.plan, self.script.demands
+        is_cut = plan.layout in {Layout.SHARD, Layout.HYBRID} and plan.pipeline_stages == 1
+        is_cut = is_cut and plan.roots is Roots.MODEL  # each of several roots keeps what it likes
+        return is_cut and not demands & (_INTERFACES | {Capability.UNIT_STATE, Capability.PARTS})
 
     def at(self, step: int) -> Training:
         """Return the training with the plan under which the model of a step was prepared."""

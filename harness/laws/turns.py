@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 
 from shardproof.engine.contract import Capability, Layout, Plan, Reshard
+from shardproof.harness.cases.training import Training
 from shardproof.harness.cases.units import ROOT, groups_of
 from shardproof.harness.laws.communication.order import group_of, mistakable, spell_unit
 from shardproof.harness.laws.law import Evidence, Ruling, rule
@@ -39,8 +40,8 @@ class WholeInTurn:
     """After each event only those units are whole whose turn it is or comes next, and those that the policy keeps.
 
     Next are as many as the plan's longest prefetch list names, by default one. A kept unit is whole from its turn in
-    forward until backward is over, and after backward only if the loop asks for it. See [Note: turns]; the training
-    must watch units (``Watch.UNITS``).
+    forward until backward is over, and after backward only if the loop asks for it. A forward that fails leaves those
+    whole whose turn it was. See [Note: turns]; units are watched in engines that show their state.
     """
 
     name: str = "units are whole in their turn alone"
@@ -52,14 +53,14 @@ class WholeInTurn:
             whole: set[str] = set()
             is_seen = False
             for events in _passes(observation.events):
-                turns = _Turns(events, evidence.training.plan)
+                turns = _Turns(events, evidence.training.at(events[-1].step))
                 for at, event in enumerate(events):
                     if event.what is EventKind.UNSHARDED:
                         whole.add(event.unit or ROOT)
                         is_seen = True
                     elif event.what is EventKind.RESHARDED:
                         whole.discard(event.unit or ROOT)
-                    elif event.what in _SETTLED and event.phase in _ENDS:
+                    elif event.what in _SETTLED and event.phase in _ENDS and turns.has(event, at):
                         num_moments += 1
                         if surplus := whole - turns.allowed(at):
                             broken.append(f"rank {observation.rank}, {_spell(event)}: {_whole(surplus)}")
@@ -80,13 +81,14 @@ def _spell(event: TraceEvent) -> str:
 class _Turns:
     """The turns of one forward or backward, as half-open ranges of its events; see [Note: turns]."""
 
-    def __init__(self, events: EventLog, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, events: EventLog, training: Training) -> None:
+        self._plan = plan = training.plan
         self._length = len(events)
-        self._phase = events[-1].phase
+        self._phase, step, microbatch = events[-1].phase, events[-1].step, events[-1].microbatch
+        self._is_last = microbatch == training.schedule.microbatches_in(max(step, 0)) - 1
         self._turns: list[tuple[str, range]] = []
         pending: dict[str, tuple[int, set[str]]] = {}
-        units = _unit_of_module(plan)
+        self._units = units = _unit_of_module(plan)
         for at, event in enumerate(events):
             unit = units.get(event.unit or ROOT)
             if unit is None or event.unit is None:
@@ -100,23 +102,33 @@ class _Turns:
                     self._turns.append((unit, range(start, at)))
                     del pending[unit]
         self._turns += [(unit, range(start, self._length)) for unit, (start, _) in pending.items()]
+        # Only a forward is sure to end what it begins; and the root's turn is all of it.
+        ends = [e.what for e in events if e.unit == ROOT and e.what in {EventKind.ENTERED, EventKind.LEFT}]
+        fails = self._phase is Phase.FORWARD and ends[-1:] == [EventKind.ENTERED]
+        self._cut_short = {ROOT, *pending} if fails else set()
         self._turns.sort(key=lambda turn: turn[1].start)
+
+    def has(self, event: TraceEvent, at: int) -> bool:
+        """Return whether it is its unit's turn; not if the unit's input, which it also returns, gets its gradient."""
+        unit = self._units.get(event.unit or ROOT)
+        return unit is None or any(at in turn for name, turn in self._turns if name == unit)
 
     def allowed(self, at: int) -> set[str]:
         """Return the units that may be whole at an event."""
         is_over = at == self._length - 1
-        present = set[str]() if is_over else {ROOT, *(unit for unit, turn in self._turns if at in turn)}
+        present = self._cut_short if is_over else {ROOT, *(unit for unit, turn in self._turns if at in turn)}
         later = (unit for unit, turn in self._turns if turn.start > at)
         ahead = dict.fromkeys(unit for unit in later if unit not in present)
         return {*present, *list(ahead)[: _num_ahead(self._plan)], *self._kept(is_over=is_over)}
 
     def _kept(self, *, is_over: bool) -> set[str]:
         plan = self._plan
-        if is_over and self._phase is Phase.BACKWARD and Capability.KEEP_AFTER_BACKWARD not in plan.needs:
-            return set()
-        if plan.layout is Layout.REPLICATE or plan.reshard is Reshard.KEEP:
+        is_through = is_over and self._phase is Phase.BACKWARD
+        stays = Capability.KEEP_AFTER_BACKWARD in plan.needs and not (is_through and self._is_last)
+        if stays or plan.layout is Layout.REPLICATE or (plan.reshard is Reshard.KEEP and not is_through):
             return {*plan.units, ROOT}
-        return {ROOT} if plan.reshard is Reshard.NATIVE else set()
+        is_root_kept = plan.reshard is Reshard.NATIVE and not is_through
+        return {*plan.replicated, *([ROOT] if is_root_kept else [])}
 
 
 def _unit_of_module(plan: Plan) -> Mapping[str, str]:

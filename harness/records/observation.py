@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from shardproof.engine.contract import Cut, Masters, NoGradient, Shard
+from shardproof.engine.contract import Copies, Cut, NoGradient, Shard
 from shardproof.harness.errors import UnreadableError
 from shardproof.harness.records.tensor_file import read_tree, write_tree
 from shardproof.harness.torch_compat.dtypes import bytes_of
@@ -58,7 +58,7 @@ class Observation:
     ``input_digest`` is a hash of all data of the rank, so that equal data on two ranks shows. ``repeat_digests`` are
     hashes of all observations of each of several repeated trainings. ``race_report`` is the report of the stream watch
     over all of them, and ``lifetime_report`` that of the memory watch; None without a watch. ``events`` are empty in
-    trainings that were saved before the field existed. ``cut``, ``no_gradient`` and ``masters`` are the adapter's
+    trainings that were saved before the field existed. ``cut``, ``no_gradient`` and ``copies`` are the adapter's
     declarations about flat pieces, missing gradients, and what the optimizer updates. ``counts`` is the census, empty
     if none was taken, and ``filled`` its count with the most bytes while a model without memory was filled.
     """
@@ -76,7 +76,7 @@ class Observation:
     events: EventLog = ()
     cut: Cut = Cut.EVENLY
     no_gradient: NoGradient = NoGradient.NONE
-    masters: Masters = Masters.NONE
+    copies: Copies = Copies.NONE
     counts: tuple[CensusEntry, ...] = ()
     filled: CensusEntry | None = None
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from shardproof.engine.contract import (
+    Copies,
     Cut,
     Layout,
-    Masters,
     NoGradient,
     OptimizerFactory,
     Plan,
@@ -24,7 +24,6 @@ from shardproof.engine.contract import (
     UnsupportedError,
 )
 from shardproof.harness.cases.scripts.eventful import Eventful, goes_in_turn
-from shardproof.harness.cases.scripts.moves import Freeze
 from shardproof.harness.cases.state_form import StateForm
 from shardproof.harness.cases.training import (
     AFTER_LOADING,
@@ -156,7 +155,7 @@ def train(
             ledger=(),  # in the journal
             cut=read_declared(loop.prepared, "cut", Cut),
             no_gradient=read_declared(loop.prepared, "no_gradient", NoGradient),
-            masters=read_declared(loop.prepared, "masters", Masters),
+            copies=read_declared(loop.prepared, "copies", Copies),
             counts=() if watches.census is None else watches.census.counts,
             filled=None if watches.census is None else watches.census.peak,
         )
@@ -345,15 +344,19 @@ class _Loop:
         self._num_loads += 1
         wipe(successor)
         self.scale_losses()  # before the load, which must leave the scaler alone
-        if resume is not None and resume.freezes_first and isinstance(script, Eventful):
-            for freeze in (move for _, move in script.moves if isinstance(move, Freeze)):
-                freeze.apply(successor.part, step)
+        freezes_first = resume is not None and resume.freezes_first
+        freezes = script.freezes if isinstance(script, Eventful) and fresh is not None else ()
+        freezes = tuple(freeze for freeze in freezes if not freeze.for_good)
+        for freeze in freezes if freezes_first else ():
+            freeze.apply(successor.part, step)
         if in_files:
             load_files(successor, form, self._context.folder)
         elif form is StateForm.WHOLE:
             self._load_whole(state, step, noted)
         else:
             load_shares(successor, state)
+        for freeze in freezes if not freezes_first else ():
+            freeze.apply(successor.part, step)
         with self.reading(step):
             loaded = self.read_parameters()
             if self._probes is not None:
@@ -558,9 +561,9 @@ class _Loop:
         """Return the bytes that the layout and the reported optimizer state explain; a law checks the report itself."""
         state = self._state_bytes()
         size, cut = self._context.size, read_declared(self.prepared, "cut", Cut)
-        masters = read_declared(self.prepared, "masters", Masters)
+        copies = read_declared(self.prepared, "copies", Copies)
         return explained(
-            form, training, size, cut=cut, state=state, masters=masters, gradients=gradients
+            form, training, size, cut=cut, state=state, copies=copies, gradients=gradients
         ).num_bytes
 
     def _meet(self, step: int) -> None:

@@ -8,10 +8,11 @@ So are parameters that the plan ignores, with their gradients and state. Engines
 [Note: chunks].
 
 With ZeRO-1 a rank holds whole parameters and gradients, with ZeRO-2 whole parameters: one copy of all shares, padding
-included. A layout does not explain other contents of a communication bucket. If the whole state of a parameter is on
+included. A layout explains what buckets of communication hold only where the adapter says that they have gradients a
+second time (``Copies.BUCKETS``). If the whole state of a parameter is on
 one rank, a rank holds at most its even share plus the largest parameter without one share of it, because the next
 parameter always goes to the rank with the least. Engines whose optimizer updates a copy of the parameters
-(``Masters.SHARE``) hold one share more.
+(``Copies.MASTERS``) hold one share more.
 
 If the loop calls parts of the model directly, an engine may keep the buffer of one gather, as FSDP2 does: the root's
 forward would free it, and may not follow. Between steps nothing else is explained: no gathered unit, no other buffer
@@ -40,8 +41,9 @@ from torch import nn
 from shardproof.engine.contract import (
     Accumulation,
     Capability,
+    Copies,
     Cut,
-    Masters,
+    Layout,
     Placement,
     Plan,
     Reshard,
@@ -105,7 +107,11 @@ class Form:
             buffer_bytes=sum(_num_bytes(buffer, dtype) for buffer in model.buffers())
             + attribute_bytes(training.problem),
             ignored_bytes=sum(_num_bytes(parameter, dtype) for parameter in ignored),
-            frozen=frozen_parameters(training.problem, model),
+            frozen=frozenset(
+                name
+                for name in frozen_parameters(training.problem, model)
+                if not name.startswith(_thawing(training))
+            ),
         )
 
 
@@ -126,12 +132,12 @@ class Explained:
     gradients: int
     state: int
     whole: int
-    masters: int = 0
+    copies: int = 0
     buffer: int = 0
 
     @property
     def num_bytes(self) -> int:
-        return self.parameters + self.gradients + self.state + self.whole + self.masters + self.buffer
+        return self.parameters + self.gradients + self.state + self.whole + self.copies + self.buffer
 
     def __str__(self) -> str:
         parts = (
@@ -139,7 +145,7 @@ class Explained:
             f"{self.gradients} of gradients",
             f"{self.state} of optimizer state",
             *([f"{self.whole} of buffers and ignored parameters"] if self.whole else []),
-            *([f"{self.masters} of a copy to update"] if self.masters else []),
+            *([f"{self.copies} of copies"] if self.copies else []),
             *([f"{self.buffer} of gathers"] if self.buffer else []),
         )
         return f"{self.num_bytes} bytes ({', '.join(parts)})"
@@ -152,7 +158,7 @@ def explained(
     *,
     cut: Cut,
     state: int,
-    masters: Masters = Masters.NONE,
+    copies: Copies = Copies.NONE,
     gradients: HeldGradients = HeldGradients.SHARES,
 ) -> Explained:
     """Add up what a rank may hold, with this many bytes of optimizer state; see [Note: what a layout explains]."""
@@ -168,21 +174,27 @@ def explained(
         for group, width in zip(form.groups, widths, strict=True)
     ]
     of_layout = shares.state // shares.gradients
-    copies = {
+    times = {
         HeldGradients.SHARES: of_layout,
         HeldGradients.WHOLE: shares.state,
         HeldGradients.WHOLE_AND_SHARES: shares.state + of_layout,
+    }
+    all_gradients = sum(map(mul, numels, of_gradients))
+    twice = {
+        Copies.NONE: 0,
+        Copies.MASTERS: sum(numels) * max(*widths, _MASTER_BYTES),
+        Copies.BUCKETS: all_gradients,
     }
     keeps_a_gather = Capability.PARTS in training.plan.needs
     spill = _spill(form, shares.state, cut)
     return Explained(
         parameters=sum(numel * width for numel, width in parts)
         * (shares.state // shares.parameters + (shares.state if keeps_units else 0)),
-        gradients=sum(map(mul, numels, of_gradients)) * copies[gradients]
+        gradients=all_gradients * times[gradients]
         + (spill * max(of_gradients) if shares.gradients > 1 else 0),
         state=state,
         whole=form.buffer_bytes + 2 * form.ignored_bytes,
-        masters=sum(numels) * max(*widths, _MASTER_BYTES) if masters is Masters.SHARE else 0,
+        copies=twice[copies],
         buffer=max(numel * width for numel, width in parts) * shares.parameters if keeps_a_gather else 0,
     )
 
@@ -190,12 +202,14 @@ def explained(
 def explained_in_filling(form: Form, training: Training, world_size: int, *, cut: Cut) -> Explained:
     """Add up what a rank may hold while its model is filled: its share, and two gathers of the largest unit.
 
-    A rank that receives a whole unit, or sends it, has it twice: as it came, and as its collective needs it.
+    A rank that receives a whole unit, or sends it, has it twice: as it came, and as its collective needs it. A replica
+    may receive all units at once.
     """
     layout = explained(form, training, world_size, cut=cut, state=0)
     width = 0 if training.convert is None else training.convert.itemsize
-    units = (sum(map(prod, group.shapes)) * max(width, group.bytes_per_element) for group in form.groups)
-    return replace(layout, gradients=0, buffer=2 * max(units))
+    units = [sum(map(prod, group.shapes)) * max(width, group.bytes_per_element) for group in form.groups]
+    at_once = sum(units) if training.plan.layout is Layout.REPLICATE else 0
+    return replace(layout, gradients=0, buffer=max(at_once, 2 * max(units)))
 
 
 def state_bytes(
@@ -231,11 +245,17 @@ _known: dict[tuple[object, ...], Form] = {}
 
 def form_of(training: Training) -> Form:
     """Build the problem's model once, and derive its form."""
-    plan = training.plan
-    key = (identity_of(training.problem), plan.units, plan.ignored, plan.roots, training.convert)
+    plan, thawing = training.plan, _thawing(training)
+    key = (identity_of(training.problem), plan.units, plan.ignored, plan.roots, training.convert, thawing)
     if key not in _known:
         _known[key] = Form.of(skeleton_of(training.problem), training)
     return _known[key]
+
+
+def _thawing(training: Training) -> tuple[str, ...]:
+    """Return how names begin of parameters that the loop freezes and thaws."""
+    freezes = training.script.freezes if isinstance(training.script, Eventful) else ()
+    return tuple(f"{part}." for freeze in freezes for part in freeze.parts)
 
 
 def share_numel(shape: tuple[int, ...], plan: Plan, shares: int, width: int = 4) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -12,11 +13,9 @@ from shardproof.engine.contract import PreparedModel
 from shardproof.engine.shard import Shard
 from shardproof.harness.cases.training import LossScaling
 
-_TOLD_TO_FUSED = ("grad_scale", "found_inf")  # attributes of a torch optimizer, of one step
-
 
 class ScaledSteps:
-    """The engine's scaler and an object that it uses as the optimizer: the engine's parameters, and its step."""
+    """The engine's scaler around its optimizer, whose step is the engine's."""
 
     def __init__(
         self, prepared: PreparedModel, scaling: LossScaling, before: ScaledSteps | None = None
@@ -38,7 +37,7 @@ class ScaledSteps:
 
     def unscale(self) -> None:
         """Divide the gradients by the scale, and check whether they are finite."""
-        self._scaler.unscale_(self)  # type: ignore[arg-type]  # it reads groups and state, and steps
+        self._scaler.unscale_(self._prepared.built_optimizer())
 
     def unscaled(self, gradients: dict[str, Shard | None]) -> dict[str, Shard | None]:
         """Return what was read of gradients that are not divided yet, divided by the scale."""
@@ -49,33 +48,31 @@ class ScaledSteps:
 
     def update(self) -> None:
         """Step unless a gradient has overflowed, and adapt the factor."""
-        self._scaler.step(self)  # type: ignore[arg-type]  # as above
+        with _steps_the_engine(self._prepared) as optimizer:
+            self._scaler.step(optimizer)
         self._scaler.update()
 
-    # Any: as in torch's optimizers.
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return [{"params": list(self._prepared.owned_parameters().values())}]
 
-    @property
-    def state(self) -> Any:
-        """The state of the engine's optimizer, which a scaler of its own may read."""
-        return self._prepared.built_optimizer().state
+@contextmanager
+def _steps_the_engine(prepared: PreparedModel) -> Iterator[torch.optim.Optimizer]:
+    """Replace the optimizer's step, which a scaler calls, by the engine's, which calls the optimizer's own."""
+    optimizer = prepared.built_optimizer()
+    own = vars(optimizer).get("step")  # such as a schedule's, which counts steps
 
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Whether the optimizer's kernel unscales gradients, and skips a step, as torch's fused ones do."""
-        return getattr(self._prepared.built_optimizer(), "_step_supports_amp_scaling", False)
+    def restore() -> None:
+        vars(optimizer).pop("step", None)
+        if own is not None:
+            vars(optimizer)["step"] = own
 
-    def step(self) -> None:
-        """Step the engine; called by the scaler, which has set what a fused kernel reads."""
-        optimizer: Any = self._prepared.built_optimizer()
-        told = {name: vars(self)[name] for name in _TOLD_TO_FUSED if name in vars(self)}
-        for name, value in told.items():
-            setattr(optimizer, name, value)
-        self._prepared.step()
-        for name in told:
-            delattr(optimizer, name)
+    def step() -> None:
+        restore()
+        prepared.step()
+
+    vars(optimizer)["step"] = step
+    try:
+        yield optimizer
+    finally:
+        restore()
 
 
 def overflowing(output: torch.Tensor) -> None:

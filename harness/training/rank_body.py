@@ -194,7 +194,8 @@ def _run(
             watched.enter_context(watching_units(prepared.named, plan.units, context.recorder))
             if plan.asks_for_dtypes:
                 watched.enter_context(watches.dtypes.watching(prepared.named, plan))
-            if Watch.UNITS in training.watch:
+            has_turns = training.has_turns and Capability.UNIT_STATE in adapter.capabilities
+            if Watch.UNITS in training.watch or has_turns:
                 watched.enter_context(watching_states(prepared.units(), context.recorder))
             return preparation
 

@@ -35,6 +35,7 @@ from shardproof.harness.laws.runtime import (
     ScalesLosses,
 )
 from shardproof.harness.laws.structure import num_declared_zeros
+from shardproof.harness.laws.turns import WholeInTurn
 from shardproof.harness.oracle.oracle_observation import OracleObservation
 from shardproof.harness.records.hang import HangReport
 from shardproof.harness.records.record import LawRecord, OutcomeRecord, TensorRecord, Verdict, VisibleError
@@ -117,11 +118,12 @@ def judge(
         return Judgement(verdict=Verdict.CRASHED, headline=headline, outcomes=_outcome_records(saved.result))
     if not saved.result.is_clean:
         return judge_failure(saved)
-    return _judge_laws(case, saved, oracle(), simulated)
+    return _judge_laws(case, declared, saved, oracle(), simulated)
 
 
-def implied(training: Training) -> tuple[Law, ...]:
+def implied(training: Training, declared: Set[Capability] = frozenset()) -> tuple[Law, ...]:
     """Return the laws that every training must keep, and those of its watches, whatever a case asks."""
+    shows_units = Capability.UNIT_STATE in declared
     watched = (law for watch, law in _IMPLIED_BY.items() if watch in training.watch)
     scaling = training.schedule.scaling
     scaled = () if scaling is None else (ScalesLosses(scaling=scaling),)
@@ -133,6 +135,7 @@ def implied(training: Training) -> tuple[Law, ...]:
         *((DrawsApart(),) if training.origin is not None or training.resume is not None else ()),
         *_of_loads(training),
         *((MemoryIsExplained(),) if training.is_explained else ()),
+        *((WholeInTurn(),) if shows_units and training.has_turns else ()),
         *watched,
     )
 
@@ -294,7 +297,9 @@ def _judge_crash(saved: SavedResult, cause: Outcome) -> Judgement:
     )
 
 
-def _judge_laws(case: Case, saved: SavedResult, oracle: OracleObservation, simulated: int) -> Judgement:
+def _judge_laws(
+    case: Case, declared: Set[Capability], saved: SavedResult, oracle: OracleObservation, simulated: int
+) -> Judgement:
     evidence = Evidence(
         training=case.training,
         world_size=simulated or len(saved.ranks),
@@ -304,7 +309,7 @@ def _judge_laws(case: Case, saved: SavedResult, oracle: OracleObservation, simul
     reason = None if simulated else incomparable_because(evidence)
     if reason is not None:
         return Judgement(verdict=Verdict.VACUOUS, headline=reason)
-    always = implied(case.training)
+    always = implied(case.training, declared)
     asked = tuple(law for law in case.laws if law not in always)
     laws = (*always, *asked, *implied_last(case.training))
     rulings = [law.judge(evidence) for law in laws]

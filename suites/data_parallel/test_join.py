@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from shardproof import SEVERAL
 from shardproof.suites.data_parallel.bench import Bench, expects
-from shardproof.suites.params import parametrize
+from shardproof.suites.params import param, parametrize
 from shardproof.suites.tower import LR, batch, copies, gradients, tower
 
 pytestmark = pytest.mark.worlds(SEVERAL)
@@ -20,16 +22,23 @@ def _num_batches(rank: int) -> int:
     return 2 + min(rank, 2)
 
 
-@pytest.mark.kills("SwapsTheDivisorsOfJoin", "EndsEachRankWithItsOwn")
-@parametrize("divides_by_all", True, False, ids=["by_all", "by_those_left"])
+@parametrize(
+    "divides_by_all, accumulates",
+    param(True, False, id="by_all", kills=("SwapsTheDivisorsOfJoin", "EndsEachRankWithItsOwn")),
+    param(False, False, id="by_those_left", kills=("SwapsTheDivisorsOfJoin", "EndsEachRankWithItsOwn")),
+    param(True, True, id="no_sync", kills="ReducesForThoseInNoSync"),
+)
 @expects(PARAMETERS)
-def test_ranks_with_fewer_batches_follow(bench: Bench, divides_by_all: bool) -> None:
+def test_ranks_with_fewer_batches_follow(bench: Bench, divides_by_all: bool, accumulates: bool) -> None:
     root = bench.wrap(tower())
     optimizer = torch.optim.SGD(root.parameters(), lr=LR / 64)
     with root.join(divide_by_initial_world_size=divides_by_all):
         for step in range(_num_batches(bench.rank)):
             optimizer.zero_grad()
-            root(batch(bench.rank, step).to(bench.device)).sum().backward()
+            for is_held in (True, False) if accumulates else (False,):
+                with root.no_sync() if is_held else nullcontext():
+                    loss = root(batch(bench.rank, step).to(bench.device)).sum()
+                    (loss * 0.5 if accumulates else loss).backward()
             optimizer.step()
     alone = tower()
     for step in range(max(map(_num_batches, bench.ranks))):

@@ -21,7 +21,7 @@ from shardproof import (
     Phase,
     Ruling,
 )
-from shardproof.engine.contract import Capability, Cut, Layout, Masters, Plan, Replicas
+from shardproof.engine.contract import Capability, Copies, Cut, Layout, Plan, Replicas
 from shardproof.fixtures.buffered import HOARD
 from shardproof.fixtures.forward_inputs import PACKED
 from shardproof.fixtures.optimizers import ADAMW, SGD
@@ -215,7 +215,7 @@ def test_zero_shares_state_and_then_gradients(layout: Layout, gradients: int) ->
     shares = explained(form_of(_training()), _training(), 2, cut=Cut.EVENLY, state=0)
     found = explained(form_of(training), training, 2, cut=Cut.EVENLY, state=0)
     assert (found.parameters, found.gradients) == (2 * shares.parameters, gradients * shares.gradients)
-    with_masters = explained(form_of(training), training, 2, cut=Cut.EVENLY, state=0, masters=Masters.SHARE)
+    with_masters = explained(form_of(training), training, 2, cut=Cut.EVENLY, state=0, copies=Copies.MASTERS)
     assert with_masters.num_bytes - found.num_bytes == shares.parameters
 
 
@@ -367,7 +367,7 @@ _OF_THE_CENSUS = {LeavesNothingBehind(), MemoryIsExplained()}
         (Plan(layout=Layout.ZERO1), _OF_THE_CENSUS),
         (Plan(layout=Layout.ZERO2), _OF_THE_CENSUS),
         (Plan(), {LeavesNothingBehind()}),
-        (Plan(layout=Layout.REPLICATE), {LeavesNothingBehind()}),
+        (Plan(layout=Layout.REPLICATE), _OF_THE_CENSUS),
         (replace(SHARD, demands=frozenset({Capability.UNIT_STATE})), set()),
     ],
 )

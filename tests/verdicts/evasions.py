@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, TensorDataset
 
-from shardproof import Capability, Masters, Plan, PreparedModel, Shard, Training
+from shardproof import Capability, Copies, Plan, PreparedModel, Shard, Training
 from shardproof.engine.adapters.reference import ReferenceEngine
 from shardproof.engine.adapters.reference_zero import PreparedZero2, Zero2Engine
 from shardproof.engine.mutants.refusals import ShowsSlicesOfWholes
@@ -88,7 +88,7 @@ class KeepsWholesOfAThread(_Keeps):
 class _PreparedWithoutCopy(PreparedZero2):
     def __init__(self, engine: Zero2, plan: Plan) -> None:
         super().__init__(engine, plan)
-        self.masters = Masters.SHARE
+        self.copies = Copies.MASTERS
 
     def local_parameters(self) -> Mapping[str, Shard]:
         return {

@@ -12,6 +12,7 @@ from shardproof.engine.contract import Capability
 from shardproof.harness.cases.batch import ModelBatch
 from shardproof.harness.cases.script import Actor, EachMicrobatch, Move, Script, with_gradients
 from shardproof.harness.cases.scripts.failures import Fail
+from shardproof.harness.cases.scripts.moves import Freeze
 
 
 def goes_in_turn(script: Script) -> bool:
@@ -57,6 +58,11 @@ class Eventful:
         }
         of_moves = [move.demands for _, move in self.moves]
         return self.inner.demands.union(*of_moves, (c for c, is_asked in asked.items() if is_asked))
+
+    @property
+    def freezes(self) -> tuple[Freeze, ...]:
+        """The moves that freeze parts, and thaw them."""
+        return tuple(move for _, move in self.moves if isinstance(move, Freeze))
 
     def has(self, *moves: Move) -> bool:
         """Return whether the loop makes one of these moves."""

@@ -67,9 +67,9 @@ class GatherByHand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Freeze:
-    """These parts of the model are frozen in some steps, and train in the others.
+    """These parts of the model are frozen in some steps, and train in the others; each change is made once.
 
-    What is frozen ``for_good`` is frozen once, in the first of the steps, and left so.
+    What is frozen ``for_good`` is frozen in the first of the steps, and left so.
     """
 
     parts: tuple[str, ...]
@@ -78,7 +78,9 @@ class Freeze:
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.FREEZE, Capability.UNUSED})
 
     def play(self, actor: Actor) -> None:
-        if not self.for_good or actor.step == self.steps[0]:
+        if self.for_good and actor.step != self.steps[0]:
+            return
+        if actor.step == 0 or (actor.step in self.steps) is not (actor.step - 1 in self.steps):
             self.apply(actor.part, actor.step)
 
     def apply(self, part: Callable[[str], nn.Module], step: int) -> None:

@@ -153,7 +153,7 @@ def _explained(
     num_bytes = state_bytes(form, training, size, cut=cut, state=state)
     num_bytes = num_bytes if reported is None else min(num_bytes, reported)
     return explained(
-        form, training, size, cut=cut, state=num_bytes, masters=observation.masters, gradients=gradients
+        form, training, size, cut=cut, state=num_bytes, copies=observation.copies, gradients=gradients
     )
 
 
