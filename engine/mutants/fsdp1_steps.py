@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -27,47 +27,6 @@ from shardproof.engine.mutants.patches import dividing_losses, holding_nothing_b
 def _handles(root: FullyShardedDataParallel) -> list[Any]:
     units = FullyShardedDataParallel.fsdp_modules(root)
     return [unit._handle for unit in units if unit._handle is not None]
-
-
-def _clear(root: FullyShardedDataParallel) -> None:
-    """Forget gradients, wherever they are."""
-    for parameter in root.parameters():
-        parameter.grad = None
-    for handle in _handles(root):
-        handle.flat_param.grad = None
-        for name in ("_saved_grad_shard", "_cpu_grad"):
-            handle.flat_param.__dict__.pop(name, None)
-
-
-@mutant(after="NVIDIA/Megatron-LM#7186", trace=Trace.NUMBERS, phase="hold")
-class ReplacesGradients(FullyShardedDataParallelEngine):
-    """Each backward of an accumulation discards the gradients of earlier ones."""
-
-    class Wrapper(FullyShardedDataParallel):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            _clear(self)
-            return super().forward(*args, **kwargs)
-
-
-@mutant(after="pytorch/pytorch#90546", trace=Trace.NUMBERS, phase="hold")
-class LosesSharesInNoSync(FullyShardedDataParallelEngine):
-    """Entering no_sync discards the reduced gradients of a rank."""
-
-    class Wrapper(FullyShardedDataParallel):
-        @contextmanager
-        def no_sync(self) -> Iterator[None]:
-            _clear(self)
-            with super().no_sync():
-                yield
-
-
-@mutant(after="huggingface/transformers#34645", trace=Trace.COMMUNICATION)
-class SynchronisesInNoSync(FullyShardedDataParallelEngine):
-    """no_sync of the wrapper has no effect; sums are right."""
-
-    class Wrapper(FullyShardedDataParallel):
-        def no_sync(self) -> Any:
-            return nullcontext()
 
 
 @mutant(after="pytorch/pytorch#75892", trace=Trace.COMMUNICATION)

@@ -60,14 +60,6 @@ def test_replicas_reduce_as_told(trial: Trial, units: tuple[str, ...]) -> None:
 
 
 @pytest.mark.rows("T30")
-@pytest.mark.kills("IgnoresSingleHolds", "LosesWhatItHeldBack")
-@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-def test_shards_of_replicas_reduce_as_told(trial: Trial) -> None:
-    training = _training(Layout.HYBRID, HoldingBack(units=CHAIN.units[1:3]))
-    trial.holds(training, *FREED, *_reduces(REDUCE_SCATTERS), *_reduces(ALL_REDUCES), *PARITY)
-
-
-@pytest.mark.rows("T30")
 @pytest.mark.kills("ReducesReplicasAllTheSame")
 @pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 @parametrize(

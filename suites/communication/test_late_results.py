@@ -10,11 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, THREE_OR_MORE, Layout, LeavesBuffersAlone, Reshard
+from shardproof import SEVERAL, THREE_OR_MORE, LeavesBuffersAlone
 from shardproof import ResultsAreWaitedFor, Trial
 from shardproof.fixtures.chain import CHAIN
-from shardproof.suites.params import param, parametrize
-from shardproof.suites.training import train, train_sharded
+from shardproof.suites.training import train
 from shardproof.suites.vocabulary import PARITY
 
 pytestmark = pytest.mark.worlds(SEVERAL)
@@ -25,18 +24,6 @@ LAWS = (LeavesBuffersAlone(), ResultsAreWaitedFor(), *PARITY)
 @pytest.mark.kills("ReadsBucketsTooEarly", "ForgetsTheWorkOfANorm")
 def test_waits_for_results_whatever_the_layout(trial: Trial) -> None:
     trial.holds(train(CHAIN), *LAWS)
-
-
-@pytest.mark.kills("ClearsTheReduceInput", "FreesTheInputOfAReduction", "FillsTheGatherOutput")
-@parametrize(
-    "layout, microbatches",
-    param(Layout.SHARD, 1, id="shard"),
-    param(Layout.HYBRID, 3, id="hybrid", rows="T35", worlds=FOUR_OR_MORE_EVEN),
-    param(Layout.SHARD, 3, id="microbatches"),
-)
-def test_leaves_buffers_alone(trial: Trial, layout: Layout, microbatches: int) -> None:
-    training = train_sharded(CHAIN, layout=layout, reshard=Reshard.AFTER_FORWARD, microbatches=microbatches)
-    trial.holds(training, *LAWS)
 
 
 @pytest.mark.kills("TrustsTheOrderOfArrival")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
-from shardproof import FOUR_OR_MORE_EVEN, SEVERAL
+from shardproof import SEVERAL
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.expect import Bench, expects
 from shardproof.suites.tower import batch, gradients, shown_gradients
@@ -41,22 +41,6 @@ each_norm = _norms(first=("SumsNormsOfReplicas",), second=("SumsNormsOfReplicas"
 @expects(*CLIPPED)
 def test_clips_shards_by_the_norm_of_the_whole(bench: Bench, norm_type: float, form: Form) -> None:
     _clip_to_a_quarter(bench, bench.wrapped_by(Wrapping(form=form), tower()), norm_type)
-
-
-@pytest.mark.worlds(SEVERAL)
-@each_norm
-@expects(*CLIPPED)
-def test_counts_what_is_replicated_once(bench: Bench, norm_type: float) -> None:
-    root = bench.wrapped_by(Wrapping(strategy=ShardingStrategy.NO_SHARD), tower())
-    _clip_to_a_quarter(bench, root, norm_type)
-
-
-@pytest.mark.worlds(FOUR_OR_MORE_EVEN)
-@each_norm
-@expects(*CLIPPED)
-def test_counts_shards_of_several_replicas_once(bench: Bench, norm_type: float) -> None:
-    root = bench.wrapped_by(Wrapping(strategy=ShardingStrategy.HYBRID_SHARD), tower())
-    _clip_to_a_quarter(bench, root, norm_type)
 
 
 @pytest.mark.worlds(SEVERAL)
