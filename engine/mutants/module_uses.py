@@ -221,13 +221,13 @@ class UntiesSharedParameters(ReferenceEngine):
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         plan.refuse_beyond(self.capabilities)
-        _copied = frozenset(name for _, *others in _ties(model) for name in others)
-        for name in _copied:
+        copied = frozenset(name for _, *others in _ties(model) for name in others)
+        for name in copied:
             path, _, last = name.rpartition(".")
             setattr(model.get_submodule(path), last, nn.Parameter(model.get_parameter(name).detach().clone()))
         prepared = super().prepare(model, plan, mesh)
         assert isinstance(prepared, self.Prepared)
-        prepared._copied = _copied
+        prepared._copied = copied
         return prepared
 
 

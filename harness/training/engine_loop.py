@@ -329,7 +329,7 @@ class _Loop:
         if form is StateForm.WHOLE:
             noted[HANDED_OUT] = self._difference_from(state, step) or AS_HELD
             state = copied(state)  # as a file would hold it, whatever becomes of the model
-        resume, script = self._training.resume, self._training.script
+        resume = self._training.resume
         if resume is not None and resume.undoes_a_step:
             self._step_aside(step)
         self.schedules = StepSchedules(self._training.optimizer, steps_done=step)
@@ -345,24 +345,29 @@ class _Loop:
         wipe(successor)
         self.scale_losses()  # before the load, which must leave the scaler alone
         freezes_first = resume is not None and resume.freezes_first
-        freezes = script.freezes if isinstance(script, Eventful) and fresh is not None else ()
-        freezes = tuple(freeze for freeze in freezes if not freeze.for_good)
-        for freeze in freezes if freezes_first else ():
-            freeze.apply(successor.part, step)
+        if fresh is not None and freezes_first:
+            self._freeze_again(step)
         if in_files:
             load_files(successor, form, self._context.folder)
         elif form is StateForm.WHOLE:
             self._load_whole(state, step, noted)
         else:
             load_shares(successor, state)
-        for freeze in freezes if not freezes_first else ():
-            freeze.apply(successor.part, step)
+        if fresh is not None and not freezes_first:
+            self._freeze_again(step)
         with self.reading(step):
             loaded = self.read_parameters()
             if self._probes is not None:
                 self._probes.follow(self.prepared)
                 self._probes.shards(Seen.LOADED, step, loaded)
                 self._probes.state(Seen.LOADED_STATE, step, self.prepared)
+
+    def _freeze_again(self, step: int) -> None:
+        """Freeze and thaw parts of a fresh model as of this step: the loop makes each change only once."""
+        script = self._training.script
+        for freeze in script.freezes if isinstance(script, Eventful) else ():
+            if not freeze.for_good:
+                freeze.apply(self.prepared.part, step)
 
     def _step_aside(self, step: int) -> None:
         """Take a step with the current model that is no part of the training, and leaves no trace in the ledger."""

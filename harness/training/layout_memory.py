@@ -9,10 +9,9 @@ So are parameters that the plan ignores, with their gradients and state. Engines
 
 With ZeRO-1 a rank holds whole parameters and gradients, with ZeRO-2 whole parameters: one copy of all shares, padding
 included. A layout explains what buckets of communication hold only where the adapter says that they have gradients a
-second time (``Copies.BUCKETS``). If the whole state of a parameter is on
-one rank, a rank holds at most its even share plus the largest parameter without one share of it, because the next
-parameter always goes to the rank with the least. Engines whose optimizer updates a copy of the parameters
-(``Copies.MASTERS``) hold one share more.
+second time (``Copies.BUCKETS``). If the whole state of a parameter is on one rank, a rank holds at most its even share
+plus the largest parameter without one share of it, because the next parameter always goes to the rank with the least.
+Engines whose optimizer updates a copy of the parameters (``Copies.MASTERS``) hold one share more.
 
 If the loop calls parts of the model directly, an engine may keep the buffer of one gather, as FSDP2 does: the root's
 forward would free it, and may not follow. Between steps nothing else is explained: no gathered unit, no other buffer
