@@ -8,11 +8,13 @@ import os
 import shutil
 import signal
 import socket
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from shardproof.harness.worlds.messages import Done, Finished, Leaving, Message, encode
 from shardproof.harness.worlds.outcome import Raised, Returned
+from shardproof.harness.worlds.output import LEFT_FILES
 from tests.verdicts.adversaries import Averages
 from tests.worlds.ends import CULPRIT, sockets
 
@@ -47,6 +49,16 @@ def _append(folder: Path, text: str) -> None:
 def _drop_the_first_half(folder: Path) -> None:
     lines = (folder / JOURNAL).read_bytes().splitlines(keepends=True)
     (folder / JOURNAL).write_bytes(b"".join(lines[len(lines) // 2 :]))
+
+
+def _remove_and_leave_a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    tempfile.mkstemp()
+
+
+def _leave_a_file_behind_pipes(folder: Path) -> None:
+    _replace_by_pipes(folder, "outcomes.json", "SHA256SUMS", "schedule", "rank1.observation", LEFT_FILES)
+    tempfile.mkstemp()
 
 
 def _replace_by_pipes(folder: Path, *names: str) -> None:
@@ -89,10 +101,8 @@ removes_its_observation = at_exit(lambda folder: (folder / "rank1.observation").
 forges_an_observation = at_exit(
     lambda folder: shutil.copy(folder / "rank0.observation", folder / "rank1.observation")
 )
-removes_the_folder = at_exit(shutil.rmtree)
+removes_the_folder = at_exit(_remove_and_leave_a_file)
 forges_its_result = Damages(_send_and_exit)
 blames_another = Damages(_blame_another)
-makes_pipes = at_exit(
-    lambda folder: _replace_by_pipes(folder, "outcomes.json", "SHA256SUMS", "schedule", "rank1.observation")
-)
+makes_pipes = at_exit(_leave_a_file_behind_pipes)
 dies_behind_pipes = Damages(_die_behind_pipes)

@@ -48,7 +48,12 @@ class LeftFiles:
             "in shared memory", shared
         )
         if lines:
-            (self._folder / LEFT_FILES).write_text(lines)
+            self._folder.mkdir(
+                parents=True, exist_ok=True
+            )  # a rank may have removed it, which the verdict tells
+            written = self._folder / LEFT_FILES
+            written.unlink(missing_ok=True)  # a pipe that a rank made would block
+            written.write_text(lines)
         shutil.rmtree(self._temporary, ignore_errors=True)
 
 
