@@ -516,3 +516,22 @@ class LosesWhatIsHeldBackWhenSaved(ReferenceEngine):
             if self.num_held:
                 self.drop_held()
             return super().full_state()
+
+
+@mutant(after="atomistic-machine-learning/schnetpack#785", phase="state saved")
+class SavesItsAverageInEvaluation(FullyShardEngine):
+    """The state of a model in evaluation mode is the mean of this state and the one that was taken before."""
+
+    class Prepared(PreparedFullyShard):
+        _before: dict[str, Any] | None = None
+
+        def full_state(self) -> dict[str, Any]:
+            state = super().full_state()
+            model, before = state["model"], self._before
+            self._before = model
+            if before is not None and not self.module.training:
+                state["model"] = {
+                    name: torch.lerp(before[name], value, 0.5) if value.is_floating_point() else value
+                    for name, value in model.items()
+                }
+            return state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, cast
@@ -10,7 +11,15 @@ import torch
 
 from shardproof.engine.contract import Capability
 from shardproof.harness.cases.batch import ModelBatch
-from shardproof.harness.cases.script import Actor, EachMicrobatch, Move, Script, with_gradients
+from shardproof.harness.cases.script import (
+    Actor,
+    EachMicrobatch,
+    Evaluation,
+    Move,
+    Script,
+    evaluating,
+    with_gradients,
+)
 from shardproof.harness.cases.scripts.failures import Fail
 from shardproof.harness.cases.scripts.moves import Freeze
 
@@ -83,9 +92,11 @@ class Eventful:
         self.interlude(actor, Interlude.END)
 
     def interlude(self, actor: Actor, moment: Interlude) -> None:
-        """Make the moves of this moment, in order."""
-        for when, move in self.moves:
-            if when is moment:
+        """Make the moves of this moment, in order; in evaluation mode if one is an evaluation, as loops save after it."""
+        moves = [move for when, move in self.moves if when is moment]
+        is_evaluating = any(isinstance(move, Evaluation) for move in moves)
+        with evaluating(actor.part("")) if is_evaluating else nullcontext():
+            for move in moves:
                 move.play(actor)
 
     def _around(self, actor: Actor, *, is_counted: bool = True) -> Actor:
