@@ -323,7 +323,8 @@ class Training:
         """Whether plan and calls alone decide which units are whole, so that a law may judge it after each event."""
         plan, demands = self.plan, self.script.demands
         is_cut = plan.layout in {Layout.SHARD, Layout.HYBRID} and plan.pipeline_stages == 1
-        is_cut = is_cut and plan.roots is Roots.MODEL  # each of several roots keeps what it likes
+        # Each of several roots keeps what it likes; a root that is replicated may leave each unit a root.
+        is_cut = is_cut and plan.roots is Roots.MODEL and "" not in plan.replicated
         return is_cut and not demands & (_INTERFACES | {Capability.UNIT_STATE, Capability.PARTS})
 
     def at(self, step: int) -> Training:

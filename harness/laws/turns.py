@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from shardproof.engine.contract import Capability, Layout, Plan, Reshard
 from shardproof.harness.cases.training import Training
-from shardproof.harness.cases.units import ROOT, groups_of
+from shardproof.harness.cases.units import ROOT, groups_of, num_shares_of
 from shardproof.harness.laws.communication.order import group_of, mistakable, spell_unit
 from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.tracing.events import EventKind, EventLog, TraceEvent
@@ -64,7 +64,7 @@ class WholeInTurn:
                         num_moments += 1
                         if surplus := whole - turns.allowed(at):
                             broken.append(f"rank {observation.rank}, {_spell(event)}: {_whole(surplus)}")
-            if not is_seen and evidence.world_size > 1:
+            if not is_seen and num_shares_of(evidence.training.plan, evidence.world_size) > 1:
                 broken.append(f"rank {observation.rank}: expected some unit whole at some time, saw none")
         return rule(self.name, broken, held=f"at {num_moments} moments on {evidence.world_size} ranks")
 
