@@ -65,6 +65,9 @@ class Capability(Enum):
     )
     META = "allocates models that have no memory yet, and loads the first rank's state"
     START_FROM_FIRST = "starts from the first rank's parameters and buffers, whatever those of other ranks"
+    ASSIGNED_WEIGHTS = (
+        "trains the tensors that the caller loads in place of its parameters before the optimizer is made"
+    )
     STATE = "saves and loads whole state dicts of model and optimizer"
     SHARED_STATE = "saves and loads each rank's share of the state, in memory and in files"
     CHECKPOINTS = "writes checkpoints in its own format, and reads them on the same number of ranks"

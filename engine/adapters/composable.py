@@ -56,8 +56,9 @@ class ComposableUnit(UnitHandle):
         self._first.reshard()
 
     def is_unsharded(self) -> bool:
-        """Read the registered parameters: whole ones are plain tensors, shards are DTensors."""
-        return not any(isinstance(p, DTensor) for p in self._own_parameters())
+        """Read the registered parameters: whole ones are no DTensors, or cut over other axes than those of data alone."""
+        meshes = (p.device_mesh for p in self._own_parameters() if isinstance(p, DTensor))
+        return all(not {"data", "shard"} & set(mesh.mesh_dim_names or ("data",)) for mesh in meshes)
 
     def set_gradient_sync(self, *, is_on: bool) -> None:
         """Set the flag of this group only."""

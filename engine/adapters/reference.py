@@ -63,8 +63,11 @@ class PreparedReference(PreparedComposable):
         self._load(_part_of(state["model"], model), _part_of(state["optimizer"], optimizer))
 
     def shared_state(self) -> dict[str, Any]:
-        """Return this rank's shares, with entries to load into of what is frozen too: torch's function makes none."""
-        with self._thawed(self._named_parameters()):
+        """Return this rank's shares, with entries to load into of what is frozen too: torch's function makes none.
+
+        What the engine ignores stays frozen, because fused optimizers do not step it beside DTensors.
+        """
+        with self._thawed(self._named_parameters().keys() - set(self.plan.ignored)):
             return super().shared_state()
 
     def load_shared_state(self, state: dict[str, Any]) -> None:

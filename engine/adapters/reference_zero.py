@@ -11,7 +11,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.engine.contract import Capability, Copies, Engine, Offload, Plan, PreparedModel, Tuning
+from shardproof.engine.contract import (
+    Capability,
+    Copies,
+    Engine,
+    Offload,
+    OptimizerFactory,
+    Plan,
+    PreparedModel,
+    Tuning,
+)
 from shardproof.engine.pieces import Piece, PreparedPieces
 from shardproof.engine.reference import zero_checkpoint
 from shardproof.engine.reference.zero import Zero2
@@ -27,6 +36,12 @@ class PreparedZero2(PreparedPieces):
         self.engine = engine
         self.copies = Copies.NONE if plan.offload is Offload.NONE else Copies.MASTERS
         self._max_norm = plan.clip_in_step
+
+    def optimizer(self, factory: OptimizerFactory) -> None:
+        """Build it over the pieces, and over what does not train as it is: loops count their parameter groups."""
+        own = {name: piece.own for name, piece in self.engine.pieces.items()}
+        everything = [own.get(name, parameter) for name, parameter in self.named.named_parameters()]
+        PreparedModel.optimizer(self, lambda _: factory(everything))
 
     def backward(self, loss: torch.Tensor) -> None:
         """Let the engine run backward, since that is when it reduces."""

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.contract import OptimizerFactory, Plan, PreparedModel
 from shardproof.engine.mutants.mutant import mutant
 from shardproof.engine.mutants.patches import is_last_rank, local
@@ -65,6 +66,37 @@ class UntiesWhatHasNoMemory(ReferenceEngine):
                     setattr(module, name, nn.Parameter(torch.empty_like(parameter)))
                 seen.add(parameter)
         return super().prepare(model, plan, mesh)
+
+
+@mutant(after="huggingface/transformers#45902", phase="prepare")
+class FillsNoModuleOfBuffersAlone(ReferenceEngine):
+    """Unsaved buffers are filled in modules with parameters alone, in a model prepared without memory."""
+
+    class Prepared(PreparedReference):
+        def materialize(self, device: torch.device, state: Any, unsaved: Any) -> None:
+            owned = {name.rpartition(".")[0] for name, _ in self.named.named_parameters()}
+            filled = {n: b for n, b in unsaved.items() if n.rpartition(".")[0] in owned}
+            super().materialize(device, state, filled)
+            for name in unsaved.keys() - filled.keys():
+                self.named.get_buffer(name).zero_()
+
+
+@mutant(after="NVIDIA/Megatron-LM#6087", phase="prepare")
+class KeepsTheValuesOfWhatWasReplaced(ReferenceEngine):
+    """What the caller loads in place of parameters gets the values of these."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        kept = dict(prepared.module.named_parameters())
+
+        def restore(module: nn.Module, *_: object) -> None:
+            with torch.no_grad():
+                for name, parameter in module.named_parameters():
+                    if parameter is not kept[name]:
+                        parameter.copy_(kept[name])
+
+        prepared.module.register_load_state_dict_post_hook(restore)
+        return prepared
 
 
 @mutant(after="deepspeedai/DeepSpeed#8378", phase="state saved")
@@ -252,6 +284,17 @@ class SchedulesTheFirstGroupAlone(ReferenceEngine):
             super().step()
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
+
+
+@mutant(after="MakazhanAlpamys/Soup#336", phase="step")
+class DropsGroupsThatDoNotTrain(DistributedDataParallelEngine):
+    """The optimizer has no group of what does not train, so a schedule takes the next one for it."""
+
+    class Prepared(PreparedDdp):
+        def optimizer(self, factory: OptimizerFactory) -> None:
+            super().optimizer(factory)
+            groups = self.built_optimizer().param_groups
+            groups[:] = [group for group in groups if any(p.requires_grad for p in group["params"])]
 
 
 @mutant(after="modelscope/ms-swift#10084", phase="step")

@@ -227,6 +227,8 @@ def _prepare(
             state, unsaved = _without_memory(model)
         if Capability.START_FROM_FIRST in plan.demands and context.rank:
             _set_apart(model)
+        if Capability.ASSIGNED_WEIGHTS in plan.demands:
+            _double(model)
         if is_communicating(training.problem):
             context.recorder.tell_apart(_code_of(training, model, adapter).is_calling)
         if plan.cut_axis is not None and training.problem.parallelize is not None:
@@ -246,7 +248,23 @@ def _prepare(
                 prepared.materialize(place, {} if context.rank else state, unsaved)
             if is_on_host:
                 _move_buffers(prepared.module, context.device)
+        if Capability.ASSIGNED_WEIGHTS in plan.demands:
+            _assign_halves(prepared.module)
         return Preparation(prepared, model)
+
+
+def _double(model: nn.Module) -> None:
+    """Double a model's parameters, which is exact."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+
+
+def _assign_halves(module: nn.Module) -> None:
+    """Load the parameters that the model had before they were doubled in place of those shown; what is tied stays tied."""
+    shown = dict(module.named_parameters(remove_duplicate=False))
+    halves = {p: nn.Parameter(p.detach() * 0.5, requires_grad=p.requires_grad) for p in shown.values()}
+    module.load_state_dict({name: halves[p] for name, p in shown.items()}, assign=True, strict=False)
 
 
 def _without_memory(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

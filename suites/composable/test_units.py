@@ -28,13 +28,20 @@ def test_modules_stay_what_they_were(bench: Bench) -> None:
 
 
 @pytest.mark.kills("GoesOnWithWhatWasReplaced")
+@parametrize("is_loaded", True, False, ids=["loaded", "set"])
 @expects(STEP)
-def test_trains_the_parameter_that_was_put_in_place(bench: Bench) -> None:
-    model = bench.shard(tower())
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(parameter.detach().clone()))
-    bench.steps(model)
+def test_trains_the_parameter_that_was_put_in_place(bench: Bench, is_loaded: bool) -> None:
+    model, alone = bench.shard(tower()), tower()
+    others = {name: nn.Parameter(2 * parameter.detach()) for name, parameter in model.named_parameters()}
+    if is_loaded:
+        model.load_state_dict(others, assign=True, strict=False)  # buffers stay
+    else:
+        for path, other in others.items():
+            module, _, name = path.rpartition(".")
+            setattr(model.get_submodule(module), name, other)
+    for parameter in alone.parameters():
+        parameter.data.mul_(2)
+    bench.steps(model, alone=alone)
 
 
 @pytest.mark.kills("PacksShardsIntoOne")
