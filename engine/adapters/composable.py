@@ -56,7 +56,7 @@ class ComposableUnit(UnitHandle):
         self._first.reshard()
 
     def is_unsharded(self) -> bool:
-        """Read the registered parameters: whole ones are no DTensors, or cut over other axes than those of data alone."""
+        """Read the registered parameters: whole ones are no DTensors, or cut over axes that are not of data."""
         meshes = (p.device_mesh for p in self._own_parameters() if isinstance(p, DTensor))
         return all(not {"data", "shard"} & set(mesh.mesh_dim_names or ("data",)) for mesh in meshes)
 

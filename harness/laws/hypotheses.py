@@ -34,13 +34,23 @@ def hypotheses(suspect: Suspect) -> Iterator[Hypothesis]:
         case Quantity.NORM:
             yield from of_norm(suspect)
         case Quantity.OPTIMIZER_STATE:
-            before = suspect.oracle.state_before.get(suspect.place.name)
-            if before is not None:
-                yield Hypothesis(text="the state of the step before (stale)", tensor=suspect.shard.of(before))
+            yield from _of_state(suspect)
         case Quantity.BUFFER:
             yield from _of_buffer(suspect)
         case Quantity.INITIAL if Capability.START_FROM_FIRST in suspect.evidence.training.plan.demands:
             yield Hypothesis(text="what this rank had, not the first one's", tensor=apart(suspect.expected))
+
+
+def _of_state(suspect: Suspect) -> Iterator[Hypothesis]:
+    """Yield the state of the step before, and for a counter of steps how many it lacks."""
+    name = suspect.place.name
+    before = suspect.oracle.state_before.get(name)
+    if before is not None:
+        yield Hypothesis(text="the state of the step before (stale)", tensor=suspect.shard.of(before))
+    if name.endswith("/step") and suspect.expected.numel() == 1:
+        missing = float(suspect.expected) - float(suspect.got)
+        text = f"counts {abs(missing):g} updates {'fewer' if missing > 0 else 'more'} than were made"
+        yield Hypothesis(text=text, tensor=suspect.expected - missing)
 
 
 def _of_buffer(suspect: Suspect) -> Iterator[Hypothesis]:

@@ -261,7 +261,7 @@ def _double(model: nn.Module) -> None:
 
 
 def _assign_halves(module: nn.Module) -> None:
-    """Load the parameters that the model had before they were doubled in place of those shown; what is tied stays tied."""
+    """Load halves of the parameters that are shown in place of these; what is tied stays tied."""
     shown = dict(module.named_parameters(remove_duplicate=False))
     halves = {p: nn.Parameter(p.detach() * 0.5, requires_grad=p.requires_grad) for p in shown.values()}
     module.load_state_dict({name: halves[p] for name, p in shown.items()}, assign=True, strict=False)

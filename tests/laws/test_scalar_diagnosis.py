@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardproof import Clip, Evidence, Schedule, Shard, Training
-from shardproof.fixtures.optimizers import SGD
+from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof.harness.laws.diagnosis import UNSTRUCTURED, looks_like
 from shardproof.harness.laws.structure import RankShard
@@ -160,6 +160,18 @@ def test_names_the_defect_of_a_loss(plain: OracleObservation, defect: str) -> No
     shard = Shard(tensor=wrong, offsets=(0, 1), global_shape=(2, WORLD_SIZE))
     place = TensorKey(quantity=Quantity.LOSS, step=STEP, name=LOSSES)
     assert looks_like(evidence(PLAIN, plain), place, RankShard(rank=1, shard=shard)).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("counted", "text"), [(1.0, "counts 2 updates fewer"), (5.0, "counts 2 updates more")]
+)
+def test_names_the_updates_that_a_counter_lacks(counted: float, text: str) -> None:
+    oracle = run_oracle(replace(PLAIN, optimizer=ADAMW), WORLD_SIZE)
+    place = TensorKey(quantity=Quantity.OPTIMIZER_STATE, step=2, name="layers.1.weight/step")
+    shard = whole(torch.tensor(counted))
+    assert (
+        looks_like(evidence(PLAIN, oracle), place, RankShard(rank=1, shard=shard)) == f"{text} than were made"
+    )
 
 
 def test_names_a_gradient_computed_with_last_steps_parameters() -> None:

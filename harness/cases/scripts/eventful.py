@@ -92,7 +92,7 @@ class Eventful:
         self.interlude(actor, Interlude.END)
 
     def interlude(self, actor: Actor, moment: Interlude) -> None:
-        """Make the moves of this moment, in order; in evaluation mode if one is an evaluation, as loops save after it."""
+        """Make the moves of this moment, in order: in evaluation mode if one is an evaluation, as loops save then."""
         moves = [move for when, move in self.moves if when is moment]
         is_evaluating = any(isinstance(move, Evaluation) for move in moves)
         with evaluating(actor.part("")) if is_evaluating else nullcontext():
