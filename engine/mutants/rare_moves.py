@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.contract import OptimizerFactory, Plan, PreparedModel
-from shardproof.engine.mutants.mutant import mutant
+from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import is_last_rank, local
 from shardproof.engine.mutants.rare_triggers import ClippingAtTimes, Remembering
 from shardproof.engine.plan import Offload
@@ -286,9 +286,9 @@ class SchedulesTheFirstGroupAlone(ReferenceEngine):
                 group["lr"] = rate
 
 
-@mutant(after="MakazhanAlpamys/Soup#336", phase="step")
+@mutant(after="MakazhanAlpamys/Soup#336", trace=Trace.CRASH)
 class DropsGroupsThatDoNotTrain(DistributedDataParallelEngine):
-    """The optimizer has no group of what does not train, so a schedule takes the next one for it."""
+    """The optimizer has no group of what does not train, so a schedule has more rates than there are groups."""
 
     class Prepared(PreparedDdp):
         def optimizer(self, factory: OptimizerFactory) -> None:
