@@ -95,7 +95,8 @@ class KeepsTheValuesOfWhatWasReplaced(ReferenceEngine):
                     if parameter is not kept[name]:
                         parameter.copy_(kept[name])
 
-        prepared.module.register_load_state_dict_post_hook(restore)
+        module: Any = prepared.module  # torch leaves the method untyped
+        module.register_load_state_dict_post_hook(restore)
         return prepared
 
 

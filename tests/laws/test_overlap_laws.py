@@ -12,6 +12,7 @@ from shardproof import (
     Evidence,
     Exactly,
     GathersGoFirst,
+    Layout,
     Overlaps,
     OverlapsBackward,
     Plan,
@@ -258,7 +259,7 @@ _KINDS = {
     "end": EventKind.ENDED,
 }
 _EVENT = TraceEvent(what=EventKind.BEGAN, at_ns=0, phase=Phase.BACKWARD, step=0, microbatch=0)
-PLAN = Plan(units=CHAIN.units, reshard=Reshard.AFTER_FORWARD)
+PLAN = Plan(layout=Layout.SHARD, units=CHAIN.units, reshard=Reshard.AFTER_FORWARD)
 IN_TURN = (
     *("turn 3", "gather 3", "whole 3", "gather 2", "compute 3", "done 3", "free 3", "reduce 3"),
     *("turn 2", "whole 2", "gather 1", "compute 2", "done 2", "free 2", "reduce 2"),
