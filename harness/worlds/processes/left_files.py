@@ -48,9 +48,8 @@ class LeftFiles:
             "in shared memory", shared
         )
         if lines:
-            self._folder.mkdir(
-                parents=True, exist_ok=True
-            )  # a rank may have removed it, which the verdict tells
+            # A rank may have removed the folder, which the verdict tells.
+            self._folder.mkdir(parents=True, exist_ok=True)
             written = self._folder / LEFT_FILES
             written.unlink(missing_ok=True)  # a pipe that a rank made would block
             written.write_text(lines)
