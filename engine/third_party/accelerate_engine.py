@@ -48,6 +48,7 @@ class PreparedAccelerate(PreparedModel):
 
     def optimizer(self, factory: OptimizerFactory) -> None:
         """Prepare both; FSDP2 replaces the parameters, also in the optimizer."""
+        self._accelerator.free_memory()  # it keeps what it prepared before for an optimizer that this one replaces
         given = factory(self.named.parameters())
         self.module, built = self._accelerator.prepare(self.named, given)
         super().optimizer(lambda _: built)
