@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 from io import BufferedReader, FileIO
 from pathlib import Path
@@ -22,6 +23,13 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
+
+
+def clear(path: Path) -> None:
+    """Remove what a rank may have put where a file is to be written: opening a pipe would block forever."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
 
 
 def open_regular(path: Path) -> BufferedReader:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import get_args
 from shardproof.harness.errors import UnreadableError
 from shardproof.harness.records.manifest import MANIFEST, changes, digest_of, kept_digests, write_manifest
 from shardproof.harness.records.observation import Observation, load_observation
-from shardproof.harness.regular_file import open_regular, read_regular
+from shardproof.harness.regular_file import clear, open_regular, read_regular
 from shardproof.harness.tracing.codec import UNREADABLE, decode, encode
 from shardproof.harness.tracing.journal import Journal, read_journal
 from shardproof.harness.tracing.ledger import Ledger
@@ -86,7 +85,7 @@ def keep_result(result: WorldResult, folder: Path, *, seed: int | None = None) -
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name in (_OUTCOMES, _SCHEDULE, MANIFEST):
-        _clear(folder / name)
+        clear(folder / name)
     plain = {
         "outcomes": [{"outcome": type(o).__name__, **encode(o)} for o in result.outcomes],
         "leaks": list(result.leaks),
@@ -95,13 +94,6 @@ def keep_result(result: WorldResult, folder: Path, *, seed: int | None = None) -
     if seed is not None:
         (folder / _SCHEDULE).write_text(str(seed))
     write_manifest(folder, {path.name: digest_of(path) for path in folder.iterdir() if _is_read(path)})
-
-
-def _clear(path: Path) -> None:
-    """Remove files of these names that a rank may have created: opening a pipe would block forever."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    path.unlink(missing_ok=True)
 
 
 def kept_seed(folder: Path) -> int:

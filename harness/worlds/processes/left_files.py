@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import util
 from pathlib import Path
 
+from shardproof.harness.regular_file import clear
 from shardproof.harness.worlds.output import LEFT_FILES
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -50,9 +51,8 @@ class LeftFiles:
         if lines:
             # A rank may have removed the folder, which the verdict tells.
             self._folder.mkdir(parents=True, exist_ok=True)
-            written = self._folder / LEFT_FILES
-            written.unlink(missing_ok=True)  # a pipe that a rank made would block
-            written.write_text(lines)
+            clear(self._folder / LEFT_FILES)
+            (self._folder / LEFT_FILES).write_text(lines)
         shutil.rmtree(self._temporary, ignore_errors=True)
 
 
