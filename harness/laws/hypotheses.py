@@ -48,8 +48,8 @@ def _of_state(suspect: Suspect) -> Iterator[Hypothesis]:
     if before is not None:
         yield Hypothesis(text="the state of the step before (stale)", tensor=suspect.shard.of(before))
     if name.endswith("/step") and suspect.expected.numel() == 1:
-        missing = float(suspect.expected) - float(suspect.got)
-        text = f"counts {abs(missing):g} updates {'fewer' if missing > 0 else 'more'} than were made"
+        missing = round(float((suspect.expected - suspect.got).nan_to_num()))
+        text = f"counts {abs(missing)} updates {'fewer' if missing > 0 else 'more'} than were made"
         yield Hypothesis(text=text, tensor=suspect.expected - missing)
 
 

@@ -163,15 +163,18 @@ def test_names_the_defect_of_a_loss(plain: OracleObservation, defect: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("counted", "text"), [(1.0, "counts 2 updates fewer"), (5.0, "counts 2 updates more")]
+    ("counted", "text"),
+    [
+        (1.0, "counts 2 updates fewer than were made"),
+        (5.0, "counts 2 updates more than were made"),
+        (3.5, UNSTRUCTURED),
+    ],
 )
 def test_names_the_updates_that_a_counter_lacks(counted: float, text: str) -> None:
     oracle = run_oracle(replace(PLAIN, optimizer=ADAMW), WORLD_SIZE)
     place = TensorKey(quantity=Quantity.OPTIMIZER_STATE, step=2, name="layers.1.weight/step")
     shard = whole(torch.tensor(counted))
-    assert (
-        looks_like(evidence(PLAIN, oracle), place, RankShard(rank=1, shard=shard)) == f"{text} than were made"
-    )
+    assert looks_like(evidence(PLAIN, oracle), place, RankShard(rank=1, shard=shard)) == text
 
 
 def test_names_a_gradient_computed_with_last_steps_parameters() -> None:
