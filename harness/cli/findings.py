@@ -21,7 +21,14 @@ from shardproof.harness.worlds.spec import WorldSpec
 
 KNOWN = tuple(
     SUITES / "combinations" / f"{name}.txt"
-    for name in ("found_units", "found_wrapped", "found_replicas", "found_shares", "found_cut")
+    for name in (
+        "found_units",
+        "found_wrapped",
+        "found_replicas",
+        "found_shares",
+        "found_cut",
+        "found_elsewhere",
+    )
 )
 _FOUND = "found.txt"
 _SHOWN_BY_SCRIPTS = {

@@ -35,6 +35,11 @@ _MULTIPLE_OF_DISTURBED = 4.0
 # off by 1.3 times what two steps allow in a second moment of float64.
 _STEPS_OF_STATE = 2 * FLOOR_ROUNDINGS + 1
 
+# How many steps of the narrowest dtype a value may be off, however little the noise runs were. Momentum is a sum of
+# gradients: that of one element was off by two thirds of a step of bfloat16, where no run was by more than a fiftieth.
+# A loss is computed from values of that dtype: one was off by a seventh of a step of float16, no run by a hundredth.
+_LEAST_STEPS = {Quantity.OPTIMIZER_STATE: FLOOR_ROUNDINGS, Quantity.LOSS: 1.0}
+
 
 def allowed_error(oracle: OracleObservation, place: TensorKey, noise: float | None = None) -> float:
     """Return the largest absolute error that re-ordered sums explain; zero where no rounding is possible.
@@ -72,10 +77,7 @@ def error_of_noise(
     # A maximum norm is one gradient; whether a norm is that of the gradients is a law of its own.
     if place.quantity in {Quantity.GRADIENT, Quantity.NORM}:
         floor = max(floor, coarse)
-    # Momentum is a sum of gradients. That of one element was off by two thirds of a step of bfloat16, where no run
-    # with noise happened to be off by more than a fiftieth.
-    least = FLOOR_ROUNDINGS * coarse if is_state else 0.0
-    return max(MULTIPLE * max(noise, floor), least)
+    return max(MULTIPLE * max(noise, floor), _LEAST_STEPS.get(place.quantity, 0.0) * coarse)
 
 
 def _disturbed(place: TensorKey, noise: float, floor: float, dtype: torch.dtype) -> float:

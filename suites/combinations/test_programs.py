@@ -21,6 +21,7 @@ _ONCE_FAILED = {
     "found_replicas": "test_what_replicas_once_failed",
     "found_shares": "test_what_shares_once_failed",
     "found_cut": "test_what_an_engine_of_cut_tensors_once_failed",
+    "found_elsewhere": "test_what_replicas_of_other_libraries_once_failed",
 }
 
 
@@ -51,14 +52,14 @@ def _judge(trial: Trial, family: str, program: Program, contains: Sequence[str] 
 def _judge_row(trial: Trial, family: str, program: Program) -> None:
     """Judge a program of an array; an engine that once failed a part of it may fail it."""
     file = Path(__file__)
-    contains = [
-        f"{file.parent.name}/{file.name}::{function}[{row.id}]"
+    parts = {
+        f"{file.parent.name}/{file.name}::{function}[{row.id}]": found
         for found, function in _ONCE_FAILED.items()
         for row in _found(found)
         if program.contains(row.program)
-    ]
-    has_others = contains and family == "replicas"
-    _judge(trial, "found_replicas" if has_others else family, program, contains)
+    }
+    has_others = family == "replicas" and {*parts.values()} - {"found_elsewhere"}
+    _judge(trial, "found_replicas" if has_others else family, program, [*parts])
 
 
 @cache
@@ -118,6 +119,13 @@ def test_what_a_wrapper_once_failed(trial: Trial, program: Program) -> None:
 @_rows("found_replicas")
 def test_what_replicas_once_failed(trial: Trial, program: Program) -> None:
     _judge(trial, "found_replicas", program)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("HalvesTheLastRank")
+@_rows("found_elsewhere")
+def test_what_replicas_of_other_libraries_once_failed(trial: Trial, program: Program) -> None:
+    _judge(trial, "replicas", program)
 
 
 @pytest.mark.worlds(SEVERAL)
