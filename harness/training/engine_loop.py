@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
-
-import torch
-from torch import nn
+from typing import Protocol, TypeVar, runtime_checkable
 
 from shardproof.engine.contract import (
     Copies,
     Cut,
-    Layout,
     NoGradient,
-    OptimizerFactory,
     Plan,
     PreparedModel,
     Shard,
@@ -26,26 +21,18 @@ from shardproof.engine.contract import (
 from shardproof.harness.cases.scripts.eventful import Eventful, goes_in_turn
 from shardproof.harness.cases.state_form import StateForm
 from shardproof.harness.cases.training import (
-    AFTER_LOADING,
-    AS_HANDED_OUT,
     AS_HELD,
-    BEFORE_LOADING,
     COMPUTED_IN,
     HANDED_OUT,
     HELD,
     INFINITE_NORM,
-    LOADED,
     LOSS_SCALE,
-    RANDOM,
-    TAKEN,
-    UNCHANGED,
     LoopOrder,
     Training,
 )
 from shardproof.harness.cases.user_model import (
     StepSchedules,
     UserModel,
-    has_level_memory,
     is_stepping,
     written_by_forward,
 )
@@ -70,19 +57,19 @@ from shardproof.harness.training.handover import (
     write_files,
     write_whole,
 )
-from shardproof.harness.training.layout_memory import Form, HeldGradients, explained
 from shardproof.harness.training.loss_scale import ScaledSteps
+from shardproof.harness.training.model_census import ModelCensus
+from shardproof.harness.training.noted_loads import NotedLoads, to_be_loaded
 from shardproof.harness.training.rank_step import OwnStep
 from shardproof.harness.training.reads import (
     calling,
     read_declared,
     read_gradients,
     read_norm,
-    read_presence,
     read_shards,
 )
-from shardproof.harness.training.watches import Watches
-from shardproof.harness.training.whole_state import changed, copied, difference_of_state, tensors_of, wipe
+from shardproof.harness.training.watches import Watches, observing
+from shardproof.harness.training.whole_state import copied, wipe
 from shardproof.harness.worlds.exception_outcome import kind_of, text_of
 from shardproof.harness.worlds.rank import RankContext
 
@@ -131,7 +118,7 @@ def train(
     loop = _started(prepare(training.plan), training, context, watches)
     if training.origin is not None:
         assert before is not None
-        with loop.noting_generator():
+        with loop.loads.noting_generator():
             loop.start_from(before, training.origin.form)
     with loop.reading():
         initial = loop.keep(loop.read_parameters()) if is_read else {}
@@ -141,7 +128,7 @@ def train(
         if training.resume is not None and step == training.resume.after_steps:
             plan = training.resume.plan
             fresh = None if plan is None else prepare(plan)
-            with loop.noting_generator():
+            with loop.loads.noting_generator():
                 loop.resume_in(fresh, step, training.resume.form)
         steps.append(loop.step(step, is_read=is_read))
     with loop.reading():
@@ -183,29 +170,12 @@ def _started(
         if training.schedule.steps_in_backward:
             prepared.optimizer_in_backward(loop.schedules.factory)
         elif training.origin is not None:
-            prepared.optimizer(_to_be_loaded(loop.schedules.factory))
+            prepared.optimizer(to_be_loaded(loop.schedules.factory))
         else:
             prepared.optimizer(loop.schedules.factory)
     preparation.settle()
     loop.scale_losses()
     return loop
-
-
-def _to_be_loaded(factory: OptimizerFactory, *, lacks_schedules: bool = False) -> OptimizerFactory:
-    """Return a factory of optimizers whose options, such as the learning rate, a load must replace.
-
-    They are not zeros: a step that an engine takes to create state shows.
-    """
-
-    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer = factory(parameters)
-        for group in optimizer.param_groups:
-            if lacks_schedules:
-                group.pop("initial_lr", None)
-            group.update({name: value / 2 for name, value in group.items() if isinstance(value, float)})
-        return optimizer
-
-    return make
 
 
 class _Loop:
@@ -229,9 +199,9 @@ class _Loop:
         self._census = None if watches is None else watches.census
         self._probes = None if watches is None else watches.probes
         self._inputs = hashlib.sha256()
-        self._facts: tuple[Fact, ...] = ()  # of the next step, or of this one once it is read
+        self.loads = NotedLoads(training, context, watches)
+        self._memory = ModelCensus(training, context, watches)
         self._scaled: ScaledSteps | None = None
-        self._num_loads = 0
 
     @property
     def prepared(self) -> PreparedModel:
@@ -260,10 +230,7 @@ class _Loop:
     @contextmanager
     def reading(self, step: int = -1) -> Iterator[None]:
         """Observe in this context: label the calls, and exclude reads from the census."""
-        with (
-            self._context.recorder.during(Phase.OBSERVE, step=step),
-            nullcontext() if self._watches is None else self._watches.reading(),
-        ):
+        with observing(self._context, self._watches, step):
             yield
 
     def scale_losses(self) -> None:
@@ -276,29 +243,17 @@ class _Loop:
         """Save the state in files for another world; a whole one with a note of how the ranks' shards differ."""
         if form is StateForm.WHOLE:
             state = state_of(self.prepared, form)
-            write_whole(state, self._difference_from(state, step=-1), self._context)
+            write_whole(state, self.loads.difference_from(self.prepared, state, step=-1), self._context)
         else:
             write_files(self.prepared, form, self._context)
 
     def start_from(self, before: Path, form: StateForm) -> None:
         """Load the state that a world of another size saved in a folder."""
         if form is StateForm.WHOLE:
-            self._load_whole(
-                read_whole(before, self._context.device), 0, {HANDED_OUT: read_note(before) or AS_HELD}
-            )
+            noted = {HANDED_OUT: read_note(before) or AS_HELD}
+            self.loads.load_whole(self.prepared, read_whole(before, self._context.device), 0, noted)
         else:
             load_files(self.prepared, form, before)
-
-    @contextmanager
-    def noting_generator(self) -> Iterator[None]:
-        """Note the state of the rank's default generator, from which dropout draws on a CPU, around a load."""
-        self._note_generator(BEFORE_LOADING)
-        yield
-        self._note_generator(AFTER_LOADING)
-
-    def _note_generator(self, moment: str) -> None:
-        state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:8]
-        self._facts += (Fact(moment=moment, subject=RANDOM, value=state),)
 
     def probe_start(self, initial: dict[str, Shard]) -> None:
         """Show the probes the model as it begins."""
@@ -314,7 +269,7 @@ class _Loop:
         shown = read_shards(self.prepared, "local_parameters")
         with calling("module.named_parameters"):
             held = self._preparation.difference(shown)
-        self._facts += (Fact(moment="", subject=HELD, value=held),)
+        self.loads.note(HELD, held)
         return self._but_written(shown)
 
     def _but_written(self, shards: dict[str, _S]) -> dict[str, _S]:
@@ -327,7 +282,7 @@ class _Loop:
         if in_files:
             write_files(self.prepared, form, self._context)
         if form is StateForm.WHOLE:
-            noted[HANDED_OUT] = self._difference_from(state, step) or AS_HELD
+            noted[HANDED_OUT] = self.loads.difference_from(self.prepared, state, step) or AS_HELD
             state = copied(state)  # as a file would hold it, whatever becomes of the model
         resume = self._training.resume
         if resume is not None and resume.undoes_a_step:
@@ -336,12 +291,12 @@ class _Loop:
         successor = self.prepared if fresh is None else fresh.prepared
         with refusing():
             lacks_schedules = resume is not None and resume.schedules_later
-            successor.optimizer(_to_be_loaded(self.schedules.factory, lacks_schedules=lacks_schedules))
+            successor.optimizer(to_be_loaded(self.schedules.factory, lacks_schedules=lacks_schedules))
         if fresh is not None:  # else the model has the gradients that the loop has left, None or zeros
             self.prepared.close()
             fresh.settle()
             self._preparation = fresh
-        self._num_loads += 1
+        self.loads.num += 1
         wipe(successor)
         self.scale_losses()  # before the load, which must leave the scaler alone
         freezes_first = resume is not None and resume.freezes_first
@@ -350,7 +305,7 @@ class _Loop:
         if in_files:
             load_files(successor, form, self._context.folder)
         elif form is StateForm.WHOLE:
-            self._load_whole(state, step, noted)
+            self.loads.load_whole(self.prepared, state, step, noted)
         else:
             load_shares(successor, state)
         if fresh is not None and not freezes_first:
@@ -379,46 +334,22 @@ class _Loop:
         with self._context.recorder.aside():
             aside.step(step, is_read=False)
 
-    # Any: states are nested dicts and lists of tensors and other values.
-    def _load_whole(self, state: dict[str, Any], step: int, noted: Mapping[str, str] | None = None) -> None:
-        """Load a state; record, with ``noted``, whether ranks then hold its values and whether loading changed it."""
-        kept = copied(state)
-        with calling("load_full_state"):
-            self.prepared.load_full_state(state)
-        lost = changed(tensors_of(kept), tensors_of(state))
-        taken = self._difference_from(kept, step)
-        facts = {
-            **(noted or {}),
-            LOADED: f"{lost} changed" if lost else UNCHANGED,
-            TAKEN: taken or AS_HANDED_OUT,
-        }
-        self._facts += tuple(
-            Fact(moment="", subject=subject, value=value) for subject, value in facts.items()
-        )
-
-    def _difference_from(self, state: dict[str, Any], step: int) -> str:
-        """Return the first difference between a whole state and this rank's shards, by the model's own names."""
-        with self.reading(step):
-            return difference_of_state(self.prepared, state, self._names_of_state)
-
-    @cached_property
-    def _names_of_state(self) -> frozenset[str]:
-        return frozenset(self._training.problem.build().state_dict())
-
     def step(self, step: int, *, is_read: bool) -> StepObservation:
         """Play the script, read gradients, update, read parameters."""
         if is_stepping(self._training.problem):
             return self._own_step(step, is_read=is_read)
         prepared, recorder, schedule = self.prepared, self._context.recorder, self._training.schedule
-        facts, self._facts = self._facts, ()
+        facts = self.loads.take()
         scaled, is_skipped = self._scaled, schedule.is_skipped(step)
         scale = None if scaled is None else scaled.scaled
         if self._probes is not None:
             self._probes.factor = 1.0 if scaled is None else scaled.scale
         actor = EngineActor(prepared, self._training, self._context, step, self._inputs, self._watches, scale)
-        actor.difference_from = partial(self._difference_from, step=step)
+        actor.difference_from = partial(self.loads.difference_from, prepared, step=step)
         if goes_in_turn(self._training.script):
-            actor.between = lambda: self._count(actor, CensusTime.BETWEEN)
+            actor.between = lambda: self._memory.take(
+                self.prepared, actor, CensusTime.BETWEEN, self.loads.num
+            )
         self._meet(step)
         with recorder.during(Phase.BETWEEN, step=step):
             if isinstance(prepared, _TakesSteps):
@@ -428,7 +359,7 @@ class _Loop:
         self._meet(step)
         if self._census is not None:
             self._census.end_backwards()
-        self._count(actor, CensusTime.REDUCED)
+        self._memory.take(self.prepared, actor, CensusTime.REDUCED, self.loads.num)
         norm = None
         self._probe_gradients(Seen.REDUCED, step)
         is_infinite = is_skipped and schedule.scaling is not None and schedule.scaling.in_one_piece
@@ -459,10 +390,10 @@ class _Loop:
             else:
                 scaled.update()
             self.schedules.step()
-            self._count(actor, CensusTime.STEPPED)
+            self._memory.take(self.prepared, actor, CensusTime.STEPPED, self.loads.num)
             if schedule.order is LoopOrder.STEP_THEN_ZERO:
                 self._zero_grad(step)
-            self._count(actor, CensusTime.CLEARED)
+            self._memory.take(self.prepared, actor, CensusTime.CLEARED, self.loads.num)
             if self._lifetimes is not None:
                 self._lifetimes.end_step()
         with self.reading(step):
@@ -471,9 +402,9 @@ class _Loop:
             if self._probes is not None:
                 self._probes.shards(Seen.UPDATED, step, parameters)
                 self._probes.state(Seen.STATE, step, prepared)
-            facts, self._facts = (*facts, *self._facts, *self._dtypes()), ()
+            facts += [*self.loads.take(), *self._dtypes()]
             if scaled is not None:
-                facts = (*facts, Fact(moment="", subject=LOSS_SCALE, value=str(scaled.scale)))
+                facts.append(Fact(moment="", subject=LOSS_SCALE, value=str(scaled.scale)))
         return StepObservation(
             losses=tuple(actor.log.losses),
             gradients=gradients,
@@ -494,8 +425,7 @@ class _Loop:
 
     def _own_step(self, step: int, *, is_read: bool) -> StepObservation:
         """Run the user's own step, and read parameters."""
-        problem, facts = self._training.problem, self._facts
-        self._facts = ()
+        problem, facts = self._training.problem, self.loads.take()
         assert isinstance(problem, UserModel)
         actor = EngineActor(self.prepared, self._training, self._context, step, self._inputs, self._watches)
         own = OwnStep(self.prepared, problem, actor)
@@ -508,68 +438,16 @@ class _Loop:
         is_over = step == self._training.schedule.steps - 1
         with self.reading(step):
             parameters = self.keep(self.read_parameters()) if is_read or is_over else {}
-        facts, self._facts = (*facts, *self._facts, *self._dtypes(), *actor.log.facts), ()
+        facts += [*self.loads.take(), *self._dtypes(), *actor.log.facts]
         gradients = self.keep(own.gradients) if is_read else {}
         return StepObservation(
             losses=tuple(actor.log.losses),
             gradients=gradients,
             parameters=parameters,
             norm=None,
-            facts=facts,
+            facts=tuple(facts),
             snapshots={},
         )
-
-    def _count(self, actor: EngineActor, moment: CensusTime) -> None:
-        form, training = None if self._watches is None else self._watches.form, self._training.at(actor.step)
-        if self._census is None or form is None or not actor.is_at_rest:
-            return
-        # Engines that shard optimizer state alone may keep buffers of whole gradients, as DDP below them does.
-        is_sharded = training.plan.layout in {Layout.SHARD, Layout.HYBRID}
-        is_between = moment is CensusTime.BETWEEN
-        if is_between and not is_sharded:
-            return
-        with self.reading(actor.step):
-            gradients = HeldGradients.at(moment, actor.step, training)
-            is_before_updates = actor.step == 0 and moment in {CensusTime.BETWEEN, CensusTime.REDUCED}
-            is_shown = has_level_memory(training) and not is_between
-            self._census.take(
-                actor.step,
-                moment,
-                (lambda: self._explained(form, training, gradients)) if training.is_explained else None,
-                state_bytes=self._state_bytes() if is_sharded and is_before_updates else None,
-                kind=(gradients, is_before_updates, self._num_loads),
-                shown=partial(self._shown, moment, actor.step) if is_shown else None,
-                num_loads=self._num_loads,
-            )
-
-    def _state_bytes(self) -> int:
-        shown = read_shards(self.prepared, "local_optimizer_state")
-        return sum(num_bytes_of(shard.tensor) for shard in shown.values())
-
-    def _shown(self, moment: CensusTime, step: int) -> str:
-        """Return a digest of the names of the gradients and the state that the engine shows.
-
-        A rank of frozen pieces never shows any, but may hold the padding of others' gradients: there the moment counts,
-        as it does where zeros are shown for gradients that are none; there what the loop clears them to counts too.
-        """
-        reads = ("local_gradients", "local_optimizer_state")
-        found = [read_presence(self.prepared, read) for read in reads]
-        names = [sorted(presence) for presence in found]
-        shows_zeros = read_declared(self.prepared, "no_gradient", NoGradient) is not NoGradient.NONE
-        if shows_zeros or not any(has_rows for presence in found for has_rows in presence.values()):
-            names.append([moment.name])
-        if shows_zeros:
-            names.append([str(self._training.schedule.clears_to_none(n)) for n in (step - 1, step)])
-        return hashlib.sha256(repr(names).encode()).hexdigest()[:8]
-
-    def _explained(self, form: Form, training: Training, gradients: HeldGradients) -> int:
-        """Return the bytes that the layout and the reported optimizer state explain; a law checks the report itself."""
-        state = self._state_bytes()
-        size, cut = self._context.size, read_declared(self.prepared, "cut", Cut)
-        copies = read_declared(self.prepared, "copies", Copies)
-        return explained(
-            form, training, size, cut=cut, state=state, copies=copies, gradients=gradients
-        ).num_bytes
 
     def _meet(self, step: int) -> None:
         if self._lifetimes is not None:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from shardproof.harness.cases.training import Watch
+from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.census import Census
 from shardproof.harness.tracing.memory.tracker import MemoryTracker
 from shardproof.harness.tracing.operators import OperatorMode, observing_operators
@@ -17,6 +18,7 @@ from shardproof.harness.tracing.recorder import Recorder
 from shardproof.harness.tracing.unit_hooks import ComputeDtypes
 from shardproof.harness.training.layout_memory import Form
 from shardproof.harness.training.rank_probes import RankProbes
+from shardproof.harness.worlds.rank import RankContext
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -34,6 +36,16 @@ class Watches:
     def reading(self) -> AbstractContextManager[None]:
         """Return a context for reads of the engine, whose operators the census does not see."""
         return nullcontext() if self.mode is None else self.mode.paused()
+
+
+@contextmanager
+def observing(context: RankContext, watches: Watches | None, step: int = -1) -> Iterator[None]:
+    """Observe an engine in this context: label the calls, and exclude reads from the census."""
+    with (
+        context.recorder.during(Phase.OBSERVE, step=step),
+        nullcontext() if watches is None else watches.reading(),
+    ):
+        yield
 
 
 @contextmanager
