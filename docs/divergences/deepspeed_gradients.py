@@ -5,6 +5,8 @@ gradient_accumulation_steps or set_gradient_accumulation_boundary, that more wil
 Each reentrant checkpoint has a backward of its own, and a parameter is reduced once.
 deepspeed/runtime/zero/stage3.py, independent_gradient_partition_epilogue: takes __param_id_to_grad_partition of every
 parameter, a buffer that only a backward which reaches the parameter writes, and that nothing clears.
+After a forward in inference mode ZeRO-3 refuses to train on before the next step. It never gathers a parameter without
+elements (partitioned_param_coordinator.py, fetch_sub_module: fetch_numel > 0).
 Run: DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 deepspeed_gradients.py
 """
 
@@ -89,3 +91,19 @@ for stage in (1, 2, 3):
     engine = wrapped(Two(), stage)
     title = f"ZeRO-{stage}, a layer in two reentrant checkpoints"
     tried(title, lambda: engine.backward(engine(torch.ones(1, 4), num_checkpoints=2).sum()))  # noqa: B023
+
+
+def evaluated_between() -> float:
+    """Evaluate in inference mode between two microbatches."""
+    engine, rows = wrapped(Two(), 3), torch.ones(1, 4)
+    engine.backward(engine(rows).sum())
+    with torch.inference_mode():
+        engine(rows)
+    loss = engine(rows).sum()
+    engine.backward(loss)
+    return loss.item()
+
+
+tried("ZeRO-3, an evaluation in inference mode between two microbatches", evaluated_between)
+model = nn.Sequential(nn.Linear(4, 0, bias=False), nn.Linear(0, 4))
+tried("ZeRO-3, a weight without elements", lambda: wrapped(model, 3)(torch.ones(1, 4)).sum().item())

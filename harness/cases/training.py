@@ -296,9 +296,10 @@ class Training:
         """The training of the earlier world, whose schedule has the steps that it took; None where there was none."""
         if self.origin is None:
             return None
+        plan = self.origin.plan or self.plan
         return replace(
             self,
-            plan=self.origin.plan or self.plan,
+            plan=replace(plan, demands=plan.demands | self.origin.demands),
             schedule=replace(self.schedule, steps=self.origin.steps, repeats=1),
             resume=None,
             origin=None,

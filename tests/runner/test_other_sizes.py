@@ -70,6 +70,13 @@ class Refuses(_InOtherWorlds):
 class SavesNothing(DistributedDataParallelEngine):
     """Declares no state, and refuses to be asked for it."""
 
+    class Prepared(PreparedDdp):
+        """Has no state."""
+
+        def full_state(self) -> dict[str, Any]:
+            raise TypeError("no state")
+
+    prepared_type = Prepared
     capabilities = DistributedDataParallelEngine.capabilities - {Capability.STATE}
 
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
@@ -92,9 +99,10 @@ class LoadsNothing(DistributedDataParallelEngine):
 
 @pytest.fixture
 def judge(session: TrialSession) -> Callable[..., Any]:
-    def ask(engine: str, kind: WorldKind = WorldKind.THREADS) -> Any:
+    def ask(engine: str, kind: WorldKind = WorldKind.THREADS, origin: Origin = WHOLE) -> Any:
         name = engine if "." in engine else f"{__name__}:{engine}"
-        return judged(session, name, f"{kind}:2", TRAINING, laws=(MatchesOracle(),))
+        training = replace(TRAINING, origin=origin)
+        return judged(session, name, f"{kind}:2", training, laws=(MatchesOracle(),))
 
     return ask
 
@@ -126,8 +134,9 @@ def test_an_error_in_the_world_before_is_reported_as_of_that_world(
     assert {outcome.rank for outcome in record.outcomes} == {0, 1, 2}
 
 
-def test_an_engine_without_state_refuses(judge: Callable[..., Any]) -> None:
-    record = judge("SavesNothing")
+@pytest.mark.parametrize("before", [None, Plan(units=MLP_UNEVEN.units)])
+def test_an_engine_without_state_refuses(judge: Callable[..., Any], before: Plan | None) -> None:
+    record = judge("SavesNothing", origin=replace(WHOLE, plan=before))
     assert record.verdict is Verdict.UNSUPPORTED
     assert not record.headline.startswith("in the world before")
 
