@@ -4,8 +4,8 @@ deepspeed/runtime/zero/stage_1_and_2.py, copy_grads_in_partition: total_size add
 temp_grad_buffer_for_cpu_offload and temp_grad_buffer_for_gpu_offload have the size of the largest parameter.
 deepspeed/runtime/zero/stage3.py#L791 has a flat buffer for gradients of all partitions; with offload_optimizer line
 1338 makes another one for each group of copies, which stays: without it gradients of copies are dropped after a step.
-deepspeed/runtime/zero/parameter_offload.py, setup_zero_stage3_hooks: appends the model to FWD_MODULE_STACK, a list of the
-module from which nothing removes it.
+deepspeed/runtime/zero/parameter_offload.py, setup_zero_stage3_hooks: appends the model to FWD_MODULE_STACK, a list of
+the module from which nothing removes it.
 Run: DS_ACCELERATOR=cpu torchrun --nproc-per-node 4 deepspeed_memory.py
 """
 

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.reference_zero import PreparedZero2, Zero2Engine
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
+from shardproof.engine.adapters.torch_zero1 import PreparedZero1, ZeroRedundancyEngine
 from shardproof.engine.contract import Copies
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import (
@@ -134,6 +135,19 @@ class RestartsTheLearningRateInItsCheckpoint(Zero2Engine):
         def load_checkpoint(self, folder: Path) -> None:
             with keeping_group_options(self.built_optimizer()):
                 super().load_checkpoint(folder)
+
+
+@mutant(after="Modalities/modalities#315", phase="state loaded")
+class LosesWhatAScheduleAddedInItsCheckpoint(Zero2Engine):
+    """Of options that an optimizer got from a schedule, a loaded one has only those that it knew before."""
+
+    class Prepared(PreparedZero2):
+        def load_checkpoint(self, folder: Path) -> None:
+            known = [set(group) for group in self.built_optimizer().param_groups]
+            super().load_checkpoint(folder)
+            for group, names in zip(self.built_optimizer().param_groups, known, strict=True):
+                for name in group.keys() - names:
+                    del group[name]
 
 
 @mutant(after="deepspeedai/DeepSpeed#762", phase="state loaded")
@@ -343,3 +357,18 @@ class KeepsWhatItWroteUntilItSteps(Zero2Engine):
         def step(self) -> None:
             super().step()
             self._written = ()
+
+
+@mutant(after="pytorch/pytorch#158903", trace=Trace.STATE)
+class ReceivesColumnsAsRows(ZeroRedundancyEngine):
+    """A whole optimizer state has what other ranks hold row by row, though it lies column by column in memory."""
+
+    class Prepared(PreparedZero1):
+        def full_state(self) -> dict[str, Any]:
+            state = super().full_state()
+            held = {value for own in self._zero().optim.state.values() for value in own.values()}
+            for own in state["optimizer"]["state"].values():
+                for key, value in own.items():
+                    if isinstance(value, torch.Tensor) and not value.is_contiguous() and value not in held:
+                        own[key] = value.t().reshape(value.shape)
+            return state

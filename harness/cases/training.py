@@ -222,6 +222,7 @@ class Origin:
 
 HANDED_OUT = "a whole state that was handed out"  # the subject of the loop's note in the next step
 AS_HELD = "what the ranks hold"
+OF_ALL_RANKS = "its optimizer state"  # the subject of a note beside that one, which all ranks make alike
 LOADED = "a state that was loaded"  # the subject of the loop's note in the next step
 UNCHANGED = "unchanged"
 TAKEN = "what the ranks hold once they have loaded a whole state"  # likewise

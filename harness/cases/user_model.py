@@ -298,6 +298,11 @@ class StepSchedules:
         for scheduler in self._made:
             scheduler.step()
 
+    def begin_in(self, optimizer: torch.optim.Optimizer) -> None:
+        """Read the rates at which a loaded optimizer began, as schedules of torch do; raises KeyError if one lacks."""
+        for group in optimizer.param_groups if self._make is not None else ():
+            group["initial_lr"]
+
     def _scheduled(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = self._factory(params)
         assert self._make is not None

@@ -16,6 +16,7 @@ from shardproof.harness.cases.training import (
     HELD,
     INFINITE_NORM,
     LOSS_SCALE,
+    OF_ALL_RANKS,
     RANDOM,
     LossScaling,
 )
@@ -100,6 +101,30 @@ class Notes:
             return f"{self.subject}: {value}"
         item = _first_unlike(self.value, value)
         return f"expected {self.subject} to be {self.value}, got {value}{f': {item}' if item else ''}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandsOutOneState:
+    """Each rank hands out the same whole optimizer state, also of what other ranks hold: any rank may save it."""
+
+    name: str = "ranks hand out the same optimizer state"
+
+    def judge(self, evidence: Evidence) -> Ruling:
+        handed: dict[int, list[list[str]]] = {}
+        num_states = 0
+        broken = []
+        for rank, step, seen in _steps(evidence):
+            states = [fact.value.split() for fact in seen.facts if fact.subject == OF_ALL_RANKS]
+            num_states += len(states)
+            if states != (first := handed.setdefault(step, states)):
+                one = {word for state in first for word in state} ^ {
+                    word for state in states for word in state
+                }
+                place = min(one, default="another number of states").partition("=")[0]
+                broken.append(
+                    f"step {step}, rank {rank}: expected what another rank hands out, got other: {place}"
+                )
+        return rule(self.name, broken, held=f"{num_states} states on {evidence.world_size} ranks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from shardproof.harness.cases.script import (
     with_gradients,
 )
 from shardproof.harness.cases.state_form import StateForm
-from shardproof.harness.cases.training import AS_HELD, HANDED_OUT, Training, loss_weight
+from shardproof.harness.cases.training import AS_HELD, HANDED_OUT, OF_ALL_RANKS, Training, loss_weight
 from shardproof.harness.cases.units import shares_of
 from shardproof.harness.records.observation import Fact
 from shardproof.harness.torch_compat.dtypes import bytes_of
@@ -38,6 +38,7 @@ from shardproof.harness.training.handover import state_of, write_files
 from shardproof.harness.training.loss_scale import overflowing
 from shardproof.harness.training.reads import read_shards
 from shardproof.harness.training.watches import Watches
+from shardproof.harness.training.whole_state import digests_of
 from shardproof.harness.worlds.rank import RankContext
 
 _ASIDE = "aside"  # the folder of states that nothing loads
@@ -215,6 +216,7 @@ class EngineActor(Actor):
             state = state_of(self._prepared, form)
         assert self.difference_from is not None
         self.note(HANDED_OUT, self.difference_from(state) or AS_HELD)
+        self.note(OF_ALL_RANKS, digests_of(state))
 
     def overflow_in_one_piece(self) -> None:
         """Make one element of a reduced gradient infinite, on the last ranks to hold shares of gradients.

@@ -27,6 +27,7 @@ from shardproof.harness.cases.training import (
     HELD,
     INFINITE_NORM,
     LOSS_SCALE,
+    OF_ALL_RANKS,
     LoopOrder,
     Training,
 )
@@ -69,7 +70,7 @@ from shardproof.harness.training.reads import (
     read_shards,
 )
 from shardproof.harness.training.watches import Watches, observing
-from shardproof.harness.training.whole_state import copied, wipe
+from shardproof.harness.training.whole_state import copied, digests_of, wipe
 from shardproof.harness.worlds.exception_outcome import kind_of, text_of
 from shardproof.harness.worlds.rank import RankContext
 
@@ -283,14 +284,15 @@ class _Loop:
             write_files(self.prepared, form, self._context)
         if form is StateForm.WHOLE:
             noted[HANDED_OUT] = self.loads.difference_from(self.prepared, state, step) or AS_HELD
+            noted[OF_ALL_RANKS] = digests_of(state)
             state = copied(state)  # as a file would hold it, whatever becomes of the model
         resume = self._training.resume
         if resume is not None and resume.undoes_a_step:
             self._step_aside(step)
         self.schedules = StepSchedules(self._training.optimizer, steps_done=step)
         successor = self.prepared if fresh is None else fresh.prepared
+        lacks_schedules = resume is not None and resume.schedules_later
         with refusing():
-            lacks_schedules = resume is not None and resume.schedules_later
             successor.optimizer(to_be_loaded(self.schedules.factory, lacks_schedules=lacks_schedules))
         if fresh is not None:  # else the model has the gradients that the loop has left, None or zeros
             self.prepared.close()
@@ -308,6 +310,8 @@ class _Loop:
             self.loads.load_whole(self.prepared, state, step, noted)
         else:
             load_shares(successor, state)
+        if lacks_schedules:
+            self.schedules.begin_in(successor.built_optimizer())
         if fresh is not None and not freezes_first:
             self._freeze_again(step)
         with self.reading(step):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -103,6 +104,17 @@ def _difference(what: str, shard: Shard, whole: Any) -> Iterator[str]:
         yield f"{what} has shape {tuple(whole.shape)} and dtype {whole.dtype}"
     elif not torch.equal(shard.of(dense(whole.detach().cpu())), shard.tensor):
         yield f"{what} has other values"
+
+
+def digests_of(state: dict[str, Any]) -> str:
+    """Return a word for each tensor of the optimizer's state: its path, and a digest of its shape and values."""
+    tensors = tensors_of(state["optimizer"]["state"])
+    return " ".join(f"{path}={_digest(tensors[path].cpu())}" for path in sorted(tensors))
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    values = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(repr(tuple(tensor.shape)).encode() + values).hexdigest()[:8]
 
 
 def wipe(prepared: PreparedModel) -> None:

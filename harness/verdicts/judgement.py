@@ -29,6 +29,7 @@ from shardproof.harness.laws.own_norm import ClipsByTheirNorm
 from shardproof.harness.laws.runtime import (
     ComputesAsAsked,
     DrawsApart,
+    HandsOutOneState,
     HoldsWhatItShows,
     NoRaces,
     Notes,
@@ -134,6 +135,7 @@ def implied(training: Training, declared: Set[Capability] = frozenset()) -> tupl
         *((ComputesAsAsked(),) if training.plan.asks_for_dtypes else ()),
         *((DrawsApart(),) if training.origin is not None or training.resume is not None else ()),
         *_of_loads(training),
+        *((HandsOutOneState(),) if Capability.STATE in training.needs else ()),
         *((MemoryIsExplained(),) if training.is_explained else ()),
         *((WholeInTurn(),) if shows_units and training.has_turns else ()),
         *watched,

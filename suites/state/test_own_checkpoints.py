@@ -9,7 +9,7 @@ import pytest
 
 from shardproof import AFTER_FEWER, AFTER_MORE, NamedOptimizer, Offload, Problem, RanksBefore, Resume
 from shardproof import Schedule, StateForm, Training, Trial, Tuning
-from shardproof.fixtures.optimizers import ADAMW, DECAYING, SGD
+from shardproof.fixtures.optimizers import ADAMW, DECAYING, SGD, Scheduled
 from shardproof.fixtures.problems import MLP_BUFFERS, MLP_EVEN, MLP_UNEVEN
 from shardproof.fixtures.decoders import TIED
 from shardproof.suites.params import param, parametrize
@@ -25,6 +25,7 @@ OWN = StateForm.CHECKPOINT
     param(SGD, kills="LosesStateInItsCheckpoint"),
     param(ADAMW, kills=("LosesStateInItsCheckpoint", "RestartsTheCountInItsCheckpoint")),
     param(DECAYING, kills="RestartsTheLearningRateInItsCheckpoint"),
+    param(Scheduled(optimizer=ADAMW), kills="LosesWhatAScheduleAddedInItsCheckpoint"),
 )
 @parametrize("problem", MLP_EVEN, MLP_UNEVEN, TIED)
 def test_resumes(trial: Trial, problem: Problem, optimizer: NamedOptimizer) -> None:
@@ -68,7 +69,8 @@ def test_goes_on_in_turns_from_other_ranks(trial: Trial, ranks: RanksBefore) -> 
 
 # Any: options of a plan, by the names of its fields.
 def _resumed(problem: Problem, optimizer: NamedOptimizer, **asked: Any) -> Training:
-    """Make a training that continues in a fresh model, with the same plan, after some of its steps."""
+    """Make a training that goes on in a fresh model, by the same plan, after some steps; it loads, then schedules."""
     schedule = Schedule(steps=STEPS_BEFORE + 2)
     training = train(problem, optimizer, schedule=schedule, **asked)
-    return replace(training, resume=Resume(after_steps=STEPS_BEFORE, plan=training.plan, form=OWN))
+    resume = Resume(after_steps=STEPS_BEFORE, plan=training.plan, form=OWN, schedules_later=True)
+    return replace(training, resume=resume)

@@ -9,10 +9,22 @@ import pytest
 import torch
 
 from shardproof import EVEN, FOURS, FOUR_OR_MORE_EVEN, LOADED, SEVERAL, UNCHANGED, Capability, Layout
-from shardproof import NamedOptimizer, Notes, Plan, Problem, Resume, Schedule, StateForm, Training, Trial
+from shardproof import (
+    NamedOptimizer,
+    Notes,
+    Plan,
+    Problem,
+    Refusal,
+    Resume,
+    Schedule,
+    StateForm,
+    Training,
+    Trial,
+)
 from shardproof.fixtures.idle import SOMETIMES
 from shardproof.fixtures.optimizers import ADAMW, DECAYING, EMPTY_GROUP, GROUPED, SCHEDULED, SGD
 from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
+from shardproof.fixtures.refused import BY_COLUMNS
 from shardproof.fixtures.tensor_parallel import STACK_16, STACK_5
 from shardproof.fixtures.decoders import TIED
 from shardproof.suites.params import param, parametrize
@@ -86,6 +98,13 @@ def test_resumes_beside_what_nothing_used(trial: Trial, after_steps: int) -> Non
         SOMETIMES, ADAMW, Layout.NATIVE, Layout.NATIVE, after_steps=after_steps, demands=demands
     )
     trial.holds(training, *PARITY)
+
+
+@pytest.mark.kills("ReceivesColumnsAsRows")
+def test_resumes_what_lies_by_columns(trial: Trial) -> None:
+    """The moments of a weight that lies column by column in memory do so too; not every engine takes one."""
+    training = _training(BY_COLUMNS, ADAMW, Layout.NATIVE, Layout.NATIVE)
+    trial.holds(training, *PARITY, refusal=Refusal.ALLOWED)
 
 
 @pytest.mark.kills("EmptiesWhatItLoads")

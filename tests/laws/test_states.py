@@ -13,11 +13,12 @@ from shardproof.fixtures.optimizers import SGD
 from shardproof.fixtures.problems import MLP_EVEN
 from shardproof.harness.cases.scripts.eventful import Eventful, Interlude
 from shardproof.harness.cases.scripts.moves import Freeze
-from shardproof.harness.cases.training import COMPUTED_IN
+from shardproof.harness.cases.training import COMPUTED_IN, OF_ALL_RANKS
 from shardproof.harness.laws.runtime import (
     ComputesAsAsked,
     Deterministic,
     ExpectedUnitState,
+    HandsOutOneState,
     Notes,
     ShowsTheModel,
     UnitsAre,
@@ -84,6 +85,22 @@ def test_the_law_is_broken_where_one_rank_shows_nothing(law: Law) -> None:
     assert not record.held
     assert "step 1, rank 1" in record.summary
     assert "got nothing" in record.summary
+
+
+@pytest.mark.parametrize(
+    ("other", "place"),
+    [("a=1 b=3", "got other: b"), ("b=2", "got other: a"), (None, "got other: another number of states")],
+)
+def test_states_that_ranks_hand_out_are_compared(other: str | None, place: str) -> None:
+    def judged(handed: str | None) -> LawRecord:
+        facts = [Fact(moment="", subject=OF_ALL_RANKS, value=value) for value in ("a=1 b=2", handed) if value]
+        first, second = simulate(TRAINING, WORLD_SIZE, layout=Layout.REPLICATE)
+        one = replace(first, steps=tuple(replace(step, facts=(facts[0], facts[0])) for step in first.steps))
+        two = replace(second, steps=tuple(replace(step, facts=tuple(facts)) for step in second.steps))
+        return HandsOutOneState().judge(evidence_of(TRAINING, WORLD_SIZE, ranks=(one, two))).record
+
+    assert judged("a=1 b=2").held
+    assert place in judged(other).summary
 
 
 def test_a_unit_kept_on_one_rank_is_named() -> None:
