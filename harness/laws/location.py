@@ -18,30 +18,30 @@ from shardproof.harness.oracle.absolute_error import deviation, largest
 from shardproof.harness.oracle.oracle_observation import NORM, Quantity, TensorKey
 from shardproof.harness.oracle.oracle_probes import ProbeReference
 from shardproof.harness.torch_compat.dtypes import is_rounded, widened
-from shardproof.harness.tracing.probe_point import ComputeTurn, ProbeFile, ProbePoint, Seen, Stored
+from shardproof.harness.tracing.probe_point import ComputeTurn, ProbeFile, ProbePoint, Stored, ValueKind
 
-_GRADIENTS = frozenset({Seen.OUTPUT_GRADIENT, Seen.INPUT_GRADIENT, Seen.LOCAL_GRADIENT})
+_GRADIENTS = frozenset({ValueKind.OUTPUT_GRADIENT, ValueKind.INPUT_GRADIENT, ValueKind.LOCAL_GRADIENT})
 # Values of the rank in the order of a step; those of modules come before all but the first three.
 STAGES = (
-    Seen.INITIAL,
-    Seen.LOADED,
-    Seen.LOADED_STATE,
+    ValueKind.INITIAL,
+    ValueKind.LOADED,
+    ValueKind.LOADED_STATE,
     None,
-    Seen.REDUCED,
-    Seen.UNSCALED,
-    Seen.NORM,
-    Seen.CLIPPED,
-    Seen.UPDATED,
-    Seen.STATE,
+    ValueKind.REDUCED,
+    ValueKind.UNSCALED,
+    ValueKind.NORM,
+    ValueKind.CLIPPED,
+    ValueKind.UPDATED,
+    ValueKind.STATE,
 )
-_QUANTITIES: Mapping[Seen, Quantity] = {
-    Seen.INITIAL: Quantity.INITIAL,
-    Seen.REDUCED: Quantity.GRADIENT,
-    Seen.UNSCALED: Quantity.GRADIENT,
-    Seen.CLIPPED: Quantity.GRADIENT,
-    Seen.NORM: Quantity.NORM,
-    Seen.UPDATED: Quantity.PARAMETER,
-    Seen.LOSS: Quantity.LOSS,
+_QUANTITIES: Mapping[ValueKind, Quantity] = {
+    ValueKind.INITIAL: Quantity.INITIAL,
+    ValueKind.REDUCED: Quantity.GRADIENT,
+    ValueKind.UNSCALED: Quantity.GRADIENT,
+    ValueKind.CLIPPED: Quantity.GRADIENT,
+    ValueKind.NORM: Quantity.NORM,
+    ValueKind.UPDATED: Quantity.PARAMETER,
+    ValueKind.LOSS: Quantity.LOSS,
 }
 _STAGE_OF_MODULES = STAGES.index(None)
 _Replicas = dict[tuple[object, ...], tuple[int, torch.Tensor]]
@@ -128,7 +128,7 @@ class Probed:
         # Where a gradient overflows on purpose, it has no right value.
         is_lost = point.kind in _GRADIENTS and self.evidence.training.schedule.is_skipped(point.step)
         # Ranks that compute parts of a microbatch have its whole loss.
-        is_part = point.kind is not Seen.LOSS or self.evidence.training.plan.pipeline_stages > 1
+        is_part = point.kind is not ValueKind.LOSS or self.evidence.training.plan.pipeline_stages > 1
         if not wholes or is_lost or (point.rank >= 0 and self.is_cut and is_part):
             return None
         raw = widened(self.files[rank].tensor(stored))
@@ -166,9 +166,9 @@ class Probed:
 
     def _is_reduced(self, found: WrongValue) -> bool:
         """Whether our hook came too late: all ranks have one value, or the reduction's result is right."""
-        if found.point.kind is not Seen.LOCAL_GRADIENT or self.evidence.data_size < 2:
+        if found.point.kind is not ValueKind.LOCAL_GRADIENT or self.evidence.data_size < 2:
             return False
-        place = replace(found.point, kind=Seen.REDUCED, microbatch=-1)
+        place = replace(found.point, kind=ValueKind.REDUCED, microbatch=-1)
         results = [(rank, file.of_other_rank(place)) for rank, file in self.files.items()]
         if all(result is not None and self._wrong(rank, result) is None for rank, result in results):
             return True
@@ -181,12 +181,14 @@ class Probed:
 
     def places(self, point: ProbePoint) -> list[ProbePoint]:
         """Return the places of the oracle that a value may be compared with."""
-        if point.kind is Seen.LOADED:
-            point = replace(point, kind=Seen.UPDATED if point.step else Seen.INITIAL, step=point.step - 1)
-        elif point.kind is Seen.LOADED_STATE:
-            point = replace(point, kind=Seen.STATE, step=point.step - 1)
-        elif point.kind is Seen.UNSCALED:
-            point = replace(point, kind=Seen.REDUCED)
+        if point.kind is ValueKind.LOADED:
+            point = replace(
+                point, kind=ValueKind.UPDATED if point.step else ValueKind.INITIAL, step=point.step - 1
+            )
+        elif point.kind is ValueKind.LOADED_STATE:
+            point = replace(point, kind=ValueKind.STATE, step=point.step - 1)
+        elif point.kind is ValueKind.UNSCALED:
+            point = replace(point, kind=ValueKind.REDUCED)
         is_again = point.turn is ComputeTurn.RECOMPUTE or (
             point.turn is ComputeTurn.BACKWARD and point.kind not in _GRADIENTS
         )
@@ -205,12 +207,14 @@ class Probed:
     def _allowed(self, stored: Stored, place: ProbePoint) -> float:
         """Return the error that re-ordered sums explain."""
         oracle, dtype = self.evidence.oracle, getattr(torch, stored.dtype)
-        is_as_built = place.kind is Seen.INITIAL and not oracle.is_trained_before
+        is_as_built = place.kind is ValueKind.INITIAL and not oracle.is_trained_before
         if oracle.is_exact or is_as_built or not is_rounded(dtype):
             return 0.0
         plan = self.evidence.training.plan
         rounded = [dtype, *(d for d in (plan.compute_dtype, plan.reduction_dtype) if d is not None)]
-        eps = max(torch.finfo(d).eps for d in (rounded if place.kind is not Seen.NORM else [torch.float32]))
+        eps = max(
+            torch.finfo(d).eps for d in (rounded if place.kind is not ValueKind.NORM else [torch.float32])
+        )
         floor = FLOOR_ROUNDINGS * eps * largest(self.reference[place])
         of_verdict = self._allowed_by_verdict(place)
         return max(MULTIPLE * max(self.reference.noise(place), floor), of_verdict)
@@ -224,7 +228,7 @@ class Probed:
         )
         if key not in oracle.noise or key not in oracle.scales:
             return 0.0
-        is_before_clipping = place.kind is Seen.REDUCED and oracle.steps[place.step].norm is not None
+        is_before_clipping = place.kind is ValueKind.REDUCED and oracle.steps[place.step].norm is not None
         factor = oracle.clipping_factor(place.step, place.name) if is_before_clipping else 1.0
         return allowed_error(oracle, key) / (factor or 1.0)
 
@@ -242,7 +246,7 @@ class Probed:
             self.known[key] = not any(
                 wrong.is_like(wrong.expected * factor)
                 for stored in self.files[found.rank]
-                if stored.point.kind is Seen.REDUCED and stored.point.step == found.point.step
+                if stored.point.kind is ValueKind.REDUCED and stored.point.step == found.point.step
                 if (wrong := self._wrong(found.rank, stored)) is not None
             )
         return self.known[key]
@@ -263,14 +267,14 @@ class Probed:
                 break
             if (seen.kind, seen.module, seen.name) == (point.kind, point.module, point.name):
                 last = seen.turn
-            elif seen.kind is Seen.LOADED:
+            elif seen.kind is ValueKind.LOADED:
                 last = None
         return last
 
     def has_scaled_state(self, wrong: WrongValue) -> bool:
         """Whether a rank's optimizer has seen gradients of another size: some state is the right one with a factor."""
         for stored in self.files[wrong.rank]:
-            if stored.point.kind is Seen.STATE and stored.point.step == wrong.point.step:
+            if stored.point.kind is ValueKind.STATE and stored.point.step == wrong.point.step:
                 state = self._wrong(wrong.rank, stored)
                 factor = None if state is None else factor_between(state.got, state.expected)
                 if state is not None and factor is not None and state.is_like(state.expected * factor):
@@ -283,11 +287,13 @@ class Probed:
             seen.point
             for file in self.files.values()
             for seen in file
-            if seen.point.kind is Seen.LOADED_STATE and seen.point.step <= point.step
+            if seen.point.kind is ValueKind.LOADED_STATE and seen.point.step <= point.step
         ]
         step = max((each.step for each in loaded), default=0)
         name = point.name.partition("/")[0]
-        saved = (each for each in self.reference.points if (each.kind, each.step) == (Seen.STATE, step - 1))
+        saved = (
+            each for each in self.reference.points if (each.kind, each.step) == (ValueKind.STATE, step - 1)
+        )
         has = any(each.step == step and each.name.partition("/")[0] == name for each in loaded)
         return bool(loaded) and not has and any(each.name.partition("/")[0] == name for each in saved)
 

@@ -22,27 +22,27 @@ from shardproof.harness.oracle.oracle_observation import NORM, Quantity, TensorK
 from shardproof.harness.records.observation import Observation
 from shardproof.harness.records.record import FaultPhase, Located
 from shardproof.harness.tracing.ledger import Entry, Ledger, Op, Phase
-from shardproof.harness.tracing.probe_point import ComputeTurn, ProbePoint, Seen
+from shardproof.harness.tracing.probe_point import ComputeTurn, ProbePoint, ValueKind
 
 _OR = ", or "  # between explanations that all fit
 _MOST_ASKED = 3  # other wrong tensors, to choose between explanations
 _GATHERS = frozenset({Op.ALL_GATHER, Op.BROADCAST, Op.SCATTER, Op.RECV})
 _REDUCTIONS = frozenset({Op.REDUCE_SCATTER, Op.ALL_REDUCE, Op.REDUCE, Op.ALL_TO_ALL})
 _MOST_PADDED = 2  # times the bytes of a unit
-_OF_GRADIENTS = frozenset({Seen.REDUCED, Seen.UNSCALED, Seen.CLIPPED})
-_PHASES: Mapping[Seen, FaultPhase] = {
-    Seen.INITIAL: FaultPhase.PREPARE,
-    Seen.LOADED: FaultPhase.STATE_LOADED,
-    Seen.LOADED_STATE: FaultPhase.STATE_LOADED,
-    Seen.UNSCALED: FaultPhase.SCALE,
-    Seen.NORM: FaultPhase.CLIP,
-    Seen.CLIPPED: FaultPhase.CLIP,
-    Seen.UPDATED: FaultPhase.STEP,
-    Seen.STATE: FaultPhase.STEP,
-    Seen.OUTPUT_GRADIENT: FaultPhase.BACKWARD,
-    Seen.INPUT_GRADIENT: FaultPhase.BACKWARD,
-    Seen.LOCAL_GRADIENT: FaultPhase.BACKWARD,
-    Seen.LOSS: FaultPhase.FORWARD,
+_OF_GRADIENTS = frozenset({ValueKind.REDUCED, ValueKind.UNSCALED, ValueKind.CLIPPED})
+_PHASES: Mapping[ValueKind, FaultPhase] = {
+    ValueKind.INITIAL: FaultPhase.PREPARE,
+    ValueKind.LOADED: FaultPhase.STATE_LOADED,
+    ValueKind.LOADED_STATE: FaultPhase.STATE_LOADED,
+    ValueKind.UNSCALED: FaultPhase.SCALE,
+    ValueKind.NORM: FaultPhase.CLIP,
+    ValueKind.CLIPPED: FaultPhase.CLIP,
+    ValueKind.UPDATED: FaultPhase.STEP,
+    ValueKind.STATE: FaultPhase.STEP,
+    ValueKind.OUTPUT_GRADIENT: FaultPhase.BACKWARD,
+    ValueKind.INPUT_GRADIENT: FaultPhase.BACKWARD,
+    ValueKind.LOCAL_GRADIENT: FaultPhase.BACKWARD,
+    ValueKind.LOSS: FaultPhase.FORWARD,
 }
 _TURNS: Mapping[ComputeTurn, FaultPhase] = {
     ComputeTurn.FORWARD: FaultPhase.FORWARD,
@@ -127,7 +127,7 @@ def _value(point: ProbePoint) -> str:
         ComputeTurn.RECOMPUTE: "as it is recomputed",
         ComputeTurn.BACKWARD: "in backward",
     }[point.turn]
-    if point.kind in {Seen.PARAMETER, Seen.BUFFER}:
+    if point.kind in {ValueKind.PARAMETER, ValueKind.BUFFER}:
         return f"the {point.kind} {point.name!r} as {module} has it {turn}{call}"
     number = "" if point.name == "0" else f" {point.name}"
     return f"the {point.kind}{number} of {module}{'' if point.turn is ComputeTurn.BACKWARD else ' ' + turn}{call}"
@@ -152,9 +152,9 @@ def _explained(probed: Probed, wrong: WrongValue) -> str:
     if not torch.isfinite(wrong.got[wrong.is_wrong]).all():
         return NOT_FINITE
     if wrong.stored.offsets is not None and point.kind in {
-        Seen.INITIAL,
-        Seen.NORM,
-        Seen.UPDATED,
+        ValueKind.INITIAL,
+        ValueKind.NORM,
+        ValueKind.UPDATED,
         *_OF_GRADIENTS,
     }:
         told = looks_like(*_question(probed.evidence, wrong))
@@ -172,11 +172,11 @@ def _question(evidence: Evidence, wrong: WrongValue) -> tuple[Evidence, TensorKe
     """Ask the diagnosis of the verdict; gradients before clipping are compared with unclipped ones."""
     point = wrong.point
     quantity = {
-        Seen.INITIAL: Quantity.INITIAL,
-        Seen.NORM: Quantity.NORM,
-        Seen.UPDATED: Quantity.PARAMETER,
+        ValueKind.INITIAL: Quantity.INITIAL,
+        ValueKind.NORM: Quantity.NORM,
+        ValueKind.UPDATED: Quantity.PARAMETER,
     }.get(point.kind, Quantity.GRADIENT)
-    if point.kind in {Seen.REDUCED, Seen.UNSCALED} and evidence.training.schedule.clip is not None:
+    if point.kind in {ValueKind.REDUCED, ValueKind.UNSCALED} and evidence.training.schedule.clip is not None:
         oracle, schedule = evidence.oracle, replace(evidence.training.schedule, clip=None)
         at = oracle.steps[point.step]
         unclipped = {n: p.sum((0, 1)) / oracle.divisor for n, p in at.contributions.items()}
@@ -231,34 +231,36 @@ def _rows(wrong: WrongValue) -> str:
 
 def _phase(probed: Probed, wrong: WrongValue, told: str) -> FaultPhase:
     point, training = wrong.point, probed.evidence.training
-    if point.kind is Seen.REDUCED:
+    if point.kind is ValueKind.REDUCED:
         if any(word in told.partition(_OR)[0] for word in _HELD):
             is_clipped = training.plan.clip_in_step is not None and _counts_all_less(told)
             return FaultPhase.CLIP if is_clipped else FaultPhase.HOLD
         is_hybrid = training.plan.layout is Layout.HYBRID
         is_partial = "synchronised" in told or wrong.diverges_from is not None
         return FaultPhase.REPLICATE if is_hybrid and is_partial else FaultPhase.REDUCE
-    if point.kind in {Seen.LOADED, Seen.LOADED_STATE} and _was_handed_out_wrong(
+    if point.kind in {ValueKind.LOADED, ValueKind.LOADED_STATE} and _was_handed_out_wrong(
         probed.evidence.ranks, point.step
     ):
         return FaultPhase.STATE_SAVED
-    if point.kind is Seen.BUFFER:  # its last use changed it, and something lost that
+    if point.kind is ValueKind.BUFFER:  # its last use changed it, and something lost that
         last, is_loaded = probed.last_use(wrong), point.step > 0 or training.origin is not None
         if last is not None:
             return _TURNS[last]
         return FaultPhase.STATE_LOADED if is_loaded else FaultPhase.PREPARE
-    if point.kind is Seen.PARAMETER:
+    if point.kind is ValueKind.PARAMETER:
         is_divided = not all(s.is_whole for rank in probed.evidence.ranks for s in rank.initial.values())
         is_new = not is_divided and point.microbatch > 0 and "stale" not in told
         return FaultPhase.STEP if is_new else FaultPhase.GATHER  # what a microbatch changed was right before
     after = training.resume.after_steps if training.resume is not None else 0
     is_first_update = point.step == after and (training.resume or training.origin) is not None
-    if point.kind in {Seen.UPDATED, Seen.STATE} and (is_first_update or probed.is_lost_in_a_load(point)):
+    if point.kind in {ValueKind.UPDATED, ValueKind.STATE} and (
+        is_first_update or probed.is_lost_in_a_load(point)
+    ):
         return FaultPhase.STATE_LOADED  # state that is not shown, or settings
-    if point.kind in {Seen.UPDATED, Seen.STATE} and training.plan.clip_in_step is not None:
+    if point.kind in {ValueKind.UPDATED, ValueKind.STATE} and training.plan.clip_in_step is not None:
         return FaultPhase.CLIP if probed.has_scaled_state(wrong) else FaultPhase.STEP
     if point.kind in _PHASES:
-        is_scaled = point.kind is Seen.OUTPUT_GRADIENT and training.schedule.scaling is not None
+        is_scaled = point.kind is ValueKind.OUTPUT_GRADIENT and training.schedule.scaling is not None
         return FaultPhase.SCALE if is_scaled and " x the right one" in told else _PHASES[point.kind]
     return _TURNS[point.turn]
 
@@ -292,28 +294,30 @@ def _right(probed: Probed, found: tuple[WrongValue, ...], phase: FaultPhase) -> 
     wrong = found[0]
     point = wrong.point
     before = [s.point for s in probed.files[wrong.rank] if s.point.step <= point.step]
-    if point.module is not None and point.kind is not Seen.PARAMETER:
+    if point.module is not None and point.kind is not ValueKind.PARAMETER:
         mine = [
             p.kind
             for p in before[: before.index(point)]
             if (p.step, p.microbatch, p.module) == (point.step, point.microbatch, point.module)
             and probed.places(p)
         ]
-        told = [f"{kind}s" for kind in (Seen.INPUT, Seen.PARAMETER, Seen.OUTPUT) if kind in mine]
+        told = [
+            f"{kind}s" for kind in (ValueKind.INPUT, ValueKind.PARAMETER, ValueKind.OUTPUT) if kind in mine
+        ]
         told += (
             ["gradient of its output"]
-            if Seen.OUTPUT_GRADIENT in mine and point.kind is not Seen.OUTPUT_GRADIENT
+            if ValueKind.OUTPUT_GRADIENT in mine and point.kind is not ValueKind.OUTPUT_GRADIENT
             else []
         )
         return f"its {' and '.join(told)} were right" if told else ""
     if phase is FaultPhase.GATHER:
         return f"the ranks' shards were right {'as prepared' if point.step <= 0 else f'after step {point.step - 1}'}"
     names = {each.point.name for each in found}
-    local = {p.name for p in before if p.kind is Seen.LOCAL_GRADIENT and p.step == point.step}
-    if point.kind is Seen.REDUCED:
+    local = {p.name for p in before if p.kind is ValueKind.LOCAL_GRADIENT and p.step == point.step}
+    if point.kind is ValueKind.REDUCED:
         return "each rank's own gradients were right" if names <= local else ""
-    if point.kind in {Seen.UPDATED, Seen.STATE, Seen.CLIPPED, Seen.NORM}:
-        has = any(p.kind is Seen.REDUCED and p.step == point.step for p in before)
+    if point.kind in {ValueKind.UPDATED, ValueKind.STATE, ValueKind.CLIPPED, ValueKind.NORM}:
+        has = any(p.kind is ValueKind.REDUCED and p.step == point.step for p in before)
         return "the reduced gradients were right" if has else ""
     return ""
 

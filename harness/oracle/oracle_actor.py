@@ -30,7 +30,7 @@ from shardproof.harness.cases.training import Problem, Training, loss_weight
 from shardproof.harness.cases.user_model import is_communicating, written_by_forward
 from shardproof.harness.oracle.reduction_orders import Summation
 from shardproof.harness.torch_compat.dtypes import cast, cast_module, cast_parameters, dense
-from shardproof.harness.tracing.probe_point import Seen
+from shardproof.harness.tracing.probe_point import ValueKind
 from shardproof.harness.worlds.threads.together import Inside, together
 
 _T = TypeVar("_T")
@@ -68,7 +68,7 @@ class ProbesOfRanks(Protocol):
     def loss(self, rank: int, loss: torch.Tensor) -> None:
         """See the loss of a microbatch."""
 
-    def shared(self, kind: Seen, step: int, tensors: Mapping[str, torch.Tensor | None]) -> None:
+    def shared(self, kind: ValueKind, step: int, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """See tensors that all ranks share."""
 
 

@@ -43,7 +43,7 @@ def ask_oracle(
     world_size: int,
     *,
     limit_s: float,
-    kept: KeptOracle | None = None,
+    store: KeptOracle | None = None,
     folder: Path | None = None,
     explains: bool = False,
     device: str = "cpu",
@@ -53,8 +53,8 @@ def ask_oracle(
     Its tensors are in an unlinked file on the disk of ``folder``. Raises ShardproofError if the model raises, or after
     ``limit_s`` seconds.
     """
-    if kept and not explains and kept.is_whole():
-        return _read(kept.path, training)
+    if store and not explains and store.is_whole():
+        return _read(store.path, training)
     with tempfile.TemporaryDirectory(prefix="oracle-", dir=folder) as scratch:
         path = Path(scratch) / "tensors"
         try:
@@ -64,8 +64,8 @@ def ask_oracle(
         if answer:
             raise _raised(answer, training)
         oracle = _read(path, training)
-        if kept:
-            kept.write(path)
+        if store:
+            store.write(path)
         return oracle
 
 

@@ -30,8 +30,8 @@ from shardproof.harness.tracing.probe_point import (
     ProbeFile,
     ProbePoint,
     ProbeWriter,
-    Seen,
     Stored,
+    ValueKind,
     read_at,
 )
 from shardproof.harness.worlds.processes.fresh_process import NoAnswerError, ask
@@ -72,9 +72,9 @@ class OracleProbes:
 
     def loss(self, rank: int, loss: torch.Tensor) -> None:
         """See the loss of a microbatch."""
-        self._modules[rank].see(Seen.LOSS, None, "loss", loss.detach(), ComputeTurn.FORWARD)
+        self._modules[rank].see(ValueKind.LOSS, None, "loss", loss.detach(), ComputeTurn.FORWARD)
 
-    def shared(self, kind: Seen, step: int, tensors: Mapping[str, torch.Tensor | None]) -> None:
+    def shared(self, kind: ValueKind, step: int, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """See tensors that all ranks share, once backward has ended."""
         for modules in self._modules:
             modules.flush()

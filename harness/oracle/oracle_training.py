@@ -38,7 +38,7 @@ from shardproof.harness.oracle.own_steps import train_by_own_steps
 from shardproof.harness.oracle.reduction_orders import Summation
 from shardproof.harness.oracle.rounding import rounding_anew
 from shardproof.harness.torch_compat.dtypes import cast_module, dense
-from shardproof.harness.tracing.probe_point import Seen
+from shardproof.harness.tracing.probe_point import ValueKind
 from shardproof.harness.worlds.threads.together import Inside
 
 _T = TypeVar("_T", torch.Tensor, torch.Tensor | None)
@@ -85,8 +85,8 @@ def train(
     built = copied(changed_by_forward(trained.model, trained.written))
     models = OracleModels(training.problem, trained.model, world_size, summation, batches, probes)
     if probes is not None:
-        probes.shared(Seen.INITIAL, INITIAL_STEP, trained.parameters)
-        probes.shared(Seen.STATE, INITIAL_STEP, trained.state())
+        probes.shared(ValueKind.INITIAL, INITIAL_STEP, trained.parameters)
+        probes.shared(ValueKind.STATE, INITIAL_STEP, trained.state())
     last = training.schedule.steps - 1
     buffers_before: tuple[Tensors, ...] = ()
     steps = []
@@ -177,12 +177,12 @@ class _Trained:
         kept_pieces = show(None, step, StackedPieces(contributions))
         contributions.clear()  # the peak of memory
         if not is_skipped:
-            self._see(Seen.REDUCED, step, self._gradients())
+            self._see(ValueKind.REDUCED, step, self._gradients())
         with self._disturbing_norms:
             norm = None if is_skipped else clip(training, self.parameters)
         if norm is not None:
-            self._see(Seen.NORM, step, {NORM: norm})
-            self._see(Seen.CLIPPED, step, self._gradients())
+            self._see(ValueKind.NORM, step, {NORM: norm})
+            self._see(ValueKind.CLIPPED, step, self._gradients())
         found = {} if is_skipped else {name: parameter.grad for name, parameter in self.parameters.items()}
         gradients = show(Quantity.GRADIENT, step, dense_tensors(found))
         show(Quantity.NORM, step, {} if norm is None else {NORM: norm})
@@ -194,8 +194,8 @@ class _Trained:
         with self._disturbing:
             _update(training, self._optimizer, step)
         self._schedules.step()
-        self._see(Seen.UPDATED, step, self.parameters)
-        self._see(Seen.STATE, step, self.state())
+        self._see(ValueKind.UPDATED, step, self.parameters)
+        self._see(ValueKind.STATE, step, self.state())
         return OracleStep(
             losses=losses,
             contributions=kept_pieces,
@@ -208,7 +208,7 @@ class _Trained:
     def _gradients(self) -> Tensors:
         return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.parameters.items()}
 
-    def _see(self, kind: Seen, step: int, tensors: Mapping[str, torch.Tensor | None]) -> None:
+    def _see(self, kind: ValueKind, step: int, tensors: Mapping[str, torch.Tensor | None]) -> None:
         if self._probes is not None:
             self._probes.shared(kind, step, dense_tensors(tensors))
 

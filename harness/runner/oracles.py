@@ -45,7 +45,7 @@ class Oracles:
                 arithmetic,
                 request.data_size,
                 limit_s=limit_s,
-                kept=kept,
+                store=kept,
                 folder=folder,
                 explains=explains,
                 device=device,

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.harness.torch_compat.tensor_trees import tensors_in
-from shardproof.harness.tracing.probe_point import ComputeTurn, ProbePoint, Seen, sampled
+from shardproof.harness.tracing.probe_point import ComputeTurn, ProbePoint, ValueKind, sampled
 
 # Parts of names that torch's wrappers add.
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
@@ -96,7 +96,9 @@ class ModuleProbes:
         """Return whether a call of a module is the first or a recomputation."""
         return ComputeTurn.RECOMPUTE if self._now().is_backward else ComputeTurn.FORWARD
 
-    def see(self, kind: Seen, module: str | None, name: str, tensor: torch.Tensor, turn: ComputeTurn) -> None:
+    def see(
+        self, kind: ValueKind, module: str | None, name: str, tensor: torch.Tensor, turn: ComputeTurn
+    ) -> None:
         """Copy a value, unless its form says nothing or its memory is not there."""
         if isinstance(tensor, DTensor) or tensor.layout is not torch.strided or not _is_there(tensor):
             return
@@ -109,13 +111,13 @@ class ModuleProbes:
         with torch.no_grad():
             self._see(replace(point, call=call), sampled(tensor.detach()))
 
-    def see_all(self, kind: Seen, module: str, values: Any, turn: ComputeTurn) -> None:
+    def see_all(self, kind: ValueKind, module: str, values: Any, turn: ComputeTurn) -> None:
         """Copy the tensors among inputs or outputs, and hook their gradients."""
-        gradient = Seen.INPUT_GRADIENT if kind is Seen.INPUT else Seen.OUTPUT_GRADIENT
+        gradient = ValueKind.INPUT_GRADIENT if kind is ValueKind.INPUT else ValueKind.OUTPUT_GRADIENT
         for place, tensor in enumerate(tensors_in(values)):
             self.see(kind, module, str(place), tensor, turn)
             # Engines pass the inputs of inner modules on as tensors of their own, which have a part of the gradient.
-            is_seen = kind is Seen.OUTPUT or not module
+            is_seen = kind is ValueKind.OUTPUT or not module
             if is_seen and tensor.requires_grad and self._is_new(tensor):
                 hook = _GradientHook(self, gradient, module, str(place))
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # untyped in torch
@@ -126,7 +128,7 @@ class ModuleProbes:
             parameter = getattr(module, own, None)
             if not isinstance(parameter, torch.Tensor):
                 continue
-            self.see(Seen.PARAMETER, name, own, parameter, turn)
+            self.see(ValueKind.PARAMETER, name, own, parameter, turn)
             is_hooked = whole and parameter.requires_grad and turn is not ComputeTurn.BACKWARD
             if is_hooked and not isinstance(parameter, DTensor) and self._is_new(parameter):
                 self._hooked_shapes[whole] = tuple(parameter.shape)
@@ -156,7 +158,7 @@ class ModuleProbes:
         for name, gradient in local.items():
             if at is not None and not isinstance(gradient, DTensor):
                 point = ProbePoint(
-                    kind=Seen.LOCAL_GRADIENT, step=at.step, microbatch=at.microbatch, name=name
+                    kind=ValueKind.LOCAL_GRADIENT, step=at.step, microbatch=at.microbatch, name=name
                 )
                 self._see(point, sampled(gradient))
 
@@ -188,18 +190,18 @@ class _ModuleHooks:
         turn = self._probes.turn()
         self._probes.see_parameters(module, self._name, turn)
         for own, buffer in module.named_buffers(recurse=False):
-            self._probes.see(Seen.BUFFER, self._name, own, buffer, turn)
-        self._probes.see_all(Seen.INPUT, self._name, [*args, *kwargs.values()], turn)
+            self._probes.see(ValueKind.BUFFER, self._name, own, buffer, turn)
+        self._probes.see_all(ValueKind.INPUT, self._name, [*args, *kwargs.values()], turn)
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._probes.see_all(Seen.OUTPUT, self._name, output, self._probes.turn())
+        self._probes.see_all(ValueKind.OUTPUT, self._name, output, self._probes.turn())
         self._probes.see_backward(module, self._name, output)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _GradientHook:
     probes: ModuleProbes
-    kind: Seen
+    kind: ValueKind
     module: str
     place: str
 

@@ -23,7 +23,7 @@ _MOST_ELEMENTS = 2**16
 _MOST_BYTES = 2**32
 
 
-class Seen(StrEnum):
+class ValueKind(StrEnum):
     """The kinds of values; the first ones belong to calls of modules, the others to the rank."""
 
     PARAMETER = "parameter"  # as the module has it when it computes
@@ -61,7 +61,7 @@ class ProbePoint:
     input or output. ``rank`` is the index of the rank's data, and -1 for values that all ranks share.
     """
 
-    kind: Seen
+    kind: ValueKind
     step: int
     name: str
     rank: int = -1
@@ -172,7 +172,7 @@ def _stored(row: list[Any]) -> Stored:
     kind, step, name, rank, microbatch, module, turn, call, start, dtype, shape, *rest = row
     offsets, whole, is_flat, num_calls, factor = rest
     point = ProbePoint(
-        kind=Seen(kind),
+        kind=ValueKind(kind),
         step=step,
         name=name,
         rank=rank,

@@ -46,7 +46,7 @@ from shardproof.harness.torch_compat.dtypes import num_bytes_of
 from shardproof.harness.tracing.collectives.call import short_name
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.memory.memory_report import CensusTime
-from shardproof.harness.tracing.probe_point import Seen
+from shardproof.harness.tracing.probe_point import ValueKind
 from shardproof.harness.training.callers_module import Preparation
 from shardproof.harness.training.engine_actor import EngineActor
 from shardproof.harness.training.handover import (
@@ -261,9 +261,11 @@ class _Loop:
         if self._probes is not None:
             self._probes.follow(self.prepared)
             is_loaded = self._training.origin is not None
-            self._probes.shards(Seen.LOADED if is_loaded else Seen.INITIAL, 0 if is_loaded else -1, initial)
+            self._probes.shards(
+                ValueKind.LOADED if is_loaded else ValueKind.INITIAL, 0 if is_loaded else -1, initial
+            )
             if is_loaded:
-                self._probes.state(Seen.LOADED_STATE, 0, self.prepared)
+                self._probes.state(ValueKind.LOADED_STATE, 0, self.prepared)
 
     def read_parameters(self) -> dict[str, Shard]:
         """Read the parameters but those that forward writes, and note whether the caller's module holds them."""
@@ -318,8 +320,8 @@ class _Loop:
             loaded = self.read_parameters()
             if self._probes is not None:
                 self._probes.follow(self.prepared)
-                self._probes.shards(Seen.LOADED, step, loaded)
-                self._probes.state(Seen.LOADED_STATE, step, self.prepared)
+                self._probes.shards(ValueKind.LOADED, step, loaded)
+                self._probes.state(ValueKind.LOADED_STATE, step, self.prepared)
 
     def _freeze_again(self, step: int) -> None:
         """Freeze and thaw parts of a fresh model as of this step: the loop makes each change only once."""
@@ -365,7 +367,7 @@ class _Loop:
             self._census.end_backwards()
         self._memory.take(self.prepared, actor, CensusTime.REDUCED, self.loads.num)
         norm = None
-        self._probe_gradients(Seen.REDUCED, step)
+        self._probe_gradients(ValueKind.REDUCED, step)
         is_infinite = is_skipped and schedule.scaling is not None and schedule.scaling.in_one_piece
         if is_infinite:
             actor.overflow_in_one_piece()
@@ -374,7 +376,7 @@ class _Loop:
         if scaled is not None and unscales_later is None:
             with recorder.during(Phase.STEP, step=step):
                 scaled.unscale()
-            self._probe_gradients(Seen.UNSCALED, step)
+            self._probe_gradients(ValueKind.UNSCALED, step)
         if schedule.clip is not None:
             with recorder.during(Phase.STEP, step=step):
                 norm = read_norm(prepared, schedule.clip.max_norm, schedule.clip.norm_type)
@@ -382,7 +384,7 @@ class _Loop:
                 actor.note(INFINITE_NORM, norm)
             if self._probes is not None and not is_skipped:
                 self._probes.norm(step, norm)
-            self._probe_gradients(Seen.CLIPPED, step)
+            self._probe_gradients(ValueKind.CLIPPED, step)
         with self.reading(step):
             gradients = self._but_written(read_gradients(prepared)) if is_read and not is_skipped else {}
             gradients = self.keep(unscales_later.unscaled(gradients) if unscales_later else gradients)
@@ -404,8 +406,8 @@ class _Loop:
             is_over = step == schedule.steps - 1
             parameters = self.keep(self.read_parameters()) if is_read or is_over else {}
             if self._probes is not None:
-                self._probes.shards(Seen.UPDATED, step, parameters)
-                self._probes.state(Seen.STATE, step, prepared)
+                self._probes.shards(ValueKind.UPDATED, step, parameters)
+                self._probes.state(ValueKind.STATE, step, prepared)
             facts += [*self.loads.take(), *self._dtypes()]
             if scaled is not None:
                 facts.append(Fact(moment="", subject=LOSS_SCALE, value=str(scaled.scale)))
@@ -422,7 +424,7 @@ class _Loop:
         for unit, dtype in () if self._watches is None else self._watches.dtypes.take():
             yield Fact(moment=unit, subject=COMPUTED_IN, value=short_name(dtype))
 
-    def _probe_gradients(self, kind: Seen, step: int) -> None:
+    def _probe_gradients(self, kind: ValueKind, step: int) -> None:
         if self._probes is not None and not self._training.schedule.is_skipped(step):
             with self.reading(step):
                 self._probes.gradients(kind, step, self.prepared)

@@ -13,7 +13,7 @@ from shardproof.engine.contract import PreparedModel, Shard
 from shardproof.harness.records.observation import Shards
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.module_probes import ModuleProbes, Moment, Names, names_in
-from shardproof.harness.tracing.probe_point import ProbePoint, ProbeWriter, Seen
+from shardproof.harness.tracing.probe_point import ProbePoint, ProbeWriter, ValueKind
 from shardproof.harness.training.reads import read_gradients, read_shards
 from shardproof.harness.worlds.rank import RankContext
 
@@ -48,9 +48,9 @@ class RankProbes:
     def loss(self, loss: torch.Tensor) -> None:
         """Write the loss of a microbatch."""
         if self._modules is not None:
-            self._modules.see(Seen.LOSS, None, "loss", loss.detach(), self._modules.turn())
+            self._modules.see(ValueKind.LOSS, None, "loss", loss.detach(), self._modules.turn())
 
-    def gradients(self, kind: Seen, step: int, prepared: PreparedModel) -> None:
+    def gradients(self, kind: ValueKind, step: int, prepared: PreparedModel) -> None:
         """Write this rank's shards of the gradients."""
         if self._modules is not None:
             self._modules.flush()
@@ -59,18 +59,18 @@ class RankProbes:
         found = {n: shard for n, shard in read_gradients(prepared).items() if shard is not None}
         self.shards(kind, step, {**zeros, **found})  # None is compared as zeros
 
-    def state(self, kind: Seen, step: int, prepared: PreparedModel) -> None:
+    def state(self, kind: ValueKind, step: int, prepared: PreparedModel) -> None:
         """Write this rank's shards of the optimizer state."""
         self.shards(kind, step, read_shards(prepared, "local_optimizer_state"))
 
     def norm(self, step: int, norm: float) -> None:
         """Write the norm that clipping returned."""
         whole = Shard(tensor=torch.tensor(norm, dtype=torch.float64), offsets=(), global_shape=())
-        self.shards(Seen.NORM, step, {"norm": whole})
+        self.shards(ValueKind.NORM, step, {"norm": whole})
 
-    def shards(self, kind: Seen, step: int, shards: Shards) -> None:
+    def shards(self, kind: ValueKind, step: int, shards: Shards) -> None:
         """Write shards of tensors that all ranks share."""
-        factor = self.factor if kind is Seen.REDUCED else 1.0
+        factor = self.factor if kind is ValueKind.REDUCED else 1.0
         for name, shard in shards.items():
             self._writer.write(
                 ProbePoint(kind=kind, step=step, name=name),
@@ -93,7 +93,11 @@ class RankProbes:
         return Moment(step=step, microbatch=microbatch, is_backward=phase is Phase.BACKWARD)
 
     def _see(self, point: ProbePoint, tensor: torch.Tensor) -> None:
-        is_gradient = point.kind in {Seen.OUTPUT_GRADIENT, Seen.INPUT_GRADIENT, Seen.LOCAL_GRADIENT}
+        is_gradient = point.kind in {
+            ValueKind.OUTPUT_GRADIENT,
+            ValueKind.INPUT_GRADIENT,
+            ValueKind.LOCAL_GRADIENT,
+        }
         self._writer.write(
             replace(point, rank=self._rank),
             tensor,

@@ -196,14 +196,14 @@ def _row(text: str, notes: str) -> Row:
     return Row(program=SPACE.parse(program), name=name, notes=tuple(notes.split()))
 
 
-def array(spaces: Sequence[Space], rows: Iterable[Row], found: Sequence[Row] = ()) -> list[Row]:
+def array(spaces: Sequence[Space], rows: Iterable[Row], known: Sequence[Row] = ()) -> list[Row]:
     """Return the rows that make sense in the last space, as they are, and named rows for what they lack in each.
 
-    What the rows ``found`` have is not lacking.
+    What the rows ``known`` have is not lacking.
     """
     kept = within(spaces[-1], rows)
     for space in spaces:
-        kept = [*kept, *(Row(program=p, name=_name(p)) for p in lacking(space, [*kept, *found]))]
+        kept = [*kept, *(Row(program=p, name=_name(p)) for p in lacking(space, [*kept, *known]))]
     return kept
 
 

@@ -117,10 +117,10 @@ def _started(module: str | None, config: str | None) -> str:
 
 
 def wrapped_engines(
-    engines: list[str] | None, given: Sequence[str] | None, wrap: str | None
+    engines: list[str] | None, options: Sequence[str] | None, wrap: str | None
 ) -> list[str] | None:
     """Return the names of engines with the options of --with and --wrap; raises UsageError for unreadable ones."""
-    if not given and not wrap:
+    if not options and not wrap:
         return engines
     if not engines:
         raise UsageError(
@@ -130,9 +130,9 @@ def wrapped_engines(
             hint="--engine NAME, whose options they are",
         )
     try:
-        _, named = parse(f"({', '.join(given or ())})")
+        _, named = parse(f"({', '.join(options or ())})")
     except ValueError as error:
-        got = " ".join(given or ())
+        got = " ".join(options or ())
         raise UsageError(
             "--with", expected="NAME=VALUE", got=got, hint=str(error).rpartition("; try ")[2]
         ) from error

@@ -170,11 +170,11 @@ def _recording(record: Any) -> Callable[..., None]:
 def _polling(query: Any, note: Callable[[CudaRaceWatch, Any], None]) -> Callable[[Any], bool]:
     """Record in the watch that an event or a stream has completed, after the host polled it."""
 
-    def query_(asked: Any) -> bool:
-        is_over = bool(query(asked))
+    def query_(event_or_stream: Any) -> bool:
+        is_over = bool(query(event_or_stream))
         watch = current_watch()
         if is_over and isinstance(watch, CudaRaceWatch):
-            note(watch, asked)
+            note(watch, event_or_stream)
         return is_over
 
     return query_
