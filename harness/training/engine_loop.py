@@ -26,8 +26,10 @@ from shardproof.harness.cases.training import (
     HANDED_OUT,
     HELD,
     INFINITE_NORM,
+    KNOWN,
     LOSS_SCALE,
     OF_ALL_RANKS,
+    RATES,
     LoopOrder,
     Training,
 )
@@ -313,7 +315,7 @@ class _Loop:
         else:
             load_shares(successor, state)
         if lacks_schedules:
-            self.schedules.begin_in(successor.built_optimizer())
+            self.loads.note(RATES, self.schedules.lacking(successor.built_optimizer()) or KNOWN)
         if fresh is not None and not freezes_first:
             self._freeze_again(step)
         with self.reading(step):

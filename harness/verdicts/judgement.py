@@ -12,6 +12,8 @@ from shardproof.harness.cases.training import (
     AS_HANDED_OUT,
     AS_HELD,
     HANDED_OUT,
+    KNOWN,
+    RATES,
     TAKEN,
     Training,
     Watch,
@@ -159,6 +161,8 @@ def _of_loads(training: Training) -> Iterator[Law]:
     for step in steps:
         yield Notes(subject=HANDED_OUT, value=AS_HELD, step=step)
         yield Notes(subject=TAKEN, value=AS_HANDED_OUT, step=step)
+    if resume is not None and resume.schedules_later:
+        yield Notes(subject=RATES, value=KNOWN, step=resume.after_steps)
 
 
 def _judge_damage(saved: SavedResult) -> Judgement:
