@@ -27,7 +27,7 @@ from shardproof.harness.cases.script import (
     with_gradients,
 )
 from shardproof.harness.cases.state_form import StateForm
-from shardproof.harness.cases.training import AS_HELD, HANDED_OUT, OF_ALL_RANKS, Training, loss_weight
+from shardproof.harness.cases.training import Training, loss_weight
 from shardproof.harness.cases.units import shares_of
 from shardproof.harness.records.observation import Fact
 from shardproof.harness.torch_compat.dtypes import bytes_of
@@ -38,7 +38,6 @@ from shardproof.harness.training.handover import state_of, write_files
 from shardproof.harness.training.loss_scale import overflowing
 from shardproof.harness.training.reads import read_shards
 from shardproof.harness.training.watches import Watches
-from shardproof.harness.training.whole_state import digests_of
 from shardproof.harness.worlds.rank import RankContext
 
 _ASIDE = "aside"  # the folder of states that nothing loads
@@ -87,8 +86,8 @@ class EngineActor(Actor):
         self._lifetimes = None if watches is None else watches.lifetimes
         self._census = None if watches is None else watches.census
         self._probes = None if watches is None else watches.probes
-        # Compares a whole state with this rank's shards; returns the first difference in words.
-        self.difference_from: Callable[[dict[str, Any]], str] | None = None
+        # Compares a whole state that the model hands out with this rank's shards; returns notes of it.
+        self.handed_out: Callable[[dict[str, Any]], dict[str, str]] | None = None
         self.between: Callable[[], None] | None = None  # called before each forward after a backward
         self.is_at_rest = True  # whether every forward has had its backward; an evaluation's forward has none
         self._batches: dict[int, Batch] = {}
@@ -214,9 +213,9 @@ class EngineActor(Actor):
                 write_files(self._prepared, form, replace(self._context, folder=folder))
                 return
             state = state_of(self._prepared, form)
-        assert self.difference_from is not None
-        self.note(HANDED_OUT, self.difference_from(state) or AS_HELD)
-        self.note(OF_ALL_RANKS, digests_of(state))
+        assert self.handed_out is not None
+        for subject, value in self.handed_out(state).items():
+            self.note(subject, value)
 
     def overflow_in_one_piece(self) -> None:
         """Make one element of a reduced gradient infinite, on the last ranks to hold shares of gradients.

@@ -28,7 +28,6 @@ from shardproof.harness.cases.training import (
     INFINITE_NORM,
     KNOWN,
     LOSS_SCALE,
-    OF_ALL_RANKS,
     RATES,
     LoopOrder,
     Training,
@@ -72,7 +71,7 @@ from shardproof.harness.training.reads import (
     read_shards,
 )
 from shardproof.harness.training.watches import Watches, observing
-from shardproof.harness.training.whole_state import copied, digests_of, wipe
+from shardproof.harness.training.whole_state import copied, wipe
 from shardproof.harness.worlds.exception_outcome import kind_of, text_of
 from shardproof.harness.worlds.rank import RankContext
 
@@ -287,8 +286,7 @@ class _Loop:
         if in_files:
             write_files(self.prepared, form, self._context)
         if form is StateForm.WHOLE:
-            noted[HANDED_OUT] = self.loads.difference_from(self.prepared, state, step) or AS_HELD
-            noted[OF_ALL_RANKS] = digests_of(state)
+            noted = self.loads.handed_out(self.prepared, state, step)
             state = copied(state)  # as a file would hold it, whatever becomes of the model
         resume = self._training.resume
         if resume is not None and resume.undoes_a_step:
@@ -353,7 +351,7 @@ class _Loop:
         if self._probes is not None:
             self._probes.factor = 1.0 if scaled is None else scaled.scale
         actor = EngineActor(prepared, self._training, self._context, step, self._inputs, self._watches, scale)
-        actor.difference_from = partial(self.loads.difference_from, prepared, step=step)
+        actor.handed_out = partial(self.loads.handed_out, prepared, step=step)
         if goes_in_turn(self._training.script):
             actor.between = lambda: self._memory.take(
                 self.prepared, actor, CensusTime.BETWEEN, self.loads.num

@@ -15,8 +15,11 @@ from shardproof.engine.contract import OptimizerFactory, PreparedModel
 from shardproof.harness.cases.training import (
     AFTER_LOADING,
     AS_HANDED_OUT,
+    AS_HELD,
     BEFORE_LOADING,
+    HANDED_OUT,
     LOADED,
+    OF_ALL_RANKS,
     RANDOM,
     TAKEN,
     UNCHANGED,
@@ -25,7 +28,13 @@ from shardproof.harness.cases.training import (
 from shardproof.harness.records.observation import Fact
 from shardproof.harness.training.reads import calling
 from shardproof.harness.training.watches import Watches, observing
-from shardproof.harness.training.whole_state import changed, copied, difference_of_state, tensors_of
+from shardproof.harness.training.whole_state import (
+    changed,
+    copied,
+    difference_of_state,
+    digests_of,
+    tensors_of,
+)
 from shardproof.harness.worlds.rank import RankContext
 
 
@@ -92,6 +101,12 @@ class NotedLoads:
         """Return the first difference between a whole state and this rank's shards, by the model's own names."""
         with observing(self._context, self._watches, step):
             return difference_of_state(prepared, state, self._names_of_state)
+
+    def handed_out(self, prepared: PreparedModel, state: dict[str, Any], step: int) -> dict[str, str]:
+        """Return notes of a whole state that the model has handed out: what its rank holds else, and its digests."""
+        difference = self.difference_from(prepared, state, step)
+        with observing(self._context, self._watches, step):
+            return {HANDED_OUT: difference or AS_HELD, OF_ALL_RANKS: digests_of(state)}
 
     @cached_property
     def _names_of_state(self) -> frozenset[str]:
