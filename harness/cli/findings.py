@@ -19,17 +19,7 @@ from shardproof.harness.records.run import write_file
 from shardproof.harness.runner.exploration import Progress, ShrunkFailure
 from shardproof.harness.worlds.spec import WorldSpec
 
-KNOWN = tuple(
-    SUITES / "combinations" / f"{name}.txt"
-    for name in (
-        "found_units",
-        "found_wrapped",
-        "found_replicas",
-        "found_shares",
-        "found_cut",
-        "found_elsewhere",
-    )
-)
+KNOWN = tuple(sorted((SUITES / "combinations").glob("found_*.txt")))
 _FOUND = "found.txt"
 _SHOWN_BY_SCRIPTS = {
     "",
