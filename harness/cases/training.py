@@ -222,7 +222,9 @@ class Origin:
 
 HANDED_OUT = "a whole state that was handed out"  # the subject of the loop's note in the next step
 AS_HELD = "what the ranks hold"
-OF_ALL_RANKS = "its optimizer state"  # the subject of a note beside that one, which all ranks make alike
+OF_ALL_RANKS = (
+    "its parameters and optimizer state"  # the subject of a note beside that one, alike on all ranks
+)
 LOADED = "a state that was loaded"  # the subject of the loop's note in the next step
 UNCHANGED = "unchanged"
 TAKEN = "what the ranks hold once they have loaded a whole state"  # likewise
@@ -299,10 +301,9 @@ class Training:
         """The training of the earlier world, whose schedule has the steps that it took; None where there was none."""
         if self.origin is None:
             return None
-        plan = self.origin.plan or self.plan
         return replace(
             self,
-            plan=replace(plan, demands=plan.demands | self.origin.demands),
+            plan=self.origin.plan or self.plan,
             schedule=replace(self.schedule, steps=self.origin.steps, repeats=1),
             resume=None,
             origin=None,
@@ -344,6 +345,9 @@ class Training:
         if self.resume is not None and self.resume.plan is not None:
             later = replace(self.resume, plan=self._completed(self.resume.plan))
             object.__setattr__(self, "resume", later)
+        if self.origin is not None and self.origin.plan is not None:
+            earlier = replace(self.origin, plan=self._completed(self.origin.plan))
+            object.__setattr__(self, "origin", earlier)
         if self.schedule.scaling is not None and self.schedule.steps_in_backward:
             raise ValueError(
                 "Training: a loss scale needs a step after backward; leave steps_in_backward out"

@@ -298,11 +298,6 @@ class StepSchedules:
         for scheduler in self._made:
             scheduler.step()
 
-    def lacking(self, optimizer: torch.optim.Optimizer) -> str:
-        """Name the first group of a loaded optimizer without the rate at which it began, from which schedules go on."""
-        groups = enumerate(optimizer.param_groups if self._make is not None else ())
-        return next((f"group {n} without initial_lr" for n, group in groups if "initial_lr" not in group), "")
-
     def _scheduled(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = self._factory(params)
         assert self._make is not None

@@ -105,9 +105,9 @@ class Notes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandsOutOneState:
-    """Each rank hands out the same whole optimizer state, also of what other ranks hold: any rank may save it."""
+    """Each rank hands out the same parameters and optimizer state, also what other ranks hold: any rank may save it."""
 
-    name: str = "ranks hand out the same optimizer state"
+    name: str = "ranks hand out the same whole state"
 
     def judge(self, evidence: Evidence) -> Ruling:
         handed: dict[int, list[list[str]]] = {}

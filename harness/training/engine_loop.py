@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
@@ -26,9 +26,7 @@ from shardproof.harness.cases.training import (
     HANDED_OUT,
     HELD,
     INFINITE_NORM,
-    KNOWN,
     LOSS_SCALE,
-    RATES,
     LoopOrder,
     Training,
 )
@@ -229,11 +227,9 @@ class _Loop:
         written = {name: shard for name, shard in shards.items() if name in self._written}
         return read_shards(self.prepared, "local_buffers") | written
 
-    @contextmanager
-    def reading(self, step: int = -1) -> Iterator[None]:
-        """Observe in this context: label the calls, and exclude reads from the census."""
-        with observing(self._context, self._watches, step):
-            yield
+    def reading(self, step: int = -1) -> AbstractContextManager[None]:
+        """Return a context in which the engine is observed."""
+        return observing(self._context, self._watches, step)
 
     def scale_losses(self) -> None:
         """Create a gradient scaler for the current model, with the previous scaler's state, if the schedule has one."""
@@ -313,7 +309,7 @@ class _Loop:
         else:
             load_shares(successor, state)
         if lacks_schedules:
-            self.loads.note(RATES, self.schedules.lacking(successor.built_optimizer()) or KNOWN)
+            self.loads.note_rates(successor)
         if fresh is not None and not freezes_first:
             self._freeze_again(step)
         with self.reading(step):

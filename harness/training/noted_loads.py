@@ -18,15 +18,18 @@ from shardproof.harness.cases.training import (
     AS_HELD,
     BEFORE_LOADING,
     HANDED_OUT,
+    KNOWN,
     LOADED,
     OF_ALL_RANKS,
     RANDOM,
+    RATES,
     TAKEN,
     UNCHANGED,
     Training,
 )
+from shardproof.harness.cases.user_model import written_by_forward
 from shardproof.harness.records.observation import Fact
-from shardproof.harness.training.reads import calling
+from shardproof.harness.training.reads import calling, read_shards
 from shardproof.harness.training.watches import Watches, observing
 from shardproof.harness.training.whole_state import (
     changed,
@@ -106,7 +109,16 @@ class NotedLoads:
         """Return notes of a whole state that the model has handed out: what its rank holds else, and its digests."""
         difference = self.difference_from(prepared, state, step)
         with observing(self._context, self._watches, step):
-            return {HANDED_OUT: difference or AS_HELD, OF_ALL_RANKS: digests_of(state)}
+            alike = read_shards(prepared, "local_parameters").keys() - written_by_forward(
+                self._training.problem
+            )
+            return {HANDED_OUT: difference or AS_HELD, OF_ALL_RANKS: digests_of(state, alike)}
+
+    def note_rates(self, prepared: PreparedModel) -> None:
+        """Note whether each group of a loaded optimizer has the rate at which it began, from which schedules go on."""
+        groups = enumerate(prepared.built_optimizer().param_groups)
+        lacking = (f"group {n} without initial_lr" for n, group in groups if "initial_lr" not in group)
+        self.note(RATES, next(lacking, KNOWN))
 
     @cached_property
     def _names_of_state(self) -> frozenset[str]:

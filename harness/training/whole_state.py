@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardproof.engine.contract import PreparedModel, Shard, shard_of
-from shardproof.harness.torch_compat.dtypes import dense
+from shardproof.harness.torch_compat.dtypes import bytes_of, dense
 from shardproof.harness.training.reads import read_shards
 
 
@@ -106,15 +106,17 @@ def _difference(what: str, shard: Shard, whole: Any) -> Iterator[str]:
         yield f"{what} has other values"
 
 
-def digests_of(state: dict[str, Any]) -> str:
-    """Return a word for each tensor of the optimizer's state: its path, and a digest of its shape and values."""
-    tensors = tensors_of(state["optimizer"]["state"])
-    return " ".join(f"{path}={_digest(tensors[path].cpu())}" for path in sorted(tensors))
+def digests_of(state: dict[str, Any], parameters: Collection[str]) -> str:
+    """Return a word for each tensor of the optimizer's state, and of these parameters: its path, and a digest."""
+    model = {name: value for name, value in state["model"].items() if name in parameters}
+    tensors = tensors_of(model, "model") | tensors_of(state["optimizer"]["state"], "optimizer")
+    return " ".join(f"{path}={_digest(tensors[path])}" for path in sorted(tensors))
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    values = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(repr(tuple(tensor.shape)).encode() + values).hexdigest()[:8]
+    seen = hashlib.sha256(repr(tuple(tensor.shape)).encode())
+    seen.update(bytes_of(tensor))
+    return seen.hexdigest()[:8]
 
 
 def wipe(prepared: PreparedModel) -> None:

@@ -72,5 +72,5 @@ def _resumed(problem: Problem, optimizer: NamedOptimizer, **asked: Any) -> Train
     """Make a training that goes on in a fresh model, by the same plan, after some steps; it loads, then schedules."""
     schedule = Schedule(steps=STEPS_BEFORE + 2)
     training = train(problem, optimizer, schedule=schedule, **asked)
-    resume = Resume(after_steps=STEPS_BEFORE, plan=training.plan, form=OWN, schedules_later=True)
-    return replace(training, resume=resume)
+    resume = Resume(after_steps=STEPS_BEFORE, plan=training.plan, form=OWN)
+    return replace(training, resume=replace(resume, schedules_later=isinstance(optimizer, Scheduled)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from shardproof.engine.contract import PreparedModel
-from shardproof.harness.training.whole_state import difference_of_state
+from shardproof.harness.training.whole_state import difference_of_state, digests_of
 
 
 def trained() -> tuple[PreparedModel, dict[str, Any]]:
@@ -52,6 +53,28 @@ def test_zeros_may_be_made_before_the_first_gradient_as_well_as_with_it() -> Non
 
 def test_other_values_that_the_state_lacks_are_a_difference() -> None:
     assert "optimizer: 'unused.weight/momentum_buffer'" in difference(*momentum_of_unused(0.5))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state["model"]["used.bias"], ["model['used.bias']"]),
+        (
+            lambda state: state["optimizer"]["state"][0]["momentum_buffer"],
+            ["optimizer[0]['momentum_buffer']"],
+        ),
+        (lambda state: state["model"]["unused.bias"], []),
+    ],
+    ids=["parameter", "state", "not_asked"],
+)
+def test_digests_tell_which_tensor_has_other_values(
+    change: Callable[[dict[str, Any]], torch.Tensor], words: list[str]
+) -> None:
+    _, state = trained()
+    before = set(digests_of(state, {"used.weight", "used.bias"}).split())
+    change(state)[-1] += 1
+    after = digests_of(state, {"used.weight", "used.bias"}).split()
+    assert [word.partition("=")[0] for word in after if word not in before] == words
 
 
 @pytest.mark.parametrize("value", [0.0, 0.5])
