@@ -126,7 +126,7 @@ class PreparedComposable(PreparedModel):
         super().step()
         if Capability.STEP_EVENT in self.plan.demands:
             device = next(self.module.parameters()).device
-            # Not torch.Event, which does not support the CPU. Any: torch has a type of event for each device.
+            # Not torch.Event, which does not support the CPU in 2.13. Any: torch has a type of event for each device.
             event: Any = torch.get_device_module(device.type).Event()
             event.record()
             self._root().set_post_optim_event(event)

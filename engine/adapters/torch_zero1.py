@@ -13,7 +13,7 @@ from shardproof.engine.consolidation import consolidated_state
 from shardproof.engine.contract import Capability, Copies, Cut, OptimizerFactory, Shard, shard_of
 
 with warnings.catch_warnings():
-    # torch deprecates a decorator that its own optimizers use.
+    # torch 2.13 deprecates a decorator that its own optimizers use.
     warnings.filterwarnings("ignore", message=r".torch\.jit\.", category=DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer
 

@@ -38,7 +38,7 @@ class Seeds:
         self._uses[microbatch] += 1
         place = repr((*self._place, microbatch, self._uses[microbatch]))
         seed = int.from_bytes(hashlib.sha256(place.encode()).digest()[:6], "big")
-        # Not torch.manual_seed: it queues a call, with its stack, for each kind of device that is absent.
+        # Not torch.manual_seed: as of 2.13 it queues a call, with its stack, for each kind of device that is absent.
         torch.default_generator.manual_seed(seed)
         seed_device(device, seed)
 

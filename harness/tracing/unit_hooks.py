@@ -90,7 +90,7 @@ class ComputeDtypes:
 
         def look(unit: str) -> None:
             for module, name in own[unit]:
-                # Not by `getattr`, which may compute: FSDP1 shows plain attributes while a unit is gathered.
+                # Not by `getattr`, which may compute: FSDP1 (2.13) shows plain attributes while a unit is gathered.
                 tensor = module._parameters.get(name, module.__dict__.get(name))
                 if tensor is not None and tensor.is_floating_point():
                     kind = tensor.device.type

@@ -162,7 +162,7 @@ def explained(
 ) -> Explained:
     """Add up what a rank may hold, with this many bytes of optimizer state; see [Note: what a layout explains]."""
     shares = shares_of(training.plan, world_size)
-    # FSDP1 keeps such units whole from one microbatch to the next.
+    # FSDP1 of torch 2.13 keeps such units whole from one microbatch to the next.
     keeps_units = gradients is not HeldGradients.SHARES and training.plan.reshard is Reshard.KEEP
     dtype, reduced = training.convert, training.plan.reduction_dtype
     widths = [dtype.itemsize if dtype else group.bytes_per_element for group in form.groups]

@@ -45,7 +45,7 @@ def _differences(prepared: PreparedModel, state: dict[str, Any], names: Collecti
     for place, shard in shards.items():
         name, _, key = place.rpartition("/")
         if not shard.global_shape and name in parameters and not parameters[name].tensor.numel():
-            continue  # a count of steps, which FSDP1's ranks do not take for what they hold no element of
+            continue  # a count of steps, which ranks of FSDP1 (2.13) do not take for what they hold no element of
         whole = by_name.get(name, {}).get(key)
         # Zeros may be made before the first step as well as in it.
         if name in by_name or shard.tensor.any():

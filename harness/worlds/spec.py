@@ -143,7 +143,8 @@ OWN_PROCESSES = Sizes(
     allows=lambda size: True,
     kinds=frozenset({WorldKind.PROCESSES, WorldKind.LAUNCHED}),
 )
-# For laws that count live memory: gloo's own threads may hold a work, and its tensors, after the engine released it.
+# For laws that count live memory: gloo's own threads (torch 2.13) may hold a work, and its tensors, after the engine
+# released it.
 TOGETHER = Sizes(
     name="several ranks that share a process",
     allows=lambda size: size > 1,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardproof import Training, UnitParameters, UserModel, groups_of
+from shardproof.harness.cases.units import FLAT_ALIGNMENT_BYTES
 from shardproof.suites.closed_forms import ClosedForm
 
-_ALIGNMENT_BYTES = 16  # the alignment of flat parameters
 Groups = tuple[UnitParameters, ...]
 
 
@@ -38,7 +38,7 @@ def _bytes(groups: Groups, size: int) -> int:
 
 def _padded(groups: Groups, size: int) -> int:
     """Pad rows to the world, and align each parameter: engines do one of the two."""
-    return sum(group.padded_bytes(size) + len(group.names) * _ALIGNMENT_BYTES for group in groups)
+    return sum(group.padded_bytes(size) + len(group.names) * FLAT_ALIGNMENT_BYTES for group in groups)
 
 
 def _aligned(groups: Groups, size: int) -> int:

@@ -364,6 +364,6 @@ def _add_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         parameter.grad.add_(gradient)
     elif gradient.dtype == parameter.dtype:
         parameter.grad = gradient
-    else:  # autograd requires a gradient of the parameter's dtype; .data accepts any other
+    else:  # autograd (2.13) requires a gradient of the parameter's dtype; .data accepts any other
         parameter.grad = torch.empty_like(parameter)
         parameter.grad.data = gradient

@@ -137,7 +137,7 @@ class _Kernel:
         observers.handed_over()
         if not self._schema.returns_work or inner is None:
             observers.waits(is_over=True)
-            return result  # nccl returns no work of a synchronous call, but its tensors
+            return result  # of a synchronous call nccl returns tensors alone (torch 2.11)
         outputs = [tensor for piece in call.outputs for tensor in piece]
         boxed = self._works.watch(inner, observers, _valuer(self._interceptor, call.device), outputs).boxed()
         return boxed if self._schema.returned is None else (arguments[self._schema.returned], boxed)

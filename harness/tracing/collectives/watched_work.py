@@ -48,7 +48,7 @@ class WatchedWork(dist.Work):
         outputs: Sequence[torch.Tensor],
     ) -> None:
         super().__init__()
-        # C++ may read single-element results of a completed work after Python has released it, as DDP's join does.
+        # C++ may read single-element results of a completed work after Python has released it, as DDP's join in 2.13.
         self._numbers = [*outputs] if sum(t.numel() for t in outputs) == 1 else None
         self._inner = inner
         self._observer = observer

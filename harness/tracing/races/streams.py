@@ -243,11 +243,11 @@ def _replacements(device_type: str) -> Iterator[tuple[Any, str, Any]]:
     yield module, "synchronize", _synchronizing(module.synchronize)
     if device_type != "cpu":
         yield torch.Tensor, "record_stream", record_stream_of(torch.Tensor.record_stream)
-    # Not Tensor.record_stream: it raises for a CPU stream, with a watch as well.
+    # Not Tensor.record_stream: in torch 2.13 it raises for a CPU stream, with a watch as well.
     for holder, name in guards_of_record_stream() if device_type == "cpu" else ():
         yield holder, name, record_stream_of(vars(holder)[name])
-    # If it has an event to wait for, FSDP2 asks for the accelerator's stream where it should ask for its device's. All
-    # ranks of a process are on one kind of device, so on a CPU too, even if the machine has an accelerator.
+    # If it has an event to wait for, FSDP2 of torch 2.13 asks for the accelerator's stream where it should ask for its
+    # device's. All ranks of a process are on one kind of device, so on a CPU too, even if the machine has another.
     generic = _current_stream_of(GenericStream, torch.accelerator.current_stream)
     yield torch.accelerator, "current_stream", generic
 

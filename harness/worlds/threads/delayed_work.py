@@ -147,7 +147,7 @@ class DelayedWork(dist.Work):
         return self.source_rank()
 
 
-# A step of the user's that torch compiles reaches it through C++: its checks of memory cannot be traced.
+# A step of the user's that torch (2.13) compiles reaches it through C++: its checks of memory cannot be traced.
 hide_from_dynamo(DelayedWork.wait)
 
 
