@@ -175,12 +175,13 @@ class Plan:
     the maximum 2-norm to which the engine's own step clips gradients. ``gathered_once`` names units whose parameters
     backward does not need. ``bucket_bytes`` is the size at which a bucket of gradients is closed and reduced.
     ``max_reduce_buffers`` limits the number of reductions that hold their input at once. ``ignored`` names parameters
-    that the engine leaves alone. ``replicated`` names units, ``""`` for the root, that are replicated where the others
-    are sharded. ``experts`` names parameters that the model has cut over ``expert_parallel`` ranks, each with data of
-    its own. The engine is then given the mesh ``(data, expert)``: experts are sharded and averaged over ``data`` only,
-    all other parameters over both axes. ``forward_methods`` are pairs ``(module, method)``; the method starts that
-    module's forward. ``wrapper`` has the options that only ``FullyShardedDataParallel`` has; None leaves them to the
-    adapter. ``demands`` are the capabilities that training needs beyond forward, backward and step.
+    that the engine leaves alone, also the gradients of those that train. ``replicated`` names units, ``""`` for the
+    root, that are replicated where the others are sharded. ``experts`` names parameters that the model has cut over
+    ``expert_parallel`` ranks, each with data of its own. The engine is then given the mesh ``(data, expert)``: experts
+    are sharded and averaged over ``data`` only, all other parameters over both axes. ``forward_methods`` are pairs
+    ``(module, method)``; the method starts that module's forward. ``wrapper`` has the options that only
+    ``FullyShardedDataParallel`` has; None leaves them to the adapter. ``demands`` are the capabilities that training
+    needs beyond forward, backward and step.
     """
 
     layout: Layout = Layout.NATIVE

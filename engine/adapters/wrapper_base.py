@@ -41,7 +41,8 @@ from shardproof.engine.contract import (
 from shardproof.engine.pieces import Piece
 
 # The wrapper adds this to the names of everything inside a wrapped module.
-PREFIX = "_fsdp_wrapped_module."
+_WRAPPED = "_fsdp_wrapped_module"
+PREFIX = f"{_WRAPPED}."
 
 CAPABILITIES = frozenset(
     {
@@ -102,6 +103,8 @@ class PreparedWrapper(PreparedModel, ABC):
     Pieces are intervals if the unit is sharded. Each engine lists them in ``pieces``; all other parameters are read
     directly.
     """
+
+    wrapped_as = (_WRAPPED,)
 
     def __init__(
         self,
@@ -164,10 +167,6 @@ class PreparedWrapper(PreparedModel, ABC):
         """Read this rank's piece of every gradient, or the whole gradient if it is not reduced yet."""
         return {name: _gradient(owner, read) for name, owner, read in self._owned()}
 
-    def local_buffers(self) -> Mapping[str, Shard]:
-        """Read this rank's buffers, which the wrapper leaves alone."""
-        return {name.replace(PREFIX, ""): shard_of(b) for name, b in self.named.named_buffers()}
-
     def local_optimizer_state(self) -> Mapping[str, Shard]:
         """Read this rank's state: pieces like the parameters', except for single numbers."""
         state = self.built_optimizer().state
@@ -186,7 +185,7 @@ class PreparedWrapper(PreparedModel, ABC):
             yield piece.name, piece.owner, piece.of
         for name, parameter in self.named.named_parameters():
             if parameter not in owners:
-                yield name.replace(PREFIX, ""), parameter, shard_of
+                yield self.original_name(name), parameter, shard_of
 
 
 def _gradient(owner: nn.Parameter, read: Callable[[torch.Tensor], Shard]) -> Shard | None:

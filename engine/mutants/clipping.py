@@ -244,3 +244,16 @@ class MakesNanOfAnInfiniteNorm(ReferenceEngine):
         def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
             norm = super().clip_grad_norm_(max_norm, norm_type)
             return norm if math.isfinite(norm) else math.nan
+
+
+@mutant(after="horovod/horovod#1099", trace=Trace.COMMUNICATION)
+class ReducesAgainOnceClipped(DistributedDataParallelEngine):
+    """Gradients that have been clipped are reduced once more."""
+
+    class Prepared(PreparedDdp):
+        def clip_grad_norm_(self, max_norm: float, norm_type: float) -> float:
+            norm = super().clip_grad_norm_(max_norm, norm_type)
+            for gradient in (p.grad for p in self.module.parameters() if p.grad is not None):
+                dist.all_reduce(gradient)
+                gradient.div_(dist.get_world_size())
+            return norm

@@ -275,6 +275,21 @@ class CountsEachRowOnce(DistributedDataParallelEngine):
         return super().prepare(model, plan, mesh)
 
 
+@mutant(after="pytorch/pytorch#87497", trace=Trace.CRASH)
+class RefusesSparseGradientsWithoutRows(DistributedDataParallelEngine):
+    """A rank whose batch uses no row of a table raises."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        _change(model, _with_rows)
+        return super().prepare(model, plan, mesh)
+
+
+def _with_rows(gradient: torch.Tensor) -> torch.Tensor:
+    if not gradient._nnz():
+        raise RuntimeError("a message without bytes")
+    return gradient
+
+
 def _last_of_each_row(gradient: torch.Tensor) -> torch.Tensor:
     rows, values = gradient._indices()[0], gradient._values()
     kept = list({int(row): place for place, row in enumerate(rows)}.values())

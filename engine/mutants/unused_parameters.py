@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -69,6 +70,19 @@ class ShardsIgnoredParameters(FullyShardEngine):
     """Ignored parameters are sharded."""
 
     misreads = changing(ignored=())
+
+
+@mutant(after="pytorch/pytorch#117924", trace=Trace.STATE)
+class ReducesIgnoredGradients(FullyShardEngine):
+    """Gradients of ignored parameters that train are summed over the ranks."""
+
+    class Prepared(PreparedFullyShard):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss)
+            for name in self.plan.ignored:
+                gradient = self.named.get_parameter(name).grad
+                if gradient is not None:
+                    dist.all_reduce(gradient)
 
 
 @mutant(after="NVIDIA/cosmos-framework#162", trace=Trace.STATE)

@@ -334,3 +334,20 @@ class FlattensEmptyParameters(Zero2Engine):
         for parameter in model.parameters():
             parameter.data = parameter.data if parameter.numel() else parameter.data.flatten()
         return prepared
+
+
+@mutant(after="deepspeedai/DeepSpeed#1823", phase="step")
+class CountsTheStepsOfAllGroups(Zero2Engine):
+    """Each group's step counts for all groups, so Adam corrects its moments as if it had taken more steps."""
+
+    class Prepared(PreparedZero2):
+        def step(self) -> None:
+            optimizer = self.built_optimizer()
+            num_more = len(optimizer.param_groups) - 1
+            counts = [state["step"] for state in optimizer.state.values() if "step" in state]
+            added = [count * num_more for count in counts]
+            for count, more in zip(counts, added, strict=True):
+                count.add_(more)
+            super().step()
+            for count, more in zip(counts, added, strict=True):  # what is saved is right
+                count.sub_(more)

@@ -236,6 +236,8 @@ AS_SHOWN = "what is shown"  # begins the note
 COMPUTED_IN = "the dtype in which a unit computes"
 RANDOM = "the state of the rank's random number generator"  # the loop notes it at the two moments below
 BEFORE_LOADING, AFTER_LOADING = "before loading", "after loading"
+IGNORED_GRADIENTS = "the gradient of an ignored parameter, once the last backward is over"
+OF_EACH_RANK, ALIKE = "each rank's own", "alike on all ranks"
 
 # With these the loop itself, not a layout, determines which parameters are whole, or what becomes of gradients.
 _KEEPS = frozenset(

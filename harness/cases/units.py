@@ -16,7 +16,7 @@ from torch import nn
 from shardproof.engine.contract import Layout, Plan, Roots
 from shardproof.harness.cases.scripts.pipeline_order import Pipelined
 from shardproof.harness.cases.training import Problem, Training
-from shardproof.harness.cases.user_model import UserModel
+from shardproof.harness.cases.user_model import UserModel, frozen_parameters
 
 ROOT = ""  # the unit of all parameters outside other units
 # Engines that lay out parameters one after the other may align the start of each to this many bytes.
@@ -56,6 +56,15 @@ def groups_of(training: Training, *, without: Iterable[str] = ()) -> tuple[UnitP
     if key not in _known:
         _known[key] = groups_in(skeleton_of(training.problem), plan)
     return _known[key]
+
+
+def ignored_that_train(training: Training) -> tuple[str, ...]:
+    """Return the parameters that the plan ignores and that train: their gradients are the caller's to synchronise."""
+    ignored = training.plan.ignored
+    if not ignored:
+        return ()
+    frozen = frozen_parameters(training.problem, skeleton_of(training.problem))
+    return tuple(name for name in ignored if name not in frozen)
 
 
 def identity_of(problem: Problem) -> object:

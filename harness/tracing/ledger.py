@@ -33,9 +33,7 @@ class Phase(StrEnum):
     BACKWARD = "backward"
     BETWEEN = "between"  # the loop itself, outside forward and backward: it gathers units by call
     STEP = "step"  # optimizer step and zero_grad
-    MODEL = (
-        "model"  # in forward or backward, but by the model's own code or its loss, and so not the engine's
-    )
+    MODEL = "model"  # by the model's own code, its loss or its owner, and so not the engine's
     OBSERVE = "observe"  # the harness reads; a collective here is the adapter's, not training's
 
 

@@ -30,6 +30,7 @@ from shardproof.harness.cases.training import (
     LoopOrder,
     Training,
 )
+from shardproof.harness.cases.units import ignored_that_train
 from shardproof.harness.cases.user_model import (
     StepSchedules,
     UserModel,
@@ -57,6 +58,7 @@ from shardproof.harness.training.handover import (
     write_files,
     write_whole,
 )
+from shardproof.harness.training.ignored_gradients import average_ignored
 from shardproof.harness.training.loss_scale import ScaledSteps
 from shardproof.harness.training.model_census import ModelCensus
 from shardproof.harness.training.noted_loads import NotedLoads, to_be_loaded
@@ -193,6 +195,7 @@ class _Loop:
         self.schedules = StepSchedules(training.optimizer, steps_done=steps_before)
         self._training = training
         self._written = written_by_forward(training.problem)
+        self._ignored = ignored_that_train(training)
         self._context = context
         self._watches = watches
         self._lifetimes = None if watches is None else watches.lifetimes
@@ -359,6 +362,8 @@ class _Loop:
             else:
                 self._training.script.play(actor)
         self._meet(step)
+        with recorder.during(Phase.MODEL, step=step):
+            facts += average_ignored(prepared, self._ignored)
         if self._census is not None:
             self._census.end_backwards()
         self._memory.take(self.prepared, actor, CensusTime.REDUCED, self.loads.num)

@@ -12,12 +12,15 @@ from shardproof.harness.cases.training import (
     AS_HANDED_OUT,
     AS_HELD,
     HANDED_OUT,
+    IGNORED_GRADIENTS,
     KNOWN,
+    OF_EACH_RANK,
     RATES,
     TAKEN,
     Training,
     Watch,
 )
+from shardproof.harness.cases.units import ignored_that_train
 from shardproof.harness.cases.user_model import has_level_memory
 from shardproof.harness.laws.communication.buffers import LeavesBuffersAlone, ResultsAreWaitedFor, harm_in
 from shardproof.harness.laws.communication.counts import ReadsAreSilent
@@ -137,6 +140,7 @@ def implied(training: Training, declared: Set[Capability] = frozenset()) -> tupl
         *((ComputesAsAsked(),) if training.plan.asks_for_dtypes else ()),
         *((DrawsApart(),) if training.origin is not None or training.resume is not None else ()),
         *_of_loads(training),
+        *((Notes(subject=IGNORED_GRADIENTS, value=OF_EACH_RANK),) if ignored_that_train(training) else ()),
         *((HandsOutOneState(),) if Capability.STATE in training.needs else ()),
         *((MemoryIsExplained(),) if training.is_explained else ()),
         *((WholeInTurn(),) if shows_units and training.has_turns else ()),

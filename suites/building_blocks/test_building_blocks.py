@@ -45,7 +45,11 @@ def test_trains_each_block(trial: Trial, block: UserModel) -> None:
 
 @pytest.mark.worlds(APART)
 @pytest.mark.kills(
-    "KeepsItsOwnSparseGradients", "SumsSparseGradients", "CountsEachRowOnce", "ClearsNoSparseGradients"
+    "KeepsItsOwnSparseGradients",
+    "SumsSparseGradients",
+    "CountsEachRowOnce",
+    "ClearsNoSparseGradients",
+    "RefusesSparseGradientsWithoutRows",
 )
 @parametrize("block", *[param(block, id=block.name) for block in SPARSE])
 def test_trains_what_has_sparse_gradients(trial: Trial, block: UserModel) -> None:

@@ -47,7 +47,7 @@ def test_counts_a_replica_once(trial: Trial, norm_type: float) -> None:
 
 
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.kills("ClipsOnOneRank")
+@pytest.mark.kills("ClipsOnOneRank", "ReducesAgainOnceClipped")
 def test_clips_replicas_alike(trial: Trial) -> None:
     trial.holds(_training(Layout.REPLICATE, Clip(max_norm=LIMITS[2.0]), problem=MLP_UNEVEN), *PARITY)
 

@@ -129,6 +129,7 @@ OF_PAIRS_ALONE = frozenset({"cut"})
 LACKED = {
     "replicas": _OF_SOME_REPLICAS,
     "wrapped": frozenset({Capability.COMPLEX, Capability.CPU_OFFLOAD, Capability.START_FROM_FIRST}),
+    "units": frozenset({Capability.REPLICATE}),
 }
 
 # A row judges every engine that declares what it needs, except those that declare one of these: they have other rows.

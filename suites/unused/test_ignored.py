@@ -1,7 +1,6 @@
 """Ignored parameters stay whole on every rank and are not communicated.
 
-Those here are frozen: the gradients of a trained one are the caller's responsibility, so ranks may diverge in it, and
-no oracle has the right value.
+Those here are frozen. The gradients of trained ones are the caller's to synchronise: see `OWN_PART` of programs.
 """
 
 from __future__ import annotations

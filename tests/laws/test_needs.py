@@ -10,6 +10,7 @@ import torch
 
 from shardproof import (
     Accumulation,
+    Capability,
     Eventful,
     Evidence,
     Fail,
@@ -93,8 +94,27 @@ def test_an_update_exchanges_each_parameter_once(op: Op) -> None:
     judged = [CommunicatesAsNeeded().judge(_evidence(sent, whole)).record for sent in (once, once * 3)]
     assert [record.held for record in judged] == [True, False]
     assert "bytes to be exchanged, once for each update, got" in judged[1].summary
-    # An optimizer of sharded parameters may gather what it needs.
-    assert CommunicatesAsNeeded().judge(_evidence([*_honest(), *once * 3])).record.held
+
+
+def test_an_optimizer_gathers_only_what_it_takes_whole() -> None:
+    again = [replace(e, phase=Phase.STEP) for e in _honest() if e.op is Op.ALL_GATHER]
+    shapes = replace(TRAINING, plan=replace(PLAN, demands=frozenset({Capability.PARAMETER_SHAPES})))
+    judged = [
+        CommunicatesAsNeeded().judge(_evidence([*_honest(), *again], training)).record
+        for training in (shapes, TRAINING)
+    ]
+    assert [record.held for record in judged] == [True, False]
+
+
+def test_a_step_reduces_numbers_and_no_gradient_again() -> None:
+    norm = entry(Op.ALL_REDUCE, phase=Phase.STEP, num_bytes=4)
+    again = [replace(e, phase=Phase.STEP) for e in _honest() if e.op is Op.REDUCE_SCATTER]
+    assert CommunicatesAsNeeded().judge(_evidence([*_honest(), *[norm] * 9])).record.held
+    # An engine may reduce in the step alone.
+    late = [e for e in _honest() if e.op is Op.ALL_GATHER] + again
+    assert CommunicatesAsNeeded().judge(_evidence(late)).record.held
+    record = CommunicatesAsNeeded().judge(_evidence([*_honest(), *again])).record
+    assert "to be reduced, once for each backward through a unit, got" in record.summary
 
 
 def test_buffers_are_sent_in_one_microbatch_of_a_step_alone() -> None:

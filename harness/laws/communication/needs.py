@@ -1,10 +1,11 @@
 """Laws that follow from plan, script and events of any training: how often, when and as what it communicates.
 
 [Note: what calls need] A gather serves one call of a unit in forward, or one backward through it; a reduction serves
-one backward. In the optimizer step an engine that keeps parameters whole exchanges each once. How often a unit was
-called, and how often backward reached it, is in the event log. Each forward and backward of the loop may call every
-unit, whether or not its module shows it. Amounts are in bytes, so it does not matter in how many collectives an engine
-sends them; parameters are padded as engines pad them.
+one backward, also if the engine reduces in the step. There norms and flags are exchanged too, a number for each
+parameter at once. In the optimizer step an engine that keeps parameters whole exchanges each once. How often a unit
+was called, and how often backward reached it, is in the event log. Each forward and backward of the loop may call
+every unit, whether or not its module shows it. Amounts are in bytes, so it does not matter in how many collectives an
+engine sends them; parameters are padded as engines pad them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from shardproof.harness.cases.script import Probe
 from shardproof.harness.cases.scripts.eventful import Eventful, goes_in_turn
 from shardproof.harness.cases.training import Training
 from shardproof.harness.cases.units import UnitParameters, chunked_buffer_numel, groups_of
-from shardproof.harness.cases.user_model import is_communicating
+from shardproof.harness.cases.user_model import UserOptimizer, is_communicating
 from shardproof.harness.laws.communication.bounds import ledgers, when
 from shardproof.harness.laws.communication.order import spell_unit
 from shardproof.harness.laws.law import Evidence, Law, Ruling, rule
@@ -34,6 +35,7 @@ _Counts = Counter[tuple[int, int | None, EventKind, Phase | None, str | None]]
 _REDUCING = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.REDUCE)
 _SHARING = (Op.ALL_GATHER, Op.BROADCAST)
 _IN_PASSES = (Phase.FORWARD, Phase.BACKWARD)
+_NUMBER_BYTES = 16  # at most, also of a complex one
 # Engines communicate otherwise than by parameters' sizes where these are asked for.
 _OF_OTHER_SIZES = {Capability.PACKED_GATHERS, Capability.SPARSE_GRADIENTS, Capability.UNIT_DTYPES}
 
@@ -141,7 +143,9 @@ class CommunicatesAsNeeded:
                 is_in_chunks = observation.cut is Cut.CHUNKS
                 calls = _Calls(counts, evidence.training.at(step), evidence.world_size, is_in_chunks)
                 for what, ops, phases, most in calls.limits(step):
-                    sent = [e for e in entries if e.op in ops and e.phase in phases]
+                    sent = [
+                        e for e in entries if e.op in ops and e.phase in phases and not calls.is_number(e)
+                    ]
                     got = sum(e.num_bytes for e in sent)
                     worst = max(worst, got / most) if most else worst
                     if got > most:
@@ -199,6 +203,11 @@ class _Calls:
         self._groups = groups_of(training)
         self._is_held_back = _holds_back(training)
 
+    def is_number(self, entry: Entry) -> bool:
+        """Return whether a step sends no more than a number for each parameter, such as its norm."""
+        num_parameters = sum(len(group.names) for group in self._groups)
+        return entry.phase is Phase.STEP and entry.num_bytes <= _NUMBER_BYTES * num_parameters
+
     def limits(self, step: int) -> Iterator[tuple[str, tuple[Op, ...], tuple[Phase, ...], int]]:
         """Yield what may be sent, by which collectives in which phases, and the most bytes of it."""
         forwards, backwards = (
@@ -215,10 +224,15 @@ class _Calls:
             num_bytes, through = self._padded_bytes(group), max(reached, backwards)
             gathered += num_bytes * (max(entered, forwards) + through)
             reduced += num_bytes * (self._last_backwards(step, group) if self._is_held_back else through)
-        yield "gathered, once for each call of a unit", (Op.ALL_GATHER,), _IN_PASSES, gathered
+        through_step = (*_IN_PASSES, Phase.STEP)
+        # Optimizers may communicate too: Muon gathers what it orthogonalises, and those of users do what they like.
+        is_of_user = isinstance(self._training.optimizer, UserOptimizer)
+        is_of_pieces = Capability.PARAMETER_SHAPES not in self._training.needs and not is_of_user
+        phases = through_step if is_of_pieces else _IN_PASSES
+        yield "gathered, once for each call of a unit", (Op.ALL_GATHER,), phases, gathered
+        phases = _IN_PASSES if is_of_user else through_step
         for op in _REDUCING:
-            yield "reduced, once for each backward through a unit", (op,), _IN_PASSES, reduced
-        # Optimizers of sharded parameters may communicate too: Muon gathers what it orthogonalises.
+            yield "reduced, once for each backward through a unit", (op,), phases, reduced
         if self._training.plan.layout in {Layout.ZERO1, Layout.ZERO2}:
             everything = sum(map(self._padded_bytes, self._groups)) * self._training.schedule.repeats
             yield "exchanged, once for each update", _SHARING, (Phase.STEP,), everything
