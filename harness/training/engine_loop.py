@@ -362,8 +362,9 @@ class _Loop:
             else:
                 self._training.script.play(actor)
         self._meet(step)
-        with recorder.during(Phase.MODEL, step=step):
-            facts += average_ignored(prepared, self._ignored)
+        if self._ignored:
+            with recorder.during(Phase.MODEL, step=step):
+                facts += average_ignored(prepared, self._ignored)
         if self._census is not None:
             self._census.end_backwards()
         self._memory.take(self.prepared, actor, CensusTime.REDUCED, self.loads.num)

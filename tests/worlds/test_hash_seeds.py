@@ -44,7 +44,7 @@ class _PreparedInSetOrder(PreparedDdp):
     def step(self) -> None:
         shapes = {name: tuple(p.shape) for name, p in self.named.named_parameters()}
         for name in set(shapes):
-            dist.all_reduce(torch.zeros(shapes[name]))
+            dist.all_reduce(torch.zeros(shapes[name], dtype=torch.int32))
         super().step()
 
 

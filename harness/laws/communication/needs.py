@@ -35,6 +35,7 @@ _Counts = Counter[tuple[int, int | None, EventKind, Phase | None, str | None]]
 _REDUCING = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.REDUCE)
 _SHARING = (Op.ALL_GATHER, Op.BROADCAST)
 _IN_PASSES = (Phase.FORWARD, Phase.BACKWARD)
+_IN_STEP = (Phase.STEP,)
 _NUMBER_BYTES = 16  # at most, also of a complex one
 # Engines communicate otherwise than by parameters' sizes where these are asked for.
 _OF_OTHER_SIZES = {Capability.PACKED_GATHERS, Capability.SPARSE_GRADIENTS, Capability.UNIT_DTYPES}
@@ -143,9 +144,9 @@ class CommunicatesAsNeeded:
                 is_in_chunks = observation.cut is Cut.CHUNKS
                 calls = _Calls(counts, evidence.training.at(step), evidence.world_size, is_in_chunks)
                 for what, ops, phases, most in calls.limits(step):
-                    sent = [
-                        e for e in entries if e.op in ops and e.phase in phases and not calls.is_number(e)
-                    ]
+                    sent = [e for e in entries if e.op in ops and e.phase in phases]
+                    if phases != _IN_STEP:  # there each byte of an update counts
+                        sent = [e for e in sent if not calls.is_number(e)]
                     got = sum(e.num_bytes for e in sent)
                     worst = max(worst, got / most) if most else worst
                     if got > most:
@@ -224,7 +225,7 @@ class _Calls:
             num_bytes, through = self._padded_bytes(group), max(reached, backwards)
             gathered += num_bytes * (max(entered, forwards) + through)
             reduced += num_bytes * (self._last_backwards(step, group) if self._is_held_back else through)
-        through_step = (*_IN_PASSES, Phase.STEP)
+        through_step = (*_IN_PASSES, *_IN_STEP)
         # Optimizers may communicate too: Muon gathers what it orthogonalises, and those of users do what they like.
         is_of_user = isinstance(self._training.optimizer, UserOptimizer)
         is_of_pieces = Capability.PARAMETER_SHAPES not in self._training.needs and not is_of_user
@@ -235,7 +236,7 @@ class _Calls:
             yield "reduced, once for each backward through a unit", (op,), phases, reduced
         if self._training.plan.layout in {Layout.ZERO1, Layout.ZERO2}:
             everything = sum(map(self._padded_bytes, self._groups)) * self._training.schedule.repeats
-            yield "exchanged, once for each update", _SHARING, (Phase.STEP,), everything
+            yield "exchanged, once for each update", _SHARING, _IN_STEP, everything
 
     def _last_backwards(self, step: int, group: UnitParameters) -> int:
         """Count the backwards of the last microbatch through a unit: it may be called twice, and a failed one again."""
