@@ -184,6 +184,6 @@ class GivesTheOptimizerAllThatTrains(FullyShardedDataParallelEngine):
     class Prepared(PreparedFsdp1):
         def optimizer(self, factory: OptimizerFactory) -> None:
             super().optimizer(factory)
-            first, *others = (group["params"] for group in self.built_optimizer().param_groups)
-            known = {*first, *(p for params in others for p in params)}
-            first += [p for p in self.owned_parameters().values() if p.requires_grad and p not in known]
+            groups = [group["params"] for group in self.built_optimizer().param_groups]
+            known = {parameter for group in groups for parameter in group}
+            groups[0] += [p for p in self.owned_parameters().values() if p.requires_grad and p not in known]

@@ -203,11 +203,11 @@ class _Calls:
         self._is_in_chunks = is_in_chunks
         self._groups = groups_of(training)
         self._is_held_back = _holds_back(training)
+        self._number_bytes = _NUMBER_BYTES * sum(len(group.names) for group in self._groups)
 
     def is_number(self, entry: Entry) -> bool:
         """Return whether a step sends no more than a number for each parameter, such as its norm."""
-        num_parameters = sum(len(group.names) for group in self._groups)
-        return entry.phase is Phase.STEP and entry.num_bytes <= _NUMBER_BYTES * num_parameters
+        return entry.phase is Phase.STEP and entry.num_bytes <= self._number_bytes
 
     def limits(self, step: int) -> Iterator[tuple[str, tuple[Op, ...], tuple[Phase, ...], int]]:
         """Yield what may be sent, by which collectives in which phases, and the most bytes of it."""
@@ -229,11 +229,11 @@ class _Calls:
         # Optimizers may communicate too: Muon gathers what it orthogonalises, and those of users do what they like.
         is_of_user = isinstance(self._training.optimizer, UserOptimizer)
         is_of_pieces = Capability.PARAMETER_SHAPES not in self._training.needs and not is_of_user
-        phases = through_step if is_of_pieces else _IN_PASSES
-        yield "gathered, once for each call of a unit", (Op.ALL_GATHER,), phases, gathered
-        phases = _IN_PASSES if is_of_user else through_step
+        gathers_in = through_step if is_of_pieces else _IN_PASSES
+        reduces_in = _IN_PASSES if is_of_user else through_step
+        yield "gathered, once for each call of a unit", (Op.ALL_GATHER,), gathers_in, gathered
         for op in _REDUCING:
-            yield "reduced, once for each backward through a unit", (op,), phases, reduced
+            yield "reduced, once for each backward through a unit", (op,), reduces_in, reduced
         if self._training.plan.layout in {Layout.ZERO1, Layout.ZERO2}:
             everything = sum(map(self._padded_bytes, self._groups)) * self._training.schedule.repeats
             yield "exchanged, once for each update", _SHARING, _IN_STEP, everything
