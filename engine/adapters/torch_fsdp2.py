@@ -29,7 +29,7 @@ _METHODS = {
 }
 
 
-def _not_of_this_release() -> Iterator[Capability]:
+def not_of_this_release() -> Iterator[Capability]:
     """Yield the capabilities that FSDP2 lacks in this release of torch."""
     yield from (capability for capability, method in _METHODS.items() if not hasattr(FSDPModule, method))
     if not can_place():
@@ -48,7 +48,7 @@ def _not_of_this_release() -> Iterator[Capability]:
 # Only the ranks that call a unit gather it, so it does not declare RANK_DEPENDENT_UNITS.
 CAPABILITIES = (
     COMPOSABLE_CAPABILITIES | {Capability.REDUCE_AS_COMPUTED, Capability.BUFFERS, Capability.GRAPHS}
-) - set(_not_of_this_release())
+) - set(not_of_this_release())
 """The capabilities of FSDP2's machinery, sharded or replicated."""
 
 

@@ -8,6 +8,8 @@ its own name. Notes are the mutants that a row kills, and entries of docs/what-i
 with `--anew` it keeps only those that have notes or expectations, and packs the others better. `--denser` adds programs
 of many choices, as long as each has one in four hundred of all triples that no row has.
 An array stays within the capabilities of a family of engines, because a row that asks for more proves nothing of them.
+Each of the family's engines has every pair that it may run in rows that judge it: in none that asks for more than it
+has, or contains a program that it is known to fail.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from datetime import date
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -24,12 +27,12 @@ from shardproof.fixtures.programs.model import CUT
 from shardproof.fixtures.programs.dimensions import LAYOUT
 from shardproof.fixtures.programs.space import SPACE
 from shardproof.harness.cases.covering_array import Triples, cover
-from shardproof.harness.cases.space import Dimension
+from shardproof.harness.verdicts import known_failures_file
+from shardproof.harness.verdicts.known_failures import matches
 
 _HERE = Path(__file__).parent
 _ONE_IN = 400  # triples, that a dense program must be the first to have
-# Some engines of replicas lack these.
-_OF_SOME_REPLICAS = frozenset(
+_REPLICAS = frozenset(
     {
         Capability.REPLICATE,
         Capability.BUCKETS,
@@ -37,10 +40,6 @@ _OF_SOME_REPLICAS = frozenset(
         Capability.COMPLEX,
         Capability.MIXED_DTYPES,
         Capability.SUM_OF_FORWARDS,
-    }
-)
-_REPLICAS = _OF_SOME_REPLICAS | frozenset(
-    {
         Capability.ACCUMULATE,
         Capability.UNUSED,
         Capability.RANK_DEPENDENT,
@@ -125,11 +124,47 @@ FAMILIES: Mapping[str, frozenset[Capability]] = {
 # Families whose rows contain every pair, and no triples for their own sake: a row on four ranks costs more.
 OF_PAIRS_ALONE = frozenset({"cut"})
 
-# Of a family's capabilities those that some of its engines lack: their own rows contain every pair too.
-LACKED = {
-    "replicas": _OF_SOME_REPLICAS,
-    "wrapped": frozenset({Capability.COMPLEX, Capability.CPU_OFFLOAD, Capability.START_FROM_FIRST}),
-    "units": frozenset({Capability.REPLICATE}),
+# The engines of this package that a family's rows judge, and what each lacks of its capabilities in any release.
+ENGINES: Mapping[str, Mapping[str, frozenset[Capability]]] = {
+    "replicas": {
+        "torch.ddp": frozenset(),
+        "torch.zero1": frozenset({Capability.COMPLEX, Capability.MIXED_DTYPES, Capability.REPLICATE}),
+        "reference.zero2": _REPLICAS - _SHARES - {Capability.OWN_BUFFERS},
+    },
+    "wrapped": {
+        "torch.fsdp1": frozenset({Capability.COMPLEX, Capability.CPU_OFFLOAD, Capability.START_FROM_FIRST}),
+        "reference.wrapper": frozenset(),
+    },
+    "units": {
+        "torch.fsdp2": frozenset({Capability.REPLICATE}),
+        "torch.replicate": frozenset(
+            {
+                Capability.SHARD,
+                Capability.HYBRID,
+                Capability.MIXED,
+                Capability.REPLICA_SYNC,
+                Capability.RESHARD_PART,
+                Capability.RESHARD_POLICY,
+                Capability.SHARD_DIM,
+            }
+        ),
+        "reference": frozenset(),
+    },
+    "shares": {
+        "torch.zero1": _TUNED | {Capability.MIXED_DTYPES, Capability.ZERO2},
+        "reference.zero2": frozenset(),
+    },
+    "cut": {"torch.fsdp2": frozenset({Capability.REPLICATE}), "reference": frozenset()},
+}
+
+# Programs that an engine is known to fail judge it alone; larger ones judge the other engines.
+ONCE_FAILED = {
+    "found_units": "test_what_an_engine_once_failed",
+    "found_wrapped": "test_what_a_wrapper_once_failed",
+    "found_replicas": "test_what_replicas_once_failed",
+    "found_shares": "test_what_shares_once_failed",
+    "found_cut": "test_what_an_engine_of_cut_tensors_once_failed",
+    "found_elsewhere": "test_what_replicas_of_other_libraries_once_failed",
 }
 
 # A row judges every engine that declares what it needs, except those that declare one of these: they have other rows.
@@ -141,14 +176,6 @@ WITH_OTHER_ROWS: Mapping[str, frozenset[Capability]] = {
     "shares": frozenset(),
     "cut": frozenset(),
 }
-# Families whose engines are judged by the rows of another one too, so that these contain none of their known failures.
-_JUDGED_TOO: Mapping[str, tuple[str, ...]] = {
-    "replicas": ("wrapped", "units"),
-    "wrapped": ("replicas",),
-    "units": ("replicas",),
-    "cut": ("units", "replicas"),
-}
-
 _RULES_OF: Mapping[str, tuple[ProgramRule, ...]] = {
     "shares": (
         ProgramRule(
@@ -197,13 +224,14 @@ def _row(text: str, notes: str) -> Row:
     return Row(program=SPACE.parse(program), name=name, notes=tuple(notes.split()))
 
 
-def array(spaces: Sequence[Space], rows: Iterable[Row], known: Sequence[Row] = ()) -> list[Row]:
+def array(spaces: Iterable[Space], rows: Iterable[Row], known: Sequence[Row] = ()) -> list[Row]:
     """Return the rows that make sense in the last space, as they are, and named rows for what they lack in each.
 
     What the rows ``known`` have is not lacking.
     """
-    kept = within(spaces[-1], rows)
-    for space in spaces:
+    each = tuple(spaces)
+    kept = within(each[-1], rows)
+    for space in each:
         kept = [*kept, *(Row(program=p, name=_name(p)) for p in lacking(space, [*kept, *known]))]
     return kept
 
@@ -215,8 +243,8 @@ def lacking(space: Space, rows: Iterable[Row]) -> Iterator[Program]:
 
 
 def dense(family: str, rows: Sequence[Row]) -> list[Row]:
-    """Return named rows with triples of choices that these have not, and with no program that is known to fail."""
-    space = spaces_of(family)[1]
+    """Return named rows with triples of choices that these have not, and no program that is known to fail."""
+    space = undisputed(family)
     triples = Triples(space, (row.program for row in within(space, rows)))
     return [Row(program=p, name=_name(p)) for p in triples.denser(least=triples.number // _ONE_IN)]
 
@@ -230,46 +258,57 @@ def _name(program: Program) -> str:
     return sha256(str(program).encode()).hexdigest()[:8]
 
 
-def spaces_of(family: str) -> tuple[Space, ...]:
-    """Return the spaces of a family's array, each wider than the one before.
+def spaces_of(family: str) -> Mapping[str, Space]:
+    """Return the spaces of a family's array: by name what each engine may run, at last what any engine may.
 
-    The first two have no program that one of the family's engines is known to fail, so that no failure hides another:
-    that of the engines that lack something, and of the others. In the last one such programs judge the engines that
-    do not fail them.
+    An engine's has no program that it is known to fail, so that no failure hides another. Of the first engine, whose
+    rows are most, and of all together the triples that interact count too, of the others pairs.
     """
-    others = (family, *_JUDGED_TOO.get(family, ()))
-    known = tuple(
-        ProgramRule(
-            why=f"contains {row.program}, of found_{other}.txt", holds=partial(_is_known, other, row.program)
-        )
-        for other in others
-        for row in rows_in(f"found_{other}")
-    )
-    return (
-        _space_of(family, known, lacked=LACKED.get(family, frozenset())),
-        _space_of(family, known),
-        _space_of(family),
-    )
+    of_engines = {
+        engine: _space_of(family, FAMILIES[family] - lacked).without(_failed_by(engine))
+        for engine, lacked in ENGINES[family].items()
+    }
+    first, *others = of_engines
+    return {
+        first: of_engines[first],
+        **{engine: _of_pairs(of_engines[engine]) for engine in others},
+        "any": _space_of(family, FAMILIES[family]),
+    }
 
 
-def _space_of(
-    family: str, rules: tuple[ProgramRule, ...] = (), *, lacked: frozenset[Capability] = frozenset()
-) -> Space:
-    space = SPACE.within(FAMILIES[family] - lacked)
-    if family in OF_PAIRS_ALONE:
-        space = replace(space, dimensions=tuple(replace(d, interacts=False) for d in space.dimensions))
-    return replace(space, rules=(*space.rules, *rules, *_RULES_OF.get(family, ())))
+def undisputed(family: str) -> Space:
+    """Return the space of the programs that no engine of a family is known to fail."""
+    return _space_of(family, FAMILIES[family]).without({p for e in ENGINES[family] for p in _failed_by(e)})
 
 
-def _is_known(family: str, found: Program, program: Program) -> bool:
-    return program.contains(found) and all(program[d] != value for d, value in _values_beyond(family))
+def _space_of(family: str, has: frozenset[Capability]) -> Space:
+    space = SPACE.within(has)
+    space = replace(space, rules=(*space.rules, *_RULES_OF.get(family, ())))
+    return _of_pairs(space) if family in OF_PAIRS_ALONE else space
+
+
+def _of_pairs(space: Space) -> Space:
+    return replace(space, dimensions=tuple(replace(d, interacts=False) for d in space.dimensions))
 
 
 @cache
-def _values_beyond(family: str) -> tuple[tuple[Dimension, str], ...]:
-    """Return the values that need more than a family has, whose programs other rows judge."""
-    has = FAMILIES[family] | OF_CUTS
-    return tuple((d, value) for d in SPACE.dimensions for value, needs in d.demands if not needs <= has)
+def _failed_by(engine: str) -> tuple[Program, ...]:
+    """Return the programs that some release of an engine is known to fail.
+
+    Those of found_elsewhere.txt stand in rows, because the newest release passes them.
+    """
+    cases = [pattern for name, pattern in _expected() if name == engine]
+    return tuple(
+        row.program
+        for file in ONCE_FAILED.keys() - {"found_elsewhere"}
+        for row in rows_in(file)
+        if any(matches(pattern, case_of(file, row)) for pattern in cases)
+    )
+
+
+def case_of(file: str, row: Row) -> str:
+    """Return the case that judges a row of a file of programs that an engine once failed."""
+    return f"{_HERE.name}/test_programs.py::{ONCE_FAILED[file]}[{row.id}]"
 
 
 def _needed(rows: Iterable[Row]) -> list[Row]:
@@ -279,12 +318,14 @@ def _needed(rows: Iterable[Row]) -> list[Row]:
 
 def has_expectation(row: Row) -> bool:
     """Return whether some engine is known to fail the row."""
-    return f"[{row.id}]" in _expectations()
+    return any(f"[{row.id}]" in pattern for _, pattern in _expected())
 
 
 @cache
-def _expectations() -> str:
-    return (_HERE.parent / "known_failures.toml").read_text()
+def _expected() -> tuple[tuple[str, str], ...]:
+    """Return the engine and the pattern of cases of each known failure."""
+    known = known_failures_file.read(known_failures_file.SHIPPED, today=date.max)
+    return tuple((entry.engine, entry.case) for entry in known.entries)
 
 
 def main() -> None:
@@ -294,7 +335,8 @@ def main() -> None:
     asked = parser.parse_args()
     for family in FAMILIES:
         before = rows_in(family)
-        rows = array(spaces_of(family), _needed(before) if asked.anew else before, rows_in(f"found_{family}"))
+        spaces = spaces_of(family).values()
+        rows = array(spaces, _needed(before) if asked.anew else before, rows_in(f"found_{family}"))
         is_denser = asked.denser and family not in OF_PAIRS_ALONE
         rows += dense(family, [*rows, *rows_in(f"found_{family}")]) if is_denser else []
         (_HERE / f"{family}.txt").write_text("".join(f"{row}\n" for row in rows))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -12,17 +11,7 @@ from shardproof import EVEN, FOURS, SEVERAL, Program, Trial
 from shardproof.fixtures.programs.model import CUT
 from shardproof.fixtures.programs.laws import laws_of
 from shardproof.fixtures.programs.training import training_of
-from shardproof.suites.combinations.rows import WITH_OTHER_ROWS, Row, rows_in
-
-# Programs that an engine is known to fail judge it alone; larger ones judge the other engines.
-_ONCE_FAILED = {
-    "found_units": "test_what_an_engine_once_failed",
-    "found_wrapped": "test_what_a_wrapper_once_failed",
-    "found_replicas": "test_what_replicas_once_failed",
-    "found_shares": "test_what_shares_once_failed",
-    "found_cut": "test_what_an_engine_of_cut_tensors_once_failed",
-    "found_elsewhere": "test_what_replicas_of_other_libraries_once_failed",
-}
+from shardproof.suites.combinations.rows import ONCE_FAILED, WITH_OTHER_ROWS, Row, case_of, rows_in
 
 
 def _rows(file: str) -> pytest.MarkDecorator:
@@ -51,10 +40,9 @@ def _judge(trial: Trial, family: str, program: Program, contains: Sequence[str] 
 
 def _judge_row(trial: Trial, family: str, program: Program) -> None:
     """Judge a program of an array; an engine that once failed a part of it may fail it."""
-    file = Path(__file__)
     parts = {
-        f"{file.parent.name}/{file.name}::{function}[{row.id}]": found
-        for found, function in _ONCE_FAILED.items()
+        case_of(found, row): found
+        for found in ONCE_FAILED
         for row in _found(found)
         if program.contains(row.program)
     }
