@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -26,9 +26,10 @@ from shardproof.engine.mutants.patches import (
     is_last_rank,
     undemanding,
 )
+from shardproof.engine.reference.autograd_hooks import WatchedForward
 from shardproof.engine.reference.collectives import DefaultAllGather
 from shardproof.engine.reference.fsdp_state import BackwardPrefetchTime, FSDPState, state_of
-from shardproof.engine.reference.param_group import ShardedState
+from shardproof.engine.reference.param_group import FSDPParamGroup, ShardedState
 from shardproof.engine.reference.root_state import RootState
 
 
@@ -179,6 +180,46 @@ class PrefetchesInTheFirstBackwardAlone(ReferenceEngine):
     """A unit whose backward ran once is not gathered ahead when another backward goes through the same graph."""
 
     spoil = in_each(reference_units, "finish_backward", _counting_on)
+
+
+@mutant(after="Robbyant/lingbot-vla#50", trace=Trace.STATE)
+class FreesJointUnitsByModule(ReferenceEngine):
+    """A further backward through a graph frees a unit of several modules after each, and gathers it for the next."""
+
+    def adopt(self, module: nn.Module, model: nn.Module, plan: Plan) -> PreparedModel:
+        """Free at the end of each call's further backwards."""
+        prepared = super().adopt(module, model, plan)
+        for state in reference_units(prepared):
+            state._calls._on_end = _freeing_by_module(state)
+        return prepared
+
+
+def _freeing_by_module(state: FSDPState) -> Callable[[WatchedForward], None]:
+    honest = state._inputs_done
+
+    def ended(forward: WatchedForward) -> None:
+        honest(forward)
+        if forward.num_ended > forward.num_calls:
+            state._free_after_backward()
+
+    return ended
+
+
+def _holding_incomplete(state: FSDPState) -> Callable[[Iterable[FSDPParamGroup]], None]:
+    honest = state._reduce
+
+    def reduce(groups: Iterable[FSDPParamGroup]) -> None:
+        is_over = groups is state.param_groups
+        honest(g for g in groups if is_over or len(state.modules) == 1 or not g.awaits_gradients)
+
+    return reduce
+
+
+@mutant(after="ISEEKYAN/Megatron-LM#158", trace=Trace.COMMUNICATION)
+class ReducesIncompleteJointUnitsLast(ReferenceEngine):
+    """A unit of several modules, some of whose parameters go unused, is reduced when all of backward is over."""
+
+    spoil = in_each(reference_units, "_reduce", _holding_incomplete)
 
 
 def _prefetch_predecessor(state: FSDPState, root_state: RootState[FSDPState]) -> None:

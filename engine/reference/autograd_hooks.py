@@ -94,15 +94,21 @@ def _dataclass_like(value: Any, fields: dict[str, Any]) -> Any:
 
 @dataclasses.dataclass(eq=False)
 class WatchedForward:
-    """One forward through all modules of a ``fully_shard`` call: counts its calls whose backward is pending."""
+    """One forward through all modules of a ``fully_shard`` call: counts its calls, and the ends of their backwards."""
 
     num_calls: int = 0  # those whose inputs will show the end of their backward
     num_others: int = 0
+    num_ended: int = 0  # in one backward or, if the graph is retained, in several
+
+    @property
+    def num_pending(self) -> int:
+        """How many calls the backward that runs has still to end of those whose end it will show."""
+        return -self.num_ended % self.num_calls
 
     @property
     def is_over(self) -> bool:
-        """Whether backward is through with all of its calls."""
-        return self.num_calls <= 0 and not self.num_others
+        """Whether a backward is through with all of its calls."""
+        return not self.num_others and not self.num_pending
 
 
 class PendingBackwards:
@@ -134,14 +140,15 @@ class PendingBackwards:
         """Record that the backward of a watched call has ended; return the number of calls still to come.
 
         It includes the calls of the same forward, even if no further backward was expected. A retained graph is
-        expected to end as many calls as in the previous backward.
+        expected to end as many calls as in the previous backward. Calls that do not show their end come last.
         """
-        forward.num_calls -= 1
+        forward.num_ended += 1
         self._num_ended += 1
-        is_again = forward.num_calls < 0 and not self.num_watched
+        is_again = forward.num_ended > forward.num_calls and not self.num_watched
         num_retained = self._num_ended_before - self._num_ended if is_again else 0
         self.num_watched = max(0, self.num_watched - 1)
-        return max(self.num_watched + self._num_others, forward.num_calls, num_retained)
+        num_pending = self.num_watched + self._num_others
+        return max(num_pending, forward.num_pending, forward.num_others, num_retained)
 
     # Any: the arguments of a forward.
     def watch_inputs(

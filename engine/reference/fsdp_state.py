@@ -385,16 +385,21 @@ class FSDPState:
         if self.prefetches_in_backward is BackwardPrefetchTime.LAST and self.root_state is not None:
             # Before the reduction, so that the next state's gradients need not wait for it.
             self._prefetch_next(self.root_state)
-        # Each of several modules may run in its own backward, as with reentrant checkpoints.
-        is_joint = len(self.modules) > 1
-        self._reduce(group for group in self.param_groups if not (is_joint and group.awaits_gradients))
+        # Each of several modules may run in its own forward and backward, as with reentrant checkpoints.
+        is_part = forward.num_calls + forward.num_others < len(self.modules)
+        self._reduce(group for group in self.param_groups if not (is_part and group.awaits_gradients))
 
     def _end_one_forward(self) -> None:
-        """Free what the backward of an earlier forward gathers again, unless that comes next."""
+        """Free what the backward of an earlier forward gathers again, unless that comes next; reduce what is there.
+
+        Gradients that are there lack nothing: autograd sums all uses of a parameter in one backward. The others may
+        come from the earlier forward, or not at all, and then would keep those that are there until backward is over.
+        """
         assert self.root_state is not None
         self._training_state = TrainingState.IDLE
         if self.root_state.next_in_backward(self._backward_position) is not self:
             self._reshard_after_forward()
+        self._reduce(group for group in self.param_groups if group.has_some)
 
     def _free_after_backward(self) -> None:
         """Free before reducing, because the reduction needs memory; gradients have their own."""

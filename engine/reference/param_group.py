@@ -425,7 +425,12 @@ class FSDPParamGroup:
     def is_complete(self) -> bool:
         """Whether every trainable parameter has its gradient of this backward, so that they can be reduced."""
         # If ranks use different parameters, only the end of the module's backward is common to all.
-        return not self.reduces_unused and bool(self._arrived) and self._have_all_arrived
+        return self.has_some and self._have_all_arrived
+
+    @property
+    def has_some(self) -> bool:
+        """Whether some parameter has its gradient of this backward, as it has on every rank then."""
+        return not self.reduces_unused and bool(self._arrived)
 
     @property
     def awaits_gradients(self) -> bool:

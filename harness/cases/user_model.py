@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from shardproof.harness.cases.training import NamedOptimizer, Training
 from shardproof.harness.torch_compat.dispatch import drawing_apart
 
 _BUILD_SEED = 20_011
+_SCHEDULE = "_shardproof_schedule"  # the name of an attribute of optimizers
 _one_at_a_time = threading.RLock()  # see [Note: one build at a time]
 
 
@@ -278,7 +280,8 @@ class UserOptimizer:
 class StepSchedules:
     """The learning rate schedules of all optimizers that a factory makes in one training, if it defines any.
 
-    The loop steps them after the optimizer, because loading state into an optimizer may call its ``step`` too.
+    The loop steps them after the optimizer, because loading state into an optimizer may call its ``step`` too. They
+    live as long as their optimizers, of which an engine may make some for a moment alone.
     """
 
     def __init__(self, factory: NamedOptimizer, steps_done: int = 0) -> None:
@@ -286,7 +289,7 @@ class StepSchedules:
         defined = definition(factory.spec) if isinstance(factory, UserOptimizer) else factory
         self._make = getattr(defined, "scheduler", None)
         self._steps_done = steps_done
-        self._made: list[Any] = []  # Any: objects with a step()
+        self._made: list[weakref.ref[torch.optim.Optimizer]] = []
 
     @property
     def factory(self) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
@@ -295,19 +298,21 @@ class StepSchedules:
 
     def step(self) -> None:
         """Step each schedule once."""
-        for scheduler in self._made:
-            scheduler.step()
+        for optimizer in (made() for made in self._made):
+            if optimizer is not None:
+                optimizer.__dict__[_SCHEDULE].step()
 
     def _scheduled(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = self._factory(params)
         assert self._make is not None
-        self._made.append(self._make(optimizer))
+        schedule = optimizer.__dict__[_SCHEDULE] = self._make(optimizer)
+        self._made.append(weakref.ref(optimizer))
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore"
             )  # warnings of steps before an optimizer step: another optimizer took it
             for _ in range(self._steps_done):
-                self._made[-1].step()
+                schedule.step()
         return optimizer
 
 

@@ -39,6 +39,8 @@ def _passes(events: EventLog) -> Iterator[EventLog]:
 class WholeInTurn:
     """After each event only those units are whole whose turn it is or comes next, and those that the policy keeps.
 
+    Those whose turn it is are so from the start of their turn to its end: no unit is gathered twice in one turn.
+
     Next are as many as the plan's longest prefetch list names, by default one. A kept unit is whole from its turn in
     forward until backward is over, and after backward only if the loop asks for it. A forward that fails leaves those
     whole whose turn it was. See [Note: turns]; units are watched in engines that show their state.
@@ -54,6 +56,9 @@ class WholeInTurn:
             is_seen = False
             for events in _passes(observation.events):
                 turns = _Turns(events, evidence.training.at(events[-1].step))
+                broken += [
+                    f"rank {observation.rank}, {_spell(event)}: {what}" for event, what in turns.again()
+                ]
                 for at, event in enumerate(events):
                     if event.what is EventKind.UNSHARDED:
                         whole.add(event.unit or ROOT)
@@ -83,7 +88,7 @@ class _Turns:
 
     def __init__(self, events: EventLog, training: Training) -> None:
         self._plan = plan = training.plan
-        self._length = len(events)
+        self._events, self._length = events, len(events)
         self._phase, step, microbatch = events[-1].phase, events[-1].step, events[-1].microbatch
         self._is_last = microbatch == training.schedule.microbatches_in(max(step, 0)) - 1
         self._turns: list[tuple[str, range]] = []
@@ -112,6 +117,21 @@ class _Turns:
         """Return whether it is its unit's turn; not if the unit's input, which it also returns, gets its gradient."""
         unit = self._units.get(event.unit or ROOT)
         return unit is None or any(at in turn for name, turn in self._turns if name == unit)
+
+    def again(self) -> Iterator[tuple[TraceEvent, str]]:
+        """Yield the gathers of a unit that was freed since its turn began, if its modules run once each in it."""
+        for unit, turn in self._turns:
+            during = self._events[turn.start : turn.stop]
+            starts = [e.unit for e in during if e.what in _STARTS and self._units.get(e.unit or ROOT) == unit]
+            freed = False
+            for event in during if len(set(starts)) == len(starts) else ():
+                is_own = (event.unit or ROOT) == unit
+                if freed and is_own and event.what is EventKind.UNSHARDED:
+                    yield (
+                        event,
+                        f"expected {spell_unit(unit)} whole until its turn ends, got it gathered again",
+                    )
+                freed = freed or (is_own and event.what is EventKind.RESHARDED)
 
     def allowed(self, at: int) -> set[str]:
         """Return the units that may be whole at an event."""

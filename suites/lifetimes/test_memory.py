@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from shardproof import FOUR_OR_MORE_EVEN, SEVERAL, TOGETHER, Accumulation, AfterPhase, Between, EachMicrobatch
+from shardproof import (
+    FOUR_OR_MORE_EVEN,
+    SEVERAL,
+    TOGETHER,
+    Accumulation,
+    AfterPhase,
+    Between,
+    Capability,
+    EachMicrobatch,
+)
 from shardproof import Exactly, Grouping, HoldsOn, Law, Layout, LeavesNothingBehind, LiveBytes, MemoryKind
 from shardproof import (
     NamedOptimizer,
@@ -22,7 +31,7 @@ from shardproof import (
     Training,
 )
 from shardproof import Trial, UnshardedOnlyInTurn, UserTensorsLive, Watch, ZeroGrad
-from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
+from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, LAVISH_CHAIN
 from shardproof.fixtures.experts import MIXTURE
 from shardproof.fixtures.buffered import HOARD
 from shardproof.fixtures.optimizers import ADAMW, SGD
@@ -41,6 +50,11 @@ KEPT = replace(FREED, reshard=Reshard.KEEP)
 PAIRS = replace(FREED, reshard=Reshard.TO_PAIRS)
 HYBRID = replace(FREED, layout=Layout.HYBRID)
 ON_HOST = replace(FREED, offload=Offload.CPU)
+JOINT = replace(
+    FREED,
+    units=("blocks.0,blocks.1", "blocks.2,blocks.3"),
+    demands=frozenset({Capability.UNUSED}),
+)
 IN_BACKWARD = Schedule(steps_in_backward=True)
 EXPERTS = Plan(
     layout=Layout.SHARD,
@@ -187,12 +201,18 @@ def test_buffers_are_those_of_neighbours(trial: Trial, plan: Plan) -> None:
 
 @pytest.mark.kills("KeepsWholeGradients")
 @pytest.mark.worlds(SEVERAL)
-@parametrize("plan", FREED, param(HYBRID, marks=of_four), ids=["shard", "hybrid"])
-def test_gradients_go_once_they_are_packed(trial: Trial, plan: Plan) -> None:
+@parametrize(
+    "plan, problem",
+    param(FREED, CHAIN, id="shard"),
+    param(HYBRID, CHAIN, id="hybrid", marks=of_four),
+    param(JOINT, LAVISH_CHAIN, id="some-unused", kills="ReducesIncompleteJointUnitsLast"),
+)
+def test_gradients_go_once_they_are_packed(trial: Trial, plan: Plan, problem: Problem) -> None:
     _holds(
         trial,
         plan,
         PeakBytes(kinds=GRADIENT, phase=Phase.BACKWARD, expected=Between(ONE_LEAST, ROOT_AND_ONE_MOST)),
+        problem=problem,
         schedule=THREE,
     )
 

@@ -8,7 +8,7 @@ import pytest
 
 from shardproof import SEVERAL, BranchByBranch, Capability
 from shardproof import GathersGoFirst, Problem, Reshard, SumOfForwards, Trial
-from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN
+from shardproof.fixtures.chain import CHAIN, CHECKPOINTED_CHAIN, FORKED_CHAIN
 from shardproof.fixtures.heads import FORK
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.training import train_sharded
@@ -16,7 +16,7 @@ from shardproof.suites.vocabulary import PARITY
 
 pytestmark = [pytest.mark.worlds(SEVERAL), pytest.mark.rows("C13", "C17")]
 
-PAIRED = {"units": ("blocks.0,blocks.1", "blocks.2,blocks.3")}
+PAIRED: dict[str, Any] = {"units": ("blocks.0,blocks.1", "blocks.2,blocks.3")}
 SUM = {"microbatches": 2, "script": SumOfForwards()}
 
 
@@ -37,3 +37,9 @@ def test_the_next_gather_goes_first(trial: Trial, problem: Problem, asked: dict[
     demands = frozenset({Capability.PREFETCH})
     training = train_sharded(problem, reshard=Reshard.AFTER_FORWARD, demands=demands, **asked)
     trial.holds(training, GathersGoFirst(), *PARITY)
+
+
+@pytest.mark.kills("FreesJointUnitsByModule")
+def test_each_backward_through_a_graph_gathers_a_joint_unit_once(trial: Trial) -> None:
+    script, demands = BranchByBranch(branches=(0, 1)), frozenset({Capability.UNIT_STATE})
+    trial.holds(train_sharded(FORKED_CHAIN, script=script, demands=demands, **PAIRED), *PARITY)
