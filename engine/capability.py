@@ -57,6 +57,7 @@ class Capability(Enum):
     CONVERT = "lets the model be converted to another dtype once prepared"
     COMPLEX = "trains complex parameters"
     MIXED_DTYPES = "trains parameters of several dtypes"
+    MEMORY_FORMATS = "trains parameters in any memory format, such as channels last"
     SPARSE_GRADIENTS = "reduces sparse gradients, such as those of embeddings, and keeps them sparse"
     CLIP = "clips gradients by the norm over all parameters and ranks"
     CLIP_IN_STEP = "clips gradients by that norm in each optimizer step, to a limit set in advance"

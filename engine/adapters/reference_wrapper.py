@@ -36,7 +36,7 @@ class ReferenceWrapperEngine(WrapperEngine):
     """The wrapper of the reference engine."""
 
     name = "reference.wrapper"
-    capabilities = CAPABILITIES | {Capability.COMPLEX}
+    capabilities = CAPABILITIES | {Capability.COMPLEX, Capability.MEMORY_FORMATS}
     names = NAMES
     call = reference.FullyShardedDataParallel
     prepared_type = PreparedReferenceWrapper

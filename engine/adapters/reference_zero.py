@@ -84,6 +84,7 @@ class Zero2Engine(Engine):
             Capability.ACCUMULATE,
             Capability.SUM_OF_FORWARDS,
             Capability.MIXED_DTYPES,
+            Capability.MEMORY_FORMATS,
             Capability.PARAMETER_ORDER,
             Capability.LOADED_WEIGHTS,
             Capability.OWN_BUFFERS,

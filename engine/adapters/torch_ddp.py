@@ -85,6 +85,7 @@ class DistributedDataParallelEngine(Engine):
             Capability.CLIP,
             Capability.COMPLEX,
             Capability.MIXED_DTYPES,
+            Capability.MEMORY_FORMATS,
             Capability.SPARSE_GRADIENTS,
             Capability.STATE,
             Capability.OWN_BUFFERS,

@@ -39,6 +39,7 @@ _REPLICAS = frozenset(
         Capability.EDIT_GRADIENTS,
         Capability.COMPLEX,
         Capability.MIXED_DTYPES,
+        Capability.MEMORY_FORMATS,
         Capability.SUM_OF_FORWARDS,
         Capability.ACCUMULATE,
         Capability.UNUSED,
@@ -79,6 +80,7 @@ _WRAPPED = frozenset(
         Capability.COMPLEX,
         Capability.CPU_OFFLOAD,
         Capability.MIXED_DTYPES,
+        Capability.MEMORY_FORMATS,
         Capability.SUM_OF_FORWARDS,
     }
 )
@@ -103,6 +105,7 @@ _SHARES = (
         Capability.PARAMETER_ORDER,
         Capability.RANK_DEPENDENT_ORDER,
         Capability.MIXED_DTYPES,
+        Capability.MEMORY_FORMATS,
         Capability.SUM_OF_FORWARDS,
     }
 )
@@ -110,6 +113,7 @@ OF_CUTS = frozenset({Capability.TENSOR_PARALLEL, Capability.EXPERTS})
 _UNITS = (
     frozenset(Capability)
     - {Capability.WRAPPER, Capability.DATA_PARALLEL, Capability.START_FROM_FIRST, Capability.BUCKETS}
+    - {Capability.MEMORY_FORMATS}
     - _OF_SHARES
     - _TUNED
 )
@@ -132,7 +136,14 @@ ENGINES: Mapping[str, Mapping[str, frozenset[Capability]]] = {
         "reference.zero2": _REPLICAS - _SHARES - {Capability.OWN_BUFFERS},
     },
     "wrapped": {
-        "torch.fsdp1": frozenset({Capability.COMPLEX, Capability.CPU_OFFLOAD, Capability.START_FROM_FIRST}),
+        "torch.fsdp1": frozenset(
+            {
+                Capability.COMPLEX,
+                Capability.MEMORY_FORMATS,
+                Capability.CPU_OFFLOAD,
+                Capability.START_FROM_FIRST,
+            }
+        ),
         "reference.wrapper": frozenset(),
     },
     "units": {
