@@ -40,6 +40,7 @@ FOUND = ROOT / "docs" / "what-it-found.md"
 _CATALOGUE = ("--world", "threads:2")
 _PROCESSES = ("--world", "processes:2", "--suite", "smoke", "--suite", "parity")
 _RUN_LIMIT_S, _COMMAND_LIMIT_S = 3600, 300
+_SIGNATURES = "tests/reference/test_signatures.py"  # of the reference engine, beside those of the release
 _AT_A_TIME = 2
 
 _PROBE = """
@@ -171,6 +172,7 @@ def _run(version: str, python: Path) -> None:
         (folder / "divergences.json").write_text(json.dumps(found), encoding="utf-8")
     probed = subprocess.run([str(python), "-c", _PROBE], cwd=ROOT, capture_output=True, text=True, check=True)
     (folder / "private_names.json").write_text(probed.stdout, encoding="utf-8")
+    subprocess.run([str(python), "-m", "pytest", "-n0", "-q", _SIGNATURES], cwd=ROOT, check=True)
 
 
 def _log(path: Path) -> IO[str]:

@@ -48,10 +48,9 @@ class PreparedZero2(PreparedPieces):
         self.engine.backward(loss)
 
     def step(self) -> None:
-        """Clip if the plan asks for it, update the pieces, then share them."""
+        """Clip if the plan asks for it, then let the engine update the pieces and share them."""
         self.clip()
-        super().step()
-        self.engine.share()
+        self.engine.step(self.built_optimizer())
 
     def clip(self) -> None:
         """Clip if the plan requests it."""

@@ -162,7 +162,7 @@ class RestoresNoMasters(Zero2Engine):
                 with torch.no_grad():
                     for piece, own in zip(self.engine.pieces.values(), before, strict=True):
                         piece.own.copy_(own)
-                # Else the next backward would take them from the parameters.
+                # Else the next step would take them from the parameters.
                 self.engine.take_weights = lambda: None  # type: ignore[method-assign]  # of this one
 
 

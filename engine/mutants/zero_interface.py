@@ -70,7 +70,7 @@ class SharesAfterEachGroup(Zero2Engine):
         def step(self) -> None:
             super().step()
             for _ in self.built_optimizer().param_groups[1:]:
-                self.engine.share()
+                self.engine._share()
 
 
 @mutant(after="NVIDIA/Megatron-LM#950", phase="step")
@@ -79,7 +79,7 @@ class SharesBeforeTheUpdate(Zero2Engine):
 
     class Prepared(PreparedZero2):
         def step(self) -> None:
-            self.engine.share()
+            self.engine._share()
             self.built_optimizer().step()
 
 
@@ -285,10 +285,10 @@ class ReducesAsIfNoneTookTurns(Zero2Engine):
 
 
 class _SharesWhatItHad(Zero2):
-    def share(self) -> None:
+    def _share(self) -> None:
         """Use the device's parameters in place of the updated ones."""
         self.take_weights()
-        super().share()
+        super()._share()
 
 
 @mutant(after="huggingface/accelerate#3785", phase="step")
@@ -308,6 +308,20 @@ class UpdatesTheWeightsOfBeforeALoad(Zero2Engine):
     """Weights that the caller loads into the module do not reach the copies on the host, which overwrite them."""
 
     engine_type = _TakesNoWeights
+
+
+class _TakesWeightsInBackward(_TakesNoWeights):
+    def reduce(self) -> None:
+        """Copy the weights with which backward computed."""
+        Zero2.take_weights(self)
+        super().reduce()
+
+
+@mutant(after="deepspeedai/DeepSpeed#762", phase="step")
+class UpdatesTheWeightsOfBackward(Zero2Engine):
+    """Weights that the caller loads between backward and step do not reach the copies on the host."""
+
+    engine_type = _TakesWeightsInBackward
 
 
 class _KeepsTheLast(Zero2):

@@ -83,8 +83,8 @@ class FSDPParamGroup:
         self.comm_hook: CommHook | None = None  # reduces in place of the engine, divisions included
         self.keeps_reduce_dtype = False  # reduced gradients stay in the dtype of the reduction
         self.shows_accumulation = False  # clearing the optimizer's gradients drops what accumulates
-        self.all_gather: AllGather = DefaultAllGather()
-        self.reduce_scatter: ReduceScatter = DefaultReduceScatter()
+        self.all_gather: AllGather = DefaultAllGather()  # allocates for gathers, and issues them
+        self.reduce_scatter: ReduceScatter = DefaultReduceScatter()  # the same for reduce-scatters
         self._dtypes = dtypes
         self._home = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
         # Whole parameters, and the gather that fills them.

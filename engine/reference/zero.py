@@ -52,7 +52,7 @@ class Zero2:
     ``overlaps``: each gradient is reduced as soon as backward has computed it, else all after backward.
     ``takes_turns``: the ranks' pieces shift by one from each parameter to the next, to distribute the short pieces.
     ``offloads``: the optimizer updates copies on the host, which are then copied to the parameters. They are taken
-    anew in each reducing backward, so weights that were loaded into the module before it count.
+    anew in each step, so weights that were loaded into the module before it count.
     """
 
     def __init__(
@@ -116,7 +116,6 @@ class Zero2:
 
     def reduce(self) -> None:
         """Average whole gradients into those of the pieces, and free them."""
-        self.take_weights()
         # Issued together and waited for together, so that they overlap each other.
         late = [self.reduction(piece) for piece in self._order[len(self._pending) :]]
         for reduction in (*self._pending, *late):
@@ -126,7 +125,7 @@ class Zero2:
         self._arrived.clear()
 
     def take_weights(self) -> None:
-        """Copy the weights with which backward computed to the host, because the caller may have loaded others."""
+        """Copy to the host the weights that the module has now, because the caller may have loaded others."""
         for piece in self.pieces.values() if self._offloads else ():
             own = piece.parameter.detach().view(-1)[piece.start : piece.start + piece.own.numel()]
             piece.own.detach().copy_(own)
@@ -146,8 +145,29 @@ class Zero2:
         for gradient in gradients:
             gradient.mul_(factor)
 
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update the pieces from the weights that the module has now, and share them.
+
+        Raises RuntimeError if a parameter was replaced: pieces are of the one that the module had at first.
+        """
+        self._refuse_replaced()
+        self.take_weights()
+        optimizer.step()
+        self._share()
+
+    def _refuse_replaced(self) -> None:
+        parameters = dict(self.module.named_parameters())
+        for name, piece in self.pieces.items():
+            first, own = piece.parameter.untyped_storage(), piece.own.untyped_storage()
+            is_viewed = self._offloads or own.data_ptr() == first.data_ptr()
+            if parameters.get(name) is not piece.parameter or not is_viewed:
+                raise RuntimeError(
+                    f"{name!r} was replaced after the engine was built, and a step would not update what the module "
+                    "has now; load weights with assign=False, and convert the module before"
+                )
+
     @torch.no_grad()
-    def share(self) -> None:
+    def _share(self) -> None:
         """Gather on all ranks the pieces that each rank's optimizer has updated."""
         pending = [(piece, *self._gather(piece)) for piece in self.pieces.values()]
         for piece, work, whole in pending:

@@ -25,6 +25,7 @@ def file_of(folder: Path, rank: int) -> Path:
 
 def save(zero: Zero2, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """Write this rank's pieces, their optimizer state, the options of parameter groups, its buffers and extra state."""
+    zero.take_weights()
     pieces = {
         name: {"start": piece.start, "value": piece.own.detach(), "state": optimizer.state.get(piece.own, {})}
         for name, piece in zero.pieces.items()

@@ -185,6 +185,10 @@ class Actor(ABC):
         """Edit the gradients that are reduced so far, as a user would: by ``.grad`` of each parameter."""
 
     @abstractmethod
+    def load_weights(self) -> None:
+        """Load other weights into the module, before the first forward of the step or after its last backward."""
+
+    @abstractmethod
     def convert(self, *dtypes: torch.dtype) -> None:
         """Convert the engine's model to these dtypes in turn; the last is the original one."""
 

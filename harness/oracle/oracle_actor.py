@@ -22,6 +22,7 @@ from shardproof.harness.cases.script import (
     Probe,
     evaluating,
     having_gradients,
+    load_weights,
     sum_of_squares,
     with_gradients,
 )
@@ -235,6 +236,7 @@ class OracleActor(Actor):
         self.weight = loss_weight(training, models.world_size, step)
         self.losses: list[float] = []
         self.gradients: dict[tuple[int, str], torch.Tensor] = {}
+        self.loads_at_end = False
         self._models = models
         self._played = played
         # A power of two changes no rounding, but for operators that look at the size of a gradient, as matrix_exp does.
@@ -364,6 +366,12 @@ class OracleActor(Actor):
         kept = {} if edit is GradientEdit.CLEARED else self.gradients
         self.gradients = {place: gradient * 0.5 for place, gradient in kept.items()}
 
+    def load_weights(self) -> None:
+        """Load them; after a backward leave it to the end of the step, because other ranks have yet to compute."""
+        self.loads_at_end = bool(self.losses)
+        if not self.loads_at_end:
+            load_weights(self.part(""))
+
     def convert(self, *dtypes: torch.dtype) -> None:
         """Do nothing: the oracle's values have their dtype already."""
 
@@ -412,6 +420,9 @@ def pieces_of_step(
     found: Pieces = {}
     actors = models.each_rank(play, inside)
     for rank, actor in enumerate(actors):
+        if actor.loads_at_end:
+            with models.playing(rank) as played:
+                load_weights(played.model)
         for (microbatch, name), gradient in actor.gradients.items():
             if name not in found:
                 is_plain = gradient.layout is torch.strided

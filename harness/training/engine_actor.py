@@ -23,6 +23,7 @@ from shardproof.harness.cases.script import (
     Probe,
     evaluating,
     having_gradients,
+    load_weights,
     sum_of_squares,
     with_gradients,
 )
@@ -285,6 +286,9 @@ class EngineActor(Actor):
                 parameter.grad.mul_(0.5)
             else:
                 parameter.grad = parameter.grad * 0.5
+
+    def load_weights(self) -> None:
+        load_weights(self.part(""))
 
     def convert(self, *dtypes: torch.dtype) -> None:
         for dtype in dtypes:

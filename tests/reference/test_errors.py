@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,46 @@ def test_one_axis_needs_no_name_and_a_number_at_either_end_is_a_bool(api: str, r
     assert ranks.run(SIZE, _accept, api) == [[True, False]] * SIZE
 
 
-# Checkpoints of ZeRO-2.
+# ZeRO-2.
+
+
+def _assign(model: nn.Linear) -> None:
+    model.load_state_dict(model.state_dict(), assign=True)
+
+
+def _set_data(model: nn.Linear) -> None:
+    model.bias.data = torch.ones(4)
+
+
+def _step_on_others(context: RankContext, replace: Callable[[nn.Linear], None], offloads: bool) -> None:
+    group, model = dist.group.WORLD, nn.Linear(4, 4)
+    assert group is not None
+    engine = Zero2(model, group, offloads=offloads)
+    engine.backward(model(torch.ones(2, 4)).sum())
+    replace(model)
+    with pytest.raises(RuntimeError, match=r"'(weight|bias)' was replaced .* load weights with assign=False"):
+        engine.step(torch.optim.SGD([piece.own for piece in engine.pieces.values()], lr=0.1))
+
+
+@pytest.mark.parametrize(("replace", "offloads"), [(_assign, False), (_assign, True), (_set_data, False)])
+def test_a_step_on_replaced_parameters_is_refused(
+    replace: Callable[[nn.Linear], None], offloads: bool, ranks: Ranks
+) -> None:
+    ranks.run(2, _step_on_others, replace, offloads)
+
+
+def _save_what_was_loaded(context: RankContext, folder: Path) -> bool:
+    group, model = dist.group.WORLD, nn.Linear(4, 4)
+    assert group is not None
+    engine = Zero2(model, group, offloads=True)
+    model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()})
+    zero_checkpoint.save(engine, torch.optim.SGD(model.parameters(), lr=0.1), folder)
+    saved = torch.load(zero_checkpoint.file_of(folder, engine.rank))["pieces"].values()
+    return all(bool((piece["value"] == 1).all()) for piece in saved)
+
+
+def test_copies_on_the_host_are_saved_as_they_were_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, _save_what_was_loaded, tmp_path) == [True, True]
 
 
 def _load_into_two_groups(context: RankContext, folder: Path) -> bool:

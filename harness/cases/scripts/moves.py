@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardproof.engine.contract import Capability
-from shardproof.harness.cases.script import Actor, load_weights
+from shardproof.harness.cases.script import Actor
 from shardproof.harness.cases.state_form import StateForm
 
 
@@ -91,11 +91,11 @@ class Freeze:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadWeights:
-    """In this step the user loads other weights into the module."""
+    """In this step the user loads other weights into the module, before its forwards or after its backwards."""
 
     step: int
     demands: ClassVar[frozenset[Capability]] = frozenset({Capability.LOADED_WEIGHTS})
 
     def play(self, actor: Actor) -> None:
         if actor.step == self.step:
-            load_weights(actor.part(""))
+            actor.load_weights()
