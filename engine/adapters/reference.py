@@ -65,10 +65,17 @@ class PreparedReference(PreparedComposable):
     def shared_state(self) -> dict[str, Any]:
         """Return this rank's shares, with entries to load into of what is frozen too: torch's function makes none.
 
-        What the engine ignores stays frozen, because fused optimizers do not step it beside DTensors.
+        What the engine ignores stays frozen, because fused optimizers do not step it beside DTensors. To make entries,
+        torch's function takes a step with gradients of zero, which the optimizer is not to keep (pytorch#164929).
         """
-        with self._thawed(self._named_parameters().keys() - set(self.plan.ignored)):
-            return super().shared_state()
+        parameters, made = self._named_parameters(), self.built_optimizer().state
+        unstepped = {name for name, parameter in parameters.items() if parameter not in made}
+        with self._thawed(parameters.keys() - set(self.plan.ignored)):
+            state = super().shared_state()
+        for name in unstepped & state["optimizer"]["state"].keys():
+            made.pop(parameters[name], None)
+            state["optimizer"]["state"][name].get("step", torch.tensor(0.0)).zero_()
+        return state
 
     def load_shared_state(self, state: dict[str, Any]) -> None:
         self._load(state["model"], state["optimizer"])
