@@ -104,6 +104,18 @@ class ShowsZerosWhileAccumulating(ReferenceWrapperEngine):
                     parameter.grad = torch.zeros_like(parameter)
 
 
+@mutant(after="fla-org/flame#20", trace=Trace.SILENCE)
+class ClipsNothingWhileAccumulating(ReferenceWrapperEngine):
+    """Clipping while gradients accumulate returns a norm of zero, and does nothing."""
+
+    class Wrapper(FullyShardedDataParallel):
+        def clip_grad_norm_(self, *args: Any) -> torch.Tensor:
+            is_held = any(
+                p.has_unsharded_grad for w in self.fsdp_modules(self) for g in w.groups for p in g.parameters
+            )
+            return torch.zeros(()) if is_held else super().clip_grad_norm_(*args)
+
+
 @mutant(after="pytorch/pytorch#98300", trace=Trace.SILENCE)
 class AcceptsReplacedParameters(ReferenceWrapperEngine):
     """Backward computes with the parameters of forward although the caller has assigned others."""
