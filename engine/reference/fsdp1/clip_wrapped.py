@@ -35,7 +35,7 @@ def clip_by_norm(root: WrapperBase, max_norm: float, order: float) -> torch.Tens
                 *owners,
                 *(p.unsharded_param for p in group.parameters if p.unsharded_param is not None),
             }
-    rest = [p.grad for p in root.parameters() if p not in managed and p.grad is not None]
+    rest = [p.grad for p in root.parameters() if p.is_leaf and p not in managed and p.grad is not None]
     if rest:
         by_spread.setdefault((), []).extend(rest)
     gradients = [gradient for found in by_spread.values() for gradient in found]
