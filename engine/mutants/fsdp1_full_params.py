@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from shardproof.engine.adapters.torch_fsdp1 import NAMES, FullyShardedDataParallelEngine
 from shardproof.engine.contract import WrapperNames
 from shardproof.engine.mutants.mutant import Trace, mutant
+from shardproof.engine.mutants.patches import unchanged
 
 # Any, throughout: arguments and results of torch's own methods.
 
@@ -43,6 +44,20 @@ class AlwaysWritesBack(FullyShardedDataParallelEngine):
     """Changes made inside summon_full_params persist although writeback is off."""
 
     names = _summoning(lambda options: {"writeback": not options.get("rank0_only", False)})
+
+
+@mutant(after="pytorch/pytorch#107081", trace=Trace.STATE)
+class UndoesWhatIsNotWrittenBack(FullyShardedDataParallelEngine):
+    """Without writeback, changes made inside summon_full_params are undone also where nothing is sharded."""
+
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        @contextmanager
+        def summon_full_params(module: nn.Module, **options: Any) -> Iterator[None]:  # type: ignore[override]
+            with _summon(module, **options):
+                undone = [] if options.get("writeback", True) else [*module.parameters()]
+                with unchanged(undone):
+                    yield
 
 
 @mutant(after="pytorch/pytorch#93938", trace=Trace.STATE)

@@ -79,15 +79,54 @@ def _forget(*_: object) -> None:
     pass
 
 
+def _ignoring_options(call: Callable[[], None], **_: object) -> None:
+    call()
+
+
 @mutant(after="huggingface/peft#3080", phase="forward")
 class ShowsShardsInForward(ReferenceWrapperEngine):
     """While a module computes with whole parameters, it lists this rank's shards."""
 
     class Wrapper(FullyShardedDataParallel):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            for group in self.groups:
-                layout_of(group).leave_forward()
-            return super().forward(*args, **kwargs)
+        def __init__(self, module: nn.Module, **options: Any) -> None:
+            super().__init__(module, **options)
+            for piece in self._pieces():
+                list_own = partial(piece.leave_forward, lists_whole=False)
+                piece.enter_forward = list_own  # type: ignore[method-assign]  # of this one
+
+
+@mutant(after="pytorch/pytorch#99779", phase="forward")
+class ShowsShardsInASecondForward(ReferenceWrapperEngine):
+    """A module that a forward finds whole from an earlier one lists this rank's shards."""
+
+    class Wrapper(FullyShardedDataParallel):
+        def __init__(self, module: nn.Module, **options: Any) -> None:
+            super().__init__(module, **options)
+            for piece in self._pieces():
+                piece.enter_forward = _forget  # type: ignore[method-assign]  # of this one
+
+
+@mutant(after="pytorch/pytorch#99779", phase="forward")
+class ShowsShardsOfWhatItKeeps(ReferenceWrapperEngine):
+    """Modules whose parameters stay whole from forward to backward list this rank's shards meanwhile."""
+
+    class Wrapper(FullyShardedDataParallel):
+        def __init__(self, module: nn.Module, **options: Any) -> None:
+            super().__init__(module, **options)
+            for piece in self._pieces():
+                list_own = partial(_ignoring_options, partial(piece.leave_forward, lists_whole=False))
+                piece.leave_forward = list_own  # type: ignore[method-assign]  # of this one
+
+
+@mutant(after="pytorch/pytorch#99779", phase="forward")
+class ComputesWithUnseenShards(ReferenceWrapperEngine):
+    """A model that reads the parameters of units inside gets this rank's shards of those that are freed."""
+
+    class Wrapper(FullyShardedDataParallel):
+        def __init__(self, module: nn.Module, **options: Any) -> None:
+            super().__init__(module, **options)
+            for piece in self._pieces():
+                piece.enter_outer_forward = _forget  # type: ignore[method-assign]  # of this one
 
 
 @mutant(after="pytorch/pytorch#90546", trace=Trace.STATE)
@@ -104,6 +143,18 @@ class ShowsZerosWhileAccumulating(ReferenceWrapperEngine):
                     parameter.grad = torch.zeros_like(parameter)
 
 
+@mutant(after="fla-org/flame#20", trace=Trace.SILENCE)
+class ClipsNothingWhileAccumulating(ReferenceWrapperEngine):
+    """Clipping while gradients accumulate returns a norm of zero, and does nothing."""
+
+    class Wrapper(FullyShardedDataParallel):
+        def clip_grad_norm_(self, *args: Any) -> torch.Tensor:
+            is_held = any(
+                p.has_unsharded_grad for w in self.fsdp_modules(self) for g in w.groups for p in g.parameters
+            )
+            return torch.zeros(()) if is_held else super().clip_grad_norm_(*args)
+
+
 @mutant(after="pytorch/pytorch#98300", trace=Trace.SILENCE)
 class AcceptsReplacedParameters(ReferenceWrapperEngine):
     """Backward computes with the parameters of forward although the caller has assigned others."""
@@ -112,7 +163,18 @@ class AcceptsReplacedParameters(ReferenceWrapperEngine):
         def __init__(self, module: nn.Module, **options: Any) -> None:
             super().__init__(module, **options)
             for group in self.groups:
-                group.check_unchanged = _forget  # type: ignore[method-assign]  # of this one
+                group.check_assigned = _forget  # type: ignore[method-assign]  # of this one
+
+
+@mutant(after="pytorch/pytorch#98300", trace=Trace.SILENCE)
+class DropsWhatIsAssignedBesideFlatParameters(ReferenceWrapperEngine):
+    """A parameter that is assigned where a flat one contains the original is dropped by the next forward."""
+
+    class Wrapper(FullyShardedDataParallel):
+        def _begin_training(self, *args: Any) -> None:
+            for piece in self._pieces() if self.is_flat else ():
+                piece.to_sharded()
+            super()._begin_training(*args)
 
 
 @mutant(after="pytorch/pytorch#90871", trace=Trace.SILENCE)

@@ -33,7 +33,7 @@ from shardproof.engine.reference.collectives import (
 from shardproof.engine.reference.comm_context import CommContext
 from shardproof.engine.reference.mesh import Ranks
 from shardproof.engine.reference.param_layout import ParamLayout, UnshardedMemory
-from shardproof.engine.reference.parameter import FSDPParam, pending_grad
+from shardproof.engine.reference.parameter import FSDPParam
 from shardproof.engine.reference.policies import DTypes
 
 
@@ -207,19 +207,25 @@ class FSDPParamGroup:
         """Raise RuntimeError if backward would compute with other values than forward did.
 
         Gathered parameters are copies. Parameters that share the shards' memory are not, and autograd does not detect a
-        write to the shards. Gradients of a parameter that was replaced would go to the former one.
+        write to the shards.
         """
+        self.check_assigned()
         if self.state is not ShardedState.UNSHARDED:
             return
-        if replaced := [p.name for p in self.parameters if p.is_replaced]:
-            raise RuntimeError(
-                f"parameters {replaced}: expected them as they were in forward, got others assigned in their place "
-                "before backward; assign after the backward of every forward"
-            )
         if self._unsharded is not None and self._unsharded.is_shared and self._is_stale:
             raise RuntimeError(
                 f"parameters {[p.name for p in self.parameters]}: expected them as they were in forward, got "
                 "them changed by an optimizer before backward; step after the backward of every forward"
+            )
+
+    def check_assigned(self) -> None:
+        """Raise RuntimeError if the caller has replaced whole parameters: gradients would go to the former ones."""
+        if self.state is ShardedState.UNSHARDED and (
+            replaced := [p.name for p in self.parameters if p.is_replaced]
+        ):
+            raise RuntimeError(
+                f"parameters {replaced}: expected none assigned while whole ones are kept for a backward, got others "
+                "in their place; change values after the backward that reduces"
             )
 
     def reset_sharded_params(self, *, gathers: bool = False) -> None:
@@ -296,8 +302,7 @@ class FSDPParamGroup:
         """Set pending gradients on the optimizer's parameters while gradients accumulate, to detect clearing."""
         self._shown = [p for p in self.parameters if p.has_unsharded_grad]
         for parameter in self._shown:
-            if parameter.sharded_param.grad is None:
-                parameter.sharded_param.grad = pending_grad(parameter.sharded_param)
+            parameter.show_accumulation()
 
     def forget_backward(self) -> None:
         """Record that a backward is over: later gradients belong to another one."""

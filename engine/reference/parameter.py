@@ -170,6 +170,11 @@ class FSDPParam(ABC):
         self._step_listener = StepListener(on_step)
         self._step_listener.attach(self.sharded_param)
 
+    def show_accumulation(self) -> None:
+        """Set a pending gradient on the optimizer's parameter, unless it has a gradient, to detect clearing."""
+        if self.sharded_param.grad is None:
+            self.sharded_param.grad = pending_grad(self.sharded_param)
+
     @property
     @abstractmethod
     def local(self) -> torch.Tensor:

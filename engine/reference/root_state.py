@@ -84,6 +84,10 @@ class RootState(Generic[State]):
 
     # Forward ----------------------------------------------------------------------------------------------
 
+    def is_outermost(self, state: State) -> bool:
+        """Whether ``state`` began the forward that runs."""
+        return self._outermost is state
+
     def enter_forward(self, state: State) -> bool:
         """Record that ``state`` starts to run; return whether it is the outermost one, which begins a forward."""
         begins = self._outermost in {None, state}

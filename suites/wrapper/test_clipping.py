@@ -15,8 +15,8 @@ from shardproof import SEVERAL
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.wrapper.expect import Bench, expects
 from shardproof.suites.tower import batch, gradients, shown_gradients
-from shardproof.suites.wrapper.wrapping import EACH_FORM, Form, Wrapping
 from shardproof.suites.tower import tower
+from shardproof.suites.wrapper.wrapping import EACH_FORM, Form, Wrapping, strategies
 
 pytestmark = pytest.mark.api("clip_grad_norm_")
 CLIPPED = ("the norm", "clipped gradients")
@@ -130,6 +130,26 @@ def test_returns_the_norm_in_the_dtype_of_gradients(bench: Bench, dtype: torch.d
     # Low-precision gradients were rounded where they were computed, in another order on each side.
     tolerance = max(_TOLERANCE, 4 * torch.finfo(dtype).eps)
     bench.near("the norm", root.clip_grad_norm_(1.0), total, tolerance=tolerance)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("ClipsNothingWhileAccumulating")
+@EACH_FORM
+@strategies(ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD)
+@expects("the norm while gradients accumulate")
+def test_clips_what_accumulates_or_refuses(bench: Bench, strategy: ShardingStrategy, form: Form) -> None:
+    """The norm is that of all ranks' gradients together; of replicas each rank clips its own, as torch does."""
+    root = bench.wrapped_by(Wrapping(strategy=strategy, form=form), tower())
+    with root.no_sync():
+        bench.train(root)
+    ranks = bench.ranks if strategy is ShardingStrategy.FULL_SHARD else [bench.rank]
+    held = [g * bench.size for rank in ranks for g in gradients(tower(), [rank]).values()]
+    total = _norm(held, 2.0)
+    try:
+        norm = root.clip_grad_norm_(1.0)
+    except RuntimeError:  # refused
+        norm = total
+    bench.near("the norm while gradients accumulate", norm, total, tolerance=_TOLERANCE)
 
 
 @pytest.mark.kills("ClipsUnitsAlone")

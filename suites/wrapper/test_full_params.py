@@ -9,7 +9,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import ShardingStrategy
 
-from shardproof import SEVERAL
+from shardproof import ALONE, SEVERAL
 from shardproof.suites.params import param
 from shardproof.suites.wrapper.expect import Bench, expects
 from shardproof.suites.tower import LR, Tower, batch, copies, gradients, parameters
@@ -69,6 +69,24 @@ def test_forgets_what_was_changed_without_writing_back(bench: Bench, form: Form)
     with bench.api.summon_full_params(root, writeback=False):
         _change(root)
     bench.same(AFTERWARDS, bench.summoned(root), parameters(tower()))
+
+
+@EACH_FORM
+@strategies(param(FULL, worlds=ALONE), WHOLE)
+@pytest.mark.kills("UndoesWhatIsNotWrittenBack")
+@expects(AFTERWARDS)
+def test_keeps_what_was_changed_where_nothing_is_sharded(
+    bench: Bench, strategy: ShardingStrategy, form: Form
+) -> None:
+    """Without writing back too: the whole parameters are what the rank holds."""
+    root, alone = (
+        bench.wrapped(tower(), sharding_strategy=strategy, use_orig_params=form.use_orig_params),
+        tower(),
+    )
+    with bench.api.summon_full_params(root, writeback=False):
+        _change(root)
+    _change(alone)
+    bench.same(AFTERWARDS, bench.summoned(root), parameters(alone))
 
 
 @pytest.mark.worlds(SEVERAL)

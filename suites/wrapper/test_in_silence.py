@@ -1,7 +1,7 @@
 """What a wrapper might get wrong without a word: it does as one process does, or refuses.
 
 An optimizer that steps in backward; parameters that the model itself reads in forward, as a penalty does; gradients
-that are read while they accumulate; parameters assigned between forward and backward, or written behind whole ones;
+that are read while they accumulate; parameters assigned before forward or backward, or written behind whole ones;
 options that differ within one tree.
 """
 
@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from shardproof import SEVERAL
-from shardproof.suites.params import parametrize
-from shardproof.suites.tower import LR, Tower, batch, gradients, shown_gradients, tower, train_alone
+from shardproof.suites.params import param, parametrize
+from shardproof.suites.tower import LR, UNITS, Tower, batch, gradients, shown_gradients, tower, train_alone
 from shardproof.suites.tower import trained_alone
 from shardproof.suites.wrapper.expect import Bench, expects
 from shardproof.suites.wrapper.wrapping import original, strategies
@@ -29,9 +29,10 @@ class Penalised(Tower):
     seen: list[list[int]]
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Note the shapes of the parameters, and add the penalty."""
+        """Note the shapes of the parameters once units inside have run, and add the penalty."""
+        result = super().forward(rows)
         self.seen = [list(p.shape) for p in self.parameters()]
-        return super().forward(rows) + sum(p.square().sum() for p in self.parameters())
+        return result + sum(p.square().sum() for p in self.parameters())
 
 
 def _penalised() -> Penalised:
@@ -55,12 +56,21 @@ def test_an_optimizer_steps_in_backward(bench: Bench) -> None:
 
 @pytest.mark.api("use_orig_params")
 @pytest.mark.kills("ShowsShardsInForward")
-@strategies(ShardingStrategy.FULL_SHARD, KEEP)
+@parametrize(
+    "strategy, units",
+    param(ShardingStrategy.FULL_SHARD, (), id="full_shard", kills="ShowsShardsInASecondForward"),
+    param(KEEP, (), id="shard_grad_op"),
+    param(KEEP, UNITS, id="shard_grad_op-units", kills="ShowsShardsOfWhatItKeeps"),
+)
 @expects("shapes in forward", "this rank's results", "parameters after one step")
-def test_a_model_may_read_its_parameters_in_forward(bench: Bench, strategy: ShardingStrategy) -> None:
+def test_a_model_may_read_its_parameters_in_forward(
+    bench: Bench, strategy: ShardingStrategy, units: tuple[str, ...]
+) -> None:
+    """In the second of two forwards, the first of which has no backward and leaves parameters whole."""
     alone = _penalised()
-    root = bench.wrap(_penalised(), sharding_strategy=strategy)
+    root = bench.wrapped(_penalised(), units, sharding_strategy=strategy)
     optimizer = torch.optim.SGD(root.parameters(), lr=LR)
+    root(batch(bench.rank).to(bench.device))
     output = bench.train(root)
     bench.same("shapes in forward", root.module.seen, [list(p.shape) for p in alone.parameters()])
     bench.same("this rank's results", output.detach().cpu(), alone(batch(bench.rank)).detach())
@@ -68,6 +78,19 @@ def test_a_model_may_read_its_parameters_in_forward(bench: Bench, strategy: Shar
     train_alone(alone, bench.ranks)
     expected = {name: p.detach() - LR * p.grad for name, p in alone.named_parameters() if p.grad is not None}
     bench.same("parameters after one step", bench.summoned(root), expected)
+
+
+@pytest.mark.api("use_orig_params")
+@pytest.mark.kills("ComputesWithUnseenShards")
+@expects("this rank's results")
+def test_a_model_sees_whole_parameters_of_units_that_are_freed_or_refuses(bench: Bench) -> None:
+    expected = _penalised()(batch(bench.rank)).detach()
+    root = bench.wrapped(_penalised(), sharding_strategy=ShardingStrategy.FULL_SHARD)
+    try:
+        seen = root(batch(bench.rank).to(bench.device)).detach().cpu()
+    except RuntimeError:  # refused
+        seen = expected
+    bench.same("this rank's results", seen, expected)
 
 
 @pytest.mark.api("no_sync")
@@ -95,6 +118,20 @@ def test_backward_knows_the_parameters_of_forward(bench: Bench) -> None:
     output = root(batch(bench.rank).to(bench.device))
     root.module.weight = nn.Parameter(torch.ones(64, 3, device=bench.device))
     bench.refuses("backward", lambda: output.sum().backward())
+
+
+@pytest.mark.api("FlatParameter")
+@pytest.mark.kills("DropsWhatIsAssignedBesideFlatParameters")
+@expects("this rank's results")
+def test_a_parameter_beside_a_flat_one_is_used_or_refused(bench: Bench) -> None:
+    root, rows = bench.wrap(nn.Linear(3, 64, bias=False), use_orig_params=False), batch(bench.rank)
+    root.module.weight = nn.Parameter(torch.ones(64, 3, device=bench.device))
+    expected = rows.sum(1, keepdim=True).expand(-1, 64)
+    try:
+        seen = root(rows.to(bench.device)).detach().cpu()
+    except RuntimeError:  # refused
+        seen = expected
+    bench.same("this rank's results", seen, expected)
 
 
 @pytest.mark.api("summon_full_params")

@@ -18,13 +18,14 @@ FULL, ZERO2, NO = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, S
 HYBRID, HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy["_HYBRID_SHARD_ZERO2"]
 IGNORED = "ignored parameters are the same objects"
 IGNORED_GRADIENTS = "gradients of ignored parameters are the rank's own"
-KEEPS, FREES = "KeepsWhatTheStrategyFrees", "FreesWhatTheStrategyKeeps"
+KEEPS = "KeepsWhatTheStrategyFrees"
+FREES = ("FreesWhatTheStrategyKeeps", "ShowsShardsOfWhatItKeeps")
 api, kills = pytest.mark.api, pytest.mark.kills
 in_replicas = pytest.mark.worlds(FOUR_OR_MORE_EVEN)
 
 
-def _shown(strategy: ShardingStrategy, between: str, outside: str, mutant: str) -> Any:
-    marks = [kills(mutant), api(f"ShardingStrategy.{strategy.name}")]
+def _shown(strategy: ShardingStrategy, between: str, outside: str, *mutants: str) -> Any:
+    marks = [kills(*mutants), api(f"ShardingStrategy.{strategy.name}")]
     marks += [in_replicas] if strategy in {HYBRID, HYBRID_ZERO2} else []
     return param(strategy, between, outside, id=strategy.name.strip("_").lower(), marks=marks)
 
@@ -35,10 +36,10 @@ def _shown(strategy: ShardingStrategy, between: str, outside: str, mutant: str) 
     "strategy, between, outside",
     param(None, "sharded", "sharded", id="default", marks=kills(KEEPS)),
     _shown(FULL, "sharded", "sharded", KEEPS),
-    _shown(ZERO2, "whole", "sharded", FREES),
+    _shown(ZERO2, "whole", "sharded", *FREES),
     _shown(NO, "whole", "whole", "ShardsWhatTheStrategyReplicates"),
     _shown(HYBRID, "sharded", "sharded", KEEPS),
-    _shown(HYBRID_ZERO2, "whole", "sharded", FREES),
+    _shown(HYBRID_ZERO2, "whole", "sharded", *FREES),
 )
 @expects("before forward", "after forward", "after backward")
 def test_shards_and_frees_as_the_strategy_says(
@@ -53,7 +54,10 @@ def test_shards_and_frees_as_the_strategy_says(
     root = bench.wrapped(model, **options)
 
     def look(moment: str, expected: str) -> None:
-        bench.same(moment, "whole" if layer.weight.shape == whole else "sharded", expected)
+        used_and_listed = [layer.weight.shape == whole, next(layer.parameters()).shape == whole]
+        bench.same(
+            moment, ["whole" if is_whole else "sharded" for is_whole in used_and_listed], [expected] * 2
+        )
 
     look("before forward", outside)
     output = root(batch(bench.rank))

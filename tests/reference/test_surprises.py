@@ -12,8 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
+from torch.distributed.fsdp import ShardingStrategy
 
-from shardproof.engine.reference import clip_grad_norm_, fully_shard, replicate
+from shardproof.engine.reference import (
+    FullyShardedDataParallel,
+    clip_grad_norm_,
+    fully_shard,
+    replicate,
+)
 from shardproof.harness.worlds.rank import RankContext
 from shardproof.harness.worlds.spec import WorldKind
 from tests.reference.models import assert_gradients, hybrid_mesh
@@ -115,6 +121,27 @@ def _refused_then_ignored(context: RankContext) -> float:
 
 def test_a_refused_call_changes_nothing(ranks: Ranks) -> None:
     assert ranks.run(2, _refused_then_ignored) == pytest.approx([0, 0], abs=1e-12)
+
+
+def _cleared_while_whole(context: RankContext) -> str:
+    model, plain = _twins()
+    root = FullyShardedDataParallel(
+        model, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True
+    )
+    root(_inputs()).sum().backward()
+    loss = root(_inputs()).sum()
+    with pytest.raises(ValueError, match="non-leaf"):
+        torch.optim.SGD(root.parameters())
+    root.zero_grad()
+    loss.backward()
+    plain(_inputs()).sum().backward()
+    with FullyShardedDataParallel.summon_full_params(root, with_grads=True):
+        assert_gradients(model, _gradients(plain))
+    return "cleared"
+
+
+def test_whole_parameters_that_are_listed_belong_to_no_optimizer_and_are_cleared(ranks: Ranks) -> None:
+    assert ranks.run(2, _cleared_while_whole) == ["cleared"] * 2
 
 
 def _stepped_before_backward(context: RankContext) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from shardproof.engine.reference.autograd_hooks import tensors_in
 from shardproof.engine.reference.geometry import local_part
 from shardproof.engine.reference.mesh import Ranks
 from shardproof.engine.reference.param_layout import Allocate, UnshardedMemory, storage_signature
@@ -24,6 +26,29 @@ _ALIGNMENT_BYTES = 16  # the width of vectorised loads
 
 class FlatParameter(nn.Parameter):
     """This rank's share of all parameters of one unit as one 1-D tensor: the optimizer updates it."""
+
+
+class UnseenShard(nn.Parameter):
+    """This rank's part of a parameter, for the forward around its wrapper: nothing with a gradient is computed from it.
+
+    Values without gradients, as of a moving average, are read and written in the part's own memory.
+    """
+
+    whose: str
+
+    # Any: as torch calls it.
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise RuntimeError for a result with a gradient: it would be of each rank's own part."""
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if any(tensor.grad_fn is not None for tensor in tensors_in(result)):
+            whose = next(t.whose for t in tensors_in((args, kwargs)) if isinstance(t, cls))
+            raise RuntimeError(
+                f"parameter {whose!r}: expected no use with gradients in the forward around its wrapper, got "
+                f"{getattr(func, '__name__', func)}: this rank has a part of it there; compute in the forward of its "
+                "own module, or after that with SHARD_GRAD_OP, or wrap only the module around it"
+            )
+        return result
 
 
 class FlatPiece(FSDPParam):
@@ -53,6 +78,9 @@ class FlatPiece(FSDPParam):
         self.offset = begin - flat.rank * share if self.local_numel else 0
         self.first = begin - start if self.local_numel else 0
         self._visible = nn.Parameter(torch.empty(0), origin.requires_grad) if is_visible else None
+        # What modules list in place of the visible parameter: now, and before and after their part of a forward.
+        self._listed: torch.Tensor | None = None
+        self._stand_in: torch.Tensor | None = None
 
     @property
     def local(self) -> torch.Tensor:
@@ -78,10 +106,13 @@ class FlatPiece(FSDPParam):
         if self._visible is None:
             return self.local
         found = self.locations[0].get()
-        if found is self.unsharded_param:
-            return self._visible
         # The wrapped parameter is a DTensor, which cannot be a part of itself.
-        return self._visible if found is None or isinstance(found, DTensor) else found
+        return self._visible if found is None or self._is_own(found) or isinstance(found, DTensor) else found
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the module has a parameter of the caller's."""
+        return self.locations[0].get() is not self._listed and super().is_replaced
 
     def is_in_place(self) -> bool:
         """Whether the visible parameter is still a view of the rank's share."""
@@ -109,14 +140,55 @@ class FlatPiece(FSDPParam):
             else:
                 location.set(self.unsharded_param)
 
-    def leave_forward(self) -> None:
-        """Register the optimizer's parameter, which callers clear and replace, behind the whole one, if that stays."""
+    def enter_forward(self) -> None:
+        """Let the module list the whole parameter, which may be whole from before."""
+        if self._visible is not None and self.locations[0].get() is not self.unsharded_param:
+            self.to_unsharded()
+
+    def leave_forward(self, *, lists_whole: bool) -> None:
+        """List the whole parameter, if that stays, or else the optimizer's, which callers clear and replace.
+
+        Modules go on to compute with the whole one. It is listed as a view: gradients reach it, and no optimizer takes
+        what is no leaf.
+        """
         if self._visible is None or self.unsharded_param is None:
             return
+        self._list(_view(self.unsharded_param) if lists_whole else self._visible)
         for location in self.locations:
-            if location.get() is self.unsharded_param:
-                location.set(self._visible)
-                location.show(self.unsharded_param)
+            location.module.__dict__[location.name] = self.unsharded_param
+
+    def enter_outer_forward(self) -> None:
+        """Until the module itself runs, list what the forward around it may use."""
+        assert self._visible is not None
+        if self._flat.is_shared and self.unsharded_param is not None:
+            self._stand_in = _view(self.unsharded_param)
+        else:
+            unseen = UnseenShard(self._visible.detach(), self._visible.requires_grad)
+            unseen.whose = self.name
+            self._stand_in = unseen
+        self._list(self._stand_in)
+
+    def leave_outer_forward(self) -> None:
+        """List the optimizer's parameter, unless the module has run and is whole for its backward."""
+        is_idle = self._listed is self._stand_in or not torch.is_grad_enabled()
+        self._stand_in = None
+        if is_idle and self._visible is not None:
+            self._list(self._visible)
+
+    def show_accumulation(self) -> None:
+        super().show_accumulation()
+        if self._visible is not None:
+            self._list(self._visible)
+
+    def _list(self, tensor: torch.Tensor) -> None:
+        """Let modules list ``tensor``, unless they have a parameter of the caller's."""
+        for location in self.locations:
+            if self._is_own(location.get()):
+                location.module._parameters[location.name] = tensor  # type: ignore[assignment]  # as torch's wrapper
+        self._listed = tensor
+
+    def _is_own(self, found: torch.Tensor | None) -> bool:
+        return found is self._visible or found is self.unsharded_param or found is self._listed
 
     def to_sharded(self) -> None:
         """Register this rank's elements: as a parameter, or as a plain attribute beside the flat one."""
@@ -127,6 +199,9 @@ class FlatPiece(FSDPParam):
             else:
                 location.module.__dict__.pop(location.name, None)
                 location.set(self._visible)
+        self._listed = None
+        if self._stand_in is not None:
+            self._list(self._stand_in)
 
     def show_whole(self, whole: nn.Parameter) -> None:
         """Register ``whole`` as the module's parameter, in place of the optimizer's."""
@@ -181,6 +256,7 @@ class FlatLayout:
         origins = [origin for origin, _ in parameters]
         _check_uniform(parameters, is_one=holder is not None)
         self.num_ranks = ranks.shard_size
+        self.is_shared = False  # whether whole parameters are the shares themselves
         self.rank = ranks.shard_rank
         starts, total = _laid_out(origins, is_aligned=ranks.shard_size > 1)
         self.share_numel = -(-total // self.num_ranks)
@@ -210,6 +286,11 @@ class FlatLayout:
     def reset_sharded_params(self) -> None:
         """Move or cast the rank's share like its parameters."""
         if self.holder is not None:
+            if replaced := [piece.name for piece in self.parameters if piece.is_replaced]:
+                raise RuntimeError(
+                    f"parameters {replaced}: expected none beside the flat parameter that contains them, got some "
+                    "assigned, which forward would not use; change values in summon_full_params"
+                )
             found = self.holder._parameters[FLAT_NAME]
             assert isinstance(found, nn.Parameter)
             detached: torch.Tensor = found.detach()
@@ -247,6 +328,7 @@ class FlatLayout:
             with torch.inference_mode(False):
                 block = torch.empty(numel * dtype.itemsize, dtype=torch.uint8, device=device)
                 flat = block.view(dtype)
+        self.is_shared = block is None
         for piece in self.parameters:
             piece.init_unsharded_param(flat[piece.start : piece.start + piece.shape.numel()], on_gradient)
         return UnshardedMemory(
@@ -304,11 +386,6 @@ class FlatLayout:
             piece.accumulate_sharded_grad(part)
             after_accumulation(piece.sharded_param)
 
-    def leave_forward(self) -> None:
-        """Register the optimizer's parameters where whole ones stay until backward."""
-        for piece in self.parameters:
-            piece.leave_forward()
-
     def _collected(self) -> torch.Tensor:
         """Collect the modules' current tensors in one share again."""
         found = [piece.current().detach() for piece in self.parameters]
@@ -327,6 +404,11 @@ class FlatLayout:
                 )
             memory[piece.offset : piece.offset + piece.local_numel].copy_(tensor.reshape(-1))
         return memory
+
+
+def _view(whole: nn.Parameter) -> torch.Tensor:
+    with torch.enable_grad():
+        return whole.view_as(whole)
 
 
 def _laid_out(origins: Sequence[nn.Parameter], *, is_aligned: bool) -> tuple[list[int], int]:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 )
 
 from shardproof.engine.reference.fsdp1.clip_wrapped import clip_by_norm
-from shardproof.engine.reference.fsdp1.flat import FlatLayout
+from shardproof.engine.reference.fsdp1.flat import FlatLayout, FlatPiece
 from shardproof.engine.reference.fsdp1.full_params import (
     FullParamsOptions,
     cast_buffers,
@@ -44,6 +44,7 @@ from shardproof.engine.reference.fsdp1.state_dict_methods import StateDictMethod
 from shardproof.engine.reference.fsdp_state import BackwardPrefetchTime, FSDPState
 from shardproof.engine.reference.fully_shard import unmanaged
 from shardproof.engine.reference.param_group import FSDPParamGroup
+from shardproof.engine.reference.parameter import sharded_param_of
 from shardproof.engine.reference.root_state import RootState
 from shardproof.engine.reference.torch_private import optimizers_in_backward
 
@@ -99,6 +100,7 @@ class FullyShardedDataParallel(StateDictMethods):
         self.is_flat = not use_orig_params
         self.state_dict_settings = default_settings()
         self.is_summoned = False
+        self._known_inside: tuple[FlatPiece, ...] | None = None
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self.ignored = _ignored(module, ignored_modules, ignored_states)
         self.sharding_strategy, self.ranks = rank_groups(
@@ -152,14 +154,43 @@ class FullyShardedDataParallel(StateDictMethods):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module on whole parameters: the unit's hooks gather and free them around this.
 
-        Meanwhile they are the module's parameters. Afterwards the optimizer's are, even if whole ones stay until
-        backward: who clears or lists parameters between forward and backward gets those that the optimizer has.
+        Meanwhile they are the module's parameters. Afterwards they are listed as long as the strategy keeps them, and
+        else the optimizer's: see `FlatPiece.leave_forward`. A forward around other wrappers may use their parameters
+        once they have run, if they are whole then: see `UnseenShard`.
         """
+        is_outermost = self._root_state().is_outermost(self._fsdp_state)
+        inside = self._pieces_inside() if is_outermost else ()
+        for piece in inside:
+            piece.enter_outer_forward()
+        for piece in self._pieces():
+            piece.enter_forward()
         try:
             return self._fsdp_wrapped_module(*args, **kwargs)
         finally:
-            for group in self.groups:
-                layout_of(group).leave_forward()
+            is_kept = self.sharding_strategy not in _FREED_AFTER_FORWARD
+            for piece in self._pieces():
+                piece.leave_forward(lists_whole=is_kept and (torch.is_grad_enabled() or not is_outermost))
+            for piece in inside:
+                piece.leave_outer_forward()
+
+    def _pieces(self) -> Iterator[FlatPiece]:
+        return (piece for group in self.groups for piece in layout_of(group).parameters)
+
+    def _pieces_inside(self) -> tuple[FlatPiece, ...]:
+        """Return the parameters of wrappers inside that have names; these wrappers are final now."""
+        if self._known_inside is None:
+            inside = self.fsdp_modules(self)[1:]
+            self._known_inside = tuple(p for wrapper in inside for p in wrapper._pieces() if p.is_visible)
+        return self._known_inside
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the optimizer's gradients, also while modules list whole parameters."""
+        for listed in self.parameters():
+            parameter = sharded_param_of(listed if listed._base is None else listed._base)
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
 
     # The tree of wrappers ---------------------------------------------------------------------------------
 
@@ -353,7 +384,8 @@ class FullyShardedDataParallel(StateDictMethods):
 
     def _begin_training(self, *_: Any) -> None:
         self._root_state()
-        for group in self.groups if self.is_flat else ():
+        for group in self.groups:
+            group.check_assigned()
             flat = layout_of(group).flat_parameter
             if flat is not None and optimizers_in_backward(flat):
                 raise RuntimeError(
