@@ -45,6 +45,22 @@ class SwapsTheDivisorsOfJoin(DistributedDataParallelEngine):
         interface = _DividingByThoseLeft
 
 
+class _Unhooked(DistributedDataParallel):
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        buckets = [bucket.buffer() for bucket in self.reducer._get_zeros_like_grad_buckets()]
+        for work in [dist.all_reduce(bucket, group=self.process_group, async_op=True) for bucket in buckets]:
+            assert work is not None
+            work.wait()
+
+
+@mutant(after="pytorch/pytorch#60611", trace=Trace.COMMUNICATION)
+class JoinsWithoutItsHook(DistributedDataParallelEngine):
+    """A rank that runs out of batches follows the others by plain reductions, whatever hook they use."""
+
+    class Prepared(PreparedDdp):
+        interface = _Unhooked
+
+
 class _Parting(DistributedDataParallel):
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         pass
