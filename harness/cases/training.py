@@ -332,6 +332,8 @@ class Training:
         is_cut = plan.layout in {Layout.SHARD, Layout.HYBRID} and plan.pipeline_stages == 1
         # Each of several roots keeps what it likes; a root that is replicated may leave each unit a root.
         is_cut = is_cut and plan.roots is Roots.MODEL and "" not in plan.replicated
+        # Nothing shows the turns of a unit that is called by another method than forward.
+        is_cut = is_cut and Capability.FORWARD_METHODS not in plan.needs
         return is_cut and not demands & (_INTERFACES | {Capability.UNIT_STATE, Capability.PARTS})
 
     def at(self, step: int) -> Training:
