@@ -4,7 +4,8 @@
 backward, or where a hook ends it. So a future that was taken in backward is completed there, after all computation of
 that backward and before the callbacks that the reducer has queued. This is as late as possible, on the thread that
 needs the result. A future that is taken even later, as by DDP for a static graph in its first step, completes at once,
-because its taker waits without another call. So does a future that C++ takes outside of backward, as DDP does in join.
+because its taker waits without another call. So does a future that C++ takes outside of backward, as DDP does in join,
+and one that a hook takes there for a rank that has no batches left: C++ hands the rank a future of its own for it.
 A future that Python takes elsewhere completes when it is waited for, or when its value is read.
 """
 
@@ -85,7 +86,7 @@ def late_future(work: dist.Work, value: Callable[[], Any]) -> LateFuture:
         case Backward.CALLS_BACK:
             future.come()
         # The caller is C++, not Python.
-        case Backward.ABSENT if "get_future" not in sys._getframe(2).f_code.co_names:
+        case Backward.ABSENT if _due.in_join or "get_future" not in sys._getframe(2).f_code.co_names:
             future.come()
     return future
 
@@ -95,6 +96,7 @@ class _Due(threading.local):
 
     def __init__(self) -> None:
         self.futures: list[LateFuture] = []
+        self.in_join = False  # whether a rank without batches runs the hooks of the others
 
 
 _due = _Due()
@@ -117,6 +119,16 @@ def _functions_that_wait() -> Iterator[tuple[Any, str, Any]]:
 
     yield torch.futures, "collect_all", lambda futures: _collect_all(come(futures))
     yield torch.futures, "wait_all", lambda futures: _wait_all(come(futures))
+    follow = DistributedDataParallel._match_all_reduce_for_bwd_pass
+
+    def _match_all_reduce_for_bwd_pass(module: DistributedDataParallel) -> None:
+        _due.in_join = True
+        try:
+            follow(module)
+        finally:
+            _due.in_join = False
+
+    yield DistributedDataParallel, "_match_all_reduce_for_bwd_pass", _match_all_reduce_for_bwd_pass
     # Since torch 2.15 a hook in the middle of backward may end it (pytorch#196651).
     if (end := getattr(DistributedDataParallel, "finalize_backward", None)) is not None:
 
