@@ -119,7 +119,7 @@ def _functions_that_wait() -> Iterator[tuple[Any, str, Any]]:
 
     yield torch.futures, "collect_all", lambda futures: _collect_all(come(futures))
     yield torch.futures, "wait_all", lambda futures: _wait_all(come(futures))
-    follow = DistributedDataParallel._match_all_reduce_for_bwd_pass
+    follow: Callable[[DistributedDataParallel], None] = DistributedDataParallel._match_all_reduce_for_bwd_pass
 
     def _match_all_reduce_for_bwd_pass(module: DistributedDataParallel) -> None:
         _due.in_join = True
