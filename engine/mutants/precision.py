@@ -248,6 +248,17 @@ class CastsInputsUnasked(ReferenceEngine):
         return super().prepare(model, replace(plan, unit_dtypes=casting), mesh)
 
 
+@mutant(after="NVIDIA-NeMo/Automodel#3657", trace=Trace.STATE)
+class PassesTheRootsOutputDtypeOn(ReferenceEngine):
+    """The outputs of a unit that has dtypes of its own, but none for outputs, get the dtype of the root's."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        passed_on = tuple(
+            replace(own, output_dtype=own.output_dtype or plan.output_dtype) for own in plan.unit_dtypes
+        )
+        return super().prepare(model, replace(plan, unit_dtypes=passed_on), mesh)
+
+
 def _round(parameter: FSDPParam) -> None:
     whole = parameter.unsharded_param
     if whole is not None and whole.grad is not None:

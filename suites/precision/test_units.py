@@ -23,15 +23,26 @@ def _gathers(unit: str) -> Select:
 @pytest.mark.worlds(POWERS_OF_TWO)
 @pytest.mark.kills("IgnoresTheDtypeOfAUnit")
 @parametrize(
-    "own, noted",
-    param((BF16, None, True), "bfloat16, bfloat16, bfloat16", id="casts"),
-    param((F16, None, True), "float16, float16, float16", id="float16"),
-    param((BF16, None, False), "float32, bfloat16, bfloat16", id="leaves", kills="CastsInputsUnasked"),
-    param((BF16, F32, True), "bfloat16, bfloat16, float32", id="casts_back"),
+    "own, of_root, noted",
+    param((BF16, None, True), None, "bfloat16, bfloat16, bfloat16", id="casts"),
+    param((F16, None, True), None, "float16, float16, float16", id="float16"),
+    param((BF16, None, False), None, "float32, bfloat16, bfloat16", id="leaves", kills="CastsInputsUnasked"),
+    param((BF16, F32, True), None, "bfloat16, bfloat16, float32", id="casts_back"),
+    param(
+        (BF16, None, True),
+        F32,
+        "bfloat16, bfloat16, bfloat16",
+        id="beside_another",
+        kills="PassesTheRootsOutputDtypeOn",
+    ),
 )
 @parametrize("layout", Layout.SHARD, Layout.REPLICATE)
 def test_a_unit_has_dtypes_of_its_own(
-    trial: Trial, layout: Layout, own: tuple[torch.dtype, torch.dtype | None, bool], noted: str
+    trial: Trial,
+    layout: Layout,
+    own: tuple[torch.dtype, torch.dtype | None, bool],
+    of_root: torch.dtype | None,
+    noted: str,
 ) -> None:
     dtypes = UnitDtypes(unit="narrow", compute_dtype=own[0], output_dtype=own[1], casts_inputs=own[2])
     training = train(
@@ -40,6 +51,7 @@ def test_a_unit_has_dtypes_of_its_own(
         layout=layout,
         grouping=Grouping.REQUIRED,
         unit_dtypes=(dtypes,),
+        output_dtype=of_root,
         reduce_dtype=F32,
         steps=1,
         script=NotesUnitDtypes(units=("wide", "narrow")),
