@@ -57,7 +57,8 @@ class WholeInTurn:
             for events in _passes(observation.events):
                 turns = _Turns(events, evidence.training.at(events[-1].step))
                 broken += [
-                    f"rank {observation.rank}, {_spell(event)}: {what}" for event, what in turns.again()
+                    f"rank {observation.rank}, {_spell(event)}: expected whole until its turn ends, got gathered again"
+                    for event in turns.again()
                 ]
                 for at, event in enumerate(events):
                     if event.what is EventKind.UNSHARDED:
@@ -118,7 +119,7 @@ class _Turns:
         unit = self._units.get(event.unit or ROOT)
         return unit is None or any(at in turn for name, turn in self._turns if name == unit)
 
-    def again(self) -> Iterator[tuple[TraceEvent, str]]:
+    def again(self) -> Iterator[TraceEvent]:
         """Yield the gathers of a unit that was freed since its turn began, if its modules run once each in it."""
         for unit, turn in self._turns:
             during = self._events[turn.start : turn.stop]
@@ -127,10 +128,7 @@ class _Turns:
             for event in during if len(set(starts)) == len(starts) else ():
                 is_own = (event.unit or ROOT) == unit
                 if freed and is_own and event.what is EventKind.UNSHARDED:
-                    yield (
-                        event,
-                        f"expected {spell_unit(unit)} whole until its turn ends, got it gathered again",
-                    )
+                    yield event
                 freed = freed or (is_own and event.what is EventKind.RESHARDED)
 
     def allowed(self, at: int) -> set[str]:

@@ -94,23 +94,19 @@ def _equal_inputs(evidence: Evidence) -> str | None:
 
 
 def _idle_ranks(evidence: Evidence) -> str | None:
-    """Find a step whose gradient would be the same without some rank; without any, if that is so in every step."""
-    steps = [
-        (step, seen)
+    """Find a step whose gradient would be the same without some rank.
+
+    A step may have no gradient on any rank, as where all of a batch is masked, but not every step.
+    """
+    everyone = range(evidence.data_size)
+    idle = {
+        step: [rank for rank in everyone if not any(sizes.of_ranks[rank] for sizes in seen.sizes.values())]
         for step, seen in enumerate(evidence.oracle.steps)
         if not evidence.training.schedule.is_skipped(step)
-    ]
-    idle = {
-        step: [
-            rank
-            for rank in range(evidence.data_size)
-            if not any(sizes.of_ranks[rank] for sizes in seen.sizes.values())
-        ]
-        for step, seen in steps
     }
-    are_all_masked = all(len(ranks) == evidence.data_size for ranks in idle.values())
+    has_gradients = any(len(ranks) < len(everyone) for ranks in idle.values())
     for step, ranks in idle.items():
-        if ranks and (are_all_masked or len(ranks) < evidence.data_size):
+        if ranks and not (has_gradients and len(ranks) == len(everyone)):
             return f"every gradient of rank {ranks[0]} is zero in step {step}; {_MORE_DATA}"
     return None
 
