@@ -157,6 +157,11 @@ _USES: Mapping[Feature | str, Mapping[str, str]] = {
             "sets the guard that stands for a missing GPU, for a thread that outlives the ranks"
         ),
     },
+    "a rank that leaves join early waits for ever for a hook that goes on in Python": {
+        "torch.nn.parallel:DistributedDataParallel._match_all_reduce_for_bwd_pass": (
+            "is where a rank without batches runs the hook of the others"
+        ),
+    },
     "ranks that are threads propagate shardings each for itself, which is slower": {
         "torch.distributed.tensor._dtensor_spec:DTensorSpec": "is what a sharding propagation depends on",
         "torch.distributed.tensor._op_schema:OutputSharding": "is the result of a sharding propagation",

@@ -22,7 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.harness.torch_compat.dispatch import Backward, backward_of_thread, call_after_backward
 from shardproof.harness.torch_compat.patching import Replacement
+from shardproof.harness.torch_compat.private_names import optional
 
+_FOLLOW = "torch.nn.parallel:DistributedDataParallel._match_all_reduce_for_bwd_pass"
 _Future = torch.futures.Future
 _collect_all = torch.futures.collect_all
 _wait_all = torch.futures.wait_all
@@ -119,16 +121,16 @@ def _functions_that_wait() -> Iterator[tuple[Any, str, Any]]:
 
     yield torch.futures, "collect_all", lambda futures: _collect_all(come(futures))
     yield torch.futures, "wait_all", lambda futures: _wait_all(come(futures))
-    follow: Callable[[DistributedDataParallel], None] = DistributedDataParallel._match_all_reduce_for_bwd_pass
+    if (follow := optional(_FOLLOW)) is not None:
 
-    def _match_all_reduce_for_bwd_pass(module: DistributedDataParallel) -> None:
-        _due.in_join = True
-        try:
-            follow(module)
-        finally:
-            _due.in_join = False
+        def follow_others(module: DistributedDataParallel) -> None:
+            _due.in_join = True
+            try:
+                follow(module)
+            finally:
+                _due.in_join = False
 
-    yield DistributedDataParallel, "_match_all_reduce_for_bwd_pass", _match_all_reduce_for_bwd_pass
+        yield DistributedDataParallel, _FOLLOW.rpartition(".")[2], follow_others
     # Since torch 2.15 a hook in the middle of backward may end it (pytorch#196651).
     if (end := getattr(DistributedDataParallel, "finalize_backward", None)) is not None:
 
