@@ -205,8 +205,8 @@ class KeepsFrozenUnitsUntilBackwardEnds(FullyShardEngine):
             ]
 
 
-def _keep_until_the_last(_: FSDPState) -> Callable[[], None]:
-    return lambda: None
+def _keep_until_the_last(_: FSDPState) -> Callable[..., None]:
+    return lambda **_: None
 
 
 @mutant(after="pytorch/pytorch#136861", trace=Trace.STATE)

@@ -377,19 +377,19 @@ class FSDPState:
 
     def _inputs_done(self, forward: WatchedForward) -> None:
         """Free the parameters, and reduce unless another forward of this backward is pending."""
-        if self._calls.end_one(forward) and not all(group.is_complete for group in self.param_groups):
+        # Each of several modules may run in its own forward and backward, as with reentrant checkpoints.
+        is_part = forward.num_calls + forward.num_others < len(self.modules)
+        if self._calls.end_one(forward) and not all(group.is_through for group in self.param_groups):
             if forward.is_over:
-                self._end_one_forward()
+                self._end_one_forward(reduces=not is_part)
             return
         self._free_after_backward()
         if self.prefetches_in_backward is BackwardPrefetchTime.LAST and self.root_state is not None:
             # Before the reduction, so that the next state's gradients need not wait for it.
             self._prefetch_next(self.root_state)
-        # Each of several modules may run in its own forward and backward, as with reentrant checkpoints.
-        is_part = forward.num_calls + forward.num_others < len(self.modules)
         self._reduce(group for group in self.param_groups if not (is_part and group.awaits_gradients))
 
-    def _end_one_forward(self) -> None:
+    def _end_one_forward(self, *, reduces: bool) -> None:
         """Free what the backward of an earlier forward gathers again, unless that comes next; reduce what is there.
 
         Gradients that are there lack nothing: autograd sums all uses of a parameter in one backward. The others may
@@ -399,7 +399,8 @@ class FSDPState:
         self._training_state = TrainingState.IDLE
         if self.root_state.next_in_backward(self._backward_position) is not self:
             self._reshard_after_forward()
-        self._reduce(group for group in self.param_groups if group.has_some)
+        if reduces:
+            self._reduce(group for group in self.param_groups if group.has_some)
 
     def _free_after_backward(self) -> None:
         """Free before reducing, because the reduction needs memory; gradients have their own."""

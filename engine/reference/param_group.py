@@ -433,6 +433,11 @@ class FSDPParamGroup:
         return self.has_some and self._have_all_arrived
 
     @property
+    def is_through(self) -> bool:
+        """Whether this backward needs no parameter any more: a frozen one's module may compute after all gradients."""
+        return self.is_complete and all(p.sharded_param.requires_grad for p in self.parameters)
+
+    @property
     def has_some(self) -> bool:
         """Whether some parameter has its gradient of this backward, as it has on every rank then."""
         return not self.reduces_unused and bool(self._arrived)

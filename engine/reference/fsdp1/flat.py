@@ -149,11 +149,12 @@ class FlatPiece(FSDPParam):
         """List the whole parameter, if that stays, or else the optimizer's, which callers clear and replace.
 
         Modules go on to compute with the whole one. It is listed as a view: gradients reach it, and no optimizer takes
-        what is no leaf.
+        what is no leaf. A reduced gradient that waits for the step stays in sight: its parameter is listed.
         """
         if self._visible is None or self.unsharded_param is None:
             return
-        self._list(_view(self.unsharded_param) if lists_whole else self._visible)
+        is_reduced = self._visible.grad is not None and not isinstance(self._visible.grad, PendingGradient)
+        self._list(_view(self.unsharded_param) if lists_whole and not is_reduced else self._visible)
         for location in self.locations:
             location.module.__dict__[location.name] = self.unsharded_param
 
