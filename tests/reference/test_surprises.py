@@ -128,10 +128,11 @@ def _cleared_while_whole(context: RankContext) -> str:
     root = FullyShardedDataParallel(
         model, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True
     )
-    root(_inputs()).sum().backward()
     loss = root(_inputs()).sum()
     with pytest.raises(ValueError, match="non-leaf"):
         torch.optim.SGD(root.parameters())
+    loss.backward()
+    loss = root(_inputs()).sum()
     root.zero_grad()
     loss.backward()
     plain(_inputs()).sum().backward()
