@@ -72,9 +72,11 @@ class PreparedReference(PreparedComposable):
         unstepped = {name for name, parameter in parameters.items() if parameter not in made}
         with self._thawed(parameters.keys() - set(self.plan.ignored)):
             state = super().shared_state()
-        for name in unstepped & state["optimizer"]["state"].keys():
+        entries = state["optimizer"]["state"]
+        for name in unstepped & entries.keys():
             made.pop(parameters[name], None)
-            state["optimizer"]["state"][name].get("step", torch.tensor(0.0)).zero_()
+            if "step" in entries[name]:
+                entries[name]["step"].zero_()
         return state
 
     def load_shared_state(self, state: dict[str, Any]) -> None:
