@@ -301,6 +301,10 @@ def test_both_laws_hold_of_units_in_turn() -> None:
         (_without("free 1"), "at the end: expected sharded, got whole: blocks.1"),
         (("whole 1", *_without("whole 1")), "while blocks.3 computes: expected sharded, got whole: blocks.1"),
         (_without("whole 3", "whole 2", "whole 1"), "expected some unit whole at some time, saw none"),
+        (
+            ("turn 3", "whole 3", "free 3", "whole 3", *IN_TURN[3:]),
+            "backward while blocks.3 computes: expected whole until its turn ends, got gathered again",
+        ),
     ],
 )
 def test_a_unit_out_of_turn_is_named(words: tuple[str, ...], text: str) -> None:
