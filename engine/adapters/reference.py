@@ -57,7 +57,7 @@ class PreparedReference(PreparedComposable):
             model, optimizer = get_state_dict(self.module, self.built_optimizer())
         # There is no entry to load into of what was frozen when the optimizer was made.
         made: Any = optimizer["state"]
-        for name, parameter in self._named_parameters().items():
+        for name, parameter in self._named_shards().items():
             saved = state["optimizer"]["state"].get(name, {})
             made.setdefault(name, {key: _like(parameter, value) for key, value in saved.items()})
         self._load(_part_of(state["model"], model), _part_of(state["optimizer"], optimizer))
@@ -68,7 +68,7 @@ class PreparedReference(PreparedComposable):
         What the engine ignores stays frozen, because fused optimizers do not step it beside DTensors. To make entries,
         torch's function takes a step with gradients of zero, which the optimizer is not to keep (pytorch#164929).
         """
-        parameters, made = self._named_parameters(), self.built_optimizer().state
+        parameters, made = self._named_shards(), self.built_optimizer().state
         unstepped = {name for name, parameter in parameters.items() if parameter not in made}
         with self._thawed(parameters.keys() - set(self.plan.ignored)):
             state = super().shared_state()
@@ -92,10 +92,17 @@ class PreparedReference(PreparedComposable):
         with self._loadable(state):
             set_model_state_dict(self.module, model)
             set_optimizer_state_dict(self.module, optimizer, state, options=StateDictOptions(strict=False))
-        for name, parameter in self._named_parameters().items():
+        for name, parameter in self._named_shards().items():
             if name not in state["state"]:
                 optimizer.state.pop(parameter, None)
         _restore_empty_groups(optimizer, state)
+
+    def _named_shards(self) -> dict[str, nn.Parameter]:
+        """Return what the optimizer has: after a forward alone, units may show their parameters whole."""
+        for module in self.module.modules():
+            if isinstance(module, reference.FSDPModule):
+                module.reshard()
+        return self._named_parameters()
 
     @contextmanager
     def _loadable(self, state: dict[str, Any]) -> Iterator[None]:
@@ -103,7 +110,7 @@ class PreparedReference(PreparedComposable):
 
         Where there are gradients they take a new optimizer for one that has state (pytorch#140898).
         """
-        gradients = [(p, p.grad) for p in self._named_parameters().values() if p.grad is not None]
+        gradients = [(p, p.grad) for p in self._named_shards().values() if p.grad is not None]
         for parameter, _ in gradients:
             parameter.grad = None
         try:
@@ -116,7 +123,7 @@ class PreparedReference(PreparedComposable):
     @contextmanager
     def _thawed(self, names: Collection[str]) -> Iterator[None]:
         """Thaw these parameters for torch's functions, which load no state of frozen ones (pytorch#192202)."""
-        named = self._named_parameters().items()
+        named = self._named_shards().items()
         frozen = [p for name, p in named if not p.requires_grad and name in names]
         for parameter in frozen:
             parameter.requires_grad_(True)
