@@ -1,6 +1,6 @@
-"""What FSDP2 and the reference engine do differently, each shown on both.
+"""What torch's engines and the reference engine do differently, each shown on both.
 
-`python -m tests.reference.test_differences` writes the table into docs/side-by-side.md. A row whose difference is gone
+`python -m tests.reference.test_differences` writes the tables into docs/side-by-side.md. A row whose difference is gone
 fails.
 """
 
@@ -18,7 +18,9 @@ import torch.distributed.fsdp
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed._composable.replicate import replicate
+from torch.distributed.fsdp import ShardingStrategy
 
+from shardproof.engine import reference
 from shardproof.harness.errors import CollectiveRefusedError
 from shardproof.harness.tracing.ledger import Op
 from shardproof.harness.worlds.rank import RankContext
@@ -39,7 +41,10 @@ from tests.reference.test_module import recompute
 from tests.shell import ROOT
 
 PAGE = ROOT / "docs" / "side-by-side.md"
-_BEGIN, _END = "<!-- differences -->\n", "<!-- end of differences -->\n"
+_WRAPPERS = {
+    "torch": torch.distributed.fsdp.FullyShardedDataParallel,
+    "reference": reference.FullyShardedDataParallel,
+}
 _THERE = "accepted"
 
 
@@ -48,11 +53,12 @@ class Difference:
     """What the page tells of both engines, and what a rank sees of it with either."""
 
     about: str
-    fsdp2: str
+    there: str
     here: str
     show: Callable[[RankContext, str], object]
     seen: tuple[object, object]  # with torch's engine, and with the reference engine
     kind: WorldKind = WorldKind.THREADS
+    is_by_rank: bool = False
 
 
 def _chain(api: str, **options: Any) -> Any:  # Any: modules gain methods
@@ -140,56 +146,56 @@ def _tangents(context: RankContext, api: str) -> str:
 DIFFERENCES = (
     Difference(
         about="reductions on a CPU",
-        fsdp2="block the thread",
+        there="block the thread",
         here="overlap with compute, as [gathers do](reference-engine.md#two-ways-to-overlap)",
         show=_blocks,
         seen=({True}, {False}),
     ),
     Difference(
         about="forward prefetch",
-        fsdp2="lists; on a GPU, a thread that runs ahead",
+        there="lists; on a GPU, a thread that runs ahead",
         here="predicted from the second forward on; or lists",
         show=_gathers_before,
         seen=([2, 3, 4], [3, 4, 4]),
     ),
     Difference(
         about="an evaluation between backward and step",
-        fsdp2="the next forward computes with the root's parameters of before the step",
+        there="the next forward computes with the root's parameters of before the step",
         here="the root is gathered again after the step",
         show=_sees_the_step,
         seen=(False, True),
     ),
     Difference(
         about="another divide factor",
-        fsdp2="PREMUL_SUM",
+        there="PREMUL_SUM",
         here="SUM, then a division",
         show=_reduces_by,
         seen=({"got PREMUL_SUM"}, {"sum"}),
     ),
     Difference(
         about="a factor in float64, one rank per shard axis",
-        fsdp2="[divides twice](../suites/known_failures.toml)",
+        there="[divides twice](../suites/known_failures.toml)",
         here="divides once",
         show=_share_of_a_gradient,
         seen=(0.5, 1.0),
     ),
     Difference(
         about="reentrant checkpoints around units with prefetch lists",
-        fsdp2="gather units twice",
+        there="gather units twice",
         here="once",
         show=lambda context, api: recompute(context, api, True)[Op.ALL_GATHER],
         seen=(6, 4),
     ),
     Difference(
         about="sums over microbatches that wait for their all-reduce",
-        fsdp2="in the reduce dtype",
+        there="in the reduce dtype",
         here="in the parameter's own, if that is wider",
         show=_sums_of_waiting,
         seen=(256.0, 258.0),
     ),
     Difference(
         about="inside a model under DDP's `replicate`",
-        fsdp2="left alone, by torch's private registry of what it has prepared",
+        there="left alone, by torch's private registry of what it has prepared",
         here="refused at the first forward; `ignored_modules` leaves it alone",
         show=_inside_ddp,
         seen=(_THERE, "refused"),
@@ -197,14 +203,14 @@ DIFFERENCES = (
     ),
     Difference(
         about="`reset_iter_state`",
-        fsdp2="a failed backward's gradients may leak into the next",
+        there="a failed backward's gradients may leak into the next",
         here="dropped",
         show=lambda context, api: "scale" in recover(context, api, fail_in_backward, False),
         seen=(True, False),
     ),
     Difference(
         about="inputs with tangents of `torch.autograd.forward_ad`",
-        fsdp2="refused",
+        there="refused",
         here="carried through",
         show=_tangents,
         seen=("refused", _THERE),
@@ -213,25 +219,107 @@ DIFFERENCES = (
 )
 
 
+def _wrapped(api: str, strategy: str, **options: Any) -> Any:  # Any: modules gain methods
+    layer = nn.Linear(4, 4, bias=False)
+    nn.init.ones_(layer.weight)
+    cpu = torch.device("cpu")
+    return _WRAPPERS[api](
+        layer, sharding_strategy=ShardingStrategy[strategy], use_orig_params=True, device_id=cpu, **options
+    )
+
+
+def _pending(context: RankContext, api: str) -> tuple[str, int]:
+    root = _wrapped(api, "FULL_SHARD")
+    with root.no_sync():
+        root(torch.ones(1, 4)).sum().backward()
+    gradient = root.module.weight.grad
+    return _accepts(gradient.sum), gradient.numel()
+
+
+def _waiting(context: RankContext, api: str) -> int:
+    root = _wrapped(api, "SHARD_GRAD_OP")
+    root(torch.ones(1, 4)).sum().backward()
+    root(torch.ones(1, 4))
+    return next(root.parameters()).numel()
+
+
+def _written(context: RankContext, api: str) -> str:
+    root = _wrapped(api, "FULL_SHARD")
+    held = root.module.weight
+
+    def write() -> None:
+        with _WRAPPERS[api].summon_full_params(root), torch.no_grad():
+            held.fill_(7)
+
+    return _accepts(write)
+
+
+def _mean_of_replicas(context: RankContext, api: str) -> float:
+    root = _wrapped(api, "HYBRID_SHARD", device_mesh=hybrid_mesh(context.size, 1))
+    root(torch.full((1, 4), float(context.rank))).sum().backward()
+    return float(root.module.weight.grad.flatten()[0])
+
+
+OF_WRAPPER = (
+    Difference(
+        about="`.grad` in `no_sync`, under names",
+        there="this rank's whole gradient, of another shape than its parameter",
+        here="pending: using its values raises, None drops what accumulated",
+        show=_pending,
+        seen=((_THERE, 16), ("refused", 8)),
+    ),
+    Difference(
+        about="parameters between forward and backward under SHARD_GRAD_OP, while a reduced gradient waits",
+        there="whole, without that gradient",
+        here="the optimizer's, with it: who clears or lists them reaches those",
+        show=_waiting,
+        seen=(16, 8),
+    ),
+    Difference(
+        about="a write to the optimizer's parameter inside `summon_full_params`",
+        there="kept, as it is the whole one then",
+        here="refused where writing back would undo it",
+        show=_written,
+        seen=(_THERE, "refused"),
+    ),
+    Difference(
+        about="HYBRID_SHARD over groups of one rank",
+        there="replicas are [never added up](../suites/known_failures.toml)",
+        here="they are",
+        show=_mean_of_replicas,
+        seen=([0.0, 0.5], [0.5, 0.5]),
+        is_by_rank=True,
+    ),
+)
+
+
 def _show(context: RankContext, about: str, api: str) -> object:
-    (row,) = (row for row in DIFFERENCES if row.about == about)
+    (row,) = (row for row in (*DIFFERENCES, *OF_WRAPPER) if row.about == about)
     return row.show(context, api)
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="measured with torch 2.13; look again")
-@pytest.mark.parametrize("row", DIFFERENCES, ids=lambda row: row.about)
+@pytest.mark.parametrize("row", [*DIFFERENCES, *OF_WRAPPER], ids=lambda row: row.about)
 def test_they_differ_as_the_page_says(row: Difference, ranks: Ranks) -> None:
     for api, seen in zip(("torch", "reference"), row.seen, strict=True):
-        assert ranks.run(2, _show, row.about, api, kind=row.kind) == [seen] * 2
+        every = seen if row.is_by_rank else [seen] * 2
+        assert ranks.run(2, _show, row.about, api, kind=row.kind) == every
 
 
-def _rendered() -> str:
-    rows = "".join(f"| {row.about} | {row.fsdp2} | {row.here} |\n" for row in DIFFERENCES)
-    return f"{_BEGIN}| | FSDP2 | here |\n|---|---|---|\n{rows}{_END}"
+def _page() -> str:
+    """Return the page with the tables as they are to be."""
+    page = PAGE.read_text(encoding="utf-8")
+    for name, engine, rows in (("", "FSDP2", DIFFERENCES), (" of the wrapper", "FSDP1", OF_WRAPPER)):
+        before, rest = page.split(f"<!-- differences{name} -->\n")
+        _, after = rest.split(f"<!-- end of differences{name} -->\n")
+        table = "".join(f"| {row.about} | {row.there} | {row.here} |\n" for row in rows)
+        head = f"| | {engine} | here |\n|---|---|---|\n"
+        page = f"{before}<!-- differences{name} -->\n{head}{table}<!-- end of differences{name} -->\n{after}"
+    return page
 
 
 def test_the_page_lists_them() -> None:
-    assert _rendered() in PAGE.read_text(encoding="utf-8")
+    assert _page() == PAGE.read_text(encoding="utf-8")
 
 
 def test_both_have_the_functions_that_the_page_names() -> None:
@@ -251,5 +339,4 @@ def test_both_have_the_functions_that_the_page_names() -> None:
 
 
 if __name__ == "__main__":
-    page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(page[: page.index(_BEGIN)] + _rendered() + page[page.index(_END) + len(_END) :])
+    PAGE.write_text(_page(), encoding="utf-8")
