@@ -41,7 +41,7 @@ from tests.reference.test_module import recompute
 from tests.shell import ROOT
 
 PAGE = ROOT / "docs" / "side-by-side.md"
-_WRAPPERS = {
+_WRAPPERS: dict[str, Any] = {
     "torch": torch.distributed.fsdp.FullyShardedDataParallel,
     "reference": reference.FullyShardedDataParallel,
 }
@@ -240,7 +240,7 @@ def _waiting(context: RankContext, api: str) -> int:
     root = _wrapped(api, "SHARD_GRAD_OP")
     root(torch.ones(1, 4)).sum().backward()
     root(torch.ones(1, 4))
-    return next(root.parameters()).numel()
+    return int(next(root.parameters()).numel())
 
 
 def _written(context: RankContext, api: str) -> str:
