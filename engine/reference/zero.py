@@ -125,10 +125,13 @@ class Zero2:
         self._arrived.clear()
 
     def take_weights(self) -> None:
-        """Copy to the host the weights that the module has now, because the caller may have loaded others."""
-        for piece in self.pieces.values() if self._offloads else ():
-            own = piece.parameter.detach().view(-1)[piece.start : piece.start + piece.own.numel()]
-            piece.own.detach().copy_(own)
+        """Take the weights that the module has now, because the caller may have loaded others or moved them."""
+        for piece in self.pieces.values():
+            own = self._part(piece.parameter, piece.start, piece.own.numel())
+            if self._offloads:
+                piece.own.detach().copy_(own)
+            else:
+                piece.own.data = own
 
     def keep(self, reduction: Reduction) -> None:
         """Add the mean to the gradient of a piece."""
@@ -148,7 +151,7 @@ class Zero2:
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the pieces from the weights that the module has now, and share them.
 
-        Raises RuntimeError if a parameter was replaced: pieces are of the one that the module had at first.
+        Raises RuntimeError if a parameter was replaced or converted: the optimizer knows pieces of it as it was.
         """
         self._refuse_replaced()
         self.take_weights()
@@ -158,9 +161,7 @@ class Zero2:
     def _refuse_replaced(self) -> None:
         parameters = dict(self.module.named_parameters())
         for name, piece in self.pieces.items():
-            first, own = piece.parameter.untyped_storage(), piece.own.untyped_storage()
-            is_viewed = self._offloads or own.data_ptr() == first.data_ptr()
-            if parameters.get(name) is not piece.parameter or not is_viewed:
+            if parameters.get(name) is not piece.parameter or piece.parameter.dtype is not piece.own.dtype:
                 raise RuntimeError(
                     f"{name!r} was replaced after the engine was built, and a step would not update what the module "
                     "has now; load weights with assign=False, and convert the module before"
@@ -179,11 +180,15 @@ class Zero2:
         length = -(-parameter.numel() // self._group.size())
         number = (self._group.rank() + turn) % self._group.size()
         start = min(length * number, parameter.numel())
-        parameter.data = parameter.data.contiguous()  # pieces are views of it
-        own = parameter.detach().view(-1)[start : start + length]
+        own = self._part(parameter, start, length)
         if self._offloads:
             own = own.to("cpu", copy=True)
         return OwnPiece(parameter, nn.Parameter(own), start, length, turn)
+
+    @staticmethod
+    def _part(parameter: nn.Parameter, start: int, length: int) -> torch.Tensor:
+        parameter.data = parameter.data.contiguous()  # pieces are views of it
+        return parameter.detach().view(-1)[start : start + length]
 
     def reduction(self, piece: OwnPiece) -> Reduction:
         """Start to sum a gradient over the ranks, each of which is sent its piece; frees the gradient."""
