@@ -178,3 +178,37 @@ class MisalignsWhatItSummons(FullyShardedDataParallelEngine):
 def _roll(module: nn.Module, by: int) -> None:
     for parameter in module.parameters():
         parameter.copy_(parameter.roll(by))
+
+
+@mutant(after="pytorch/pytorch#109892", trace=Trace.STATE)
+class ShowsFrozenOnesAsTrained(FullyShardedDataParallelEngine):
+    """Frozen parameters require gradients inside summon_full_params."""
+
+    class Wrapper(FullyShardedDataParallel):
+        @staticmethod
+        @contextmanager
+        def summon_full_params(module: nn.Module, **options: Any) -> Iterator[None]:  # type: ignore[override]
+            with _summon(module, **options):
+                frozen = [p for p in module.parameters() if not p.requires_grad]
+                for parameter in frozen:
+                    parameter.requires_grad_(True)
+                yield
+                for parameter in frozen:
+                    parameter.requires_grad_(False)
+
+
+@mutant(after="pytorch/pytorch#106858", trace=Trace.STATE)
+class ForgetsWritesAfterAnEvaluation(FullyShardedDataParallelEngine):
+    """What is written to whole parameters is lost once a forward without gradients cast them."""
+
+    class Wrapper(FullyShardedDataParallel):
+        has_cast = False
+
+        def forward(self, *args: Any, **named: Any) -> Any:
+            self.has_cast = not torch.is_grad_enabled() and self.mixed_precision.param_dtype is not None
+            return super().forward(*args, **named)
+
+        @staticmethod
+        def summon_full_params(module: nn.Module, **options: Any) -> Any:  # type: ignore[override]
+            has_cast = isinstance(module, ForgetsWritesAfterAnEvaluation.Wrapper) and module.has_cast
+            return _summon(module, **options | ({"writeback": False} if has_cast else {}))

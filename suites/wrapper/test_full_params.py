@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from shardproof import ALONE, SEVERAL
 from shardproof.suites.params import param
@@ -38,6 +38,20 @@ def test_shows_whole_parameters_by_their_names(bench: Bench, strategy: ShardingS
     bench.same("parameters after a backward", bench.summoned(root), parameters(tower()))
 
 
+@EACH_FORM
+@strategies(FULL, KEEP, WHOLE)
+@pytest.mark.kills("ShowsFrozenOnesAsTrained")
+@expects("which train inside")
+def test_shows_which_parameters_train(bench: Bench, strategy: ShardingStrategy, form: Form) -> None:
+    model = tower()
+    model.middle[1].requires_grad_(False)
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    root = bench.wrapped(model, sharding_strategy=strategy, use_orig_params=form.use_orig_params)
+    with bench.api.summon_full_params(root, writeback=False):
+        shown = {name: parameter.requires_grad for name, parameter in root.named_parameters()}
+    bench.same("which train inside", shown, trained)
+
+
 @pytest.mark.kills("MisalignsWhatItSummons")
 @expects("parameters inside")
 def test_shows_those_of_all_wrapped_modules_below(bench: Bench) -> None:
@@ -48,16 +62,27 @@ def test_shows_those_of_all_wrapped_modules_below(bench: Bench) -> None:
 
 
 @EACH_FORM
+@strategies(FULL, KEEP)
 @pytest.mark.worlds(SEVERAL)
-@pytest.mark.kills("NeverWritesBack")
+@pytest.mark.kills("NeverWritesBack", "ForgetsWritesAfterAnEvaluation")
 @expects(AFTERWARDS, "an output afterwards")
-def test_writes_back_what_was_changed(bench: Bench, form: Form) -> None:
-    root, alone = bench.wrapped(tower(), use_orig_params=form.use_orig_params), tower()
+def test_writes_back_what_was_changed(bench: Bench, strategy: ShardingStrategy, form: Form) -> None:
+    """Also into the copies in another dtype that an evaluation may have left."""
+    root = bench.wrapped(
+        tower(),
+        sharding_strategy=strategy,
+        use_orig_params=form.use_orig_params,
+        mixed_precision=MixedPrecision(param_dtype=torch.float64),
+    )
+    alone = tower()
+    with torch.no_grad():
+        root(batch(bench.rank))
     with bench.api.summon_full_params(root):
         _change(root)
     _change(alone)
     bench.same(AFTERWARDS, bench.summoned(root), parameters(alone))
-    bench.same("an output afterwards", root(batch(bench.rank)).detach(), alone(batch(bench.rank)).detach())
+    output = root(batch(bench.rank)).detach().float()
+    bench.same("an output afterwards", output, alone(batch(bench.rank)).detach())
 
 
 @EACH_FORM
