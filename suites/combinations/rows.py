@@ -157,6 +157,7 @@ ENGINES: Mapping[str, Mapping[str, frozenset[Capability]]] = {
                 Capability.RESHARD_PART,
                 Capability.RESHARD_POLICY,
                 Capability.SHARD_DIM,
+                Capability.GATHER_ONCE,
             }
         ),
         "reference": frozenset(),

@@ -181,11 +181,12 @@ def _is_of_the_engine(entry: Entry, training: Training) -> bool:
 
 
 def _counts(observation: Observation) -> _Counts:
-    """Count the events of each microbatch, and of all of a step, as None."""
+    """Count the events of each microbatch and phase, and of all of a step, as None."""
     return Counter(
-        (e.step, microbatch, e.what, e.phase if e.unit is None else None, e.unit)
+        (e.step, microbatch, e.what, phase, e.unit)
         for e in observation.events
         for microbatch in (None, e.microbatch)
+        for phase in (None, e.phase)
     )
 
 
@@ -216,14 +217,17 @@ class _Calls:
             for phase in (Phase.FORWARD, Phase.BACKWARD)
         )
         backwards = backwards or forwards  # a user's own step runs backward by itself
-        gathered = reduced = 0
+        gathered = again = reduced = 0
         for group in self._groups:
             entered, reached = (
                 self._times(step, None, what, group)
                 for what in (EventKind.ENTERED, EventKind.BACKWARD_ENTERED)
             )
             num_bytes, through = self._padded_bytes(group), max(reached, backwards)
-            gathered += num_bytes * (max(entered, forwards) + through)
+            recomputed = self._times(step, None, EventKind.ENTERED, group, Phase.BACKWARD)
+            in_backward = 0 if group.unit in self._training.plan.gathered_once else through
+            gathered += num_bytes * (max(entered, forwards) + in_backward)
+            again += num_bytes * (recomputed + in_backward)
             reduced += num_bytes * (self._last_backwards(step, group) if self._is_held_back else through)
         through_step = (*_IN_PASSES, *_IN_STEP)
         # Optimizers may communicate too: Muon gathers what it orthogonalises, and those of users do what they like.
@@ -232,6 +236,8 @@ class _Calls:
         gathers_in = through_step if is_of_pieces else _IN_PASSES
         reduces_in = _IN_PASSES if is_of_user else through_step
         yield "gathered, once for each call of a unit", (Op.ALL_GATHER,), gathers_in, gathered
+        what = "gathered in backward, once for each recomputation of a unit and each backward through it"
+        yield what, (Op.ALL_GATHER,), (Phase.BACKWARD,), again
         for op in _REDUCING:
             yield "reduced, once for each backward through a unit", (op,), reduces_in, reduced
         if self._training.plan.layout in {Layout.ZERO1, Layout.ZERO2}:
@@ -245,9 +251,16 @@ class _Calls:
         reached = self._times(step, last, EventKind.BACKWARD_ENTERED, group)
         return max(begun, reached, self._training.schedule.repeats)
 
-    def _times(self, step: int, microbatch: int | None, what: EventKind, group: UnitParameters) -> int:
-        """Count an event over the modules of a unit."""
-        return sum(self._counts[step, microbatch, what, None, module] for module in group.unit.split(","))
+    def _times(
+        self,
+        step: int,
+        microbatch: int | None,
+        what: EventKind,
+        group: UnitParameters,
+        phase: Phase | None = None,
+    ) -> int:
+        """Count an event over the modules of a unit, in one phase or in all."""
+        return sum(self._counts[step, microbatch, what, phase, module] for module in group.unit.split(","))
 
     def _padded_bytes(self, group: UnitParameters) -> int:
         plan, convert = self._training.plan, self._training.convert
