@@ -36,6 +36,8 @@ _WORDS = (
     (r'"(nccl|xccl)"', '"gloo"'),
     (r"\.cuda\([^()]*\)", ".cpu()"),
     (r"\btorch\.(cuda|xpu)\.", "torch.cpu."),
+    (r"\bnot TEST_CUDA and not TEST_XPU\b", "False"),
+    (r"\bmin_world_size = 8\b", f"min_world_size = {RANKS}"),
     # Names of torch 2.6 in its own helpers of tests, of today's meaning.
     (r"\bCUDAInitMode\b", "DEVICEInitMode"),
     (r"\bCUDA_(BEFORE|AFTER|NEVER)\b", r"DEVICE_\1"),
