@@ -304,3 +304,14 @@ def _tell(context: RankContext, of_torch: bool) -> None:
 @pytest.mark.parametrize("of_torch", [True, False], ids=["torch", "reference"])
 def test_wrapper_tells_what_it_was_given(of_torch: bool, ranks: Ranks) -> None:
     ranks.run(2, _tell, of_torch)
+
+
+def _half_frozen(context: RankContext) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    model[0].requires_grad_(False)
+    with pytest.warns(UserWarning, match="10 elements are reduced for 4 that are trained"):
+        FullyShardedDataParallel(model, use_orig_params=True)
+
+
+def test_wrapper_of_frozen_and_trained_parameters_warns_of_what_it_reduces(ranks: Ranks) -> None:
+    ranks.run(1, _half_frozen)

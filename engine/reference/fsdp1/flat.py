@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -435,11 +436,20 @@ def _check_uniform(
             f"flat parameter of {names}: Must flatten tensors with uniform dtype, got {sorted(map(str, dtypes))}; "
             "cast them, or wrap the modules of each dtype apart"
         )
-    if is_one and len({origin.requires_grad for origin, _ in parameters}) > 1:
+    trained = sum(origin.numel() for origin, _ in parameters if origin.requires_grad)
+    if not trained or all(origin.requires_grad for origin, _ in parameters):
+        return
+    if is_one:
         raise ValueError(
             f"flat parameter of {names}: Must flatten tensors with uniform requires_grad when use_orig_params=False, "
             "got trainable and frozen ones; wrap them apart, or try use_orig_params=True"
         )
+    total = sum(origin.numel() for origin, _ in parameters)
+    warnings.warn(
+        f"parameters {names} of one wrapper: expected trainable or frozen ones alone, got both, so that gradients of "
+        f"{total} elements are reduced for {trained} that are trained; wrap the frozen ones apart",
+        stacklevel=2,
+    )
 
 
 def _add_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
