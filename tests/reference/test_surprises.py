@@ -304,6 +304,23 @@ def _forward_mode(context: RankContext) -> None:
     assert_gradients(model, _gradients(plain))
 
 
+def _mapped(context: RankContext) -> None:
+    """Run over a batch by ``vmap``, with and without gradients of the inputs."""
+    for needs_gradient in (False, True):
+        model, plain = _twins()
+        fully_shard(model[0], reshard_after_forward=True)
+        fully_shard(model[1])
+        fully_shard(model)
+        for module in (model, plain):
+            output = torch.vmap(module)(_inputs().requires_grad_(needs_gradient))
+            output.square().mean().backward()
+        assert_gradients(model, _gradients(plain))
+
+
+def test_a_forward_may_be_mapped_over_a_batch(ranks: Ranks) -> None:
+    ranks.run(2, _mapped, kind=WorldKind.PROCESSES)  # transforms are of the process
+
+
 def test_a_first_forward_may_carry_tangents(ranks: Ranks) -> None:
     """torch 2.13 refuses its own identity function in forward mode."""
     ranks.run(2, _forward_mode, kind=WorldKind.PROCESSES)  # one level in a process
