@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed._composable
 import torch.distributed.fsdp
 from torch.distributed._composable import replicate_with_fsdp
 from torch.nn.parallel import DistributedDataParallel
@@ -151,17 +152,18 @@ def names_in(code: types.CodeType, where: Mapping[str, Any], seen: set[types.Cod
 
 
 def private_names() -> set[str]:
-    """Return what torch's folder of FSDP defines and does not export, and the reference engine lacks.
+    """Return what torch's folders of FSDP define and do not export, and the reference engine lacks.
 
     These are names with a bar, and the classes, functions and constants of modules with one.
     """
-    folder = Path(torch.distributed.fsdp.__path__[0])
     private = set[str]()
-    for file in folder.rglob("*.py"):
-        defined, inside = _defined_in(file.read_text(encoding="utf-8"))
-        private |= {name for name in inside | defined if name.startswith("_") and not name.endswith("__")}
-        if any(part.startswith("_") for part in file.relative_to(folder).parts):
-            private |= defined
+    for package in (torch.distributed.fsdp, torch.distributed._composable):
+        folder = Path(package.__path__[0])
+        for file in folder.rglob("*.py"):
+            defined, inside = _defined_in(file.read_text(encoding="utf-8"))
+            private |= {n for n in inside | defined if n.startswith("_") and not n.endswith("__")}
+            if any(part.startswith("_") for part in file.relative_to(folder).parts):
+                private |= defined
     wrapper = reference.FullyShardedDataParallel
     return private - {
         *torch.distributed.fsdp.__all__,
