@@ -196,11 +196,9 @@ def main() -> None:
             campaign.run_mutant(name, options.longest)
     killed = killed_in([options.ours]) if options.ours else {}
     classes = campaign.classes()
-    print(
-        table(campaign.results, classes, campaign.interfaces),
-        table_of_mutants(campaign.results, options.mutants, killed or {}),
-        sep="\n\n",
-    )
+    print(table(campaign.results, classes, campaign.interfaces), end="\n\n")
+    if options.mutants:
+        print(table_of_mutants(campaign.results, options.mutants, killed or {}), end="\n\n")
     for name, found in classes.items():
         for result, names in found:
             print(f"{name}: {result.test}: {result.said} {sorted(names)}")
@@ -216,11 +214,11 @@ def table(
         f"| interface | file | tests | pass on torch | of these on reference | {' | '.join(_CLASSES)} | seconds |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    groups = [(name, [file]) for file, name in sorted(interfaces.items(), key=lambda item: item[::-1])]
-    groups += [
-        (name, [f for f in interfaces if interfaces[f] == name]) for name in sorted({*interfaces.values()})
-    ]
-    for interface, files in [*groups, ("all", [*interfaces])]:
+    names = sorted({*interfaces.values()})
+    of = {name: sorted(file for file in interfaces if interfaces[file] == name) for name in names}
+    rows = [(name, [file]) for name in names for file in of[name]]
+    rows += [(name, of[name]) for name in names if len(of[name]) > 1]
+    for interface, files in [*rows, ("all", [*interfaces])]:
         own = [r for r in results if r.file in files]
         of_torch, of_ours = ({r[1:3] for r in own if r.engine == n and r.state == "passed"} for n in HONEST)
         seconds = [r.seconds for r in own if r.engine == "torch"]
