@@ -32,6 +32,9 @@ CONTROL = "adopted."
 
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
 
+STUBBED = ("_assert_state",)
+"""Private methods of FSDP1 that helpers of torch's tests call in passing; they do nothing on the reference engine."""
+
 _CARRIED = {"__init__", "backward", "step", "composable"}
 """The methods of a prepared model that a mutant may override with effect on callers of ``fully_shard``."""
 
@@ -55,6 +58,9 @@ class Bridge(threading.local):
     def install(self, modules: Sequence[types.ModuleType]) -> None:
         """Replace the names in the modules that tests use, once."""
         new = self._new_names()
+        if self.base == "reference":
+            for name in STUBBED:
+                setattr(reference_engine.FullyShardedDataParallel, name, lambda wrapper, *_: None)
         if self.is_adopting:
             shard = torch.distributed.fsdp.fully_shard
             new[shard] = self._adopting(new.get(shard, shard))

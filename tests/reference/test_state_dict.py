@@ -14,8 +14,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from shardproof.engine.reference import FullyShardedDataParallel
 from shardproof.harness.worlds.rank import RankContext
 from tests.reference.models import BY_NAME, each_api
 from tests.reference.ranks import Ranks
@@ -256,3 +258,32 @@ def _load_on_meta(context: RankContext, api: str) -> None:
 @each_api
 def test_a_model_on_meta_is_made_real_by_loading(api: str, ranks: Ranks) -> None:
     ranks.run(3, _load_on_meta, api)
+
+
+def _nested(is_named: bool) -> nn.Module:
+    return nn.Sequential(FullyShardedDataParallel(nn.Linear(3, 3), use_orig_params=is_named), nn.Linear(3, 2))
+
+
+def _through_files(context: RankContext, folder: Path, kind: StateDictType, is_named: bool) -> None:
+    saved, loaded = (FullyShardedDataParallel(_nested(is_named), use_orig_params=is_named) for _ in range(2))
+    wholes = []
+    for model in (saved, loaded):
+        with FullyShardedDataParallel.state_dict_type(model, kind):
+            state = model.state_dict()
+            if model is saved:
+                save(state, checkpoint_id=folder)
+            else:
+                load(state, checkpoint_id=folder)
+                model.load_state_dict(state, strict=kind is not StateDictType.LOCAL_STATE_DICT)
+        with FullyShardedDataParallel.summon_full_params(model):
+            wholes.append([p.detach().clone() for p in model.parameters()])
+    torch.testing.assert_close(*wholes, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["named", "flat"])
+@pytest.mark.parametrize("kind", [StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT])
+def test_files_keep_what_every_rank_of_a_wrapper_has(
+    kind: StateDictType, is_named: bool, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Plain tensors of one name are taken for copies, of which files keep one (pytorch#120356)."""
+    ranks.run(2, _through_files, tmp_path, kind, is_named)
