@@ -287,3 +287,28 @@ def test_files_keep_what_every_rank_of_a_wrapper_has(
 ) -> None:
     """Plain tensors of one name are taken for copies, of which files keep one (pytorch#120356)."""
     ranks.run(2, _through_files, tmp_path, kind, is_named)
+
+
+def _named_optimizer(context: RankContext, is_named: bool) -> None:
+    model = FullyShardedDataParallel(_nested(is_named), use_orig_params=is_named)
+    names, optimizer = [name for name, _ in model.named_parameters()], torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    own = optimizer.state_dict()
+    by_name = {
+        "state": {names[number]: state for number, state in own["state"].items()},
+        "param_groups": [{**own["param_groups"][0], "params": sorted(names, reverse=True)}],
+    }
+    expected = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    saved = FullyShardedDataParallel.optim_state_dict(model, optimizer, by_name)
+    torch.testing.assert_close(saved["state"], expected["state"], rtol=0, atol=0)
+    loaded = FullyShardedDataParallel.optim_state_dict_to_load(
+        model, optimizer, saved, is_named_optimizer=True
+    )
+    torch.testing.assert_close(loaded["state"], by_name["state"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["named", "flat"])
+def test_a_wrapper_keeps_the_state_of_an_optimizer_of_names(is_named: bool, ranks: Ranks) -> None:
+    """Its parameters are in an order of their own, by the names in the wrapped model."""
+    ranks.run(2, _named_optimizer, is_named)

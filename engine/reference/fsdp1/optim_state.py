@@ -42,8 +42,8 @@ class Snapshot:
     groups: tuple[Mapping[str, Any], ...]
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, states: Mapping[str, Any]) -> Snapshot:
-        """Replace indices by the optimizer's parameters."""
+    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer, states: Mapping[str, Any]) -> Snapshot:
+        """Replace indices by the optimizer's parameters, or names, which may be in an order of their own."""
         groups = tuple(
             {**saved, "params": list(own["params"])}
             for saved, own in zip(states["param_groups"], optimizer.param_groups, strict=True)
@@ -51,6 +51,8 @@ class Snapshot:
         numbers = [number for saved in states["param_groups"] for number in saved["params"]]
         parameters = [parameter for group in groups for parameter in group["params"]]
         by_number = dict(zip(numbers, parameters, strict=True))
+        if any(isinstance(number, str) for number in numbers):
+            by_number = {form: p for name, p in model.named_parameters() for form in (name, clean_name(name))}
         return cls(
             state={by_number[number]: found for number, found in states["state"].items()}, groups=groups
         )
@@ -107,7 +109,7 @@ def whole_state(
     def export(whole: torch.Tensor, _: FSDPParamGroup) -> torch.Tensor:
         return whole.cpu() if offloads else whole.clone()
 
-    return _exported(model, Snapshot.of(optimizer, states), export)
+    return _exported(model, Snapshot.of(model, optimizer, states), export)
 
 
 def sharded_state(
@@ -121,12 +123,12 @@ def sharded_state(
         spread = sharded_over(whole, group)
         return spread.cpu() if offloads else spread
 
-    return _exported(model, Snapshot.of(optimizer, states), export)
+    return _exported(model, Snapshot.of(model, optimizer, states), export)
 
 
 def local_state(model: nn.Module, optimizer: torch.optim.Optimizer, states: Mapping[str, Any]) -> NamedState:
     """Return each rank's own values: 1-D parts that fit only the same wrapping on the same ranks."""
-    snapshot = Snapshot.of(optimizer, states)
+    snapshot = Snapshot.of(model, optimizer, states)
     state: dict[str, Any] = {}
     for owned in all_owned(model):
         found = snapshot.state.get(owned.parameter, {})
@@ -248,10 +250,11 @@ def loadable(
 ) -> NamedState:
     """Convert a named state of whole or sharded tensors (``is_local``: of local ones) into one for the optimizer.
 
-    Its parameters are indices, or names with ``by_name``. Collective if tensors are sharded. Raises ValueError for a
-    state that lacks a parameter's group.
+    Its parameters are indices, or with ``by_name`` names in the wrapped model, as an optimizer of names has them.
+    Collective if tensors are sharded. Raises ValueError for a state that lacks a parameter's group.
     """
     by_parameter = {owned.parameter: owned for owned in all_owned(model)}
+    wrapped_names = {parameter: name for name, parameter in model.named_parameters()}
     state: dict[Any, Any] = {}
     groups = []
     count = 0
@@ -261,7 +264,7 @@ def loadable(
         for parameter in group["params"]:
             owned = by_parameter[parameter]
             names += [name for name, _ in owned.pieces]
-            key = owned.pieces[0][0] if by_name else count
+            key = wrapped_names[parameter] if by_name else count
             keys.append(key)
             count += 1
             made = _state_of(owned, named["state"], is_local=is_local)
