@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import StateDictType
+from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardproof.engine.reference import FullyShardedDataParallel
@@ -312,3 +312,26 @@ def _named_optimizer(context: RankContext, is_named: bool) -> None:
 def test_a_wrapper_keeps_the_state_of_an_optimizer_of_names(is_named: bool, ranks: Ranks) -> None:
     """Its parameters are in an order of their own, by the names in the wrapped model."""
     ranks.run(2, _named_optimizer, is_named)
+
+
+def _without_optimizer(context: RankContext) -> None:
+    model, plain = FullyShardedDataParallel(_nested(True), use_orig_params=True), nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    whole = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
+    for optim_input in (None, model.parameters(), [{"params": list(model.parameters())}]):
+        made = FullyShardedDataParallel.shard_full_optim_state_dict(whole, model, optim_input)
+        torch.testing.assert_close(made, optimizer.state_dict(), rtol=0, atol=0)
+    # An optimizer may have its parameters in another order than the model, and loads them in that order.
+    bias_first = FullyShardedDataParallel.rekey_optim_state_dict(
+        {"state": {"weight": 1, "bias": 2}, "param_groups": [{"params": ["weight", "bias"]}]},
+        OptimStateKeyType.PARAM_ID,
+        plain,
+        [*plain.parameters()][::-1],
+    )
+    assert bias_first == {"state": {1: 1, 0: 2}, "param_groups": [{"params": [0, 1]}]}
+
+
+def test_a_state_of_the_optimizer_is_converted_without_the_optimizer(ranks: Ranks) -> None:
+    ranks.run(2, _without_optimizer)

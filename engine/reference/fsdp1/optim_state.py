@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -245,10 +245,25 @@ def _agreed(group: FSDPParamGroup, mine: _Description) -> _Description:
     return joined
 
 
+def groups_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, optim_input: Iterable[Any] | None
+) -> Sequence[Mapping[str, Any]]:
+    """Return the groups of an optimizer, or of one to be made of ``optim_input``, by default all parameters."""
+    if optimizer is not None:
+        return optimizer.param_groups
+    given = list(model.parameters() if optim_input is None else optim_input)
+    return given if given and isinstance(given[0], dict) else [{"params": given}]
+
+
 def loadable(
-    model: nn.Module, optimizer: torch.optim.Optimizer, named: NamedState, *, is_local: bool, by_name: bool
+    model: nn.Module,
+    own_groups: Sequence[Mapping[str, Any]],
+    named: NamedState,
+    *,
+    is_local: bool,
+    by_name: bool,
 ) -> NamedState:
-    """Convert a named state of whole or sharded tensors (``is_local``: of local ones) into one for the optimizer.
+    """Convert a named state of whole or sharded tensors (``is_local``: of local ones) into one for an optimizer.
 
     Its parameters are indices, or with ``by_name`` names in the wrapped model, as an optimizer of names has them.
     Collective if tensors are sharded. Raises ValueError for a state that lacks a parameter's group.
@@ -258,7 +273,7 @@ def loadable(
     state: dict[Any, Any] = {}
     groups = []
     count = 0
-    for group in optimizer.param_groups:
+    for group in own_groups:
         keys: list[Any] = []
         names = []
         for parameter in group["params"]:
@@ -288,7 +303,7 @@ def rekeyed(
     states: Mapping[str, Any],
     key_type: OptimStateKeyType,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    own_groups: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Use indices or names for the parameters of a state; see `rekey_optim_state_dict` of the wrapper.
 
@@ -297,8 +312,7 @@ def rekeyed(
     if key_type not in {OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID}:
         raise ValueError(f"optim_state_key_type: expected PARAM_NAME or PARAM_ID, got {key_type!r}")
     names = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
-    given = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
-    ordered = [names[parameter] for parameter in given or model.parameters()]
+    ordered = [names[parameter] for group in own_groups for parameter in group["params"]]
     is_named = key_type is OptimStateKeyType.PARAM_NAME
     new_keys: dict[Any, Any] = dict(enumerate(ordered)) if is_named else {n: i for i, n in enumerate(ordered)}
 
@@ -315,8 +329,10 @@ def rekeyed(
 
     return {
         "state": {new_key(key): value for key, value in states["state"].items()},
+        # Optimizers load by position, so indices are in their order.
         "param_groups": [
-            {**group, "params": [new_key(key) for key in group["params"]]} for group in states["param_groups"]
+            {**group, "params": sorted(new_key(key) for key in group["params"])}
+            for group in states["param_groups"]
         ],
     }
 
