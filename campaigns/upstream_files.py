@@ -36,7 +36,7 @@ _WORDS = (
     (r'"(cuda|xpu)(:0)?"', '"cpu"'),
     (r'"(nccl|xccl)"', '"gloo"'),
     (r"\.cuda\([^()]*\)", ".cpu()"),
-    (r"\btorch\.(cuda|xpu)\.", "torch.cpu."),
+    (r"(?<!import )(?<!from )\btorch\.(cuda|xpu)\.", "torch.cpu."),
     (r"\bnot TEST_CUDA and not TEST_XPU\b", "False"),
     (r"\bmin_world_size = 8\b", f"min_world_size = {RANKS}"),
     # Names of torch 2.6 in its own helpers of tests, of today's meaning.
@@ -134,7 +134,8 @@ def tests_of(part: Any) -> Iterator[unittest.TestCase]:
 def interfaces_of(module: types.ModuleType) -> str:
     """Return the interfaces that a file tests: those that it imports."""
     own = list(vars(module).values())
-    return ", ".join(name for name, interface in INTERFACES.items() if any(v is interface for v in own))
+    found = [name for name, interface in INTERFACES.items() if any(value is interface for value in own)]
+    return ", ".join(found) or "none"
 
 
 def names_in(code: types.CodeType, where: Mapping[str, Any], seen: set[types.CodeType]) -> set[str]:

@@ -345,3 +345,17 @@ def _norms(context: RankContext) -> list[float]:
 def test_clipping_takes_a_tensor_and_ranks_without_gradients(ranks: Ranks) -> None:
     for norms in ranks.run(2, _norms, kind=WorldKind.PROCESSES):
         assert norms == pytest.approx([100.0, 1.0], rel=1e-5)
+
+
+def _data_of_a_whole_parameter(context: RankContext) -> None:
+    model: Any = FullyShardedDataParallel(
+        nn.Linear(2, 2), use_orig_params=True, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP
+    )
+    loss = model(torch.ones(1, 2)).sum()
+    model.module.weight.data = torch.zeros(2, 2)
+    with pytest.raises(RuntimeError, match=r"\['_fsdp_wrapped_module.weight'\]: expected none assigned"):
+        loss.backward()
+
+
+def test_other_data_for_a_parameter_that_waits_for_backward_are_refused(ranks: Ranks) -> None:
+    ranks.run(2, _data_of_a_whole_parameter)
