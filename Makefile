@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 # A world per size; 3 for shards of unequal size, 4 for two replicas of two shards.
 WORLDS := threads:1 threads:2 threads:3 threads:4 processes:2
 
-.PHONY: setup conformance conformance-all catalogue test twins versions models engines lint docs clean
+.PHONY: setup conformance conformance-all catalogue test twins versions models engines upstream lint docs clean
 
 setup: $(STAMP)
 
@@ -54,6 +54,11 @@ models: $(STAMP)
 # Engines of other packages beside the bundled ones, an environment for each family: some three hours.
 engines: $(STAMP)
 	$(BIN)/python -m campaigns.engines $(ENGINES)
+
+# Torch's own tests, which FOLDER has, on its engines and on the reference engine: half an hour for torch 2.13's.
+upstream: $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/python -m campaigns.upstream_tests $(FOLDER)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

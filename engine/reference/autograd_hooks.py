@@ -237,6 +237,13 @@ class _WatchedInTransform(_Watched):
         ctx.on_end = inputs[0]  # type: ignore[attr-defined]  # as above
         ctx.set_materialize_grads(False)
 
+    @staticmethod
+    def vmap(
+        info: object, dims: tuple[Any, ...], on_end: Callable[[], None], *inputs: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
+        """Watch the tensors of the whole batch: their backward runs once."""
+        return _watched(on_end, inputs), dims[1:]
+
 
 # Any: the arguments of a forward.
 def _own_bases(outputs: Iterable[torch.Tensor], inputs: Any) -> list[Node]:

@@ -111,6 +111,11 @@ def _reduces_by(context: RankContext, api: str) -> set[str]:
     return {str(e.reduce_op) for e in context.recorder.ledger() if e.op is Op.REDUCE_SCATTER}
 
 
+def _reduces_in(context: RankContext, api: str) -> set[str]:
+    train(context, _chain(api, mp_policy=BY_NAME[api].mixed_precision(param_dtype=torch.bfloat16)))
+    return {e.dtype for e in context.recorder.ledger() if e.op is Op.REDUCE_SCATTER}
+
+
 def _share_of_a_gradient(context: RankContext, api: str) -> float:
     model = _chain(api, mesh=hybrid_mesh(context.size, 1)).double()
     for module in (*model.units, model):
@@ -171,6 +176,13 @@ DIFFERENCES = (
         here="SUM, then a division",
         show=_reduces_by,
         seen=({"got PREMUL_SUM"}, {"sum"}),
+    ),
+    Difference(
+        about="`param_dtype` without `reduce_dtype`",
+        fsdp2="gradients are reduced in `param_dtype`",
+        here="in the parameters' own dtype, as in torch 2.15",
+        show=_reduces_in,
+        seen=({"bfloat16"}, {"float32"}),
     ),
     Difference(
         about="a factor in float64, one rank per shard axis",

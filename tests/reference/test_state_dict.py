@@ -14,8 +14,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from shardproof.engine.reference import FullyShardedDataParallel
 from shardproof.harness.worlds.rank import RankContext
 from tests.reference.models import BY_NAME, each_api
 from tests.reference.ranks import Ranks
@@ -256,3 +258,80 @@ def _load_on_meta(context: RankContext, api: str) -> None:
 @each_api
 def test_a_model_on_meta_is_made_real_by_loading(api: str, ranks: Ranks) -> None:
     ranks.run(3, _load_on_meta, api)
+
+
+def _nested(is_named: bool) -> nn.Module:
+    return nn.Sequential(FullyShardedDataParallel(nn.Linear(3, 3), use_orig_params=is_named), nn.Linear(3, 2))
+
+
+def _through_files(context: RankContext, folder: Path, kind: StateDictType, is_named: bool) -> None:
+    saved, loaded = (FullyShardedDataParallel(_nested(is_named), use_orig_params=is_named) for _ in range(2))
+    wholes = []
+    for model in (saved, loaded):
+        with FullyShardedDataParallel.state_dict_type(model, kind):
+            state = model.state_dict()
+            if model is saved:
+                save(state, checkpoint_id=folder)
+            else:
+                load(state, checkpoint_id=folder)
+                model.load_state_dict(state, strict=kind is not StateDictType.LOCAL_STATE_DICT)
+        with FullyShardedDataParallel.summon_full_params(model):
+            wholes.append([p.detach().clone() for p in model.parameters()])
+    torch.testing.assert_close(*wholes, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["named", "flat"])
+@pytest.mark.parametrize("kind", [StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT])
+def test_files_keep_what_every_rank_of_a_wrapper_has(
+    kind: StateDictType, is_named: bool, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Plain tensors of one name are taken for copies, of which files keep one (pytorch#120356)."""
+    ranks.run(2, _through_files, tmp_path, kind, is_named)
+
+
+def _named_optimizer(context: RankContext, is_named: bool) -> None:
+    model = FullyShardedDataParallel(_nested(is_named), use_orig_params=is_named)
+    names, optimizer = [name for name, _ in model.named_parameters()], torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    own = optimizer.state_dict()
+    by_name = {
+        "state": {names[number]: state for number, state in own["state"].items()},
+        "param_groups": [{**own["param_groups"][0], "params": sorted(names, reverse=True)}],
+    }
+    expected = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    saved = FullyShardedDataParallel.optim_state_dict(model, optimizer, by_name)
+    torch.testing.assert_close(saved["state"], expected["state"], rtol=0, atol=0)
+    loaded = FullyShardedDataParallel.optim_state_dict_to_load(
+        model, optimizer, saved, is_named_optimizer=True
+    )
+    torch.testing.assert_close(loaded["state"], by_name["state"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["named", "flat"])
+def test_a_wrapper_keeps_the_state_of_an_optimizer_of_names(is_named: bool, ranks: Ranks) -> None:
+    """Its parameters are in an order of their own, by the names in the wrapped model."""
+    ranks.run(2, _named_optimizer, is_named)
+
+
+def _without_optimizer(context: RankContext) -> None:
+    model, plain = FullyShardedDataParallel(_nested(True), use_orig_params=True), nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    whole = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
+    for optim_input in (None, model.parameters(), [{"params": list(model.parameters())}]):
+        made = FullyShardedDataParallel.shard_full_optim_state_dict(whole, model, optim_input)
+        torch.testing.assert_close(made, optimizer.state_dict(), rtol=0, atol=0)
+    # An optimizer may have its parameters in another order than the model, and loads them in that order.
+    bias_first = FullyShardedDataParallel.rekey_optim_state_dict(
+        {"state": {"weight": 1, "bias": 2}, "param_groups": [{"params": ["weight", "bias"]}]},
+        OptimStateKeyType.PARAM_ID,
+        plain,
+        [*plain.parameters()][::-1],
+    )
+    assert bias_first == {"state": {1: 1, 0: 2}, "param_groups": [{"params": [0, 1]}]}
+
+
+def test_a_state_of_the_optimizer_is_converted_without_the_optimizer(ranks: Ranks) -> None:
+    ranks.run(2, _without_optimizer)

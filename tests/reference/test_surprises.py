@@ -304,6 +304,23 @@ def _forward_mode(context: RankContext) -> None:
     assert_gradients(model, _gradients(plain))
 
 
+def _mapped(context: RankContext) -> None:
+    """Run over a batch by ``vmap``, with and without gradients of the inputs."""
+    for needs_gradient in (False, True):
+        model, plain = _twins()
+        fully_shard(model[0], reshard_after_forward=True)
+        fully_shard(model[1])
+        fully_shard(model)
+        for module in (model, plain):
+            output = torch.vmap(module)(_inputs().requires_grad_(needs_gradient))
+            output.square().mean().backward()
+        assert_gradients(model, _gradients(plain))
+
+
+def test_a_forward_may_be_mapped_over_a_batch(ranks: Ranks) -> None:
+    ranks.run(2, _mapped, kind=WorldKind.PROCESSES)  # transforms are of the process
+
+
 def test_a_first_forward_may_carry_tangents(ranks: Ranks) -> None:
     """torch 2.13 refuses its own identity function in forward mode."""
     ranks.run(2, _forward_mode, kind=WorldKind.PROCESSES)  # one level in a process
@@ -328,3 +345,17 @@ def _norms(context: RankContext) -> list[float]:
 def test_clipping_takes_a_tensor_and_ranks_without_gradients(ranks: Ranks) -> None:
     for norms in ranks.run(2, _norms, kind=WorldKind.PROCESSES):
         assert norms == pytest.approx([100.0, 1.0], rel=1e-5)
+
+
+def _data_of_a_whole_parameter(context: RankContext) -> None:
+    model: Any = FullyShardedDataParallel(
+        nn.Linear(2, 2), use_orig_params=True, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP
+    )
+    loss = model(torch.ones(1, 2)).sum()
+    model.module.weight.data = torch.zeros(2, 2)
+    with pytest.raises(RuntimeError, match=r"\['_fsdp_wrapped_module.weight'\]: expected none assigned"):
+        loss.backward()
+
+
+def test_other_data_for_a_parameter_that_waits_for_backward_are_refused(ranks: Ranks) -> None:
+    ranks.run(2, _data_of_a_whole_parameter)

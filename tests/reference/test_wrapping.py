@@ -8,10 +8,16 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.fsdp
 from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp._wrap_utils import _auto_wrap as torch_auto_wrap
 
+from shardproof.engine.reference import FullyShardedDataParallel
 from shardproof.engine.reference.fsdp1 import wrap_policy as wrapping
+from shardproof.harness.worlds.rank import RankContext
+from tests.reference.ranks import Ranks
 
 
 class Box(nn.Module):
@@ -271,3 +277,41 @@ def test_ranks_that_are_threads_have_contexts_of_their_own() -> None:
         thread.join(timeout=20)
     assert seen == {0: {"rank": 0}, 1: {"rank": 1}}
     assert outside is layer
+
+
+# --- what a wrapper tells of itself -------------------------------------------------------------------------------
+
+_GIVEN: Mapping[str, Any] = {  # Any: options of any type
+    "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP,
+    "cpu_offload": CPUOffload(),
+    "backward_prefetch": BackwardPrefetch.BACKWARD_POST,
+    "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16),
+    "forward_prefetch": True,
+    "limit_all_gathers": False,
+}
+
+
+def _tell(context: RankContext, of_torch: bool) -> None:
+    # Any: the two classes share no base.
+    wrapper: Any = torch.distributed.fsdp.FullyShardedDataParallel if of_torch else FullyShardedDataParallel
+    model = wrapper(nn.Linear(2, 2), device_id=torch.device("cpu"), **_GIVEN)
+    assert {name: getattr(model, name) for name in _GIVEN} == _GIVEN
+    assert (model.rank, model.world_size) == (context.rank, context.size)
+    assert model.process_group.size() == context.size
+    assert model.compute_device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("of_torch", [True, False], ids=["torch", "reference"])
+def test_wrapper_tells_what_it_was_given(of_torch: bool, ranks: Ranks) -> None:
+    ranks.run(2, _tell, of_torch)
+
+
+def _half_frozen(context: RankContext) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    model[0].requires_grad_(False)
+    with pytest.warns(UserWarning, match="10 elements are reduced for 4 that are trained"):
+        FullyShardedDataParallel(model, use_orig_params=True)
+
+
+def test_wrapper_of_frozen_and_trained_parameters_warns_of_what_it_reduces(ranks: Ranks) -> None:
+    ranks.run(1, _half_frozen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -81,6 +82,7 @@ class FlatPiece(FSDPParam):
         # What modules list in place of the visible parameter: now, and before and after their part of a forward.
         self._listed: torch.Tensor | None = None
         self._stand_in: torch.Tensor | None = None
+        self._kept_at = 0  # where the whole parameter is that waits for its backward
 
     @property
     def local(self) -> torch.Tensor:
@@ -111,7 +113,10 @@ class FlatPiece(FSDPParam):
 
     @property
     def is_replaced(self) -> bool:
-        """Whether the module has a parameter of the caller's."""
+        """Whether the module has a parameter of the caller's, or one whose ``.data`` are the caller's."""
+        whole = self.unsharded_param
+        if self._kept_at and whole is not None and whole.data_ptr() != self._kept_at:
+            return True
         return self.locations[0].get() is not self._listed and super().is_replaced
 
     def is_in_place(self) -> bool:
@@ -153,6 +158,7 @@ class FlatPiece(FSDPParam):
         """
         if self._visible is None or self.unsharded_param is None:
             return
+        self._kept_at = self.unsharded_param.data_ptr() if lists_whole else 0
         is_reduced = self._visible.grad is not None and not isinstance(self._visible.grad, PendingGradient)
         self._list(_view(self.unsharded_param) if lists_whole and not is_reduced else self._visible)
         for location in self.locations:
@@ -200,7 +206,7 @@ class FlatPiece(FSDPParam):
             else:
                 location.module.__dict__.pop(location.name, None)
                 location.set(self._visible)
-        self._listed = None
+        self._listed, self._kept_at = None, 0
         if self._stand_in is not None:
             self._list(self._stand_in)
 
@@ -435,11 +441,20 @@ def _check_uniform(
             f"flat parameter of {names}: Must flatten tensors with uniform dtype, got {sorted(map(str, dtypes))}; "
             "cast them, or wrap the modules of each dtype apart"
         )
-    if is_one and len({origin.requires_grad for origin, _ in parameters}) > 1:
+    trained = sum(origin.numel() for origin, _ in parameters if origin.requires_grad)
+    if not trained or all(origin.requires_grad for origin, _ in parameters):
+        return
+    if is_one:
         raise ValueError(
             f"flat parameter of {names}: Must flatten tensors with uniform requires_grad when use_orig_params=False, "
             "got trainable and frozen ones; wrap them apart, or try use_orig_params=True"
         )
+    total = sum(origin.numel() for origin, _ in parameters)
+    warnings.warn(
+        f"parameters {names} of one wrapper: expected trainable or frozen ones alone, got both, so that gradients of "
+        f"{total} elements are reduced for {trained} that are trained; wrap the frozen ones apart",
+        stacklevel=2,
+    )
 
 
 def _add_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:

@@ -95,6 +95,8 @@ class FullyShardedDataParallel(StateDictMethods):
             )
         self.mixed_precision = mixed_precision or MixedPrecision()
         self.cpu_offload = cpu_offload or CPUOffload()
+        self.backward_prefetch = backward_prefetch
+        self.forward_prefetch = forward_prefetch
         # Here a unit requests its own gather and the next one, never more, whatever the limit is.
         self.limit_all_gathers = limit_all_gathers
         self.is_flat = not use_orig_params
@@ -136,7 +138,7 @@ class FullyShardedDataParallel(StateDictMethods):
         self.compute_device = prepare_states(
             module, self.ignored, param_init_fn, device_id, self._all_groups() if sync_module_states else ()
         )
-        self._fsdp_state = self._make_state(module, backward_prefetch, forward_prefetch)
+        self._fsdp_state = self._make_state(module)
         self._fsdp_wrapped_module = module
         self.register_forward_pre_hook(self._begin_training, prepend=True)
         self._importer = Importer(self)
@@ -321,7 +323,7 @@ class FullyShardedDataParallel(StateDictMethods):
 
     # ------------------------------------------------------------------------------------------------------
 
-    def _make_state(self, module: nn.Module, backward: BackwardPrefetch | None, forward: bool) -> FSDPState:
+    def _make_state(self, module: nn.Module) -> FSDPState:
         offloads = self.cpu_offload.offload_params
         pins = offloads and self.compute_device.type != "cpu"
         found = list(unmanaged((module,), set(self.ignored.parameters)).items())
@@ -343,8 +345,8 @@ class FullyShardedDataParallel(StateDictMethods):
         state = FSDPState(
             (self,), tuple(groups), device=self.compute_device, dtypes=precision, reshard_after_forward=frees
         )
-        state.prefetches_in_forward = forward
-        state.prefetches_in_backward = _PREFETCH_TIMES[backward]
+        state.prefetches_in_forward = self.forward_prefetch
+        state.prefetches_in_backward = _PREFETCH_TIMES[self.backward_prefetch]
         return state
 
     def _all_groups(self) -> tuple[dist.ProcessGroup, ...]:

@@ -232,6 +232,16 @@ class WrapperBase(nn.Module):
         return group
 
     @property
+    def rank(self) -> int:
+        """This rank's number in ``process_group``."""
+        return self.process_group.rank()
+
+    @property
+    def world_size(self) -> int:
+        """The size of ``process_group``."""
+        return self.process_group.size()
+
+    @property
     def is_running(self) -> bool:
         """Whether the model that contains this wrapper is in forward or backward."""
         return self._fsdp_state.root_state is not None and self._fsdp_state.root_state.is_running

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +42,8 @@ class Snapshot:
     groups: tuple[Mapping[str, Any], ...]
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, states: Mapping[str, Any]) -> Snapshot:
-        """Replace indices by the optimizer's parameters."""
+    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer, states: Mapping[str, Any]) -> Snapshot:
+        """Replace indices by the optimizer's parameters, or names, which may be in an order of their own."""
         groups = tuple(
             {**saved, "params": list(own["params"])}
             for saved, own in zip(states["param_groups"], optimizer.param_groups, strict=True)
@@ -51,6 +51,8 @@ class Snapshot:
         numbers = [number for saved in states["param_groups"] for number in saved["params"]]
         parameters = [parameter for group in groups for parameter in group["params"]]
         by_number = dict(zip(numbers, parameters, strict=True))
+        if any(isinstance(number, str) for number in numbers):
+            by_number = {form: p for name, p in model.named_parameters() for form in (name, clean_name(name))}
         return cls(
             state={by_number[number]: found for number, found in states["state"].items()}, groups=groups
         )
@@ -107,7 +109,7 @@ def whole_state(
     def export(whole: torch.Tensor, _: FSDPParamGroup) -> torch.Tensor:
         return whole.cpu() if offloads else whole.clone()
 
-    return _exported(model, Snapshot.of(optimizer, states), export)
+    return _exported(model, Snapshot.of(model, optimizer, states), export)
 
 
 def sharded_state(
@@ -121,12 +123,12 @@ def sharded_state(
         spread = sharded_over(whole, group)
         return spread.cpu() if offloads else spread
 
-    return _exported(model, Snapshot.of(optimizer, states), export)
+    return _exported(model, Snapshot.of(model, optimizer, states), export)
 
 
 def local_state(model: nn.Module, optimizer: torch.optim.Optimizer, states: Mapping[str, Any]) -> NamedState:
     """Return each rank's own values: 1-D parts that fit only the same wrapping on the same ranks."""
-    snapshot = Snapshot.of(optimizer, states)
+    snapshot = Snapshot.of(model, optimizer, states)
     state: dict[str, Any] = {}
     for owned in all_owned(model):
         found = snapshot.state.get(owned.parameter, {})
@@ -243,25 +245,41 @@ def _agreed(group: FSDPParamGroup, mine: _Description) -> _Description:
     return joined
 
 
-def loadable(
-    model: nn.Module, optimizer: torch.optim.Optimizer, named: NamedState, *, is_local: bool, by_name: bool
-) -> NamedState:
-    """Convert a named state of whole or sharded tensors (``is_local``: of local ones) into one for the optimizer.
+def groups_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, optim_input: Iterable[Any] | None
+) -> Sequence[Mapping[str, Any]]:
+    """Return the groups of an optimizer, or of one to be made of ``optim_input``, by default all parameters."""
+    if optimizer is not None:
+        return optimizer.param_groups
+    given = list(model.parameters() if optim_input is None else optim_input)
+    return given if given and isinstance(given[0], dict) else [{"params": given}]
 
-    Its parameters are indices, or names with ``by_name``. Collective if tensors are sharded. Raises ValueError for a
-    state that lacks a parameter's group.
+
+def loadable(
+    model: nn.Module,
+    own_groups: Sequence[Mapping[str, Any]],
+    named: NamedState,
+    *,
+    is_local: bool,
+    by_name: bool,
+) -> NamedState:
+    """Convert a named state of whole or sharded tensors (``is_local``: of local ones) into one for an optimizer.
+
+    Its parameters are indices, or with ``by_name`` names in the wrapped model, as an optimizer of names has them.
+    Collective if tensors are sharded. Raises ValueError for a state that lacks a parameter's group.
     """
     by_parameter = {owned.parameter: owned for owned in all_owned(model)}
+    wrapped_names = {parameter: name for name, parameter in model.named_parameters()}
     state: dict[Any, Any] = {}
     groups = []
     count = 0
-    for group in optimizer.param_groups:
+    for group in own_groups:
         keys: list[Any] = []
         names = []
         for parameter in group["params"]:
             owned = by_parameter[parameter]
             names += [name for name, _ in owned.pieces]
-            key = owned.pieces[0][0] if by_name else count
+            key = wrapped_names[parameter] if by_name else count
             keys.append(key)
             count += 1
             made = _state_of(owned, named["state"], is_local=is_local)
@@ -285,7 +303,7 @@ def rekeyed(
     states: Mapping[str, Any],
     key_type: OptimStateKeyType,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    own_groups: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Use indices or names for the parameters of a state; see `rekey_optim_state_dict` of the wrapper.
 
@@ -294,8 +312,7 @@ def rekeyed(
     if key_type not in {OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID}:
         raise ValueError(f"optim_state_key_type: expected PARAM_NAME or PARAM_ID, got {key_type!r}")
     names = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
-    given = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
-    ordered = [names[parameter] for parameter in given or model.parameters()]
+    ordered = [names[parameter] for group in own_groups for parameter in group["params"]]
     is_named = key_type is OptimStateKeyType.PARAM_NAME
     new_keys: dict[Any, Any] = dict(enumerate(ordered)) if is_named else {n: i for i, n in enumerate(ordered)}
 
@@ -312,8 +329,10 @@ def rekeyed(
 
     return {
         "state": {new_key(key): value for key, value in states["state"].items()},
+        # Optimizers load by position, so indices are in their order.
         "param_groups": [
-            {**group, "params": [new_key(key) for key in group["params"]]} for group in states["param_groups"]
+            {**group, "params": sorted(new_key(key) for key in group["params"])}
+            for group in states["param_groups"]
         ],
     }
 

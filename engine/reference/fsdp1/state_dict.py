@@ -196,7 +196,11 @@ def _export_local(wrapper: WrapperBase, states: dict[str, Any], prefix: str, kee
     for name, _ in own_names(wrapper):
         states.pop(prefix + name, None)
     for group in wrapper.groups:
-        states[prefix + FLAT_NAME] = layout_of(group).memory.detach().clone()
+        # As a part of a DTensor: of plain tensors of one name, files would keep one rank's.
+        assert group.mesh.shard_group is not None
+        share = layout_of(group).memory.detach().clone()
+        mesh = DeviceMesh.from_group(group.mesh.shard_group, share.device.type)
+        states[prefix + FLAT_NAME] = DTensor.from_local(share, mesh, [Shard(0)], run_check=False)
 
 
 _EXPORTS = {
@@ -238,7 +242,7 @@ class Importer:
             piece = pieces.get(key)
             if piece is not None and piece.inner is not None and kind is not StateDictType.LOCAL_STATE_DICT:
                 states[key] = piece.laid_out(piece.own_part(value))
-            elif isinstance(value, DTensor):
+            elif isinstance(value, DTensor) and kind is not StateDictType.LOCAL_STATE_DICT:
                 states[key] = value.full_tensor()
         keys = [key for key in states if key.startswith(prefix) and key != prefix + FLAT_NAME]
         _rename(states, keys, prefix, f"{prefix}{PREFIX}")
@@ -255,6 +259,8 @@ def _load_local(wrapper: WrapperBase, group: FSDPParamGroup, states: dict[str, A
     if key not in states:
         return  # nn.Module reports missing keys
     share = states[key]
+    if isinstance(share, DTensor):
+        states[key] = share = share.to_local()
     if share.shape != flat.memory.shape:
         raise RuntimeError(
             f"load_state_dict: expected {key!r} of shape {tuple(flat.memory.shape)}, as this rank holds, got "

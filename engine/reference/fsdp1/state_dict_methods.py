@@ -21,6 +21,7 @@ from shardproof.engine.reference.fsdp1.init import WrapperBase, wrappers_in
 from shardproof.engine.reference.fsdp1.optim_state import (
     NamedState,
     broadcast_from_first,
+    groups_of,
     loadable,
     local_state,
     rekeyed,
@@ -35,8 +36,8 @@ Group = dist.ProcessGroup | None
 class StateDictMethods(WrapperBase):
     """State dicts of a wrapper; the static methods accept any module with wrappers in it.
 
-    Optimizer states are named states, see `engine.reference.fsdp1.optim_state`. ``optim_input`` exists for
-    compatibility with torch and is ignored: the optimizer has its parameters.
+    Optimizer states are named states, see `engine.reference.fsdp1.optim_state`. ``optim_input`` are the
+    parameters of an optimizer that is not passed; beside one it is ignored.
     """
 
     # Any: values of state dicts are tensors, numbers, and other types of optimizers.
@@ -134,7 +135,9 @@ class StateDictMethods(WrapperBase):
         if getattr(settings.optim_state_dict_config, "rank0_only", False):
             optim_state_dict = broadcast_from_first(optim_state_dict, group)
         is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
-        made = loadable(model, optim, optim_state_dict, is_local=is_local, by_name=is_named_optimizer)
+        made = loadable(
+            model, optim.param_groups, optim_state_dict, is_local=is_local, by_name=is_named_optimizer
+        )
         if load_directly:
             optim.load_state_dict(made)
         return made
@@ -162,30 +165,32 @@ class StateDictMethods(WrapperBase):
     def shard_full_optim_state_dict(
         full_optim_state_dict: NamedState,
         model: nn.Module,
-        optim_input: object = None,
+        optim_input: Iterable[Any] | None = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """Convert a whole state, which every rank has, into one that this rank's optimizer loads."""
-        return loadable(model, _expected(optim), full_optim_state_dict, is_local=False, by_name=False)
+        groups = groups_of(model, optim, optim_input)
+        return loadable(model, groups, full_optim_state_dict, is_local=False, by_name=False)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: NamedState, model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
         """Convert a state of DTensors into one that this rank's optimizer loads. Collective."""
-        return loadable(model, optim, sharded_optim_state_dict, is_local=False, by_name=False)
+        return loadable(model, optim.param_groups, sharded_optim_state_dict, is_local=False, by_name=False)
 
     @staticmethod
     def scatter_full_optim_state_dict(
         full_optim_state_dict: NamedState | None,
         model: nn.Module,
-        optim_input: object = None,
+        optim_input: Iterable[Any] | None = None,
         optim: torch.optim.Optimizer | None = None,
         group: Group = None,
     ) -> dict[str, Any]:
         """Convert a whole state on rank 0 into one that each rank's optimizer loads. Collective."""
         received = broadcast_from_first(full_optim_state_dict, group)
-        return loadable(model, _expected(optim), received, is_local=False, by_name=False)
+        groups = groups_of(model, optim, optim_input)
+        return loadable(model, groups, received, is_local=False, by_name=False)
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -197,12 +202,7 @@ class StateDictMethods(WrapperBase):
     ) -> dict[str, Any]:
         """Use indices or names for the parameters of a state; ``model`` is not wrapped.
 
-        Indices are in the order of ``optim``, or of ``model.parameters()`` without it.
+        Indices are in the order of ``optim``; without it, of ``optim_input``, or of ``model.parameters()``.
         """
-        return rekeyed(optim_state_dict, optim_state_key_type, model, optim)
-
-
-def _expected(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
-    if optimizer is None:
-        raise ValueError("optim: expected the optimizer whose state is loaded, got None; pass optim=...")
-    return optimizer
+        groups = groups_of(model, optim, optim_input)
+        return rekeyed(optim_state_dict, optim_state_key_type, model, groups)
