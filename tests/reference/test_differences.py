@@ -179,7 +179,7 @@ DIFFERENCES = (
     ),
     Difference(
         about="`param_dtype` without `reduce_dtype`",
-        fsdp2="gradients are reduced in `param_dtype`",
+        there="gradients are reduced in `param_dtype`",
         here="in the parameters' own dtype, as in torch 2.15",
         show=_reduces_in,
         seen=({"bfloat16"}, {"float32"}),
