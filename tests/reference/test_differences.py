@@ -275,8 +275,8 @@ def _mean_of_replicas(context: RankContext, api: str) -> float:
 OF_WRAPPER = (
     Difference(
         about="`.grad` in `no_sync`, under names",
-        there="this rank's whole gradient, of another shape than its parameter",
-        here="pending: using its values raises, None drops what accumulated",
+        there="this rank's whole gradient, of another shape than its parameter, in `param_dtype`",
+        here="pending, in the parameter's dtype: using its values raises, None drops what accumulated",
         show=_pending,
         seen=((_THERE, 16), ("refused", 8)),
     ),
