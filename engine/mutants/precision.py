@@ -21,6 +21,7 @@ from shardproof.engine.mutants.fsdp2_interface import OwnFullyShard, OwnFullySha
 from shardproof.engine.mutants.mutant import Trace, mutant
 from shardproof.engine.mutants.patches import after, changing, in_each
 from shardproof.engine.reference.collectives import Division, PartialReduction, ReductionPlan
+from shardproof.engine.reference.fsdp_state import state_of
 from shardproof.engine.reference.param_group import FSDPParamGroup
 from shardproof.engine.reference.parameter import FSDPParam
 
@@ -246,6 +247,18 @@ class CastsInputsUnasked(ReferenceEngine):
     def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
         casting = tuple(replace(dtypes, casts_inputs=True) for dtypes in plan.unit_dtypes)
         return super().prepare(model, replace(plan, unit_dtypes=casting), mesh)
+
+
+@mutant(after="pytorch/pytorch#99545", trace=Trace.STATE)
+class CastsNothingAtEmptyRoots(ReferenceEngine):
+    """The inputs of a root whose units have all parameters stay as they are."""
+
+    def prepare(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PreparedModel:
+        prepared = super().prepare(model, plan, mesh)
+        state: Any = state_of(prepared.module)
+        if not state.param_groups:
+            state.dtypes = replace(state.dtypes, cast_forward_inputs=False)
+        return prepared
 
 
 @mutant(after="NVIDIA-NeMo/Automodel#3657", trace=Trace.STATE)

@@ -64,7 +64,11 @@ def unit_of(name: str, plan: Plan) -> str:
 
 
 class ComputeDtypes:
-    """The dtypes in which units began to compute: of their own parameters as their modules show them, or autocast's."""
+    """The dtypes in which units began to compute: of their own parameters as their modules show them, or autocast's.
+
+    And those of the numbers that they were given, where the plan has them cast: from these a unit without parameters,
+    as a root may be, computes too.
+    """
 
     def __init__(self) -> None:
         self._seen: set[tuple[str, torch.dtype]] = set()
@@ -76,7 +80,7 @@ class ComputeDtypes:
 
     @contextmanager
     def watching(self, model: nn.Module, plan: Plan) -> Iterator[None]:
-        """Look at each unit's parameters, but ignored ones, once the engine's hooks are through, until exit.
+        """Look at each unit's inputs and parameters, but ignored ones, once the engine's hooks are through, until exit.
 
         Where the engine renamed a unit, none is looked at: its parameters would be taken for those of the root.
         """
@@ -88,17 +92,21 @@ class ComputeDtypes:
             if name not in plan.ignored:
                 own[unit_of(name, plan)].append((known[path], attribute))
 
-        def look(unit: str) -> None:
-            for module, name in own[unit]:
-                # Not by `getattr`, which may compute: FSDP1 (2.13) shows plain attributes while a unit is gathered.
-                tensor = module._parameters.get(name, module.__dict__.get(name))
+        uncast = {of_unit.unit for of_unit in plan.unit_dtypes if not of_unit.casts_inputs}
+
+        def look(unit: str, *inputs: Any) -> None:
+            # Not by `getattr`, which may compute: FSDP1 (2.13) shows plain attributes while a unit is gathered.
+            tensors = [module._parameters.get(name, module.__dict__.get(name)) for module, name in own[unit]]
+            for tensor in (*tensors, *(() if unit in uncast else tensors_in(inputs))):
                 if tensor is not None and tensor.is_floating_point():
                     kind = tensor.device.type
                     cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
                     self._seen.add((unit, cast))
 
         handles = [
-            known[part].register_forward_pre_hook(lambda *_, unit=unit: look(unit))
+            known[part].register_forward_pre_hook(
+                lambda _, *inputs, unit=unit: look(unit, *inputs), with_kwargs=True
+            )
             for part, unit in (parts.items() if known.keys() >= parts.keys() else ())
         ]
         try:

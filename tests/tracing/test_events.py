@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.engine.contract import Plan
+from shardproof.engine.contract import Plan, UnitDtypes
 from shardproof.harness.tracing.codec import encode
 from shardproof.harness.tracing.events import (
     EventKind,
@@ -229,3 +229,12 @@ def test_parts_of_one_unit_compute_in_its_dtype() -> None:
     with seen.watching(model, Plan(units=("0,1",))):
         model(torch.ones(1, 2))
     assert seen.take() == [("0,1", torch.float32)]
+
+
+def test_a_unit_is_given_numbers_in_its_dtype_unless_the_plan_leaves_them_as_they_are() -> None:
+    model, seen = nn.Sequential(nn.Linear(2, 2), nn.Identity()), ComputeDtypes()
+    left = UnitDtypes(unit="1", compute_dtype=torch.bfloat16, casts_inputs=False)
+    for dtypes, found in (((), [("1", torch.float64)]), ((left,), [])):
+        with seen.watching(model, Plan(units=("1",), unit_dtypes=dtypes)):
+            model[1](input=torch.ones(1, 2).double())
+        assert seen.take() == found
