@@ -103,7 +103,7 @@ class Bridge(threading.local):
 
         return call
 
-    def _opened(self, api: Any, model: nn.Module, plan: Plan, mesh: Any, shape: Any) -> None:
+    def _opened(self, api: Any, model: nn.Module, plan: Plan, *_: Any) -> None:
         if plan != self._plan:
             self._unreachable.write_text("unreachable")
 
