@@ -228,7 +228,7 @@ def test_parts_of_one_unit_compute_in_its_dtype() -> None:
     model, seen = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ComputeDtypes()
     with seen.watching(model, Plan(units=("0,1",))):
         model(torch.ones(1, 2))
-    assert seen.take() == [("0,1", torch.float32)]
+    assert seen.take() == [("", torch.float32), ("0,1", torch.float32)]  # the root by what it is given
 
 
 def test_a_unit_is_given_numbers_in_its_dtype_unless_the_plan_leaves_them_as_they_are() -> None:
