@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -83,8 +84,8 @@ def _assign(model: nn.Linear) -> None:
     model.load_state_dict(model.state_dict(), assign=True)
 
 
-def _set_data(model: nn.Linear) -> None:
-    model.bias.data = torch.ones(4)
+def _convert(model: nn.Linear) -> None:
+    model.double()
 
 
 def _step_on_others(context: RankContext, replace: Callable[[nn.Linear], None], offloads: bool) -> None:
@@ -97,11 +98,28 @@ def _step_on_others(context: RankContext, replace: Callable[[nn.Linear], None], 
         engine.step(torch.optim.SGD([piece.own for piece in engine.pieces.values()], lr=0.1))
 
 
-@pytest.mark.parametrize(("replace", "offloads"), [(_assign, False), (_assign, True), (_set_data, False)])
+@pytest.mark.parametrize(("replace", "offloads"), list(product((_assign, _convert), (False, True))))
 def test_a_step_on_replaced_parameters_is_refused(
     replace: Callable[[nn.Linear], None], offloads: bool, ranks: Ranks
 ) -> None:
     ranks.run(2, _step_on_others, replace, offloads)
+
+
+def _step_on_moved(context: RankContext) -> bool:
+    group, model = dist.group.WORLD, nn.Linear(4, 4)
+    assert group is not None
+    engine = Zero2(model, group)
+    optimizer = torch.optim.SGD([piece.own for piece in engine.pieces.values()], lr=0.5)
+    for _ in range(2):
+        model.bias.data = torch.ones(4)  # its gradient is the number of rows
+        engine.backward(model(torch.ones(2, 4)).sum())
+        engine.step(optimizer)
+        optimizer.zero_grad()
+    return bool((model.bias == 0).all())
+
+
+def test_a_step_updates_parameters_where_they_are_now(ranks: Ranks) -> None:
+    assert ranks.run(2, _step_on_moved) == [True] * 2
 
 
 def _save_what_was_loaded(context: RankContext, folder: Path) -> bool:
