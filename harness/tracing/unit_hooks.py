@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardproof.engine.contract import Plan, UnitHandle
+from shardproof.engine.contract import Plan, Roots, UnitHandle
 from shardproof.harness.torch_compat.tensor_trees import tensors_in
 from shardproof.harness.tracing.events import EventKind
 from shardproof.harness.tracing.ledger import Phase
@@ -93,6 +93,7 @@ class ComputeDtypes:
                 own[unit_of(name, plan)].append((known[path], attribute))
 
         uncast = {of_unit.unit for of_unit in plan.unit_dtypes if not of_unit.casts_inputs}
+        uncast |= {""} if plan.roots is Roots.EACH_UNIT else set()  # the model around them is nobody's
 
         def look(unit: str, *inputs: Any) -> None:
             # Not by `getattr`, which may compute: FSDP1 (2.13) shows plain attributes while a unit is gathered.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.engine.contract import Plan, UnitDtypes
+from shardproof.engine.contract import Plan, Roots, UnitDtypes
 from shardproof.harness.tracing.codec import encode
 from shardproof.harness.tracing.events import (
     EventKind,
@@ -238,3 +238,6 @@ def test_a_unit_is_given_numbers_in_its_dtype_unless_the_plan_leaves_them_as_the
         with seen.watching(model, Plan(units=("1",), unit_dtypes=dtypes)):
             model[1](input=torch.ones(1, 2).double())
         assert seen.take() == found
+    with seen.watching(model, Plan(units=("1",), roots=Roots.EACH_UNIT)):
+        model(torch.ones(1, 2))
+    assert seen.take() == [("1", torch.float32)]
