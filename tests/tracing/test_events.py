@@ -232,7 +232,7 @@ def test_parts_of_one_unit_compute_in_its_dtype() -> None:
 
 
 def test_a_unit_is_given_numbers_in_its_dtype_unless_the_plan_leaves_them_as_they_are() -> None:
-    model, seen = nn.Sequential(nn.Linear(2, 2), nn.Identity()), ComputeDtypes()
+    model, seen = nn.Sequential(nn.Identity(), nn.Identity()), ComputeDtypes()
     left = UnitDtypes(unit="1", compute_dtype=torch.bfloat16, casts_inputs=False)
     for dtypes, found in (((), [("1", torch.float64)]), ((left,), [])):
         with seen.watching(model, Plan(units=("1",), unit_dtypes=dtypes)):
