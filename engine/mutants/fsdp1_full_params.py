@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,23 @@ def _summoning(change: Callable[[dict[str, Any]], dict[str, Any]]) -> WrapperNam
     return replace(NAMES, FullyShardedDataParallel=Summoner)
 
 
+# A function of the module and the options, which runs before and after what a caller does inside.
+_Inside = Callable[[nn.Module, dict[str, Any]], AbstractContextManager[None]]
+
+
+def _within(inside: _Inside) -> WrapperNames:
+    """Return names whose wrapper summons, and enters this inside."""
+
+    class Summoner(FullyShardedDataParallel):
+        @staticmethod
+        @contextmanager
+        def summon_full_params(module: nn.Module, **options: Any) -> Iterator[None]:  # type: ignore[override]
+            with _summon(module, **options), inside(module, options):
+                yield
+
+    return replace(NAMES, FullyShardedDataParallel=Summoner)
+
+
 @mutant(after="pytorch/pytorch#107081", trace=Trace.STATE)
 class NeverWritesBack(FullyShardedDataParallelEngine):
     """Changes made inside summon_full_params are lost."""
@@ -50,29 +67,24 @@ class AlwaysWritesBack(FullyShardedDataParallelEngine):
 class UndoesWhatIsNotWrittenBack(FullyShardedDataParallelEngine):
     """Without writeback, changes made inside summon_full_params are undone also where nothing is sharded."""
 
-    class Wrapper(FullyShardedDataParallel):
-        @staticmethod
-        @contextmanager
-        def summon_full_params(module: nn.Module, **options: Any) -> Iterator[None]:  # type: ignore[override]
-            with _summon(module, **options):
-                undone = [] if options.get("writeback", True) else [*module.parameters()]
-                with unchanged(undone):
-                    yield
+    names = _within(
+        lambda module, options: unchanged([] if options.get("writeback", True) else [*module.parameters()])
+    )
+
+
+@contextmanager
+def _broadcast_at_the_end(module: nn.Module, options: dict[str, Any]) -> Iterator[None]:
+    yield
+    if options.get("writeback", True):
+        for parameter in module.parameters():
+            distributed.broadcast(parameter.detach(), 0)
 
 
 @mutant(after="pytorch/pytorch#93938", trace=Trace.STATE)
 class WritesBackFromRank0(FullyShardedDataParallelEngine):
     """The values that rank 0 wrote are written back to the shares of all ranks."""
 
-    class Wrapper(FullyShardedDataParallel):
-        @staticmethod
-        @contextmanager
-        def summon_full_params(module: nn.Module, **options: Any) -> Iterator[None]:  # type: ignore[override]
-            with _summon(module, **options):
-                yield
-                if options.get("writeback", True):
-                    for parameter in module.parameters():
-                        distributed.broadcast(parameter.detach(), 0)
+    names = _within(_broadcast_at_the_end)
 
 
 @mutant(after="pytorch/pytorch#92235", trace=Trace.STATE)
@@ -160,41 +172,41 @@ class SpoilsWhatGoesToTheHost(FullyShardedDataParallelEngine):
             return {name: value + 1 for name, value in found.items()}
 
 
-@mutant(after="pytorch/pytorch#97667", trace=Trace.STATE)
-class MisalignsWhatItSummons(FullyShardedDataParallelEngine):
-    """Every summoned parameter is one element off."""
-
-    class Wrapper(FullyShardedDataParallel):
-        @staticmethod
-        @contextmanager
-        def summon_full_params(module: nn.Module, **options: Any) -> Iterator[None]:  # type: ignore[override]
-            with _summon(module, **options):
-                _roll(module, 1)
-                yield
-                _roll(module, -1)
-
-
 @torch.no_grad()
 def _roll(module: nn.Module, by: int) -> None:
     for parameter in module.parameters():
         parameter.copy_(parameter.roll(by))
 
 
+@contextmanager
+def _rolled(module: nn.Module, _: dict[str, Any]) -> Iterator[None]:
+    _roll(module, 1)
+    yield
+    _roll(module, -1)
+
+
+@mutant(after="pytorch/pytorch#97667", trace=Trace.STATE)
+class MisalignsWhatItSummons(FullyShardedDataParallelEngine):
+    """Every summoned parameter is one element off."""
+
+    names = _within(_rolled)
+
+
+@contextmanager
+def _thawed(module: nn.Module, _: dict[str, Any]) -> Iterator[None]:
+    frozen = [p for p in module.parameters() if not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    yield
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+
+
 @mutant(after="pytorch/pytorch#109892", trace=Trace.STATE)
 class ShowsFrozenOnesAsTrained(FullyShardedDataParallelEngine):
     """Frozen parameters require gradients inside summon_full_params."""
 
-    class Wrapper(FullyShardedDataParallel):
-        @staticmethod
-        @contextmanager
-        def summon_full_params(module: nn.Module, **options: Any) -> Iterator[None]:  # type: ignore[override]
-            with _summon(module, **options):
-                frozen = [p for p in module.parameters() if not p.requires_grad]
-                for parameter in frozen:
-                    parameter.requires_grad_(True)
-                yield
-                for parameter in frozen:
-                    parameter.requires_grad_(False)
+    names = _within(_thawed)
 
 
 @mutant(after="pytorch/pytorch#106858", trace=Trace.STATE)

@@ -68,21 +68,22 @@ def test_shows_those_of_all_wrapped_modules_below(bench: Bench) -> None:
 @expects(AFTERWARDS, "an output afterwards")
 def test_writes_back_what_was_changed(bench: Bench, strategy: ShardingStrategy, form: Form) -> None:
     """Also into the copies in another dtype that an evaluation may have left."""
-    root = bench.wrapped(
-        tower(),
-        sharding_strategy=strategy,
-        use_orig_params=form.use_orig_params,
-        mixed_precision=MixedPrecision(param_dtype=torch.float64),
-    )
     alone = tower()
-    with torch.no_grad():
-        root(batch(bench.rank))
-    with bench.api.summon_full_params(root):
-        _change(root)
     _change(alone)
-    bench.same(AFTERWARDS, bench.summoned(root), parameters(alone))
-    output = root(batch(bench.rank)).detach().float()
-    bench.same("an output afterwards", output, alone(batch(bench.rank)).detach())
+    for precision in (None, MixedPrecision(param_dtype=torch.float64)):
+        root = bench.wrapped(
+            tower(),
+            sharding_strategy=strategy,
+            use_orig_params=form.use_orig_params,
+            mixed_precision=precision,
+        )
+        with torch.no_grad():
+            root(batch(bench.rank))
+        with bench.api.summon_full_params(root):
+            _change(root)
+        bench.same(AFTERWARDS, bench.summoned(root), parameters(alone))
+        output = root(batch(bench.rank)).detach().float()
+        bench.same("an output afterwards", output, alone(batch(bench.rank)).detach())
 
 
 @EACH_FORM
