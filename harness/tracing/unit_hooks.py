@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class ComputeDtypes:
         uncast = {of_unit.unit for of_unit in plan.unit_dtypes if not of_unit.casts_inputs}
         uncast |= {""} if plan.roots is Roots.EACH_UNIT else set()  # the model around them is nobody's
 
-        def look(unit: str, *inputs: Any) -> None:
+        def look(unit: str, _: nn.Module, *inputs: Any) -> None:
             # Not by `getattr`, which may compute: FSDP1 (2.13) shows plain attributes while a unit is gathered.
             tensors = [module._parameters.get(name, module.__dict__.get(name)) for module, name in own[unit]]
             for tensor in (*tensors, *(() if unit in uncast else tensors_in(inputs))):
@@ -105,9 +106,7 @@ class ComputeDtypes:
                     self._seen.add((unit, cast))
 
         handles = [
-            known[part].register_forward_pre_hook(
-                lambda _, *inputs, unit=unit: look(unit, *inputs), with_kwargs=True
-            )
+            known[part].register_forward_pre_hook(partial(look, unit), with_kwargs=True)
             for part, unit in (parts.items() if known.keys() >= parts.keys() else ())
         ]
         try:

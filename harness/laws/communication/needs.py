@@ -1,7 +1,8 @@
 """Laws that follow from plan, script and events of any training: how often, when and as what it communicates.
 
-[Note: what calls need] A gather serves one call of a unit in forward, or one backward through it; a reduction serves
-one backward, also if the engine reduces in the step. There norms and flags are exchanged too, a number for each
+[Note: what calls need] A gather serves one call of a unit in forward, or one backward through it, unless the plan lists
+the unit as gathered once; in backward it may serve a recomputation too. A reduction serves one backward, also if the
+engine reduces in the step. There norms and flags are exchanged too, a number for each
 parameter at once. In the optimizer step an engine that keeps parameters whole exchanges each once. How often a unit
 was called, and how often backward reached it, is in the event log. Each forward and backward of the loop may call
 every unit, whether or not its module shows it. Amounts are in bytes, so it does not matter in how many collectives an
