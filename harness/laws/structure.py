@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardproof.engine.contract import Layout, NoGradient, Shard
+from shardproof.engine.contract import Cut, Layout, NoGradient, Shard
 from shardproof.harness.cases.units import is_on_rank
 from shardproof.harness.cases.user_model import written_by_forward
 from shardproof.harness.laws.law import Evidence
@@ -83,7 +83,8 @@ def layout_fault(evidence: Evidence, places: Sequence[TensorKey]) -> str | None:
 
     It is not where the plan's layout says so. In an engine's own layout it is not where some rank shows all of several
     tensors that have rows to share, one for each rank at least, and whole parameters too: an empty or a partial shard
-    is an answer only if all ranks have shares.
+    is an answer only if all ranks have shares. Optimizer state that lies by parameter is left out: a rank may have
+    drawn parameters that are never updated, and so have no state.
     """
     if not places:
         return None
@@ -102,7 +103,11 @@ def layout_fault(evidence: Evidence, places: Sequence[TensorKey]) -> str | None:
         o.rank for o in evidence.ranks if not lacking[o.rank] and all(s.is_whole for s in o.initial.values())
     ]
     divisible = [place for place in there if _has_rows(known[place.name])]
+    is_by_parameter = places[0].quantity is Quantity.OPTIMIZER_STATE and any(
+        o.cut is Cut.PARAMETERS for o in evidence.ranks
+    )
     is_own = plan.layout is Layout.NATIVE and wholes and len(divisible) >= evidence.world_size
+    is_own = is_own and not is_by_parameter
     if not (is_asked or is_own):
         return None
     because = plan.layout.value if is_asked else f"rank {wholes[0]} has all of them whole"

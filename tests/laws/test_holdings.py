@@ -12,8 +12,19 @@ from itertools import pairwise
 import pytest
 import torch
 
-from shardproof import Cut, HoldsItsShare, Layout, Plan, Replicas, Ruling, Schedule, Shard, Training
-from shardproof.fixtures.optimizers import SGD
+from shardproof import (
+    Cut,
+    HoldsItsShare,
+    Layout,
+    MatchesOracle,
+    Plan,
+    Replicas,
+    Ruling,
+    Schedule,
+    Shard,
+    Training,
+)
+from shardproof.fixtures.optimizers import ADAMW, SGD
 from shardproof.fixtures.problems import MLP_UNEVEN
 from shardproof.fixtures.tensor_parallel import STACK_16
 from shardproof.harness.laws.structure import are_consecutive
@@ -50,6 +61,21 @@ def test_holds_for_the_share_that_the_plan_means(asked: str, held: Layout) -> No
     record = _ruling(PLANS[asked], held).record
     assert record.held is is_right
     assert (f"1/{SHARES[asked]} of" in record.summary) or (record.held and "whole" in record.summary)
+
+
+@pytest.mark.parametrize(
+    ("cut", "is_right"), [(Cut.PARAMETERS, True), (Cut.EVENLY, False)], ids=lambda x: str(x)
+)
+def test_a_rank_without_state_is_right_where_state_lies_by_parameter(cut: Cut, is_right: bool) -> None:
+    """The rank may own what is never updated; but of what is cut evenly, each rank has a part."""
+    training = replace(_training(Plan()), optimizer=ADAMW)
+    ranks = tuple(
+        replace(o, cut=cut, optimizer_state={} if o.rank else o.optimizer_state)
+        for o in simulate(training, WORLD_SIZE, layout=Layout.REPLICATE)
+    )
+    record = MatchesOracle().judge(evidence_of(training, WORLD_SIZE, ranks=ranks)).record
+    assert record.held is is_right
+    assert is_right or "rank 0 has all of them whole" in record.summary
 
 
 def _flattened_together(observation: Observation, num_shares: int) -> Observation:

@@ -17,6 +17,7 @@ from shardproof import (
     Interlude,
     Layout,
     Plan,
+    Prefetch,
     Probe,
     Schedule,
     Training,
@@ -84,6 +85,19 @@ def test_sending_everything_once_more_is_too_much(op: Op, phase: Phase, what: st
     again = [e for e in _honest() if (e.op, e.phase) == (op, phase)]
     record = CommunicatesAsNeeded().judge(_evidence([*_honest(), *again])).record
     assert f"bytes to be {what}, got" in record.summary
+
+
+@pytest.mark.parametrize(("hinted", "is_right"), [("blocks.3", True), ("blocks.0", False)])
+def test_backward_gathers_for_a_late_hint_too(hinted: str, is_right: bool) -> None:
+    prefetch = Prefetch(backward=(("blocks.0", (hinted,)),))
+    hints = replace(TRAINING, plan=replace(PLAN, prefetch=prefetch))
+    gathers = [e for e in _honest() if (e.op, e.phase) == (Op.ALL_GATHER, Phase.BACKWARD)]
+    again = [replace(e, unit="blocks.3") for e in gathers if e.unit == "blocks.3"]
+    # What forward leaves out gives room in the sum of both phases alone.
+    kept = [e for e in _honest() if (e.op, e.phase, e.microbatch) != (Op.ALL_GATHER, Phase.FORWARD, 1)]
+    record = CommunicatesAsNeeded().judge(_evidence([*kept, *again], hints)).record
+    assert record.held is is_right
+    assert is_right or "gathered in backward, once for each recomputation" in record.summary
 
 
 @pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.BROADCAST])

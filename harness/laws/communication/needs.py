@@ -1,12 +1,12 @@
 """Laws that follow from plan, script and events of any training: how often, when and as what it communicates.
 
-[Note: what calls need] A gather serves one call of a unit in forward, or one backward through it, unless the plan lists
-the unit as gathered once; in backward it may serve a recomputation too. A reduction serves one backward, also if the
-engine reduces in the step. There norms and flags are exchanged too, a number for each
-parameter at once. In the optimizer step an engine that keeps parameters whole exchanges each once. How often a unit
-was called, and how often backward reached it, is in the event log. Each forward and backward of the loop may call
-every unit, whether or not its module shows it. Amounts are in bytes, so it does not matter in how many collectives an
-engine sends them; parameters are padded as engines pad them.
+[Note: what calls need] A gather serves one call of a unit in forward, or one backward through it, unless the plan
+lists the unit as gathered once; in backward it may serve a recomputation too, or a hint of the plan to prefetch a unit
+whose own backward is over. A reduction serves one backward, also if the engine reduces in the step. There norms and
+flags are exchanged too, a number for each parameter at once. In the optimizer step an engine that keeps parameters
+whole exchanges each once. How often a unit was called, and how often backward reached it, is in the event log. Each
+forward and backward of the loop may call every unit, whether or not its module shows it. Amounts are in bytes, so it
+does not matter in how many collectives an engine sends them; parameters are padded as engines pad them.
 """
 
 from __future__ import annotations
@@ -227,6 +227,7 @@ class _Calls:
             num_bytes, through = self._padded_bytes(group), max(reached, backwards)
             recomputed = self._times(step, None, EventKind.ENTERED, group, Phase.BACKWARD)
             in_backward = 0 if group.unit in self._training.plan.gathered_once else through
+            in_backward += through * self._num_late_hints(group)
             gathered += num_bytes * (max(entered, forwards) + in_backward)
             again += num_bytes * (recomputed + in_backward)
             reduced += num_bytes * (self._last_backwards(step, group) if self._is_held_back else through)
@@ -244,6 +245,13 @@ class _Calls:
         if self._training.plan.layout in {Layout.ZERO1, Layout.ZERO2}:
             everything = sum(map(self._padded_bytes, self._groups)) * self._training.schedule.repeats
             yield "exchanged, once for each update", _SHARING, _IN_STEP, everything
+
+    def _num_late_hints(self, group: UnitParameters) -> int:
+        """Count the units whose backward is to gather a unit whose own backward was before: a hint that is followed."""
+        plan = self._training.plan
+        hints = () if plan.prefetch is None else plan.prefetch.backward
+        later = plan.units[: plan.units.index(group.unit)] if group.unit in plan.units else ()
+        return sum(unit in later and group.unit in hinted for unit, hinted in hints)
 
     def _last_backwards(self, step: int, group: UnitParameters) -> int:
         """Count the backwards of the last microbatch through a unit: it may be called twice, and a failed one again."""
