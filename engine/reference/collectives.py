@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shardproof.engine.reference.autograd_hooks import without_autograd
 from shardproof.engine.reference.comm_context import PendingCollective, Reduction
 from shardproof.engine.reference.mesh import Ranks
-from shardproof.engine.reference.param_layout import ParamLayout, UnshardedMemory
+from shardproof.engine.reference.param_layout import Allocate, ParamLayout, UnshardedMemory
 from shardproof.engine.reference.parameter import FSDPParam
 from shardproof.engine.reference.torch_private import allocated_by
 
@@ -349,14 +349,9 @@ def reduce_alone(parameters: Sequence[FSDPParam], gradients: list[torch.Tensor],
 
 
 def reduce_scatter_copy_in(
-    parameters: Sequence[FSDPParam], gradients: list[torch.Tensor], plan: ReductionPlan
+    parameters: Sequence[FSDPParam], gradients: list[torch.Tensor], plan: ReductionPlan, allocate: Allocate
 ) -> torch.Tensor:
-    """Copy whole gradients rank by rank into a 1-D tensor of ``plan.dtype``; empties the list."""
-    device = gradients[0].device
-
-    def allocate(numel: int) -> torch.Tensor:
-        return plan.scatter.allocate((numel,), dtype=plan.dtype, device=device)
-
+    """Copy whole gradients rank by rank into memory (1-D) from ``allocate``; empties the list."""
     flat = plan.layout.copy_in_gradients(parameters, gradients, allocate)
     if plan.division.before != 1:
         flat.div_(plan.division.before)

@@ -77,7 +77,9 @@ class CommContext:
         self._reductions: list[Reduction] = []
         self._inputs: list[tuple[torch.Tensor, Any]] = []
         self._outputs: list[tuple[list[torch.Tensor], Any]] = []
-        self._spare: torch.Tensor | None = None
+        # Memory of their last collectives, for the next ones; idle memory adds to the peak.
+        self._spare_output: torch.Tensor | None = None  # of a gather
+        self._spare_input: torch.Tensor | None = None  # of a reduction
 
     # Gathers ----------------------------------------------------------------------------------------------
 
@@ -94,19 +96,17 @@ class CommContext:
 
     def all_gather_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a 1-D buffer for a gather: the last recycled one if it fits."""
-        spare, self._spare = self._spare, None
-        if spare is not None and spare.dtype == dtype and spare.numel() == numel:
-            return spare
-        return torch.empty(numel, dtype=dtype, device=device)
+        spare, self._spare_output = self._spare_output, None
+        return _fitting(spare, numel, dtype, device)
 
     def recycle(self, buffer: torch.Tensor) -> None:
         """Take back a gather's buffer after the current stream has read it."""
         if self.waits_hold_up_the_thread:  # an accelerator's allocator reuses memory itself
-            self._spare = buffer
+            self._spare_output = buffer
 
-    def free_buffer(self) -> None:
-        """Free the recycled buffer if no prefetch has taken it, because an idle one adds to peak memory."""
-        self._spare = None
+    def free_buffers(self) -> None:
+        """Free the recycled buffers that no collective has taken."""
+        self._spare_output = self._spare_input = None
 
     # Reductions -------------------------------------------------------------------------------------------
 
@@ -124,6 +124,11 @@ class CommContext:
             _, event = self._inputs.pop(0)
             self._module.current_stream().wait_event(event)
 
+    def reduction_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a 1-D buffer for the input of a reduction: that of one which has read it, if it fits."""
+        spare, self._spare_input = self._spare_input, None
+        return _fitting(spare, numel, dtype, device)
+
     def reduce(self, flat: torch.Tensor, reduction: Reduction) -> None:
         """Start a reduction of ``flat``, which the current stream has filled."""
         self._scatter_stream.wait_stream(self._module.current_stream())
@@ -132,7 +137,7 @@ class CommContext:
         if not self.waits_hold_up_the_thread:
             self._issue_all(flat, first, reduction)
         elif first is not None:
-            self._reductions.append(_resumed(first, reduction))
+            self._reductions.append(self._resumed(flat, first, reduction))
 
     def check_finished(self, what: str) -> None:
         """Raise RuntimeError while an asynchronous finalization has not been waited for."""
@@ -155,6 +160,17 @@ class CommContext:
         current.wait_stream(self._all_reduce_stream)
         self._inputs.clear()
         self._outputs.clear()
+        self.free_buffers()
+
+    def _resumed(self, flat: torch.Tensor, first: PendingCollective, reduction: Reduction) -> Reduction:
+        """Wait for a collective, and for each later one when the next step is requested."""
+        first.work.wait()
+        if first.output is not flat:
+            self._spare_input = flat
+        del flat, first
+        while (in_flight := next(reduction, None)) is not None:
+            yield in_flight
+            in_flight.work.wait()
 
     def _issue_all(
         self, flat: torch.Tensor, in_flight: PendingCollective | None, reduction: Reduction
@@ -179,10 +195,9 @@ class CommContext:
         return context
 
 
-def _resumed(in_flight: PendingCollective | None, reduction: Reduction) -> Reduction:
-    """Wait for a collective, and for each later one when the next step is requested."""
-    while in_flight is not None:
-        in_flight.work.wait()
-        in_flight = next(reduction, None)
-        if in_flight is not None:
-            yield in_flight
+def _fitting(
+    spare: torch.Tensor | None, numel: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    if spare is not None and spare.dtype == dtype and spare.numel() == numel:
+        return spare
+    return torch.empty(numel, dtype=dtype, device=device)

@@ -35,7 +35,7 @@ class UnshardHandle:
         """Wait until the module's parameters are whole and registered; a second call does nothing."""
         if self._fsdp_state is not None:
             self._fsdp_state.wait()
-            self._fsdp_state.comm_ctx.free_buffer()
+            self._fsdp_state.comm_ctx.free_buffers()
             self._fsdp_state = None
 
 

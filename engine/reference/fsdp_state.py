@@ -259,7 +259,6 @@ class FSDPState:
         self._gather_now()
         if begins and not recomputes:
             self._prefetch_in_forward(root_state)
-        root_state.comm_ctx.free_buffer()
         args, kwargs = self._cast_inputs(args), self._cast_inputs(kwargs)
         return self._calls.watch_inputs(args, kwargs)
 
@@ -349,7 +348,7 @@ class FSDPState:
             is_known = self.num_backwards <= len(self.backward_positions)
             self._backward_position = self.backward_positions[-self.num_backwards] if is_known else 0
             self._prefetch_in_backward(self.root_state)
-        self.root_state.comm_ctx.free_buffer()
+        self.root_state.comm_ctx.free_buffers()
 
     def _prefetch_in_backward(self, root_state: RootState[FSDPState]) -> None:
         for state in self.backward_prefetch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 import torch.distributed as dist
@@ -278,7 +278,8 @@ class FSDPParamGroup:
                 reduce_alone(chosen, gradients, plan)
                 return
             self.comm_ctx.reserve()
-            flat = reduce_scatter_copy_in(chosen, gradients, plan)
+            allocate = partial(self._reduction_buffer, plan.dtype, gradients[0].device)
+            flat = reduce_scatter_copy_in(chosen, gradients, plan, allocate)
             self._partial.expect(chosen, plan)
             self.comm_ctx.reduce(flat, foreach_reduce(chosen, flat, plan))
 
@@ -407,6 +408,11 @@ class FSDPParamGroup:
         if isinstance(self.all_gather, DefaultAllGather):
             return self.comm_ctx.all_gather_buffer(numel, dtype, self.device)
         return self.all_gather.allocate((numel,), dtype=dtype, device=self.device)
+
+    def _reduction_buffer(self, dtype: torch.dtype, device: torch.device, numel: int) -> torch.Tensor:
+        if isinstance(self.reduce_scatter, DefaultReduceScatter):
+            return self.comm_ctx.reduction_buffer(numel, dtype, device)
+        return self.reduce_scatter.allocate((numel,), dtype=dtype, device=device)
 
     def _free(self) -> None:
         for parameter in self.parameters:

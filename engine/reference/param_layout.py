@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -15,12 +16,14 @@ from shardproof.engine.reference.policies import DTypes
 from shardproof.engine.reference.torch_private import after_accumulation, chunk_cat
 
 _ALIGNMENT_BYTES = 64  # a cache line; also suits vectorised kernels
+# glibc takes more than 32 MiB from the kernel at each allocation, which then clears every page (mallopt(3)).
+_HOST_BLOCK_BYTES = 2**24
 
 
 class UnshardedMemory:
-    """Whole parameters as views of one block of memory.
+    """Whole parameters as views of one block of memory, or of several.
 
-    Without a ``block`` they are views of the shards' memory, because a replicated parameter exists once. ``targets``
+    Without ``blocks`` they are views of the shards' memory, because a replicated parameter exists once. ``targets``
     are (ranks, ...) views of each parameter's whole memory, ``numels`` the elements of each that a rank sends,
     ``dtypes`` their dtypes; ``is_flat``: each target is a row per rank. A gather writes directly into ``single``, if
     there is one, because no data has to be rearranged.
@@ -28,7 +31,7 @@ class UnshardedMemory:
 
     def __init__(
         self,
-        block: torch.Tensor | None,
+        blocks: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
         *,
         numels: Sequence[int],
@@ -37,7 +40,7 @@ class UnshardedMemory:
         single: torch.Tensor | None,
         extensions: Sequence[Extension] = (),
     ) -> None:
-        self._block = block
+        self._blocks = blocks
         self._targets = list(targets)
         self._ranks = targets[0].shape[0] if targets else 1
         self._dtypes = list(dtypes)
@@ -62,7 +65,7 @@ class UnshardedMemory:
     @property
     def is_shared(self) -> bool:
         """Whether this memory is the shards' own."""
-        return self._block is None
+        return not self._blocks
 
     @property
     def is_direct(self) -> bool:
@@ -78,11 +81,11 @@ class UnshardedMemory:
 
     def is_in(self, gathered: torch.Tensor) -> bool:
         """Whether ``gathered`` is this memory, and not a buffer to recycle."""
-        return self._block is None or gathered is self._single
+        return self.is_shared or gathered is self._single
 
     def copy_out(self, gathered: torch.Tensor) -> None:
         """Copy a gather's output (1-D: rank by rank, all parameters' padded shards) to the whole parameters."""
-        if self._block is None or gathered is self._single:
+        if self.is_in(gathered):
             return
         self._allocate()
         parts = gathered.view(self._ranks, -1)
@@ -112,35 +115,40 @@ class UnshardedMemory:
 
     def free(self) -> None:
         """Free the memory; tensors that autograd saved keep their identity and see the next gather's data."""
-        if self._block is not None:
-            self._block.untyped_storage().resize_(0)
+        for block in self._blocks:
+            block.untyped_storage().resize_(0)
         for extension in self._extensions:
             extension.free()
 
     def _allocate(self) -> None:
-        assert self._block is not None
-        storage = self._block.untyped_storage()
-        if storage.size() != self._block.numel():
-            storage.resize_(self._block.numel())
+        for block in self._blocks:
+            storage = block.untyped_storage()
+            if storage.size() != block.numel():
+                storage.resize_(block.numel())
         for extension in self._extensions:
             extension.allocate()
 
 
 def carved(
     numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Lay typed views over one block of bytes, each aligned."""
-    starts, end = [], 0
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Lay typed views over blocks of bytes, each aligned: one block, or on the host as many as it allocates quickly."""
+    most = _HOST_BLOCK_BYTES if device.type == "cpu" else sys.maxsize
+    ends, places = [0], []
     for numel, dtype in zip(numels, dtypes, strict=True):
-        starts.append(end)
-        end += -(-numel * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        size = numel * dtype.itemsize
+        padded = -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        if ends[-1] and ends[-1] + padded > most:
+            ends.append(0)
+        places.append((len(ends) - 1, ends[-1], size))
+        ends[-1] += padded
     with torch.inference_mode(False):
-        block = torch.empty(end, dtype=torch.uint8, device=device)
+        blocks = [torch.empty(end, dtype=torch.uint8, device=device) for end in ends]
         views = [
-            block[start : start + numel * dtype.itemsize].view(dtype)
-            for start, numel, dtype in zip(starts, numels, dtypes, strict=True)
+            blocks[index][start : start + size].view(dtype)
+            for (index, start, size), dtype in zip(places, dtypes, strict=True)
         ]
-    return block, views
+    return blocks, views
 
 
 Allocate = Callable[[int], torch.Tensor]
@@ -271,7 +279,7 @@ class PerParameterLayout:
         plain = [p for p in self.parameters if p not in self._extensions]
         dtypes = [_gathered_dtype(p, dtype) for p in plain]
         self._wire_dtypes = dict(zip(plain, dtypes, strict=True))
-        block = None
+        blocks: list[torch.Tensor] = []
         if (
             self._ranks == 1
             and not packed
@@ -281,7 +289,7 @@ class PerParameterLayout:
         ):
             views = [p.local.view(-1) for p in plain]
         else:
-            block, views = carved([self._ranks * p.geometry.padded_numel for p in plain], dtypes, device)
+            blocks, views = carved([self._ranks * p.geometry.padded_numel for p in plain], dtypes, device)
         targets: dict[FSDPParam, list[torch.Tensor]] = {
             p: extension.init_targets(device, on_gradient) for p, extension in self._extensions.items()
         }
@@ -291,12 +299,12 @@ class PerParameterLayout:
         in_order = [target for p in self.parameters for target in targets[p]]
         is_flat = all(p.geometry.dim == 0 for p in self.parameters)
         return UnshardedMemory(
-            block,
+            blocks,
             in_order,
             numels=[target.numel() // self._ranks for target in in_order],
             dtypes=[target.dtype for target in in_order],
             is_flat=is_flat,
-            single=views[0] if len(views) == 1 and is_flat and block is not None and not packed else None,
+            single=views[0] if len(views) == 1 and is_flat and blocks and not packed else None,
             extensions=tuple(self._extensions.values()),
         )
 

@@ -124,6 +124,7 @@ class RootState(Generic[State]):
         if state is not self._outermost:
             return
         self._outermost = None
+        self.comm_ctx.free_buffers()
         if state is self.root:
             self._recorded_forward = self._this_forward
         for other in self.states:
@@ -169,6 +170,7 @@ class RootState(Generic[State]):
 
     def _leave_backward(self) -> None:
         self._backward_runs = False
+        self.comm_ctx.free_buffers()
         frees, self._frees_after_backward = self._frees_after_backward, False
         if frees:
             self._outermost = None  # only some modules of one state may have run

@@ -329,22 +329,23 @@ class FlatLayout:
         Nothing here packs itself, where gathers start or elsewhere.
         """
         dtype = dtype if dtype is not None and self.memory.is_floating_point() else self.memory.dtype
-        block, flat = None, self.memory
+        blocks: list[torch.Tensor] = []
+        flat = self.memory
         if self.num_ranks > 1 or dtype != self.memory.dtype or device != self.memory.device:
             numel = self.num_ranks * self.share_numel
             with torch.inference_mode(False):
-                block = torch.empty(numel * dtype.itemsize, dtype=torch.uint8, device=device)
-                flat = block.view(dtype)
-        self.is_shared = block is None
+                blocks = [torch.empty(numel * dtype.itemsize, dtype=torch.uint8, device=device)]
+                flat = blocks[0].view(dtype)
+        self.is_shared = not blocks
         for piece in self.parameters:
             piece.init_unsharded_param(flat[piece.start : piece.start + piece.shape.numel()], on_gradient)
         return UnshardedMemory(
-            block,
+            blocks,
             [flat.view(self.num_ranks, self.share_numel)],
             numels=[self.share_numel],
             dtypes=[dtype],
             is_flat=True,
-            single=None if block is None else flat,
+            single=flat if blocks else None,
         )
 
     def share_of(self, whole: torch.Tensor) -> torch.Tensor:
