@@ -397,7 +397,7 @@ class PreparedModel:
         return ".".join(part for part in name.split(".") if part not in self.wrapped_as)
 
     def built_optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer that `optimizer` built; raises RuntimeError before that."""
+        """Return the optimizer that `optimizer` built, which loops schedule; raises RuntimeError before that."""
         if self._optimizer is None:
             raise RuntimeError(
                 "PreparedModel: expected an optimizer by now, got none; an override of optimizer() ends with "

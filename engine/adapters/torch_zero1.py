@@ -49,16 +49,6 @@ class PreparedZero1(PreparedDdp):
         maker: Any = make
         self._optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=maker, process_group=process_group)
 
-    def _take_rates(self) -> None:
-        """Copy the learning rates of the share's optimizer, which schedulers change, to the whole optimizer."""
-        zero = self._zero()
-        for of_all, of_share in zip(zero.param_groups, zero.optim.param_groups, strict=True):
-            of_all["lr"] = of_share["lr"]
-
-    def step(self) -> None:
-        self._take_rates()
-        super().step()
-
     def local_optimizer_state(self) -> Mapping[str, Shard]:
         """Read the state of this rank's parameters from its inner optimizer."""
         state = self._zero().optim.state
@@ -71,7 +61,6 @@ class PreparedZero1(PreparedDdp):
 
     def full_state(self) -> dict[str, Any]:
         """Gather the optimizer's state; the model is whole."""
-        self._take_rates()  # consolidation copies them back
         zero = self._zero()
         state = consolidated_state(zero, zero.process_group)
         return {"model": self.named.state_dict(), "optimizer": state}

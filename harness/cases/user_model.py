@@ -278,10 +278,11 @@ class UserOptimizer:
 
 
 class StepSchedules:
-    """The learning rate schedules of all optimizers that a factory makes in one training, if it defines any.
+    """The schedules of all optimizers that a factory makes in one training, if it defines any.
 
     The loop steps them after the optimizer, because loading state into an optimizer may call its ``step`` too. They
-    live as long as their optimizers, of which an engine may make some for a moment alone.
+    live as long as their optimizers, of which an engine may make some for a moment alone. Where an engine hands out
+    another optimizer than those that the factory made, users schedule that one.
     """
 
     def __init__(self, factory: NamedOptimizer, steps_done: int = 0) -> None:
@@ -296,6 +297,13 @@ class StepSchedules:
         """The factory that engines use instead."""
         return self._factory if self._make is None else self._scheduled
 
+    def follow(self, handed_out: torch.optim.Optimizer) -> None:
+        """Schedule what an engine hands out, and no longer what that was made of."""
+        is_made = any(made() is handed_out for made in self._made)
+        if self._make is not None and isinstance(handed_out, torch.optim.Optimizer) and not is_made:
+            self._made.clear()
+            self._schedule(handed_out)
+
     def step(self) -> None:
         """Step each schedule once."""
         for optimizer in (made() for made in self._made):
@@ -304,6 +312,10 @@ class StepSchedules:
 
     def _scheduled(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = self._factory(params)
+        self._schedule(optimizer)
+        return optimizer
+
+    def _schedule(self, optimizer: torch.optim.Optimizer) -> None:
         assert self._make is not None
         schedule = optimizer.__dict__[_SCHEDULE] = self._make(optimizer)
         self._made.append(weakref.ref(optimizer))
@@ -313,7 +325,6 @@ class StepSchedules:
             )  # warnings of steps before an optimizer step: another optimizer took it
             for _ in range(self._steps_done):
                 schedule.step()
-        return optimizer
 
 
 def definition(spec: str) -> Any:

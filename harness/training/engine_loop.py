@@ -175,6 +175,8 @@ def _started(
             prepared.optimizer(to_be_loaded(loop.schedules.factory))
         else:
             prepared.optimizer(loop.schedules.factory)
+        if not training.schedule.steps_in_backward:
+            loop.schedules.follow(prepared.built_optimizer())
     preparation.settle()
     loop.scale_losses()
     return loop
@@ -295,6 +297,8 @@ class _Loop:
         lacks_schedules = resume is not None and resume.schedules_later
         with refusing():
             successor.optimizer(to_be_loaded(self.schedules.factory, lacks_schedules=lacks_schedules))
+            if not lacks_schedules:
+                self.schedules.follow(successor.built_optimizer())
         if fresh is not None:  # else the model has the gradients that the loop has left, None or zeros
             self.prepared.close()
             fresh.settle()
@@ -313,6 +317,7 @@ class _Loop:
             load_shares(successor, state)
         if lacks_schedules:
             self.loads.note_rates(successor)
+            self.schedules.follow(successor.built_optimizer())
         if fresh is not None and not freezes_first:
             self._freeze_again(step)
         with self.reading(step):

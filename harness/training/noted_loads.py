@@ -44,7 +44,8 @@ from shardproof.harness.worlds.rank import RankContext
 def to_be_loaded(factory: OptimizerFactory, *, lacks_schedules: bool = False) -> OptimizerFactory:
     """Return a factory of optimizers whose options, such as the learning rate, a load must replace.
 
-    They are not zeros: a step that an engine takes to create state shows.
+    They are not zeros: a step that an engine takes to create state shows. The rates at which groups began are right,
+    because an engine may make of these groups the optimizer that is scheduled.
     """
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -52,7 +53,8 @@ def to_be_loaded(factory: OptimizerFactory, *, lacks_schedules: bool = False) ->
         for group in optimizer.param_groups:
             if lacks_schedules:
                 group.pop("initial_lr", None)
-            group.update({name: value / 2 for name, value in group.items() if isinstance(value, float)})
+            options = {name: value for name, value in group.items() if isinstance(value, float)}
+            group.update({name: value / 2 for name, value in options.items() if name != "initial_lr"})
         return optimizer
 
     return make
