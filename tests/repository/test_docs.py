@@ -30,7 +30,13 @@ import shardproof.suites.vocabulary
 from benchmarks import case_stages
 from shardproof import AfterPhase, Law, MemoryKind, Phase, Select, UsageError, WorldSpec
 from shardproof.engine.contract import Engine, PreparedModel
-from shardproof.engine.registry import BUILT_IN, EngineNotFoundError, resolve, what_is_missing
+from shardproof.engine.registry import (
+    BUILT_IN,
+    EngineNotFoundError,
+    resolve,
+    shipped_mutants,
+    what_is_missing,
+)
 from shardproof.harness.cli import exit_codes
 from shardproof.harness.cli.main import main, parser
 from shardproof.harness.laws.tolerance import MULTIPLE
@@ -292,6 +298,13 @@ def test_exit_codes_are_documented_as_they_are() -> None:
 def test_the_tolerance_is_documented_as_it_is() -> None:
     documented = {n for page in PAGES for n in re.findall(r"(\d+) times (?:what|that noise)", _text(page))}
     assert documented == {f"{MULTIPLE:g}"}
+
+
+def test_the_readme_counts_what_there_is() -> None:
+    readme = _text(ROOT / "README.md")
+    found = len(re.findall(r"^## \d+\. ", _text(ROOT / "docs" / "what-it-found.md"), re.M))
+    assert f"[found {found} divergences]" in readme
+    assert f"more than {len(shipped_mutants()) // 50 * 50} engines are wrong on purpose" in readme
 
 
 def test_names_in_capitals_exist() -> None:
