@@ -35,6 +35,7 @@ from shardproof.harness.torch_compat.dtypes import bytes_of
 from shardproof.harness.torch_compat.tensor_trees import tensors_in
 from shardproof.harness.tracing.ledger import Phase
 from shardproof.harness.tracing.recorder import Recorder
+from shardproof.harness.tracing.unit_hooks import ComputeDtypes
 from shardproof.harness.training.handover import state_of, write_files
 from shardproof.harness.training.loss_scale import overflowing
 from shardproof.harness.training.reads import read_shards
@@ -84,6 +85,7 @@ class EngineActor(Actor):
         self._training = training
         self._context = context
         self._inputs = inputs  # hashlib's object, whose type has no public name
+        self.dtypes = ComputeDtypes() if watches is None else watches.dtypes
         self._lifetimes = None if watches is None else watches.lifetimes
         self._census = None if watches is None else watches.census
         self._probes = None if watches is None else watches.probes

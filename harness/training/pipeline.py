@@ -85,9 +85,11 @@ class Pipeline(PreparedModel):
         recorder = self._context.recorder
         with ExitStack() as stack:
             for stage in self._stages:
-                stage.step = actor.step
-                units = self._training.plan.units
-                stack.enter_context(watching_units(stage.prepared.named, units, recorder))
+                stage.step, module = actor.step, stage.prepared.named
+                plan = _part_of(self._training.plan, module)
+                stack.enter_context(watching_units(module, plan.units, recorder))
+                if plan.asks_for_dtypes:
+                    stack.enter_context(actor.dtypes.watching(module, plan))
             is_last = any(stage.is_last for stage in self._stages)
             self._schedule.step(
                 *(inputs if any(stage.is_first for stage in self._stages) else ()),
@@ -123,11 +125,14 @@ class Pipeline(PreparedModel):
         return {name: shard for p in self._prepared for name, shard in p.local_optimizer_state().items()}
 
     def shared_state(self) -> dict[str, Any]:
-        """Join the states of all stages, without settings of parameter groups: names are those of the whole model."""
+        """Join the states of all stages: names are those of the whole model, options of groups those of one stage."""
         states = [prepared.shared_state() for prepared in self._prepared]
         return {
             "model": {name: value for state in states for name, value in state["model"].items()},
-            "optimizer": {n: value for state in states for n, value in state["optimizer"]["state"].items()},
+            "optimizer": {
+                "state": {n: value for state in states for n, value in state["optimizer"]["state"].items()},
+                "param_groups": [*map(_options, states[0]["optimizer"]["param_groups"])],
+            },
         }
 
     def load_shared_state(self, state: dict[str, Any]) -> None:
@@ -135,7 +140,10 @@ class Pipeline(PreparedModel):
         for prepared in self._prepared:
             own = prepared.shared_state()
             own["model"] = {name: state["model"][name] for name in own["model"]}
-            own["optimizer"]["state"] = {n: state["optimizer"][n] for n in own["optimizer"]["state"]}
+            of_all, optimizer = state["optimizer"], own["optimizer"]
+            optimizer["state"] = {n: of_all["state"][n] for n in optimizer["state"]}
+            for group, options in zip(optimizer["param_groups"], of_all["param_groups"], strict=True):
+                group.update(options)
             prepared.load_shared_state(own)
 
     def _scheduled(self) -> Schedule1F1B | ScheduleInterleaved1F1B:
@@ -150,6 +158,11 @@ class Pipeline(PreparedModel):
 
     def _weighted_loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return self._training.problem.loss_sum(output, _Target(target=target)) * self._weight
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a parameter group."""
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 class _Called(nn.Module):
