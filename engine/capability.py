@@ -75,6 +75,7 @@ class Capability(Enum):
     RESIZED_CHECKPOINTS = "reads its own checkpoints on another number of ranks"
     PARAMETER_ORDER = "passes the optimizer each trained parameter, or a piece of it, in the model's order"
     PARAMETER_SHAPES = "passes the optimizer parameters with as many dims as the model's"
+    LATE_PARAMETERS = "takes parameters that join the optimizer between steps, as a group of their own"
     SEVERAL_OPTIMIZERS = "lets several optimizers update parts of the model"
     OWN_BUFFERS = "keeps on each rank the buffers of its own forwards"
     # The caller controls one unit.

@@ -67,6 +67,7 @@ COMPOSABLE_CAPABILITIES = frozenset(
         Capability.GRADIENT_HOOKS,
         Capability.EDIT_GRADIENTS,
         Capability.LOADED_WEIGHTS,
+        Capability.LATE_PARAMETERS,
         Capability.ASSIGNED_WEIGHTS,
         Capability.PENDING_APART,
         Capability.RECONVERT,

@@ -86,6 +86,7 @@ class Zero2Engine(Engine):
             Capability.MEMORY_FORMATS,
             Capability.PARAMETER_ORDER,
             Capability.LOADED_WEIGHTS,
+            Capability.LATE_PARAMETERS,
             Capability.OWN_BUFFERS,
             Capability.CLIP_IN_STEP,
             Capability.OVERLAP,

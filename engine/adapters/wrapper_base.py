@@ -63,6 +63,7 @@ CAPABILITIES = frozenset(
         Capability.WRAPPER,
         Capability.EDIT_GRADIENTS,
         Capability.LOADED_WEIGHTS,
+        Capability.LATE_PARAMETERS,
         Capability.START_FROM_FIRST,
         Capability.LOSS_SCALE,
         Capability.PARAMETER_ORDER,

@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 
 from shardproof.engine.adapters.reference import PreparedReference, ReferenceEngine
 from shardproof.engine.adapters.reference_zero import PreparedZero2, Zero2Engine
@@ -25,6 +29,19 @@ from shardproof.engine.mutants.patches import (
 )
 from shardproof.engine.reference.fsdp_state import state_of
 from shardproof.engine.reference.zero_checkpoint import file_of
+
+
+@mutant(after="NVIDIA/Megatron-LM#3510", trace=Trace.STATE)
+class GathersNoStateFromEmptyRanks(FullyShardEngine):
+    """A rank that owns no element takes no part in gathering the optimizer's state, for which the others wait."""
+
+    class Prepared(PreparedFullyShard):
+        def full_state(self) -> dict[str, Any]:
+            if any(local(parameter).numel() for parameter in self.built_optimizer().state):
+                return super().full_state()
+            options = StateDictOptions(full_state_dict=True)
+            model = get_model_state_dict(self.module, options=options)
+            return {"model": model, "optimizer": {"state": {}, "param_groups": []}}
 
 
 @mutant(after="deepspeedai/DeepSpeed#7786", phase="state loaded")

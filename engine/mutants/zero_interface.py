@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,38 @@ class LoadsMuonOnItsOwnersAlone(ZeroRedundancyEngine):
                         parameter.copy_(before[parameter])
 
 
+@mutant(after="facebookresearch/fairscale#66", phase="step")
+class SharesRatesAlone(ZeroRedundancyEngine):
+    """Options of groups that a loop changes reach the optimizer of a share only if they are learning rates."""
+
+    class Prepared(PreparedZero1):
+        def step(self) -> None:
+            zero: Any = self._zero()
+            with patch.object(zero, "_sync_param_groups", _share_rates):
+                super().step()
+
+
+def _share_rates(of_all: list[dict[str, Any]], of_share: list[dict[str, Any]]) -> None:
+    for given, taken in zip(of_all, of_share, strict=True):
+        taken["lr"] = given["lr"]
+
+
+@mutant(after="pytorch/pytorch#71347", phase="step")
+class SharesNoLateGroups(ZeroRedundancyEngine):
+    """A group that joins the optimizer later is divided among no ranks, so that no rank updates its parameters."""
+
+    class Prepared(PreparedZero1):
+        def optimizer(self, factory: OptimizerFactory) -> None:
+            super().optimizer(factory)
+            zero: Any = self._zero()
+
+            def add(group: dict[str, Any]) -> None:
+                torch.optim.Optimizer.add_param_group(zero, group)
+                zero.optim.add_param_group({**group, "params": []})
+
+            zero.add_param_group = add
+
+
 @mutant(after="NVIDIA-NeMo/RL#561", phase="step")
 class SharesNothing(Zero2Engine):
     """Every rank updates its own pieces, and receives none of the others."""
@@ -60,6 +93,26 @@ class SharesNothing(Zero2Engine):
     class Prepared(PreparedZero2):
         def step(self) -> None:
             self.built_optimizer().step()
+
+
+@mutant(after="deepspeedai/DeepSpeed#6554", phase="backward")
+class ClearsWhatAStepUsedAlone(Zero2Engine):
+    """Reduced gradients that no step has used are not cleared, and the next ones are added to them."""
+
+    class Prepared(PreparedZero2):
+        _has_stepped = False
+
+        def step(self) -> None:
+            super().step()
+            self._has_stepped = True
+
+        def zero_grad(self, *, set_to_none: bool) -> None:
+            pieces = [] if self._has_stepped else [*self.engine.pieces.values()]
+            kept = [None if piece.own.grad is None else piece.own.grad.clone() for piece in pieces]
+            super().zero_grad(set_to_none=set_to_none)
+            for piece, gradient in zip(pieces, kept, strict=True):
+                piece.own.grad = gradient
+            self._has_stepped = False
 
 
 @mutant(after="NVIDIA/Megatron-LM#1527", trace=Trace.COMMUNICATION)

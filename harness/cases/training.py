@@ -141,7 +141,7 @@ class Schedule:
     ``repeats`` runs it again from the same start. ``are_repeats_read``: repeats are read in each step, as the first run
     is. Otherwise they are read at their end, and only ends are compared. ``steps_in_backward``: each parameter has an
     optimizer of its own, and a hook steps it as soon as the gradient is reduced. ``short_steps`` have one microbatch
-    fewer, as the last step of an epoch may.
+    fewer, as the last step of an epoch may. In ``skipped_steps`` the loop clears gradients, and steps no optimizer.
     """
 
     steps: int = 3
@@ -154,14 +154,15 @@ class Schedule:
     steps_in_backward: bool = False
     scaling: LossScaling | None = None
     short_steps: tuple[int, ...] = ()
+    skipped_steps: tuple[int, ...] = ()
 
     def microbatches_in(self, step: int) -> int:
         """Return the number of microbatches of a step."""
         return self.microbatches - (step in self.short_steps)
 
     def is_skipped(self, step: int) -> bool:
-        """Return whether no parameter changes in a step, because a gradient overflows."""
-        return self.scaling is not None and self.scaling.overflows_at == step
+        """Return whether no parameter changes in a step: a gradient overflows, or the loop takes no step."""
+        return step in self.skipped_steps or (self.scaling is not None and self.scaling.overflows_at == step)
 
     def loss_scale(self, step: int) -> float:
         """Return the factor of the losses of a step; 1 if they are not scaled."""

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from shardproof.engine.capability import Capability, UnsupportedError
+from shardproof.engine.contract import PreparedModel
 from shardproof.engine.import_by_name import load
 from shardproof.harness.cases.batch import Batch, ModelBatch, microbatch_seed
 from shardproof.harness.cases.own_step import SeveralOptimizers
@@ -297,10 +298,13 @@ class StepSchedules:
         """The factory that engines use instead."""
         return self._factory if self._make is None else self._scheduled
 
-    def follow(self, handed_out: torch.optim.Optimizer) -> None:
-        """Schedule what an engine hands out, and no longer what that was made of."""
+    def follow(self, prepared: PreparedModel) -> None:
+        """Schedule the optimizer that an engine hands out, and no longer those that it was made of."""
+        if self._make is None:
+            return
+        handed_out: object = prepared.built_optimizer()  # some engines' own are of no class of torch
         is_made = any(made() is handed_out for made in self._made)
-        if self._make is not None and isinstance(handed_out, torch.optim.Optimizer) and not is_made:
+        if isinstance(handed_out, torch.optim.Optimizer) and not is_made:
             self._made.clear()
             self._schedule(handed_out)
 

@@ -176,7 +176,7 @@ def _started(
         else:
             prepared.optimizer(loop.schedules.factory)
         if not training.schedule.steps_in_backward:
-            loop.schedules.follow(prepared.built_optimizer())
+            loop.schedules.follow(prepared)
     preparation.settle()
     loop.scale_losses()
     return loop
@@ -298,7 +298,7 @@ class _Loop:
         with refusing():
             successor.optimizer(to_be_loaded(self.schedules.factory, lacks_schedules=lacks_schedules))
             if not lacks_schedules:
-                self.schedules.follow(successor.built_optimizer())
+                self.schedules.follow(successor)
         if fresh is not None:  # else the model has the gradients that the loop has left, None or zeros
             self.prepared.close()
             fresh.settle()
@@ -317,7 +317,7 @@ class _Loop:
             load_shares(successor, state)
         if lacks_schedules:
             self.loads.note_rates(successor)
-            self.schedules.follow(successor.built_optimizer())
+            self.schedules.follow(successor)
         if fresh is not None and not freezes_first:
             self._freeze_again(step)
         with self.reading(step):
@@ -398,14 +398,14 @@ class _Loop:
         with recorder.during(Phase.STEP, step=step):
             if schedule.order is LoopOrder.ZERO_THEN_STEP:
                 self._zero_grad(step)
-            if scaled is None:
-                prepared.step()
-            else:
+            if scaled is not None:
                 scaled.update()
-            self.schedules.step()
+            elif not is_skipped:
+                prepared.step()
             self._memory.take(self.prepared, actor, CensusTime.STEPPED, self.loads.num)
             if schedule.order is LoopOrder.STEP_THEN_ZERO:
                 self._zero_grad(step)
+            self.schedules.step()
             self._memory.take(self.prepared, actor, CensusTime.CLEARED, self.loads.num)
             if self._lifetimes is not None:
                 self._lifetimes.end_step()

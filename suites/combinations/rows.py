@@ -54,6 +54,7 @@ _REPLICAS = frozenset(
         Capability.PARAMETER_ORDER,
         Capability.PARAMETER_SHAPES,
         Capability.LOADED_WEIGHTS,
+        Capability.LATE_PARAMETERS,
         Capability.START_FROM_FIRST,
     }
 )
@@ -73,6 +74,7 @@ _WRAPPED = frozenset(
         Capability.PARAMETER_ORDER,
         Capability.WRAPPER,
         Capability.LOADED_WEIGHTS,
+        Capability.LATE_PARAMETERS,
         Capability.RANK_DEPENDENT_ORDER,
         Capability.START_FROM_FIRST,
         Capability.EDIT_GRADIENTS,
@@ -102,6 +104,7 @@ _SHARES = (
     | {
         Capability.ACCUMULATE,
         Capability.LOADED_WEIGHTS,
+        Capability.LATE_PARAMETERS,
         Capability.PARAMETER_ORDER,
         Capability.RANK_DEPENDENT_ORDER,
         Capability.MIXED_DTYPES,

@@ -20,6 +20,7 @@ from shardproof import (
     StateForm,
     Training,
     Trial,
+    ZeroGrad,
 )
 from shardproof.fixtures.idle import SOMETIMES
 from shardproof.fixtures.optimizers import ADAMW, DECAYING, EMPTY_GROUP, GROUPED, SCHEDULED, SGD
@@ -27,6 +28,7 @@ from shardproof.fixtures.problems import MLP_EVEN, MLP_UNEVEN
 from shardproof.fixtures.refused import BY_COLUMNS
 from shardproof.fixtures.tensor_parallel import STACK_16, STACK_5
 from shardproof.fixtures.decoders import TIED
+from shardproof.fixtures.thin import ONE_NUMBER
 from shardproof.suites.params import param, parametrize
 from shardproof.suites.vocabulary import PARITY
 
@@ -63,6 +65,12 @@ def test_resumes_on_two_replicas_what_all_ranks_shared(trial: Trial, optimizer: 
 @pytest.mark.kills("LosesStateOfOtherRanks", "FailsToLoadEmptyShards")
 def test_resumes_in_shards_what_was_replicated(trial: Trial) -> None:
     trial.holds(_training(MLP_UNEVEN, ADAMW, Layout.REPLICATE, Layout.SHARD), *PARITY)
+
+
+@pytest.mark.worlds(SEVERAL)
+@pytest.mark.kills("GathersNoStateFromEmptyRanks")
+def test_resumes_where_one_rank_owns_everything(trial: Trial) -> None:
+    trial.holds(_training(ONE_NUMBER, ADAMW, Layout.SHARD, Layout.SHARD), *PARITY)
 
 
 @pytest.mark.kills("SavesUnderNamesOfItsOwn", "SavesMomentsInAnOrderOfItsOwn")
@@ -188,7 +196,10 @@ def test_resumes_from_shares_of_tensors_that_are_cut(trial: Trial, layout: Layou
 @pytest.mark.kills("LosesStateOfOtherRanks")
 @parametrize("layout", *LAYOUTS_OF_FOUR)
 def test_the_same_model_goes_on_from_files(trial: Trial, layout: Layout) -> None:
-    trial.holds(_training(STACK_16, ADAMW, layout, None, tensor_parallel=2, form=StateForm.FILES), *PARITY)
+    """Its gradients are None then: beside zeros torch's functions make no state to load into."""
+    training = _training(STACK_16, ADAMW, layout, None, tensor_parallel=2, form=StateForm.FILES)
+    schedule = replace(training.schedule, zero_grad=ZeroGrad.SET_TO_NONE)
+    trial.holds(replace(training, schedule=schedule), *PARITY)
 
 
 def _training(
