@@ -103,11 +103,10 @@ def layout_fault(evidence: Evidence, places: Sequence[TensorKey]) -> str | None:
         o.rank for o in evidence.ranks if not lacking[o.rank] and all(s.is_whole for s in o.initial.values())
     ]
     divisible = [place for place in there if _has_rows(known[place.name])]
-    is_by_parameter = places[0].quantity is Quantity.OPTIMIZER_STATE and any(
-        o.cut is Cut.PARAMETERS for o in evidence.ranks
-    )
-    is_own = plan.layout is Layout.NATIVE and wholes and len(divisible) >= evidence.world_size
-    is_own = is_own and not is_by_parameter
+    is_state = places[0].quantity is Quantity.OPTIMIZER_STATE
+    is_by_parameter = is_state and any(o.cut is Cut.PARAMETERS for o in evidence.ranks)
+    is_native = plan.layout is Layout.NATIVE and not is_by_parameter
+    is_own = is_native and wholes and len(divisible) >= evidence.world_size
     if not (is_asked or is_own):
         return None
     because = plan.layout.value if is_asked else f"rank {wholes[0]} has all of them whole"

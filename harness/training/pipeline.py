@@ -49,18 +49,20 @@ def prepare_pipeline(
         module = modules[index].to(context.device)
         if plan.cut_axis is not None and problem.parallelize is not None:
             problem.parallelize(module, mesh[plan.cut_axis])
-        prepared = adapter.prepare(module, _part_of(plan, module), data)
-        place = _Place(index=index, count=count, ends=(widths[index], widths[index + 1]))
+        own = _part_of(plan, module)
+        prepared = adapter.prepare(module, own, data)
+        place = _Place(index=index, count=count, plan=own, ends=(widths[index], widths[index + 1]))
         stages.append(_Stage(prepared, place, training, context, mesh))
     return Pipeline(tuple(stages), training, context)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Place:
-    """The stage, the number of stages, and examples of inputs and outputs."""
+    """The stage, the number of stages, the plan of its units, and examples of inputs and outputs."""
 
     index: int
     count: int
+    plan: Plan
     ends: tuple[torch.Tensor, torch.Tensor]
 
 
@@ -86,10 +88,9 @@ class Pipeline(PreparedModel):
         with ExitStack() as stack:
             for stage in self._stages:
                 stage.step, module = actor.step, stage.prepared.named
-                plan = _part_of(self._training.plan, module)
-                stack.enter_context(watching_units(module, plan.units, recorder))
-                if plan.asks_for_dtypes:
-                    stack.enter_context(actor.dtypes.watching(module, plan))
+                stack.enter_context(watching_units(module, stage.plan.units, recorder))
+                if stage.plan.asks_for_dtypes:
+                    stack.enter_context(actor.dtypes.watching(module, stage.plan))
             is_last = any(stage.is_last for stage in self._stages)
             self._schedule.step(
                 *(inputs if any(stage.is_first for stage in self._stages) else ()),
@@ -200,6 +201,7 @@ class _Stage(PipelineStage):
             group=mesh.get_group("pipe"),
         )
         self.prepared = prepared
+        self.plan = place.plan
         self.step = -1
         self._asks_us = own is None
         self._recorder: Recorder = context.recorder
