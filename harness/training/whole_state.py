@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardproof.engine.contract import PreparedModel, Shard, shard_of
+from shardproof.engine.contract import Cut, PreparedModel, Shard, shard_of
 from shardproof.harness.torch_compat.dtypes import bytes_of, dense
-from shardproof.harness.training.reads import read_shards
+from shardproof.harness.training.reads import read_declared, read_shards
 
 
 # Any, here and below: a state may be of any type.
@@ -38,8 +38,9 @@ def _differences(prepared: PreparedModel, state: dict[str, Any], names: Collecti
         trained[key] if type(key) is int else key: optimizer[key] for key in optimizer
     }
     shards = read_shards(prepared, "local_optimizer_state")
-    # A rank may own nothing of any parameter that has state, and then it has none.
-    own = [name for name in by_name if name in parameters and parameters[name].tensor.numel()]
+    # A rank that owns nothing of what has state has none; where each parameter has one owner, any rank may be one.
+    is_cut = read_declared(prepared, "cut", Cut) is not Cut.PARAMETERS
+    own = [n for n in by_name if is_cut and n in parameters and parameters[n].tensor.numel()]
     if not shards and (lost := next((f"{name}/{key}" for name in own for key in by_name[name]), "")):
         yield f"optimizer: {lost!r} is not there, nor any other"
     for place, shard in shards.items():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.engine.contract import PreparedModel
+from shardproof.engine.contract import Cut, PreparedModel
 from shardproof.harness.training.whole_state import difference_of_state, digests_of
 
 
@@ -83,6 +83,19 @@ def test_zeros_are_one_where_the_state_has_something_of_that_parameter(value: fl
     weight = prepared.module["used"].weight  # type: ignore[index]
     prepared.built_optimizer().state[weight]["momentum_buffer"] = torch.full((2, 2), value)
     assert "optimizer: 'used.weight/momentum_buffer'" in difference(prepared, state)
+
+
+@pytest.mark.parametrize(("cut", "is_right"), [(Cut.PARAMETERS, True), (Cut.EVENLY, False)], ids=str)
+def test_a_rank_has_no_state_where_another_owns_each_parameter(
+    monkeypatch: pytest.MonkeyPatch, cut: Cut, is_right: bool
+) -> None:
+    """With more ranks than parameters, a rank of ZeRO-1 owns none, though it holds all of them."""
+    prepared, state = trained()
+    monkeypatch.setattr(type(prepared), "cut", cut)
+    prepared.built_optimizer().state.clear()
+    assert difference(prepared, state) == (
+        "" if is_right else "optimizer: 'used.weight/momentum_buffer' is not there, nor any other"
+    )
 
 
 @pytest.mark.parametrize(("is_one", "text"), [(False, ""), (True, "are one tensor in memory")])
