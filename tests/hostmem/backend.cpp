@@ -223,6 +223,7 @@ struct DeviceBackend final : c10d::Backend {
   // Call gloo; the first argument is what the collective writes, or sends.
   template <class Method, class Outputs, class... Others>
   Works call(Method method, Outputs& outputs, Others&... others) {
+    wait(mark(current_stream()));
     auto arguments = std::make_tuple(over(outputs), over(others)...);
     auto& options = std::get<sizeof...(Others)>(arguments);
     if constexpr (requires { options.reduceOp; }) {

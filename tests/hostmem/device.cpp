@@ -1,4 +1,5 @@
-// The devices themselves: memory, pinned memory, streams and events. All work is done when a call returns.
+// The devices themselves: memory, pinned memory, streams and events. All work is done when a call returns, unless streams
+// are late (queues.cpp).
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -34,10 +35,14 @@ c10::DeviceIndex num_visible() noexcept {
 
 struct DeviceAllocator final : c10::Allocator {
   at::DataPtr allocate(size_t num_bytes) override {
+    const c10::Device device(kDevice, device_of_thread);
+    if (is_late()) {
+      return kept_memory(num_bytes, device);
+    }
     auto memory = c10::GetCPUAllocator()->allocate(num_bytes);
     const auto deleter = memory.get_deleter();
     auto* pointer = memory.get();
-    return {pointer, memory.release_context(), deleter, c10::Device(kDevice, device_of_thread)};
+    return {pointer, memory.release_context(), deleter, device};
   }
 
   void copy_data(void* target, const void* source, size_t num_bytes) const override {
@@ -132,26 +137,46 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& on, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (*event == nullptr) {
-      *event = new c10::StreamId();
+      *event = new Mark();
     }
-    *static_cast<c10::StreamId*>(*event) = on.id();
+    of(*event) = mark(on);
   }
 
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
-    delete static_cast<c10::StreamId*>(event);
+    delete static_cast<Mark*>(event);
   }
 
-  void block(void*, const c10::Stream&) const override {}
-  void synchronizeEvent(void*) const override {}
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeDevice(const c10::DeviceIndex) const override {}
-
-  bool queryEvent(void*) const override {
-    return true;
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event != nullptr && is_late()) {
+      queue_after(stream, of(event));
+    }
   }
 
-  bool queryStream(const c10::Stream&) const override {
-    return true;
+  void synchronizeEvent(void* event) const override {
+    if (event != nullptr) {
+      wait(of(event));
+    }
+  }
+
+  void synchronizeStream(const c10::Stream& stream) const override {
+    wait(mark(stream));
+  }
+
+  void synchronizeDevice(const c10::DeviceIndex device) const override {
+    wait_for_device(device);
+  }
+
+  bool queryEvent(void* event) const override {
+    return event == nullptr || ask(of(event));
+  }
+
+  bool queryStream(const c10::Stream& stream) const override {
+    return ask(mark(stream));
+  }
+
+ private:
+  static Mark& of(void* event) {
+    return *static_cast<Mark*>(event);
   }
 };
 
@@ -216,6 +241,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t num_bytes) const override {
     auto memory = device_allocator.allocate(num_bytes);
     if (storage.nbytes() > 0 && num_bytes > 0) {
+      wait(mark(current_stream(storage.device())));
       std::memcpy(memory.get(), storage.data(), std::min(storage.nbytes(), num_bytes));
     }
     storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(memory));
@@ -236,6 +262,10 @@ c10::Allocator* allocator() {
 
 c10::DeviceIndex current_device() {
   return device_of_thread;
+}
+
+c10::Stream current_stream(c10::Device device) {
+  return Guard().getStream(device);
 }
 
 } // namespace hostmem

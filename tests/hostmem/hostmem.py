@@ -1,7 +1,8 @@
 """An accelerator made of host memory: ``import torch`` finds it where this folder is on the path, as any backend.
 
 Its kernels are those of the CPU, on memory that is the device's; its backend of c10d is gloo; its streams and events
-are real objects of torch whose work is done when a call returns. The C++ beside this file is built once, into a cache.
+are real objects of torch. Work is done when a call returns; where HOSTMEM_SEED is set it waits in queues, which run in
+an order that the seed draws (queues.cpp). The C++ beside this file is built once, into a cache.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 
 BUILD_LIMIT_S = 360.0  # it takes 20 s of a processor, which other tests may need
 _HERE = Path(__file__).parent
-_SOURCES = ("backend", "cells", "device", "kernels")
+_SOURCES = ("backend", "cells", "device", "kernels", "memory", "queues")
 _NAME = "hostmem"
 
 
@@ -121,10 +122,14 @@ def load() -> None:
     torch._C._ensureCUDADeviceGuardSet()
 
 
+class _Stream(torch.Stream):
+    """A stream that takes attributes, as those of CUDA's module do."""
+
+
 class _Device:
     """The module ``torch.hostmem`` that torch and its engines use."""
 
-    Stream = torch.Stream
+    Stream = _Stream
     Event = torch.Event
 
     # Any, here and below: devices are numbers, strings or torch's own, and streams may be of a watch.
