@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 # A world per size; 3 for shards of unequal size, 4 for two replicas of two shards.
 WORLDS := threads:1 threads:2 threads:3 threads:4 processes:2
 
-.PHONY: setup conformance conformance-all catalogue test twins versions models engines upstream lint docs clean
+.PHONY: setup conformance conformance-all catalogue handwritten test twins versions models engines upstream lint docs clean
 
 setup: $(STAMP)
 
@@ -38,6 +38,11 @@ catalogue: $(STAMP)
 # never end (pytest-xdist#1378, released in no version yet), and would not say which test it died in.
 test: $(STAMP)
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not twin"
+
+# What is not of combinations, on two ranks and on four: after each change of a law, of the training loop or of an engine,
+# because `test` judges a sample. Some twenty-five minutes for each bundled engine on two cores.
+handwritten: $(STAMP)
+	$(BIN)/shardproof run --world threads:2 --world threads:4 -k "not combinations" -n 2
 
 # What the reference engine's tests say of torch's own engine behind the same interface.
 twins: $(STAMP)
