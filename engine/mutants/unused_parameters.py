@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from shardproof.engine.adapters.reference import ReferenceEngine
-from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine
+from shardproof.engine.adapters.torch_ddp import DistributedDataParallelEngine, PreparedDdp
 from shardproof.engine.adapters.torch_fsdp2 import FullyShardEngine, PreparedFullyShard
 from shardproof.engine.adapters.torch_replicate import ReplicateEngine
 from shardproof.engine.contract import Capability, Plan, PreparedModel
@@ -134,3 +134,18 @@ class NeverUpdatesTheLastRanksRows(FullyShardEngine):
         num_shards = mesh.size(mesh.ndim - 1)
         is_last = num_shards > 1 and mesh.get_local_rank(mesh.ndim - 1) == num_shards - 1
         return never_updating(prepared, prepared.named.parameters()) if is_last else prepared
+
+
+@mutant(after="kozistr/pytorch_optimizer#462", trace=Trace.CRASH)
+class KnowsNoStateOfWhatWakes(DistributedDataParallelEngine):
+    """A group's first step makes the state of all that has a gradient; what has its first one later fails the step."""
+
+    class Prepared(PreparedDdp):
+        def step(self) -> None:
+            optimizer = self.built_optimizer()
+            for group in optimizer.param_groups:
+                with_gradients = [p for p in group["params"] if p.grad is not None]
+                lost = [p for p in with_gradients if not optimizer.state.get(p)]
+                if lost and any(optimizer.state.get(p) for p in group["params"]):
+                    raise KeyError(f"no state of a parameter of shape {list(lost[0].shape)}")
+            super().step()

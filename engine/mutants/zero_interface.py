@@ -403,6 +403,17 @@ class FlattensEmptyParameters(Zero2Engine):
         return prepared
 
 
+@mutant(after="NVIDIA/Megatron-LM#419", trace=Trace.CRASH)
+class StepsNoGroupWithoutAnElement(Zero2Engine):
+    """A step needs an element of each parameter group that has parameters."""
+
+    class Prepared(PreparedZero2):
+        def step(self) -> None:
+            for group in self.built_optimizer().param_groups:
+                next(p for p in group["params"] if p.numel()) if group["params"] else None
+            super().step()
+
+
 @mutant(after="deepspeedai/DeepSpeed#1823", phase="step")
 class CountsTheStepsOfAllGroups(Zero2Engine):
     """Each group's step counts for all groups, so Adam corrects its moments as if it had taken more steps."""

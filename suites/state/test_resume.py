@@ -70,7 +70,7 @@ def test_resumes_in_shards_what_was_replicated(trial: Trial) -> None:
 @pytest.mark.worlds(SEVERAL)
 @pytest.mark.kills("GathersNoStateFromEmptyRanks")
 def test_resumes_where_one_rank_owns_everything(trial: Trial) -> None:
-    trial.holds(_training(ONE_NUMBER, ADAMW, Layout.SHARD, Layout.SHARD), *PARITY)
+    trial.holds(_training(ONE_NUMBER, ADAMW, Layout.NATIVE, Layout.NATIVE), *PARITY)
 
 
 @pytest.mark.kills("SavesUnderNamesOfItsOwn", "SavesMomentsInAnOrderOfItsOwn")

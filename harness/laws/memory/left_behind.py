@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from shardproof.harness.laws.law import Evidence, Ruling, rule
 from shardproof.harness.records.observation import Observation
 
+_COUNT_BYTES = 4  # of a parameter's steps
 _CONSTANTS_BYTES = 16  # numbers that an engine makes once, such as FSDP1's zero for the norm of no gradient
 
 
@@ -54,12 +55,15 @@ def leaves_gradients(evidence: Evidence) -> bool:
 def _added(evidence: Evidence, sizes: Mapping[int, int], rank: int) -> float:
     """Return the bytes that a load may add, of ranks whose parameters have these sizes.
 
-    A model that is left behind has the rank's parameters at least, and counts of steps in tensors of their own are few.
-    But a rank whose shards are smaller than another's may receive padded ones, and another layout may need more.
+    A model that is left behind has the rank's parameters at least, and counts of steps in tensors of their own are few,
+    unless parameters have few elements themselves. But a rank whose shards are smaller than another's may receive
+    padded ones, and another layout may need more.
     """
     steps = range(len(evidence.oracle.steps))
     has_one_plan = all(evidence.training.at(step).plan == evidence.training.plan for step in steps)
-    return sizes[rank] / 2 if has_one_plan and sizes[rank] == max(sizes.values()) else math.inf
+    has_few_counts = _COUNT_BYTES * len(evidence.ranks[rank].initial) <= sizes[rank] / 2
+    is_known = has_one_plan and has_few_counts and sizes[rank] == max(sizes.values())
+    return sizes[rank] / 2 if is_known else math.inf
 
 
 def _breaches(observation: Observation, added: float) -> Iterator[str]:
