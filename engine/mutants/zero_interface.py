@@ -410,7 +410,8 @@ class StepsNoGroupWithoutAnElement(Zero2Engine):
     class Prepared(PreparedZero2):
         def step(self) -> None:
             for group in self.built_optimizer().param_groups:
-                next(p for p in group["params"] if p.numel()) if group["params"] else None
+                if group["params"] and not any(p.numel() for p in group["params"]):
+                    raise IndexError("list index out of range")
             super().step()
 
 

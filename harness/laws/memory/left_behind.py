@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardproof.harness.laws.law import Evidence, Ruling, rule
@@ -29,11 +29,11 @@ class LeavesNothingBehind:
         """Compare each count with the fewest bytes of those before it, on every rank."""
         if leaves_gradients(evidence):
             return rule(self.name, [], held=NOT_COUNTED)
-        sizes = {o.rank: sum(shard.tensor.nbytes for shard in o.initial.values()) for o in evidence.ranks}
+        largest = max(map(_size, evidence.ranks))
         broken = [
             f"rank {observation.rank}, {breach}"
             for observation in evidence.ranks
-            for breach in _breaches(observation, _added(evidence, sizes, observation.rank))
+            for breach in _breaches(observation, _added(evidence, observation, largest))
         ]
         num_counts = len([count for o in evidence.ranks for count in o.counts if count.shown])
         return rule(self.name, broken, held=f"at {num_counts} moments")
@@ -52,8 +52,13 @@ def leaves_gradients(evidence: Evidence) -> bool:
     )
 
 
-def _added(evidence: Evidence, sizes: Mapping[int, int], rank: int) -> float:
-    """Return the bytes that a load may add, of ranks whose parameters have these sizes.
+def _size(observation: Observation) -> int:
+    """Return the bytes of a rank's parameters at first."""
+    return sum(shard.tensor.nbytes for shard in observation.initial.values())
+
+
+def _added(evidence: Evidence, observation: Observation, largest: int) -> float:
+    """Return the bytes that a load may add on a rank, where the largest parameters of a rank have so many.
 
     A model that is left behind has the rank's parameters at least, and counts of steps in tensors of their own are few,
     unless parameters have few elements themselves. But a rank whose shards are smaller than another's may receive
@@ -61,9 +66,9 @@ def _added(evidence: Evidence, sizes: Mapping[int, int], rank: int) -> float:
     """
     steps = range(len(evidence.oracle.steps))
     has_one_plan = all(evidence.training.at(step).plan == evidence.training.plan for step in steps)
-    has_few_counts = _COUNT_BYTES * len(evidence.ranks[rank].initial) <= sizes[rank] / 2
-    is_known = has_one_plan and has_few_counts and sizes[rank] == max(sizes.values())
-    return sizes[rank] / 2 if is_known else math.inf
+    size = _size(observation)
+    has_few_counts = _COUNT_BYTES * len(observation.initial) <= size / 2
+    return size / 2 if has_one_plan and has_few_counts and size == largest else math.inf
 
 
 def _breaches(observation: Observation, added: float) -> Iterator[str]:
